@@ -66,7 +66,7 @@ def predict(estimate: Estimate, memory_mib: float | None) -> Predicted:
     """Return the prediction for a GPU."""
     reserved = estimate.peak_reserved_mib
     smi = None if reserved is None else reserved + estimate.overhead_mib
-    if smi is not None and memory_mib is not None:
+    if smi is not None and memory_mib is not None and (estimate.needed_mib or 0.0) <= memory_mib:
         smi = min(smi, memory_mib)  # The allocator releases free segments before it runs out.
     return Predicted(
         peak_allocated_mib=estimate.peak_allocated_mib,

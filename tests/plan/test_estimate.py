@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,12 @@ def test_size_of_the_model_is_that_of_all_shards_in_any_precision() -> None:
     assert model_size(config, trace_step(config)) == (whole, 0)
 
 
-def test_nvidia_smi_never_shows_more_than_the_gpu_has() -> None:
-    found = estimate_of(TRACE, {"context": 400.0}, None)
+def test_nvidia_smi_never_shows_more_than_the_gpu_has_if_the_training_fits() -> None:
+    found = replace(estimate_of(TRACE, {"context": 400.0}, None), required_mib=145.0)
     assert predict(found, None).nvidia_smi_mib == 560
     assert predict(found, 550.0).nvidia_smi_mib == 550
+    too_small = predict(found, 150.0)
+    assert (too_small.verdict, too_small.nvidia_smi_mib, too_small.peak_reserved_mib) == ("does_not_fit", 560, 160)
 
 
 def test_model_states_of_a_model_that_is_not_traced() -> None:
