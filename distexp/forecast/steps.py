@@ -167,7 +167,8 @@ class Forecaster:
         if MODEL not in sources:
             is_measured = bool(machine.points) and SCALED not in sources
             if is_measured and target.workers not in (1, self.run.target.workers):
-                yield f"collectives {kind} take the times that a preflight measured"
+                size = f"{target.nodes} x {target.workers_per_node}"
+                yield f"collectives of {size} workers take the times that a preflight measured"
         elif any((point.nodes > 1) == across for point in machine.points):
             yield "no preflight measured collectives of this kind: their times are those of the links"
         elif across:

@@ -75,7 +75,8 @@ def test_zero_2_updates_a_share(tmp_path: Path) -> None:
     (eight,) = forecast(run, (1, 8))
     assert "scaled" in eight.beyond
     assert eight.notes == ()
-    assert two.notes == four.notes == ("collectives in a node take the times that a preflight measured",)
+    assert two.notes == ("collectives of 1 x 2 workers take the times that a preflight measured",)
+    assert four.notes == ("collectives of 1 x 4 workers take the times that a preflight measured",)
 
 
 def test_full_shard_updates_a_share(tmp_path: Path) -> None:
