@@ -27,9 +27,14 @@ class ForecastConfig:
         "Network between nodes, as `infiniband-ndr-400g`. Measured bandwidths take precedence.",
         null="infiniband-hdr-200g for GPUs, ethernet-10g for CPUs",
     )
-    rail_optimized: bool | None = key(None, "Whether GPUs of the same index share a switch.", null="true")
+    rail_optimized: bool | None = key(
+        None, "Whether GPUs of the same index share a switch, up to 32 nodes.", null="true"
+    )
     oversubscription: float = key(
-        1.0, "By how much the upper level of the network is slower than the lower one.", at_least=1
+        1.0,
+        "By how much the upper level of the network is slower than the lower one. With `rail_optimized`, only more "
+        "than 32 nodes use the upper level.",
+        at_least=1,
     )
     only: bool = key(False, "Forecast and do not train. Set by `distexp forecast`.")
     output: str = key("table", "Output of `distexp forecast`. Its option `--json` sets it.", choices=("table", "json"))

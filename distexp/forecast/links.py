@@ -133,8 +133,12 @@ class Network:
         """Return the link of each worker to other nodes, if all workers use it at the same time."""
         cards = CARDS_PER_NODE.get(self.name, workers_per_node)
         bandwidth = EFFICIENCY_NETWORK * NETWORKS[self.name] * 1e9 * cards / workers_per_node
-        crosses = not self.rail_optimized or nodes > NODES_PER_LEAF
-        return Link(self.name, bandwidth / (self.oversubscription if crosses else 1.0), self.latency)
+        factor = self.oversubscription if self.uses_upper_level(nodes) else 1.0
+        return Link(self.name, bandwidth / factor, self.latency)
+
+    def uses_upper_level(self, nodes: int) -> bool:
+        """Return whether collectives over so many nodes go through the upper level of the network."""
+        return not self.rail_optimized or nodes > NODES_PER_LEAF
 
 
 def usual_network(gpu_name: str | None) -> Network:

@@ -11,6 +11,7 @@ from pathlib import Path
 from distexp.forecast.calibration import Calibration, calibrate
 from distexp.forecast.collectives import MEASURED, MODEL, SCALED, collective_time
 from distexp.forecast.communication import add_replication, plan_communication
+from distexp.forecast.links import NODES_PER_LEAF
 from distexp.forecast.machine import MachineCurves, machine_of
 from distexp.forecast.measured_step import MeasuredStep, read_measured_step
 from distexp.forecast.micro_batches import with_micro_batches
@@ -147,7 +148,11 @@ class Forecaster:
             found.step.hidden_s,
             beyond=describe_distance(run, target, found.sources),
             limit=describe_limit(parts, found.largest),
-            notes=(*self._notes_on_collectives(found.sources, target), *self._notes_on_old_profile(target)),
+            notes=(
+                *self._notes_on_collectives(found.sources, target),
+                *self._notes_on_oversubscription(target),
+                *self._notes_on_old_profile(target),
+            ),
         )
 
     def _change_with_host(self, target: Target, scales: Scales, step: SimulatedStep) -> HostChange:
@@ -177,6 +182,16 @@ class Forecaster:
         else:
             workers = _measure(f"cluster.workers_per_node={target.workers_per_node}")
             yield f"collectives {kind} are not measured. Assumed: {machine.intra.name}. {workers}"
+
+    def _notes_on_oversubscription(self, target: Target) -> Iterator[str]:
+        """Yield why a set oversubscription does not change the forecast of several nodes."""
+        network = self.machine.network
+        if target.nodes > 1 and network.oversubscription > 1 and not network.uses_upper_level(target.nodes):
+            yield (
+                f"forecast.oversubscription={network.oversubscription:g} has no effect up to {NODES_PER_LEAF} nodes, "
+                "because GPUs of the same index are taken to share a switch. If they do not, set "
+                "forecast.rail_optimized=false"
+            )
 
     def _notes_on_old_profile(self, target: Target) -> Iterator[str]:
         """Yield what the forecast does not know, because an earlier version wrote the profile."""

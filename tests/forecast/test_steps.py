@@ -216,6 +216,22 @@ def test_a_step_of_many_micro_batches_is_forecast_for_4096_gpus(tmp_path: Path) 
     assert widths[0] < widths[-1]
 
 
+def test_an_oversubscription_without_effect_is_noted(tmp_path: Path) -> None:
+    run, sizes = write_run(tmp_path, ddp_items(), 0.030), [target(8 * nodes, nodes=nodes) for nodes in (1, 32, 64)]
+
+    def noted(**options: bool) -> list[bool]:
+        machine = replace(MACHINE, network=Network(oversubscription=2.0, **options))
+        return ["oversubscription" in "".join(found.notes) for found in forecast_steps(run, sizes, machine)]
+
+    assert noted() == [False, True, False]
+    assert noted(rail_optimized=False) == [False, False, False]
+    (found,) = forecast_steps(run, [target(16, nodes=2)], replace(MACHINE, network=Network(oversubscription=2.0)))
+    assert found.notes[-1] == (
+        "forecast.oversubscription=2 has no effect up to 32 nodes, because GPUs of the same index are taken to share a "
+        "switch. If they do not, set forecast.rail_optimized=false"
+    )
+
+
 def test_a_run_on_cpus_waits_for_its_collectives(tmp_path: Path) -> None:
     items: list[Item] = [replace(i, host_s=0.010) if isinstance(i, Segment) else i for i in ddp_items(0.004)]
     run = write_run(tmp_path, items, 0.034, workers=2, on_gpu=False)
