@@ -24,7 +24,8 @@ class ForecastConfig:
     )
     network: str | None = key(
         None,
-        "Network between nodes, as `infiniband-ndr-400g`. Measured bandwidths take precedence.",
+        "Network between nodes, as `infiniband-ndr-400g` with one card per worker. The workers of a node share one "
+        "`ethernet-10g` card. Measured bandwidths take precedence.",
         null="infiniband-hdr-200g for GPUs, ethernet-10g for CPUs",
     )
     rail_optimized: bool | None = key(

@@ -7,10 +7,12 @@ latencies are those of NCCL's own cost model (src/graph/tuning.cc, table hwLat).
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from distexp.config import ConfigError
+from distexp.runs.listing import format_count
 
 EFFICIENCY_NVLINK = 0.81
 EFFICIENCY_NETWORK = 0.9
@@ -95,10 +97,13 @@ NETWORKS = {
     "efa-p4d": 12.5,
     "efa-p5": 12.5,
 }
-"""Bandwidth of one network card in GB/s. An EFA card has 100 Gbit/s: p4d has 4 of them per node, and p5 has 32."""
+"""Bandwidth of one network card in GB/s. An EFA card has 100 Gbit/s."""
 
-CARDS_PER_NODE = {"efa-p4d": 4, "efa-p5": 32}
+CARDS_PER_NODE = {"efa-p4d": 4, "efa-p5": 32, **{name: 1 for name in NETWORKS if name.startswith("ethernet")}}
 """Cards of machines that have another number than one per GPU."""
+
+GPUS_OF_EFA_NODE = 8
+"""GPUs of a p4d or p5. A GPU uses the cards near it, and not those of the other GPUs."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +136,23 @@ class Network:
 
     def link(self, nodes: int, workers_per_node: int) -> Link:
         """Return the link of each worker to other nodes, if all workers use it at the same time."""
-        cards = CARDS_PER_NODE.get(self.name, workers_per_node)
+        cards = self._cards_of(workers_per_node)
         bandwidth = EFFICIENCY_NETWORK * NETWORKS[self.name] * 1e9 * cards / workers_per_node
         factor = self.oversubscription if self.uses_upper_level(nodes) else 1.0
         return Link(self.name, bandwidth / factor, self.latency)
+
+    def _cards_of(self, workers: int) -> int:
+        """Return the network cards of a node that so many workers use."""
+        cards = CARDS_PER_NODE.get(self.name, workers)
+        if self.name.startswith("efa"):
+            return min(cards, math.ceil(workers * cards / GPUS_OF_EFA_NODE))
+        return cards
+
+    def __str__(self) -> str:
+        """Return the network as an option, with its cards."""
+        cards = CARDS_PER_NODE.get(self.name)
+        count = "one card per worker" if cards is None else f"{format_count(cards, 'card')} per node"
+        return f"forecast.network={self.name}, {count}"
 
     def uses_upper_level(self, nodes: int) -> bool:
         """Return whether collectives over so many nodes go through the upper level of the network."""

@@ -177,8 +177,7 @@ class Forecaster:
         elif any((point.nodes > 1) == across for point in machine.points):
             yield "no preflight measured collectives of this kind: their times are those of the links"
         elif across:
-            assumed = f"forecast.network={machine.network.name}"
-            yield f"collectives {kind} are not measured. Assumed: {assumed}. {_measure('cluster.nodes=2')}"
+            yield f"collectives {kind} are not measured. Assumed: {machine.network}. {_measure('cluster.nodes=2')}"
         else:
             workers = _measure(f"cluster.workers_per_node={target.workers_per_node}")
             yield f"collectives {kind} are not measured. Assumed: {machine.intra.name}. {workers}"

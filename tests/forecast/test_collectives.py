@@ -151,7 +151,25 @@ def test_network_cards_are_shared_by_the_workers_of_a_node() -> None:
     assert (on_cpus.name, on_cpus.link(2, 1).latency) == ("ethernet-10g", intra_node_link(None).latency)
     one_card_per_worker = Network("infiniband-hdr-200g").link(2, 4).bandwidth
     assert one_card_per_worker == Network("infiniband-hdr-200g").link(2, 8).bandwidth == pytest.approx(0.9 * 25e9)
-    assert Network("efa-p5").link(2, 8).bandwidth == pytest.approx(4 * 0.9 * 12.5e9)
+    one_card_per_node = Network("ethernet-100g").link(2, 8).bandwidth
+    assert one_card_per_node == Network("ethernet-100g").link(2, 1).bandwidth / 8 == pytest.approx(0.9 * 12.5e9 / 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "cards"),
+    [("efa-p5", 8, 32), ("efa-p5", 2, 8), ("efa-p5", 1, 4), ("efa-p4d", 8, 4), ("efa-p4d", 2, 1), ("efa-p4d", 1, 1)],
+)
+def test_a_worker_uses_only_the_cards_of_its_gpu(name: str, workers: int, cards: int) -> None:
+    assert workers * Network(name).link(2, workers).bandwidth == pytest.approx(cards * 0.9 * 12.5e9)
+
+
+def test_a_network_is_printed_with_its_cards() -> None:
+    names = ("infiniband-hdr-200g", "efa-p5", "ethernet-10g")
+    assert [str(Network(name)) for name in names] == [
+        "forecast.network=infiniband-hdr-200g, one card per worker",
+        "forecast.network=efa-p5, 32 cards per node",
+        "forecast.network=ethernet-10g, 1 card per node",
+    ]
 
 
 @pytest.mark.parametrize(

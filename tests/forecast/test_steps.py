@@ -209,8 +209,8 @@ def test_a_step_of_many_micro_batches_is_forecast_for_4096_gpus(tmp_path: Path) 
         *["collectives between nodes are not measured"] * 3,
     ]
     assert (
-        "Assumed: forecast.network=infiniband-ndr-400g. To measure them: distexp preflight cluster.nodes=2"
-        in (found[-1].notes[0])
+        "Assumed: forecast.network=infiniband-ndr-400g, one card per worker. To measure them: "
+        "distexp preflight cluster.nodes=2" in (found[-1].notes[0])
     )
     widths = [(forecast.high_s - forecast.low_s) / forecast.step_time_s for forecast in found]
     assert widths[0] < widths[-1]
