@@ -76,7 +76,7 @@ def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: Ru
         step_s is None
         or forecast.what_if
         or _Conditions.of(profiled) != _Conditions.of(measured)
-        or not _makes_steps_of(forecast, measured)
+        or not makes_steps_of(forecast, measured)
     ):
         return None
     inside = forecast.low_s <= step_s <= forecast.high_s
@@ -96,7 +96,7 @@ class _Conditions(NamedTuple):
         return cls(machine_name(record), cluster.get("cpus_per_worker") if on_cpu else None)
 
 
-def _makes_steps_of(forecast: StoredForecast, measured: RunRecord) -> bool:
+def makes_steps_of(forecast: StoredForecast, measured: RunRecord) -> bool:
     """Return whether the steps of a run are as large as in a forecast. A size that is not a number is unknown."""
     train = measured.config.get("train") or {}
     size, micro_batches = train.get("micro_batch_size"), train.get("gradient_accumulation_steps")

@@ -64,7 +64,26 @@ def test_a_single_run_has_its_forecast_next_to_it(tmp_path: Path) -> None:
     assert len(lines) == 1
     assert "Dashed with rings: forecast" in found.caption
     assert found.tables[-1].title == "Forecast"
-    assert found.tables[-1].rows[1] == ("0", "2 x 2", "125.0", "112.5 to 137.5", "256.0")
+    assert found.tables[-1].rows == (
+        ("0", "2 x 2", "125.0", "112.5 to 137.5", "256.0"), ("0", "4 x 2", "160.0", "144.0 to 176.0", "400.0"),
+    ), "the profiled size is measured"  # fmt: skip
+
+
+def test_forecasts_of_one_size_have_their_global_batch(tmp_path: Path) -> None:
+    """The third one is the same training as the second, from an earlier command."""
+    sweep = profiled_sweep(tmp_path / "sweep")
+    accumulated = {"micro_batches": 4, "samples_per_step": 64.0}
+    more = [
+        stored(2, 0.45, run_id="more", created_at="2026-01-02", **accumulated),
+        stored(2, 0.5, run_id="old", created_at="2026-01-01", **accumulated),
+        stored(1, 0.4, run_id="same size", **accumulated),
+    ]
+    write_forecasts(sweep / "0", [*more, stored(1, 0.1), stored(2, 0.125)])
+    table = figure(sweep).tables[-1]
+    assert (table.header[:3], table.num_labels) == (("run", "nodes x workers per node", "global batch"), 3)
+    assert [row[1:4] for row in table.rows] == [
+        ("1 x 2", "64", "400.0"), ("2 x 2", "64", "450.0"), ("2 x 2", "32", "125.0"), ("4 x 2", "64", "160.0"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,7 +123,7 @@ def test_a_run_of_that_size_has_its_error(tmp_path: Path) -> None:
     table = figure(sweep).tables[-1]
     assert table.title == "Forecast and measured"
     assert [row[5:] for row in table.rows] == [
-        ("-", "-", "-", "-"), ("1", "128.0", "-2.3%", "yes"), ("2", "200.0", "-20.0%", "no"),
+        ("1", "128.0", "-2.3%", "yes"), ("2", "200.0", "-20.0%", "no"),
     ]  # fmt: skip
     runs = overview(sweep)
     for _ in range(2):  # The same pair counts once.

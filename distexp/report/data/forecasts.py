@@ -12,6 +12,7 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.scaling import ScalingSeries, make_forecast_series
+from distexp.report.data.settings import world_size
 from distexp.report.data.text_table import TextTable
 from distexp.runs.entry_values import number_of
 from distexp.runs.forecast import StoredForecast, cap_efficiency, read_forecasts
@@ -19,6 +20,7 @@ from distexp.runs.forecast_errors import (
     ForecastError,
     compare_with_run,
     machine_name,
+    makes_steps_of,
     read_errors,
     running_error,
     store_error,
@@ -26,7 +28,8 @@ from distexp.runs.forecast_errors import (
 
 MAX_ROWS = 40
 MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")
-SIZE = "nodes x workers per node"
+RUN, SIZE, BATCH = "run", "nodes x workers per node", "global batch"
+HEADER = (RUN, SIZE, BATCH, "forecast (ms/step)", "interval (ms)", "samples/s")
 NOTE = "Forecast by distexp forecast. Error: forecast minus measured, in percent of the measured median step."
 
 
@@ -102,28 +105,56 @@ def keep_errors(overview: Overview) -> None:
             store_error(found.row.record, found.forecast, row.record, error)
 
 
-def build_forecast_table(found: Sequence[ForecastRow]) -> TextTable | None:
-    """Build the table with a row per size; None without forecasts."""
+def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
+    """Build the table with a row per size and global batch, without the profiled ones; None without forecasts."""
+    found = _newest([entry for entry in forecasts if not _is_profiled(entry)])
     if not found:
         return None
     measured = any(entry.errors for entry in found)
-    header = ("run", SIZE, "forecast (ms/step)", "interval (ms)", "samples/s", *(MEASURED if measured else ()))
-    rows = tuple(_cells(entry, measured=measured) for entry in found[:MAX_ROWS])
+    columns = _columns(found[:MAX_ROWS], measured=measured)
+    sizes = list(zip(columns[RUN], columns[SIZE], strict=True))
+    if len(set(sizes)) == len(sizes):
+        del columns[BATCH]
     title = "Forecast and measured" if measured else "Forecast"
     machines = dict.fromkeys(machine_name(entry.row.record) for entry in found if entry.errors)
     notes = [NOTE if measured else "Forecast by distexp forecast."]
     notes += [f"{machine}: {text}" for machine in machines if (text := running_error(read_errors(machine)))]
     notes += [f"{len(found) - MAX_ROWS} more sizes are in the files forecast.json."] if len(found) > MAX_ROWS else []
-    return TextTable(title, header, rows, " ".join(notes), num_labels=2)
+    rows = tuple(zip(*columns.values(), strict=True))
+    return TextTable(title, tuple(columns), rows, " ".join(notes), num_labels=2 + (BATCH in columns))
 
 
-def _cells(found: ForecastRow, *, measured: bool) -> tuple[str, ...]:
+def _is_profiled(found: ForecastRow) -> bool:
+    """Return whether a forecast is for the size and the steps of the profiled run, which are measured."""
+    forecast, record = found.forecast, found.row.record
+    nodes = (record.config.get("cluster") or {}).get("nodes")
+    return (forecast.workers, forecast.nodes) == (world_size(record), nodes) and makes_steps_of(forecast, record)
+
+
+def _newest(found: Sequence[ForecastRow]) -> list[ForecastRow]:
+    """Return one forecast of each size and global batch: one that was measured, and the newest of these."""
+    best: dict[tuple[object, ...], ForecastRow] = {}
+    for entry in found:
+        key = (id(entry.row), _size(entry.forecast), entry.forecast.samples_per_step)
+        best[key] = max(best.get(key, entry), entry, key=lambda each: (bool(each.errors), each.forecast.created_at))
+    return list(best.values())
+
+
+def _size(forecast: StoredForecast) -> str:
+    return f"{forecast.nodes} x {forecast.workers_per_node} {forecast.what_if}".rstrip()
+
+
+def _columns(found: Sequence[ForecastRow], *, measured: bool) -> dict[str, tuple[str, ...]]:
+    """Return the cells of each column."""
+    header, rows = (*HEADER, *(MEASURED if measured else ())), [_cells(entry) for entry in found]
+    return {title: tuple(cells[position] for cells in rows) for position, title in enumerate(header)}
+
+
+def _cells(found: ForecastRow) -> tuple[str, ...]:
     forecast, error = found.forecast, found.mean_error
     interval = f"{_ms(forecast.low_s)} to {_ms(forecast.high_s)}"
-    size = f"{forecast.nodes} x {forecast.workers_per_node} {forecast.what_if}".rstrip()
-    cells = (found.row.label, size, _ms(forecast.step_time_s), interval, f"{forecast.samples_per_second:,.1f}")
-    if not measured:
-        return cells
+    label = (found.row.label, _size(forecast), f"{forecast.samples_per_step:,.0f}")
+    cells = (*label, _ms(forecast.step_time_s), interval, f"{forecast.samples_per_second:,.1f}")
     if error is None or found.measured is None:
         return (*cells, "-", "-", "-", "-")
     inside = "yes" if error.inside else "no"
