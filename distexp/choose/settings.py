@@ -12,6 +12,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.choose_section import ChooseConfig
 from distexp.config.override_text import sets_key
 from distexp.launch.cell import Cell
+from distexp.measure.energy.cpu_reader import POWERCAP, can_read_energy
 
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
@@ -72,14 +73,25 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
     section = OmegaConf.to_object(cell.composed.choose)
     assert isinstance(section, ChooseConfig)
     config = cell.config or cell.decided
-    if section.objective == Objective.COST and config is not None and config.cluster.device == "cpu":
-        raise ConfigError("choose.objective=cost needs GPUs, because a run on CPUs has no price: use throughput")
+    if error := "" if config is None else _unmeasured_on_cpus(section, config):
+        raise ConfigError(error)
     if errors := _errors(section, cell, master):
         raise ConfigError(errors)
     command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
     if section.dry_run and _names_gpu(cell):
         command.append(PREDICT_ONLY)
     return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
+
+
+def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
+    """Return why no run on the CPUs of this machine has the metric of the objective; empty if it may have it."""
+    if config.cluster.device != "cpu":
+        return ""
+    if section.objective == Objective.COST:
+        return "choose.objective=cost needs GPUs, because a run on CPUs has no price: use throughput"
+    if section.objective == Objective.ENERGY and config.cluster.launcher == "local" and not can_read_energy():
+        return f"choose.objective=energy: the energy of these CPUs cannot be read (RAPL, {POWERCAP}): use throughput"
+    return ""
 
 
 def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:

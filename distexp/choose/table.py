@@ -141,10 +141,10 @@ def _table(first: str, *numbers: str) -> Table:
 
 
 def _failure(candidate: Candidate) -> str:
-    """Return the status of the trial that failed; empty if none did."""
+    """Return the status of the trial that failed; empty if all completed, perhaps without the objective's metric."""
     if candidate.status is not Status.FAILED:
         return ""
-    return next((trial.status for trial in reversed(candidate.trials) if trial.status != COMPLETED), "failed")
+    return next((trial.status for trial in reversed(candidate.trials) if trial.status != COMPLETED), "")
 
 
 def _number(value: float | None, form: str) -> str:

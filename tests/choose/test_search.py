@@ -13,6 +13,7 @@ import pytest
 from distexp.choose.state import SearchState
 from distexp.config import Config, ConfigError
 from distexp.exceptions import SweepFailedError
+from distexp.measure.energy import cpu_reader
 from distexp.plan.estimate import Estimate
 from distexp.runs.run_dir import CHOICE
 from tests.helpers.planning import FormulaPlanner, linear_estimate
@@ -282,15 +283,36 @@ def test_a_dry_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {candidate["status"] for candidate in found["candidates"]} == {"waiting"}
 
 
+@pytest.fixture
+def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the energy counters. It has none."""
+    folder = tmp_path / "powercap"
+    monkeypatch.setattr(cpu_reader, "POWERCAP", folder)
+    return folder
+
+
 def test_a_machine_that_does_not_measure_the_objective_ends_the_search(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, powercap: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher = FakeLauncher()
+    launcher, package = FakeLauncher(), powercap / "intel-rapl:0"
+    package.mkdir(parents=True)
+    for name, text in {"name": "package-0", "energy_uj": "5", "max_energy_range_uj": "9"}.items():
+        (package / name).write_text(text)
     with pytest.raises(SweepFailedError):
-        run_search(tmp_path, launcher, *FEW, "choose.objective=energy")
+        run_search(tmp_path / "search", launcher, *FEW, "choose.objective=energy")
     assert len(launcher.ran) == 2, "one of each strategy, and no other micro-batch"
     out = capsys.readouterr().out
     assert "no candidate has a result: the run measured no energy: use choose.objective=throughput" in out
+    rows = [line.split() for line in out.splitlines() if line.split()[-1:] == ["5"]]
+    assert [row[-4] for row in rows] == ["33.6", "30.8"], "a completed trial has its throughput"
+
+
+@pytest.mark.usefixtures("powercap")
+def test_the_energy_of_cpus_without_a_counter_is_refused_as_objective(tmp_path: Path) -> None:
+    launcher = FakeLauncher()
+    with pytest.raises(ConfigError, match=r"objective=energy: the energy of these CPUs cannot be read \(RAPL, .*: use"):
+        run_search(tmp_path, launcher, *FEW, "choose.objective=energy")
+    assert launcher.ran == []
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

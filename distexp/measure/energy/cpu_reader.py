@@ -81,6 +81,11 @@ class CpuEnergyReader:
         return sum(sum(fields[part]) for part in BUSY_FIELDS)
 
 
+def can_read_energy() -> bool:
+    """Return whether this machine shows the energy of its CPUs to this user."""
+    return bool(open_counters(POWERCAP))
+
+
 def open_counters(powercap: Path) -> Sequence[PackageCounter]:
     """Return the counters of all CPU packages; none if there is no RAPL, or if one of them cannot be read."""
     try:
