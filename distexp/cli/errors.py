@@ -25,6 +25,9 @@ NEEDS_QUOTES = frozenset("!#&();<=>^`~")
 NO_DIRECTORY = frozenset({errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG})
 """Numbers of the errors of a path at which no directory can be made."""
 
+LISTS_OF_OVERRIDES = ("sweep.cells", "choose.space")
+"""Keys whose entries are overrides, which need quotes."""
+
 UNQUOTED_OVERRIDE = re.compile(
     r"""
     [\w./@+]+=                      # key
@@ -33,7 +36,7 @@ UNQUOTED_OVERRIDE = re.compile(
     """,
     re.VERBOSE,
 )
-"""An override inside ``sweep.cells`` without quotes."""
+"""An override without quotes inside such a list."""
 
 NO_CONFIG_DIR = "Additional config directory"
 """Start of Hydra's message about a folder of ``--config-dir`` that does not exist."""
@@ -132,7 +135,7 @@ def _explain_syntax(override: str, reason: str) -> str:
     if value.startswith("="):
         single = f"{key}={value.lstrip('=') or 'VALUE'}"
         return f"{override} has more than one =: write {shell_quote(single)}"
-    if key == "sweep.cells" and (quoted := _quote_cells(override)):
+    if key in LISTS_OF_OVERRIDES and (quoted := _quote_entries(override)):
         return f"{override} needs quotes: write '{quoted}'"
     if value == "~" or value.startswith("~/"):
         return home_message(key, value)
@@ -157,8 +160,8 @@ def _unclosed(value: str) -> str:
     )
 
 
-def _quote_cells(override: str) -> str | None:
-    """Return ``sweep.cells`` with its overrides in quotes; None if it still cannot be parsed."""
+def _quote_entries(override: str) -> str | None:
+    """Return a list of overrides with each one in quotes; None if it still cannot be parsed."""
     key, _, value = override.partition("=")
     quoted = f"{key}=" + UNQUOTED_OVERRIDE.sub(lambda found: f'"{found[0]}"', re.sub(r"[\"']", "", value))
     try:

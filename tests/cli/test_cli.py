@@ -210,6 +210,12 @@ WRONG = {  # command lines, with a part of their message
     "model=/tmp/mymodel": "resnet_tiny. For another model of transformers, from the hub or a folder: model=hf model.na"
     "me=/tmp/mymodel\n",
     "model=bigscience/bloom-560m": "from the hub or a folder: model=hf model.name=bigscience/bloom-560m\n",
+    "choose choose.space=[strategy=ddp,sharding=full_shard]": (
+        'needs quotes: write \'choose.space=["strategy=ddp","sharding=full_shard"]\'\n'
+    ),
+    "choose choose.space=[strategy=ddp,fsdp,train.micro_batch_size=2]": (
+        'needs quotes: write \'choose.space=["strategy=ddp,fsdp","train.micro_batch_size=2"]\'\n'
+    ),
     "choose strategy=ddp,fsdp": "use choose.space: write choose.space='[\"strategy=ddp,fsdp\"]'\n",
     "choose zero_stage=1,2,3 offload=true,false": 'choose.space=\'["zero_stage=1,2,3","offload=true,false"]\'\n',
     "choose choose.gpus=0": "choose.gpus=[0] must be numbers, each at least 1\n",
