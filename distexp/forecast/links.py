@@ -71,14 +71,15 @@ INTRA_NODE = (
     (r"[HG]?B[23]00", _nvlink(5, 900)),
     (r"H100.*(PCIe|NVL)|H200.*NVL", _pcie(5, 64)),
     (r"H800", _nvlink(4, 200)),
-    (r"H100|H200|GH200", _nvlink(4, 450)),
+    (r"H100|H200|GH200|H20", _nvlink(4, 450)),
     (r"A100.*PCI|A30|A40|A10(?!0)", _pcie(4, 32)),
     (r"A800", _nvlink(3, 200)),
     (r"A100", _nvlink(3, 300)),
     (r"V100.*PCI", _pcie(3, 16)),
     (r"V100", _nvlink(2, 150)),
     (r"P100.*SXM", _nvlink(1, 80)),
-    (r"L4|RTX 6000 Ada", _pcie(4, 32)),
+    (r"RTX PRO|GeForce RTX 50", _pcie(5, 64)),
+    (r"L4|RTX A\d|RTX \d+ .*Ada|GeForce RTX [34]0", _pcie(4, 32)),
     (r"T4|P100|RTX", _pcie(3, 16)),
 )
 """Links by the name of the GPU; the first that matches counts. The bandwidth is per direction, over all links."""

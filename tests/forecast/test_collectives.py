@@ -134,6 +134,7 @@ def test_a_slower_upper_level_of_the_network_matters_beyond_a_leaf() -> None:
         ("NVIDIA A100-SXM4-80GB", 300),
         ("Tesla V100-SXM2-32GB", 150),
         ("NVIDIA B200", 900),
+        ("NVIDIA H20", 450),
     ],
 )
 def test_links_of_known_gpus(name: str, gigabytes: float) -> None:
@@ -143,6 +144,18 @@ def test_links_of_known_gpus(name: str, gigabytes: float) -> None:
 @pytest.mark.parametrize("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA L40S", "Tesla T4", "unknown"])
 def test_gpus_without_nvlink_use_pcie(name: str) -> None:
     assert intra_node_link(name).name.startswith("PCIe")
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [
+        ("NVIDIA RTX A6000", 4), ("NVIDIA GeForce RTX 4090", 4), ("NVIDIA GeForce RTX 3090", 4),
+        ("NVIDIA RTX 6000 Ada Generation", 4), ("NVIDIA GeForce RTX 5090", 5), ("NVIDIA GeForce RTX 2080 Ti", 3),
+        ("Quadro RTX 4000", 3),
+    ],
+)  # fmt: skip
+def test_pcie_generations_of_workstation_gpus(name: str, generation: int) -> None:
+    assert intra_node_link(name).name == f"PCIe {generation}"
 
 
 def test_network_cards_are_shared_by_the_workers_of_a_node() -> None:
