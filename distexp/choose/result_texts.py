@@ -17,6 +17,7 @@ from distexp.choose.settings import Settings
 from distexp.plan.cells import replace_overrides
 from distexp.runs.copyable_command import copyable_override, shell_quote
 from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
+from distexp.system.units import format_amount
 
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
@@ -46,9 +47,9 @@ def describe_values(values: MeanMetrics) -> str:
     speed = "-" if values.samples_per_second is None else f"{values.samples_per_second:,.1f} samples/s"
     parts = [f"{speed} at {format_gb(values.peak_allocated_mib)}"]
     if values.j_per_sample is not None:
-        parts.append(f"{values.j_per_sample:.3g} J/sample")
+        parts.append(f"{format_amount(values.j_per_sample)} J/sample")
     if values.price_per_sample is not None:
-        parts.append(f"{1e6 * values.price_per_sample:.3g} per million samples")
+        parts.append(f"{format_amount(1e6 * values.price_per_sample)} per million samples")
     return ", ".join(parts)
 
 

@@ -14,7 +14,7 @@ from distexp.runs.listing import format_count
 from distexp.runs.record_sections import Predicted
 from distexp.runs.step_parts import PARTS
 from distexp.system.hardware import cpu_count
-from distexp.system.units import format_memory
+from distexp.system.units import format_amount, format_memory
 
 EXPOSED = "exposed_communication"
 
@@ -154,7 +154,7 @@ def _percent(fraction: float | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    return "-" if value is None else format_amount(value)
 
 
 def _bottleneck(row: SizeRow) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
-from distexp.choose.result_texts import winner_sentence
+from distexp.choose.mean_metrics import MeanMetrics
+from distexp.choose.result_texts import describe_values, winner_sentence
 
 
 def tried(name: str, *trials: Trial) -> Candidate:
@@ -43,3 +44,8 @@ def test_a_shorter_trial_is_better_by_a_share_of_the_winner(objective: Objective
 def test_the_memory_of_a_gpu_has_no_noise_to_be_unknown(objective: Objective, margin: str) -> None:
     winner, other = tried("a=1", trial(better=1.25)), tried("a=2", trial())
     assert winner_sentence([winner, other], winner, objective).endswith(f", {margin}")
+
+
+def test_large_values_have_no_exponent() -> None:
+    values = MeanMetrics(5.0, 1.0, 1024.0, j_per_sample=1120.4, price_per_sample=0.00111)
+    assert describe_values(values) == "5.0 samples/s at 1.0 GB, 1,120 J/sample, 1,110 per million samples"
