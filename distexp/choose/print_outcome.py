@@ -58,7 +58,8 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
         if hint := faster or other_sizes_hint(outcome.candidates, outcome.settings):
             line(hint)
     line(describe_cost(state, outcome.candidates), "dim")
-    line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")
+    if state.trials:
+        line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")
     if outcome.winner is not None:
         line("\nto train with it:")
         line(f"  {command_line(outcome.settings.command, outcome.winner)}")

@@ -318,7 +318,10 @@ def test_the_energy_of_cpus_without_a_counter_is_refused_as_objective(tmp_path: 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SweepFailedError):
         run_search(tmp_path, FakeLauncher(), *FEW, "cluster.device=cpu", "plan.host_memory_gb=2")
-    assert "no candidate fits into the memory; the nearest one is" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no candidate fits into the memory; the nearest one is" in out
+    assert "cost of 0 trials" in out
+    assert "distexp report" not in out, "there is nothing to look at"
 
 
 @pytest.mark.parametrize(
