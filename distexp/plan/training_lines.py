@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.config import Config
+from distexp.config.override_text import sets_key
 from distexp.plan.cells import PlannedCell
 from distexp.runs.model_label import model_label
 from distexp.system.units import MIB_PER_GB
@@ -92,7 +93,10 @@ def _shards(config: Config) -> bool:
 
 
 def full_data_override(cell: PlannedCell) -> str | None:
-    """Return what to type for texts or images of the real size; None if the training has them, or is small."""
+    """Return what to type for texts or images of the real size.
+
+    It is None if the training has them, if the user has typed their size, or if the training is small.
+    """
     config, predicted = cell.cell.config, cell.predicted
     if config is None or predicted is None:
         return None
@@ -100,6 +104,8 @@ def full_data_override(cell: PlannedCell) -> str | None:
     size = getattr(config.dataset, full.key) if full else None
     peak_mib = predicted.peak_allocated_mib or sum(predicted.parts.values())
     if full is None or size is None or size >= full.size or peak_mib < LARGE_MIB:
+        return None
+    if sets_key(cell.cell.overrides, f"dataset.{full.key}"):
         return None
     if (config.model.seq_length or full.size) < full.size:  # The model cannot have longer texts.
         return None

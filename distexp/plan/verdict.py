@@ -120,13 +120,20 @@ def describe_verdict(predicted: Predicted) -> str:
 def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
     """Return the text of the verdict on a training whose peak is known."""
     if predicted.error_bound is None:
-        return f"needs {format_memory(needed)} of {format_memory(memory)}, with an unknown error"
+        return f"needs {describe_need(needed, memory)}, with an unknown error"
     if predicted.verdict == FITS:
         return f"fits, {100 * (1 - needed / memory):.0f} % free"
     if predicted.verdict == TOO_CLOSE:
         most = predicted.most_mib or needed * (1 + predicted.error_bound)  # Older records do not have the former.
-        return f"not certain: may need {format_memory(most)} of {format_memory(memory)}"
+        return f"not certain: may need {describe_need(most, memory)}"
     return f"does not fit by {format_memory(needed - memory)}"
+
+
+def describe_need(needed_mib: float, memory_mib: float) -> str:
+    """Return both sizes as ``76.4 GB of 75.0 GB``, with more digits if they look equal."""
+    texts = [tuple(format_memory(mib, digits) for mib in (needed_mib, memory_mib)) for digits in (1, 2, 3)]
+    needed, memory = next((pair for pair in texts if pair[0] != pair[1]), texts[0])
+    return f"{needed} of {memory}"
 
 
 def available_mib(predicted: Predicted) -> float | None:

@@ -395,6 +395,7 @@ def test_the_first_line_has_the_model_the_data_and_its_size(capsys: pytest.Captu
     [
         (("dataset=squad_sample",), "so it needs less memory than squad: type dataset.max_length=512"),
         (("dataset=squad_sample", "dataset.max_length=512"), None),
+        (("dataset=squad_sample", "dataset.max_length=64"), None),
         (("dataset=squad",), None),
         (("model=resnet50", "dataset=tinyimagenet_sample"), "than tinyimagenet: type dataset.image_size=64"),
     ],

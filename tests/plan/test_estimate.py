@@ -16,7 +16,8 @@ from distexp.plan.estimate import Estimate, arithmetic_estimate, estimate_of, mo
 from distexp.plan.step_trace import Event, StepTrace
 from distexp.plan.tracing import trace_step
 from distexp.plan.untraced import count_parameters
-from distexp.plan.verdict import predict
+from distexp.plan.verdict import describe_verdict, predict
+from distexp.runs.record_sections import Predicted
 from distexp.system.units import MIB
 from distexp.worker import build
 from distexp.worker.build import load_data
@@ -66,6 +67,15 @@ def test_nvidia_smi_never_shows_more_than_the_gpu_has_if_the_training_fits() -> 
     assert predict(found, 550.0).nvidia_smi_mib == 550
     too_small = predict(found, 150.0)
     assert (too_small.verdict, too_small.nvidia_smi_mib, too_small.peak_reserved_mib) == ("does_not_fit", 560, 160)
+
+
+@pytest.mark.parametrize(
+    ("most_mib", "text"),
+    [(1_536.0, "1.5 GB of 1.0 GB"), (1_034.0, "1.01 GB of 1.00 GB"), (1_026.0, "1.002 GB of 1.000 GB")],
+)
+def test_memories_that_look_equal_have_more_digits(most_mib: float, text: str) -> None:
+    predicted = Predicted(verdict="too_close", required_mib=1_000.0, most_mib=most_mib, gpu_memory_mib=1_024.0)
+    assert describe_verdict(replace(predicted, error_bound=0.05)) == f"not certain: may need {text}"
 
 
 def test_model_states_of_a_model_that_is_not_traced() -> None:
