@@ -242,7 +242,7 @@ def verdict_table(predicted: dict[str, Any], folder: Path) -> Iterator[str]:
         for limit in expected["limits_mib"]:
             path = result_path(folder, text, limit)
             status = json.loads(path.read_text())["status"] if path.exists() else "not run"
-            estimate = Estimate(required_mib=expected["required_mib"])
+            estimate = Estimate(step_mib=expected["required_mib"])
             verdict = VERDICTS[verdict_of(estimate, limit) or TOO_CLOSE]
             yield f"| {text} | {limit:,} | {expected['required_mib']:,.0f} | {verdict} | {status} |"
 

@@ -130,7 +130,7 @@ class FamilyMemory:
 
     def _infer_too_large(self, member: Candidate, estimate: Estimate) -> None:
         """Infer which smaller members do not fit either, because what does not shrink with them is too much."""
-        needed, least = estimate.needed_mib, estimate.least_mib
+        needed, least = estimate.required_mib, estimate.least_mib
         does_not_fit = self._verdicts[member.micro_batch] == DOES_NOT_FIT
         if does_not_fit and needed is None:  # The states alone are too large.
             for other in self.members:

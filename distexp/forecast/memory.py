@@ -58,4 +58,4 @@ def _of_one_node(planned: PlannedCell) -> Predicted | None:
     estimate, config = planned.estimate, planned.cell.config
     if estimate is None or config is None or not estimate.on_cpu:
         return planned.predicted
-    return predict(replace(estimate, required_mib=estimate.host_mib), memory_to_fit_mib(config))
+    return predict(replace(estimate, step_mib=estimate.host_mib), memory_to_fit_mib(config))

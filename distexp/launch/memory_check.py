@@ -168,4 +168,4 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
         )
     if best is None:
         return larger
-    return f"use {' '.join(best.overrides)} (needs {format_memory(best.estimate.needed_mib or 0.0)})"
+    return f"use {' '.join(best.overrides)} (needs {format_memory(best.estimate.required_mib or 0.0)})"

@@ -166,7 +166,7 @@ def _print_search(
         return
     with show_search("what fits", len(list(candidate_overrides(config, largest))), remark) as advance:
         changes = search(advance).changes(largest)
-    for line in change_lines(changes, memory_mib, config.cluster.device, estimate.needed_mib):
+    for line in change_lines(changes, memory_mib, config.cluster.device, estimate.required_mib):
         print_plain(console, line)
 
 

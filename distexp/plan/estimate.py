@@ -38,14 +38,15 @@ class Estimate:
     """Memory of one worker in MiB. None means that the training could not be traced.
 
     Attributes:
-        required_mib: Smallest reserved memory in which the step runs.
+        step_mib: Memory in which a step runs, without ``overhead_mib``. On a GPU, the smallest reserved memory. On
+            CPUs, the memory of all processes on a machine.
         overhead_mib: GPU memory outside of torch's allocator.
         host_mib: Peak of the CPU memory on a node.
         parts: What the peak is made of.
         curve: The phase and the parts at some points of the step.
         seconds: Time of the prediction.
         error_bound: Largest relative error of ``required_mib``; None if it is not known.
-        on_cpu: Whether the run is on CPUs. Then ``required_mib`` is the memory of all processes on a machine.
+        on_cpu: Whether the run is on CPUs.
         notes: What was assumed, or why the training could not be traced.
         flops: Floating point operations of a step of one worker; None if they were not counted.
         operations: Kernels that a worker launches in a step.
@@ -55,7 +56,7 @@ class Estimate:
 
     peak_allocated_mib: float | None = None
     peak_reserved_mib: float | None = None
-    required_mib: float | None = None
+    step_mib: float | None = None
     overhead_mib: float = 0.0
     host_mib: float | None = None
     phase: str | None = None
@@ -76,22 +77,22 @@ class Estimate:
         return self.peak_allocated_mib is not None
 
     @property
-    def needed_mib(self) -> float | None:
-        """Return the smallest GPU memory in which the training runs."""
-        return None if self.required_mib is None else self.required_mib + self.overhead_mib
+    def required_mib(self) -> float | None:
+        """Return the smallest memory in which the training runs."""
+        return None if self.step_mib is None else self.step_mib + self.overhead_mib
 
     @property
     def most_mib(self) -> float | None:
         """Return the most memory that the training may need; None if it is not known."""
         bound = self.error_bound
-        return None if self.needed_mib is None or bound is None else self.needed_mib * (1 + bound)
+        return None if self.required_mib is None or bound is None else self.required_mib * (1 + bound)
 
     @property
     def least_mib(self) -> float | None:
         """Return the memory that the training needs at least; None if it is not known."""
-        if self.needed_mib is None or self.error_bound is None:
+        if self.required_mib is None or self.error_bound is None:
             return None
-        reserved = self.needed_mib * (1 - self.error_bound)
+        reserved = self.required_mib * (1 - self.error_bound)
         if self.on_cpu or self.peak_allocated_mib is None:
             return reserved
         return max(reserved, self.peak_allocated_mib * (1 - ALLOCATED_ERROR) + self.overhead_mib)
@@ -153,7 +154,7 @@ def cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     reason = reason_not_measured(config)
     return Estimate(
         peak_allocated_mib=_mib(found.peak_allocated),
-        required_mib=host_mib * simulated_nodes(config),
+        step_mib=host_mib * simulated_nodes(config),
         host_mib=host_mib,
         phase=found.peak.phase,
         parts=parts,
@@ -189,7 +190,7 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
     return Estimate(
         peak_allocated_mib=_mib(found.peak_allocated),
         peak_reserved_mib=_mib(found.peak_reserved),
-        required_mib=_mib(found.required),
+        step_mib=_mib(found.required),
         overhead_mib=sum(mib for name, mib in overheads.items() if not name.startswith(HOST)),
         host_mib=host_mib,
         phase=found.peak.phase,

@@ -159,7 +159,7 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
 
 
 def change_lines(
-    changes: Sequence[ConfigChange], memory_mib: float, device: str, needed_mib: float | None
+    changes: Sequence[ConfigChange], memory_mib: float, device: str, required_mib: float | None
 ) -> Iterator[str]:
     """Yield the smallest change that makes a training fit, and what all changes need that reduce the memory.
 
@@ -167,10 +167,10 @@ def change_lines(
         changes: The changes, the smallest one first.
         memory_mib: Memory of the GPU, or of the node for a run on CPUs.
         device: cuda or cpu.
-        needed_mib: Memory that the training needs without a change.
+        required_mib: Memory that the training needs without a change.
     """
     may_fit = any(verdict_of(change.estimate, memory_mib) in (TOO_CLOSE, None) for change in changes)
-    less = [change for change in changes if (change.estimate.needed_mib or inf) < (needed_mib or inf)]
+    less = [change for change in changes if (change.estimate.required_mib or inf) < (required_mib or inf)]
     best, verdicts = smallest_change(less, memory_mib), [verdict_of(change.estimate, memory_mib) for change in less]
     if best is not None:
         yield f"smallest change that makes it fit: {' '.join(best.overrides)}"

@@ -66,7 +66,7 @@ def predict(estimate: Estimate, memory_mib: float | None) -> Predicted:
     """Return the prediction for a GPU."""
     reserved = estimate.peak_reserved_mib
     smi = None if reserved is None else reserved + estimate.overhead_mib
-    if smi is not None and memory_mib is not None and (estimate.needed_mib or 0.0) <= memory_mib:
+    if smi is not None and memory_mib is not None and (estimate.required_mib or 0.0) <= memory_mib:
         smi = min(smi, memory_mib)  # The allocator releases free segments before it runs out.
     return Predicted(
         peak_allocated_mib=estimate.peak_allocated_mib,
@@ -77,7 +77,7 @@ def predict(estimate: Estimate, memory_mib: float | None) -> Predicted:
         parts=estimate.parts,
         verdict=verdict_of(estimate, memory_mib),
         seconds=estimate.seconds,
-        required_mib=estimate.needed_mib,
+        required_mib=estimate.required_mib,
         gpu_memory_mib=None if estimate.on_cpu else memory_mib,
         host_memory_mib=memory_mib if estimate.on_cpu else None,
         error_bound=estimate.error_bound,
@@ -90,7 +90,7 @@ def verdict_of(estimate: Estimate, memory_mib: float | None) -> str | None:
     """Return ``fits``, ``too_close`` or ``does_not_fit``; None if the memory or the peak is unknown."""
     if memory_mib is None:
         return None
-    if estimate.needed_mib is None:
+    if estimate.required_mib is None:
         return DOES_NOT_FIT if sum(estimate.parts.values()) > memory_mib else None
     least, most = estimate.least_mib, estimate.most_mib
     if least is None or most is None:

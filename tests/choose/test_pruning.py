@@ -38,7 +38,7 @@ def formula(config: Config) -> Estimate:
     activations = needed - (STATES / (4.0 if config.offload.enabled else 2.0)) * MIB_PER_GB
     return Estimate(
         peak_allocated_mib=needed,
-        required_mib=needed,
+        step_mib=needed,
         parts={"parameters": needed - activations, "activations": activations},
         error_bound=0.02,
         flops=1e12,
@@ -130,7 +130,7 @@ def on_cpus(config: Config) -> Estimate:
     node_mib = node_peak_mib(config, MIB_PER_GB, step_mib, parameters=0)
     return Estimate(
         peak_allocated_mib=MIB_PER_GB + step_mib,
-        required_mib=node_mib,
+        step_mib=node_mib,
         host_mib=node_mib,
         parts={"parameters": MIB_PER_GB, "activations": step_mib},
         error_bound=0.02,
@@ -161,7 +161,7 @@ def test_on_cpus_ddp_is_not_left_out_because_fsdp_does_not_fit(space_of: SpaceOf
     def more_for_fsdp(config: Config) -> Estimate:
         needed = (8.0 if config.strategy.name == "fsdp" else 3.0) * MIB_PER_GB
         return Estimate(
-            peak_allocated_mib=needed, required_mib=needed, host_mib=needed, on_cpu=True, error_bound=0.1,
+            peak_allocated_mib=needed, step_mib=needed, host_mib=needed, on_cpu=True, error_bound=0.1,
             parts={"parameters": needed - 1, "activations": 1.0},
         )  # fmt: skip
 
@@ -277,7 +277,7 @@ def test_the_reserve_of_a_large_micro_batch_does_not_prune_a_small_one(space_of:
     def with_reserve(config: Config) -> Estimate:
         estimate = formula(config)
         reserve = 6.0 * MIB_PER_GB if config.train.micro_batch == 16 else 0.0
-        return replace(estimate, required_mib=(estimate.required_mib or 0.0) + reserve)
+        return replace(estimate, step_mib=(estimate.step_mib or 0.0) + reserve)
 
     candidates = space_of(10.5)
     prune(candidates, Counted(with_reserve))

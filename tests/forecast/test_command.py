@@ -334,7 +334,7 @@ def test_a_verdict_on_several_nodes_is_about_one_node(
     def on_cpus(config: Config) -> Estimate:  # A node needs 3 GB, so all simulated nodes of a local run need more.
         host_mib = 3_000.0
         needed = host_mib * config.cluster.nodes
-        return Estimate(required_mib=needed, host_mib=host_mib, error_bound=0.0, on_cpu=True)
+        return Estimate(step_mib=needed, host_mib=host_mib, error_bound=0.0, on_cpu=True)
 
     nodes_of_4_gb = changed(cells, lambda config: setattr(config.plan, "host_memory_gb", 4.0))
     arguments = (read_profiled_run(sweep / "0"), nodes_of_4_gb)

@@ -48,7 +48,7 @@ def linear_estimate(config: Config) -> Estimate:
     return Estimate(
         peak_allocated_mib=needed,
         peak_reserved_mib=1.1 * needed,
-        required_mib=needed,
+        step_mib=needed,
         overhead_mib=OVERHEAD_MIB,
         host_mib=3_000.0,
         phase="backward",

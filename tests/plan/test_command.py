@@ -55,7 +55,7 @@ def test_one_configuration_shows_parts_and_largest_micro_batch(capsys: pytest.Ca
 
 
 def test_memory_of_a_tiny_model_is_in_mb(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = Estimate(peak_allocated_mib=12.34, required_mib=40.0, overhead_mib=20.0, parts={"parameters": 0.632})
+    tiny = Estimate(peak_allocated_mib=12.34, step_mib=40.0, overhead_mib=20.0, parts={"parameters": 0.632})
     with composed([*PLAN, "strategy=single", "plan.gpu=a100-80gb"]) as (found, make):
         run_plan(found, make, FormulaPlanner(lambda config: tiny))
     text = capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_verdicts_near_the_edge_are_those_of_the_docs(
     strategy: str, allocated: float, overhead: float, needed: float, verdicts: dict[float, str]
 ) -> None:
     found = bounded(
-        strategy, "precision=bf16", peak_allocated_mib=allocated, overhead_mib=overhead, required_mib=needed - overhead
+        strategy, "precision=bf16", peak_allocated_mib=allocated, overhead_mib=overhead, step_mib=needed - overhead
     )
     assert {limit: verdict_of(found, limit) for limit in verdicts} == verdicts
 
@@ -237,7 +237,7 @@ def test_no_verdict_contradicts_a_measured_run(
     overrides: tuple[str, ...], allocated: float, predicted: float, measured: float
 ) -> None:
     """The rows of the docs with large errors: a GPU that is just large enough, and one that is just too small."""
-    found = bounded(*overrides, peak_allocated_mib=allocated, required_mib=predicted, overhead_mib=1_700)
+    found = bounded(*overrides, peak_allocated_mib=allocated, step_mib=predicted, overhead_mib=1_700)
     assert verdict_of(found, measured + 1_700) == TOO_CLOSE
     assert verdict_of(found, 1.25 * max(predicted, measured) + 1_700) == FITS
     assert verdict_of(found, 0.97 * allocated + 1_700) == DOES_NOT_FIT
@@ -245,7 +245,7 @@ def test_no_verdict_contradicts_a_measured_run(
 
 @pytest.mark.parametrize(("memory", "verdict"), [(10_600, FITS), (10_000, TOO_CLOSE), (9_400, DOES_NOT_FIT)])
 def test_verdict_leaves_room_for_the_error(memory: float, verdict: str) -> None:
-    assert verdict_of(Estimate(peak_allocated_mib=9_000, required_mib=9_500, overhead_mib=500), memory) == verdict
+    assert verdict_of(Estimate(peak_allocated_mib=9_000, step_mib=9_500, overhead_mib=500), memory) == verdict
 
 
 def test_search_stops_at_a_micro_batch_that_is_invalid() -> None:
@@ -284,7 +284,7 @@ def test_search_starts_far_above_what_fits(first: int, memory_mib: float, larges
 
     def whole_needs_less(config: Config) -> Estimate:
         estimate = linear_estimate(config)
-        return replace(estimate, required_mib=100_000.0) if config.train.micro_batch == 240 else estimate
+        return replace(estimate, step_mib=100_000.0) if config.train.micro_batch == 240 else estimate
 
     def compose(overrides: Sequence[str]) -> Config:
         return with_micro_batch(shared, int(overrides[0].partition("=")[2]))
@@ -318,7 +318,7 @@ def test_changes_whose_error_is_unknown_are_printed(capsys: pytest.CaptureFixtur
     def large(config: Config) -> Estimate:
         is_sharded = config.deepspeed.zero_stage == 3
         needed, bound = (5_000.0, None) if is_sharded else (20_000.0, 0.15)
-        return Estimate(peak_allocated_mib=needed, required_mib=needed, host_mib=needed, on_cpu=True, error_bound=bound)
+        return Estimate(peak_allocated_mib=needed, step_mib=needed, host_mib=needed, on_cpu=True, error_bound=bound)
 
     arguments = ("zero_stage=2", "cluster.device=cpu", "cluster.workers_per_node=2", "plan.host_memory_gb=10")
     with composed([*PLAN, *arguments]) as (found, make):
@@ -337,7 +337,7 @@ def test_the_number_that_decides_is_a_column(capsys: pytest.CaptureFixture[str])
     """A step may need more than its peak: 70 GB and 74.5 GB, of 72 GB."""
 
     def fragmented(config: Config) -> Estimate:
-        return Estimate(peak_allocated_mib=70 * 1024.0, required_mib=74 * 1024.0, overhead_mib=512.0)
+        return Estimate(peak_allocated_mib=70 * 1024.0, step_mib=74 * 1024.0, overhead_mib=512.0)
 
     with composed([*PLAN, "strategy=single", "plan.gpu_memory_gb=70"]) as (found, make):
         run_plan(found, make, FormulaPlanner(fragmented))
@@ -348,9 +348,7 @@ def test_the_number_that_decides_is_a_column(capsys: pytest.CaptureFixture[str])
 
 def test_on_cpus_the_memory_of_all_processes_decides(capsys: pytest.CaptureFixture[str]) -> None:
     """The tensors of a worker are 8 MiB, and the processes of both simulated nodes need 8 GB."""
-    tensors = Estimate(
-        peak_allocated_mib=8.0, required_mib=8 * 1024.0, host_mib=4 * 1024.0, on_cpu=True, error_bound=0.15
-    )
+    tensors = Estimate(peak_allocated_mib=8.0, step_mib=8 * 1024.0, host_mib=4 * 1024.0, on_cpu=True, error_bound=0.15)
     shared = ["plan.only=true", "cluster.device=cpu", "cluster.nodes=2", "strategy=ddp", "plan.host_memory_gb=16"]
     with composed(shared) as (found, make):
         run_plan(found, make, FormulaPlanner(lambda config: tensors))
@@ -404,7 +402,7 @@ def test_the_first_line_has_the_model_the_data_and_its_size(capsys: pytest.Captu
 def test_a_large_training_on_sample_data_has_a_note(
     capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], hint: str | None, peak_mib: float
 ) -> None:
-    estimate = Estimate(peak_allocated_mib=peak_mib, required_mib=peak_mib)
+    estimate = Estimate(peak_allocated_mib=peak_mib, step_mib=peak_mib)
     with composed(["plan.only=true", "strategy=single", "plan.gpu=a100-80gb", *overrides]) as (found, make):
         run_plan(found, make, FormulaPlanner(lambda config: estimate))
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]

@@ -41,7 +41,7 @@ def test_error_is_within_its_bound(overrides: tuple[str, ...], measured_mib: flo
     """Compare with ``memory.cpu`` of runs; ``docs/results/plan.md`` has all of them."""
     found = make_estimate(resolve_cell(*CPU, *overrides))
     assert found.host_mib == pytest.approx(measured_mib, rel=CPU_ERROR_BOUND)
-    assert (found.required_mib, found.peak_reserved_mib, found.on_cpu) == (found.host_mib, None, True)
+    assert (found.step_mib, found.peak_reserved_mib, found.on_cpu) == (found.host_mib, None, True)
     assert found.error_bound == max(CPU_ERROR_BOUND, round(200 / (found.host_mib or 1), 2))
 
 
@@ -65,7 +65,7 @@ def needs_2_gb(config: Config) -> Estimate:
     mib = 2_048.0 * config.cluster.world_size
     bound = None if reason_not_measured(config) else CPU_ERROR_BOUND
     return Estimate(
-        peak_allocated_mib=2_000.0, required_mib=mib, host_mib=mib, phase="backward", error_bound=bound, on_cpu=True,
+        peak_allocated_mib=2_000.0, step_mib=mib, host_mib=mib, phase="backward", error_bound=bound, on_cpu=True,
         notes=["no verdict: a reason"] if bound is None else [],
     )  # fmt: skip
 

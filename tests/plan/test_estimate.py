@@ -40,8 +40,8 @@ TRACE = StepTrace(
 
 def test_estimate_of_a_trace_has_peaks_parts_and_overheads() -> None:
     found = estimate_of(TRACE, {"context": 400.0, "nccl": 100.0, "host_workers": 1_300.0}, 1_500.0)
-    assert (found.peak_allocated_mib, found.peak_reserved_mib, found.required_mib) == (142, 160, 160)
-    assert (found.overhead_mib, found.host_mib, found.needed_mib) == (500, 1_500, 660)
+    assert (found.peak_allocated_mib, found.peak_reserved_mib, found.step_mib) == (142, 160, 160)
+    assert (found.overhead_mib, found.host_mib, found.required_mib) == (500, 1_500, 660)
     assert found.phase == "forward"
     assert {part: mib for part, mib in found.parts.items() if mib} == {
         "parameters": 40, "logits": 100, "temporaries": 2,
@@ -62,7 +62,7 @@ def test_size_of_the_model_is_that_of_all_shards_in_any_precision() -> None:
 
 
 def test_nvidia_smi_never_shows_more_than_the_gpu_has_if_the_training_fits() -> None:
-    found = replace(estimate_of(TRACE, {"context": 400.0}, None), required_mib=145.0)
+    found = replace(estimate_of(TRACE, {"context": 400.0}, None), step_mib=145.0)
     assert predict(found, None).nvidia_smi_mib == 560
     assert predict(found, 550.0).nvidia_smi_mib == 550
     too_small = predict(found, 150.0)

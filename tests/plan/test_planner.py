@@ -83,7 +83,7 @@ def test_all_look_for_an_estimate_under_the_gpu_of_this_machine(monkeypatch: pyt
     config = resolve_cell("plan.only=true", "strategy=single", "train.micro_batch_size=4")
     elsewhere = cache_path(config)
     monkeypatch.setattr(verdict, "visible_gpus", lambda: (v100,))
-    estimate = Estimate(required_mib=1_000.0, peak_allocated_mib=900.0)
+    estimate = Estimate(step_mib=1_000.0, peak_allocated_mib=900.0)
     monkeypatch.setattr(Planner, "trace", lambda _, configs, advance: [estimate for _ in configs])
     with Planner() as planner:
         assert planner.count_missing([config]) == 1
