@@ -651,6 +651,17 @@ def test_console_script_is_the_same_program(tmp_path: Path) -> None:
     assert "Did you mean fsdp" in done.stderr
 
 
+def test_a_python_without_the_packages_gets_one_message() -> None:
+    """As the Python of the system, for a user who did not activate the environment."""
+    result = subprocess.run(
+        [sys.executable, "-S", "-m", "distexp", "--help"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    start = f"distexp: the package omegaconf is not installed in {sys.executable}: "
+    assert result.stderr.startswith(start)
+    assert result.stderr.count("\n") == 1
+
+
 def test_version_is_that_of_the_package() -> None:
     assert run_distexp("--version").stdout == f"distexp {__version__}\n"
 
