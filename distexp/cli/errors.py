@@ -163,12 +163,20 @@ def _unclosed(value: str) -> str:
 def _quote_entries(override: str) -> str | None:
     """Return a list of overrides with each one in quotes; None if it still cannot be parsed."""
     key, _, value = override.partition("=")
-    quoted = f"{key}=" + UNQUOTED_OVERRIDE.sub(lambda found: f'"{found[0]}"', re.sub(r"[\"']", "", value))
+    quoted = f"{key}=" + UNQUOTED_OVERRIDE.sub(lambda found: _quote_override(found[0]), re.sub(r"[\"']", "", value))
     try:
         parse([quoted])
     except OverrideParseException:
         return None
     return quoted
+
+
+def _quote_override(text: str) -> str:
+    """Return an override in quotes. Keys without values after its own values are other entries, and need none."""
+    override, comma, last = text.rpartition(",")
+    if comma and (last in config_groups() or ("." in last and last in known_keys())):
+        return f"{_quote_override(override)},{last}"
+    return f'"{text}"'
 
 
 def _explain_missing_option(error: MissingConfigException) -> str:
