@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from types import MethodType
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,7 +17,8 @@ def use_fp32_batch_norms(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
-            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+            # Not a partial, because torch.compile would compile each block again.
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def _forward(norm: _BatchNorm, inputs: Tensor) -> Tensor:

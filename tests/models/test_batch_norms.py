@@ -47,6 +47,35 @@ def test_it_computes_as_torch_does_in_fp32(options: dict[str, Any]) -> None:
     torch.testing.assert_close(norm.eval()(images), expected.eval()(images))
 
 
+class Block(nn.Module):
+    """A convolution and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the normalized result."""
+        normalized: torch.Tensor = self.norm(self.convolution(images))
+        return normalized
+
+
+def test_equal_blocks_share_one_compiled_graph() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for _ in range(3):
+        block = Block()
+        use_fp32_batch_norms(block)
+        cast_weights(block)
+        block.compile(backend=count, dynamic=False)
+        assert block(torch.randn(2, 4, 6, 6).bfloat16()).dtype == torch.bfloat16
+    assert len(graphs) == 1
+
+
 def test_torch_refuses_such_weights_on_a_cpu() -> None:
     """If it does not any more, the module is needed less."""
     norm, images = nn.BatchNorm2d(6), torch.randn(4, 6, 5, 5).bfloat16()
