@@ -25,7 +25,7 @@ from distexp.models.blueprint import Blueprint
 from distexp.strategies import ds_initialization
 from distexp.strategies.base import Strategy
 from distexp.strategies.ds_config import uses_autocast
-from distexp.strategies.ds_stage0 import repair_fp16
+from distexp.strategies.ds_stage0 import repair_16_bits
 from distexp.strategies.fsdp_mesh import mesh_shape, sharding_of
 from distexp.strategies.optimizer import build_optimizer
 from distexp.strategies.torch_model import DTYPES, unsharded_weights
@@ -181,7 +181,7 @@ class DeepSpeedAdapter(HFAdapter):
         The Trainer runs that step in its backward pass, before any callback.
         """
         engine = trainer.model_wrapped
-        repair_fp16(engine)
+        repair_16_bits(engine)
         if self.masters is not None:
             ds_initialization.restore_masters(engine, self.masters)
             self.masters = None

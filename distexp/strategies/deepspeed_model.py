@@ -20,7 +20,7 @@ from distexp.runs.record_sections import Built
 from distexp.strategies import ds_initialization
 from distexp.strategies.ds_async_update import avoid_waits
 from distexp.strategies.ds_built import describe
-from distexp.strategies.ds_stage0 import repair_fp16
+from distexp.strategies.ds_stage0 import repair_16_bits
 from distexp.strategies.optimizer import keep_hyperparameters
 from distexp.strategies.torch_model import DTYPES
 
@@ -43,7 +43,7 @@ class DeepSpeedModel:
         )
         if config.deepspeed.async_update:
             avoid_waits(self.module.optimizer)
-        repair_fp16(self.module)
+        repair_16_bits(self.module)
         if ds_initialization.in_16_bits(config):
             ds_initialization.restore_masters(self.module, blueprint)
 

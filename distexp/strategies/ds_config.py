@@ -39,7 +39,7 @@ def effective_config(config: Config, world_size: int) -> dict[str, Any]:
 def uses_autocast(config: Config) -> bool:
     """Return whether bf16 means torch's autocast over fp32 weights.
 
-    It does at stage 0, because DeepSpeed's bf16 has no fp32 weights there. A user's file can still enable that bf16.
+    It does at stage 0, as in the other strategies. A user's file can enable DeepSpeed's own bf16 there.
     """
     in_file = get_nested(read_or_empty(config.deepspeed.config_file), ("bf16", "enabled"))
     return config.precision.name == "bf16" and config.deepspeed.zero_stage == 0 and in_file is not True

@@ -1,8 +1,9 @@
-"""Repairs of DeepSpeed's fp16 at stage 0, and access to its fp32 masters.
+"""Repairs of DeepSpeed's optimizer for 16 bits at stage 0, and access to its fp32 masters.
 
-At stage 0 the optimizer of DeepSpeed 0.19 divides the gradients by the loss scale, but ``engine.backward`` does not
-multiply the loss by it, as it does at the other stages. So a model hardly learns. Also, it runs one step of AdamW or
-SGD with gradients of 0 to allocate the states. So AdamW's first updates are smaller than those of the other strategies.
+With fp16, the optimizer of DeepSpeed 0.19 divides the gradients by the loss scale at stage 0, but ``engine.backward``
+does not multiply the loss by it, as it does at the other stages. So a model hardly learns. With fp16 and bf16, it runs
+one step of AdamW or SGD with gradients of 0 to allocate the states. So AdamW's first updates are smaller than those of
+the other strategies.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ def unpartitioned_masters(engine: Any) -> dict[int, Tensor]:
     return {id(rounded): master for group in groups for rounded, master in zip(*group, strict=True)}
 
 
-def repair_fp16(engine: Any) -> None:
-    """Reset the states of stage 0 with fp16, scale its losses, and remove the scale from the norm of the gradients.
+def repair_16_bits(engine: Any) -> None:
+    """Reset the states of stage 0. With fp16, also scale its losses, and remove the scale from its gradient norms.
 
-    Nothing is done at the other stages and in other precisions. The first step also changes the masters, so they must
-    be restored afterwards.
+    Nothing is done at the other stages and in fp32. The first step also changes the masters, so they must be restored
+    afterwards.
     """
-    if engine.fp16_enabled() and engine.zero_optimization_stage() == 0:
+    if unpartitioned_masters(engine):
         _reset_states(engine.optimizer.optimizer)
-        _scale_losses(engine)
+        if engine.fp16_enabled():
+            _scale_losses(engine)
 
 
 def _reset_states(optimizer: torch.optim.Optimizer) -> None:

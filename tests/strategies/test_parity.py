@@ -161,6 +161,7 @@ CELLS: dict[
         "zero1_sgd": ("zero_stage=1", "train.optimizer=sgd", "train.schedule=step", "train.step_size=1"),
         "gpt_zero3": ("zero_stage=3", "model=gpt_tiny"),
         "bf16_zero2": ("zero_stage=2", "precision=bf16"),
+        "bf16_zero0_in_file": ("zero_stage=0", "precision=bf16", "deepspeed.config_file=QUESTIONS/bf16.json"),
         "bf16_zero1_async": ("zero_stage=1", "precision=bf16", *ASYNC),
         "bf16_zero2_async": ("zero_stage=2", "precision=bf16", *ASYNC),
         "bf16_zero3": ("zero_stage=3", "precision=bf16"),
@@ -255,6 +256,7 @@ def run_cells(folder: Path, workers: int, cells: Cells) -> Path:
     """Run cells in one process group; return their folder."""
     write_questions(folder / "questions")
     (folder / "questions" / "scaled.json").write_text(json.dumps({"fp16": {"initial_scale_power": 8}}))
+    (folder / "questions" / "bf16.json").write_text(json.dumps({"bf16": {"enabled": True}}))
     located = {
         name: tuple(text.replace("QUESTIONS", str(folder / "questions")) for text in (*COMMON, *overrides))
         for name, overrides in cells.items()
@@ -321,6 +323,15 @@ def test_an_update_without_waits_clips_as_deepspeed_does(runs: Runs) -> None:
     assert min(step["grad_norm"] for step in expected) > 0.5, "every step is clipped"
     for key in ("loss", "grad_norm"):
         assert [step[key] for step in actual] == pytest.approx([step[key] for step in expected], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_bf16_of_deepspeed_trains_alike_at_stages_0_and_1(runs: Runs) -> None:
+    """At stage 0, DeepSpeed runs a first step of AdamW without gradients, which must have no effect."""
+    folder = runs("deepspeed_options", 2)
+    first, second = (read_steps(folder / name) for name in ("bf16_zero0_in_file", "bf16_zero1_async"))
+    for key in ("loss", "grad_norm"):
+        assert [step[key] for step in first] == pytest.approx([step[key] for step in second], rel=2e-3)
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), NAMES)
