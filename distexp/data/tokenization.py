@@ -122,12 +122,16 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, without special tokens. A text such as ``</s>`` is text here too."""
-        options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+        options = {"add_special_tokens": False, "return_attention_mask": False, **self._text_only()}
         return [
             np.asarray(ids, dtype=np.int32)
             for batch in _batches(texts)
             for ids in self._tokenizer(batch, **options)["input_ids"]
         ]
+
+    def _text_only(self) -> dict[str, bool]:
+        """Return the option with which special tokens in a text are text. mistral-common needs none, and refuses it."""
+        return {} if type(self._tokenizer).__name__ == "MistralCommonBackend" else {"split_special_tokens": True}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""

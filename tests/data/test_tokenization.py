@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,32 @@ def test_special_tokens_in_a_text_are_text() -> None:
     assert tokenizer.eos_id not in ids
     assert tokenizer.pad_id not in ids
     assert {tokenizer.pad_id, tokenizer.eos_id} == {0, 1}
+
+
+class MistralCommonBackend:
+    """A stand-in for the tokenizer that AutoTokenizer returns if mistral-common is installed."""
+
+    all_special_ids = (0, 1)
+    eos_token_id, pad_token_id = 1, None
+
+    def __len__(self) -> int:
+        return 300
+
+    def __call__(
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        return_attention_mask: bool,
+        split_special_tokens: bool = False,
+    ) -> dict[str, list[list[int]]]:
+        if split_special_tokens:
+            raise ValueError("`MistralCommonBackend` does not support `split_special_tokens`.")
+        return {"input_ids": [[len(text)] for text in texts]}
+
+
+def test_a_tokenizer_of_mistral_common_gets_no_option_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "_auto_tokenizer", lambda name: MistralCommonBackend())
+    assert HuggingFaceTokenizer("any").encode_batch(["four"])[0].tolist() == [4]
 
 
 def test_training_merges_words_up_to_the_size() -> None:
