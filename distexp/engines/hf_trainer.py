@@ -34,11 +34,13 @@ class HFTrainer:
         from distexp.engines.hf_callback import TrainingCallback
         from distexp.engines.hf_evaluable import HFEvaluableModel
         from distexp.engines.hf_loop import DistexpTrainer
+        from distexp.strategies.weight_types import explained_buffer_types
 
         trainer = DistexpTrainer(build_model(), config, context, inputs)
         model = HFEvaluableModel(trainer)
         callback = TrainingCallback(trainer, model)
         trainer.add_callback(callback)
-        trainer.train()
+        with explained_buffer_types(trainer.model, config):
+            trainer.train()
         assert callback.built is not None, "on_train_begin sets it"
         return model, callback.built

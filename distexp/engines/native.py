@@ -34,6 +34,7 @@ class Native:
         from distexp.data.loader import StopRequestedError
         from distexp.engines.model_watches import watch_model
         from distexp.runs.stop_request import StopRequest
+        from distexp.strategies.weight_types import explained_buffer_types
         from distexp.training.loop import fit
 
         model, built = _build(build_model, config, context)
@@ -44,7 +45,7 @@ class Native:
         stop_request = StopRequest(context.run_dir, enabled=context.rank == 0)
         inputs.training.stop_requested = inputs.evaluation.stop_requested = stop_request
         try:
-            with frozen_gc():
+            with frozen_gc(), explained_buffer_types(model.module, config):
                 fit(model, inputs, after_step=checkpoints.save_if_due)
         except StopRequestedError:
             checkpoints.save_and_stop(stop_request.reason())

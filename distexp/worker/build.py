@@ -31,7 +31,7 @@ from distexp.models.introspection import check_forward_arguments, learned_positi
 from distexp.models.packing_check import check_packing
 from distexp.models.pretrained import read_config
 from distexp.models.transforms import MODEL_SCOPES, transform_blocks
-from distexp.strategies.ds_initialization import in_16_bits
+from distexp.strategies.weight_types import wrapper_casts_weights
 from distexp.worker.generation import check_has_references
 from distexp.worker.target_counts import max_targets
 
@@ -155,7 +155,7 @@ def build_model(
     if config.train.save_model:
         check_exportable(blueprint.model)
     adapt_head(blueprint.model, config.train)
-    if _casts_weights(config):
+    if wrapper_casts_weights(config):
         use_fp32_batch_norms(blueprint.model)
     transform_blocks(blueprint.model, config)
     return blueprint
@@ -168,13 +168,6 @@ def _check_positions(model: nn.Module, config: Config) -> None:
             f"dataset.max_length={length} exceeds the {limit} positions of model.name={config.model.name}: use "
             f"dataset.max_length={limit}, or less"
         )
-
-
-def _casts_weights(config: Config) -> bool:
-    """Return whether the strategy casts the weights to 16 bits, and does not use autocast or copies."""
-    if config.strategy.name == "deepspeed":
-        return in_16_bits(config)
-    return config.strategy.name == "fsdp" and config.precision.name != "fp32"
 
 
 def weights_key(model: ModelConfig, data: TaskData) -> str | None:

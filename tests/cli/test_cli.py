@@ -217,7 +217,7 @@ WRONG = {  # command lines, with a part of their message
         'needs quotes: write \'choose.space=["strategy=ddp,fsdp","train.micro_batch_size=2"]\'\n'
     ),
     "choose choose.space=[strategy=ddp,deepspeed,offload,train.micro_batch_size]": (
-        'needs quotes: write \'choose.space=["strategy=ddp,deepspeed",offload,train.micro_batch_size]\'\n'
+        "needs quotes: write 'choose.space=[\"strategy=ddp,deepspeed\",offload,train.micro_batch_size]'\n"
     ),
     "choose strategy=ddp,fsdp": "use choose.space: write choose.space='[\"strategy=ddp,fsdp\"]'\n",
     "choose zero_stage=1,2,3 offload=true,false": 'choose.space=\'["zero_stage=1,2,3","offload=true,false"]\'\n',

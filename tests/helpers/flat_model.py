@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from distexp.config import ModelConfig
@@ -30,6 +31,20 @@ class RenamedInputs(FlatModel):
         return super().forward(pixels)
 
 
+class CenteredInputs(FlatModel):
+    """A model that subtracts a buffer from its images."""
+
+    mean: Tensor
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.register_buffer("mean", torch.full((1, 3, 1, 1), 0.5))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of a batch."""
+        return super().forward(images - self.mean)
+
+
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build the model."""
     return FlatModel(num_classes)
@@ -38,3 +53,8 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
 def build_renamed(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build the model whose argument has another name."""
     return RenamedInputs(num_classes)
+
+
+def build_centered(model: ModelConfig, num_classes: int) -> nn.Module:
+    """Build the model with a buffer."""
+    return CenteredInputs(num_classes)

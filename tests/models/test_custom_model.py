@@ -45,3 +45,13 @@ def test_a_model_with_other_argument_names_is_refused(tmp_path: Path) -> None:
     assert "RenamedInputs.forward(pixels) cannot take the inputs of the dataset" in record.error.message
     assert "its arguments must be images" in record.error.message
     assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize("strategy", ["strategy=fsdp", "strategy=single train.compute_weights=step"])
+def test_a_buffer_that_does_not_fit_cast_weights_is_named(strategy: str, tmp_path: Path) -> None:
+    bf16 = ("model._target_=flat_model.build_centered", "precision=bf16", "cluster.workers_per_node=1")
+    record, done = run_custom(*bf16, *strategy.split(), cwd=tmp_path)
+    assert done.returncode == 1
+    assert record.error is not None
+    assert "the weights are cast to bf16, but not the buffers of the model (mean)" in record.error.message
+    assert "Traceback" not in done.stdout
