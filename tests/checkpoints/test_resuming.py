@@ -78,7 +78,10 @@ def assert_same_training(one: Path, other: Path, rel: float = 1e-6) -> None:
     assert [line["step"] for line in expected] == list(range(1, 10))
     for theirs, ours in zip(expected, actual, strict=True):
         for key in ("loss", "grad_norm", "learning_rate", "epoch"):
-            assert ours[key] == pytest.approx(theirs[key], rel=rel), (key, ours["step"])
+            skipped = key == "grad_norm" and theirs[key] is None  # with fp16, until the loss scale is low enough
+            expected_value = None if skipped else pytest.approx(theirs[key], rel=rel)
+            assert ours[key] == expected_value, (key, ours["step"])
+    assert expected[-1]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(("library", "workers", "name"), INTERRUPTED)

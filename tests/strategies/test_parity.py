@@ -58,7 +58,6 @@ FROZEN = ("model=gpt_tiny", "model._target_=frozen_gpt.build", "trusted_packages
 SGD = ("train.optimizer=sgd", "train.schedule=step", "train.step_size=1")
 SCALED = (FP16, "deepspeed.config_file=QUESTIONS/scaled.json")
 """fp16 with a loss scale that no gradient exceeds. With the usual first scale, the first updates would be skipped."""
-HYBRID_3X2 = ("sharding=hybrid_shard", "fsdp.replicas=3")
 CELLS: dict[
     tuple[str, int], dict[str, tuple[str, ...]]
 ] = {  # by the heaviest library that the workers import, and the number of workers
@@ -186,7 +185,7 @@ CELLS: dict[
         "zero2_3": ("zero_stage=2",),
         "zero3_3": ("zero_stage=3",),
     },
-    ("deepspeed", 6): {"hybrid_3x2": HYBRID_3X2, "zero3_6": ("zero_stage=3",)},
+    ("torch", 6): {"hybrid_3x2": ("sharding=hybrid_shard", "fsdp.replicas=3")},
 }
 ORDINARY = {("torch", 2), ("deepspeed", 2)}
 EVALUATED = {
@@ -196,7 +195,7 @@ EVALUATED = {
         zero3_3=("zero_stage=3",),
         hf_full_shard_3=(HF, "sharding=full_shard"),
     ),
-    ("deepspeed", 6): evaluation_cells(ddp_6=("strategy=ddp",), hybrid_3x2=HYBRID_3X2, zero3_6=("zero_stage=3",)),
+    ("torch", 6): evaluation_cells(ddp_6=("strategy=ddp",)),
 }
 NORMALIZED = {
     ("torch", 2): {
