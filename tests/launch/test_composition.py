@@ -110,6 +110,7 @@ def interrupt_at(number: int, call: Callable[[], object]) -> BaseException | Non
         return press
 
     before = sys.gettrace()
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell ignores it in what ends with &.
     gc.disable()  # Python ignores what is raised while it collects garbage.
     sys.settrace(press)
     try:
@@ -119,6 +120,7 @@ def interrupt_at(number: int, call: Callable[[], object]) -> BaseException | Non
     finally:
         sys.settrace(before)
         gc.enable()
+        signal.signal(signal.SIGINT, ignored)
     return error
 
 
