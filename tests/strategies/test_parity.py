@@ -170,7 +170,6 @@ CELLS: dict[
         "chunked_zero2_offload": (*CHUNKED, "zero_stage=2", "offload=true"),
         "chunked_gpt_zero3": (*CHUNKED, "zero_stage=3", "model=gpt_tiny"),
         "bf16_chunked_zero2": (*CHUNKED, "zero_stage=2", "precision=bf16"),
-        "bf16_chunked_zero3": (*CHUNKED, "zero_stage=3", "precision=bf16"),
         "sdpa_zero3": (SDPA, "zero_stage=3"),
         "packed_zero0": (*PACKED, "zero_stage=0"),
         "packed_chunked_zero1": (*PACKED, *CHUNKED, TARGETS, "zero_stage=1"),
