@@ -149,9 +149,9 @@ class Network:
             return min(cards, math.ceil(workers * cards / GPUS_OF_EFA_NODE))
         return cards
 
-    def __str__(self) -> str:
-        """Return the network as an option, with its cards."""
-        cards = CARDS_PER_NODE.get(self.name)
+    def describe(self, workers_per_node: int) -> str:
+        """Return the network as an option, with the cards that so many workers use."""
+        cards = self._cards_of(workers_per_node) if self.name in CARDS_PER_NODE else None
         count = "one card per worker" if cards is None else f"{format_count(cards, 'card')} per node"
         return f"forecast.network={self.name}, {count}"
 

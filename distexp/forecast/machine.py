@@ -105,7 +105,7 @@ def machine_of(environment: Environment | None, network: Network | None = None) 
 
 
 def points_of_preflight(result: Mapping[str, Any], nodes: int = 1) -> list[CurvePoint]:
-    """Return the curves in the content of a ``preflight.json``.
+    """Return the curves in the content of a ``preflight.json``. Those between simulated nodes of GPUs are left out.
 
     Args:
         result: The content.
@@ -115,10 +115,18 @@ def points_of_preflight(result: Mapping[str, Any], nodes: int = 1) -> list[Curve
     for one in result["measurements"]:
         group = str(one["group"])
         across = nodes if group == "all" else one["ranks"] if group == "across nodes" else 1
+        if across > 1 and simulates_nodes(result):
+            continue
         kind = {"send_receive": "send_recv"}.get(one["operation"], one["operation"])
         if one["correct"] and one["seconds"] > 0 and (group == "node 0" or not group.startswith("node ")):
             points.append(CurvePoint(kind, one["ranks"], across, one["bytes"], one["seconds"]))
     return points
+
+
+def simulates_nodes(result: Mapping[str, Any]) -> bool:
+    """Return whether the GPUs of several nodes of a preflight are those of fewer machines. NVLink connects them."""
+    nodes = int(result.get("nodes", 1))
+    return result.get("backend") == "nccl" and int(result.get("hosts", nodes)) < nodes
 
 
 def read_preflight(directory: Path) -> list[CurvePoint]:

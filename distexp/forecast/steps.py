@@ -177,7 +177,9 @@ class Forecaster:
         elif any((point.nodes > 1) == across for point in machine.points):
             yield "no preflight measured collectives of this kind: their times are those of the links"
         elif across:
-            yield f"collectives {kind} are not measured. Assumed: {machine.network}. {_measure('cluster.nodes=2')}"
+            network = machine.network.describe(target.workers_per_node)
+            slurm = "cluster=slurm " if self.run.model.on_gpu else ""  # Local nodes are simulated on one machine.
+            yield f"collectives {kind} are not measured. Assumed: {network}. {_measure(f'{slurm}cluster.nodes=2')}"
         else:
             workers = _measure(f"cluster.workers_per_node={target.workers_per_node}")
             yield f"collectives {kind} are not measured. Assumed: {machine.intra.name}. {workers}"
@@ -187,7 +189,7 @@ class Forecaster:
         network = self.machine.network
         if target.nodes > 1 and network.oversubscription > 1 and not network.uses_upper_level(target.nodes):
             yield (
-                f"forecast.oversubscription={network.oversubscription:g} has no effect up to {NODES_PER_LEAF} nodes, "
+                f"up to {NODES_PER_LEAF} nodes, forecast.oversubscription={network.oversubscription:g} has no effect, "
                 "because GPUs of the same index are taken to share a switch. If they do not, set "
                 "forecast.rail_optimized=false"
             )

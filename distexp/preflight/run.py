@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distexp.config import ConfigError, PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.forecast.machine import points_of_preflight, store_points
+from distexp.forecast.machine import points_of_preflight, simulates_nodes, store_points
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies
 from distexp.preflight.gpu_health import gpu_problems
 from distexp.preflight.matrix_ceiling import measure_matrix_ceiling, store_ceiling
@@ -86,6 +86,7 @@ def _measure_all(options: PreflightConfig, context: Context, precision: str) -> 
     dist.barrier()
     ranks: list[dict[str, Any]] = gather_to_all(
         {
+            "host": socket.gethostname(),
             "problems": problems,
             "copies": measure_host_copies(context.device),
             "matrix": {"precision": precision, "tflops": measure_matrix_ceiling(context.device, precision)},
@@ -95,6 +96,7 @@ def _measure_all(options: PreflightConfig, context: Context, precision: str) -> 
     return {
         "backend": "nccl" if on_gpu else "gloo",
         "nodes": context.nodes,
+        "hosts": len({rank["host"] for rank in ranks}),
         "min_busbw_gbps": options.min_busbw_gbps,
         "measurements": [measurement for rank in ranks for measurement in rank["measurements"]],
         "host_copies": [rank["copies"] for rank in ranks],
@@ -158,6 +160,10 @@ def print_table(result: Mapping[str, Any]) -> None:
             print(f"rank {rank}: " + ", ".join(f"{name} {rate:.1f}" for name, rate in copies.items()))
     for rank, product in enumerate(result["matrix_products"]):
         print(f"rank {rank}: {format_tflops(product['tflops'])} in a large {product['precision']} matrix product")
+    if simulates_nodes(result):
+        print(
+            "note: all nodes are on one machine, so no forecast uses the times between nodes. On Slurm: cluster=slurm"
+        )
     print(f"verdict: {'; '.join(find_problems(result)) or 'no problems found'}")
     if result["min_busbw_gbps"] is None and result["measurements"]:
         print("hint: set preflight.min_busbw_gbps to stop runs on a slow interconnect")

@@ -74,6 +74,7 @@ class RunRecord:
         parts={
             ".backend": "`nccl` or `gloo`.",
             ".nodes": "Number of nodes.",
+            ".hosts": "Number of machines. Fewer than nodes if a local run simulates nodes.",
             ".min_busbw_gbps": "Lowest accepted bus bandwidth, in GB/s.",
             ".measurements[]": "Bandwidth of each collective, size and group.",
             ".host_copies[]": "Bandwidth of copies between CPU and GPU, for each rank.",

@@ -177,9 +177,10 @@ def test_a_worker_uses_only_the_cards_of_its_gpu(name: str, workers: int, cards:
 
 
 def test_a_network_is_printed_with_its_cards() -> None:
-    names = ("infiniband-hdr-200g", "efa-p5", "ethernet-10g")
-    assert [str(Network(name)) for name in names] == [
+    networks = (("infiniband-hdr-200g", 2), ("efa-p5", 2), ("efa-p5", 8), ("ethernet-10g", 2))
+    assert [Network(name).describe(workers) for name, workers in networks] == [
         "forecast.network=infiniband-hdr-200g, one card per worker",
+        "forecast.network=efa-p5, 8 cards per node",
         "forecast.network=efa-p5, 32 cards per node",
         "forecast.network=ethernet-10g, 1 card per node",
     ]
@@ -195,6 +196,19 @@ def test_a_network_is_printed_with_its_cards() -> None:
 def test_an_impossible_network_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Network(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "layouts"),
+    [("nccl", 2, [(2, 1), (4, 2)]), ("nccl", 1, [(2, 1)]), ("gloo", 1, [(2, 1), (4, 2)])],
+)
+def test_times_between_gpus_of_one_machine_are_not_those_of_a_network(
+    backend: str, hosts: int, layouts: list[tuple[int, int]]
+) -> None:
+    one = {"operation": "all_reduce", "bytes": 8, "seconds": 0.5, "correct": True}
+    entries = [{**one, "group": "node 0", "ranks": 2}, {**one, "group": "all", "ranks": 4}]
+    points = points_of_preflight({"backend": backend, "nodes": 2, "hosts": hosts, "measurements": entries})
+    assert [(point.ranks, point.nodes) for point in points] == layouts
 
 
 def test_curves_of_a_preflight_are_stored_by_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def test_a_step_of_many_micro_batches_is_forecast_for_4096_gpus(tmp_path: Path) 
     ]
     assert (
         "Assumed: forecast.network=infiniband-ndr-400g, one card per worker. To measure them: "
-        "distexp preflight cluster.nodes=2" in (found[-1].notes[0])
+        "distexp preflight cluster=slurm cluster.nodes=2" in (found[-1].notes[0])
     )
     widths = [(forecast.high_s - forecast.low_s) / forecast.step_time_s for forecast in found]
     assert widths[0] < widths[-1]
@@ -227,8 +227,8 @@ def test_an_oversubscription_without_effect_is_noted(tmp_path: Path) -> None:
     assert noted(rail_optimized=False) == [False, False, False]
     (found,) = forecast_steps(run, [target(16, nodes=2)], replace(MACHINE, network=Network(oversubscription=2.0)))
     assert found.notes[-1] == (
-        "forecast.oversubscription=2 has no effect up to 32 nodes, because GPUs of the same index are taken to share a "
-        "switch. If they do not, set forecast.rail_optimized=false"
+        "up to 32 nodes, forecast.oversubscription=2 has no effect, because GPUs of the same index are taken to share "
+        "a switch. If they do not, set forecast.rail_optimized=false"
     )
 
 
