@@ -16,6 +16,7 @@ from distexp.forecast.sizes import sizes_of
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
 from distexp.launch.cell import Cell
+from distexp.resolve.accumulation import OTHER_MICRO_BATCH
 from distexp.runs.failure_text import join_errors
 from distexp.runs.forecast_errors import ForecastError, largest_expected, subject_of
 
@@ -53,7 +54,7 @@ def forecast_sizes(
 def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
     config = cell.config or cell.decided
     size = sizes_of(cell.composed.cluster if config is None else _size_values(config))
-    error = join_errors(cell.errors) or _other_steps(run, cell.config)
+    error = join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
     return SizeRow(size, cell, error=error)
 
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch
 
+OTHER_MICRO_BATCH = ", or another micro-batch size"
+"""End of the error about a global batch. A forecast leaves it out, because the profile has one micro-batch size."""
+
 
 def set_accumulation(config: Config) -> Iterator[str]:
     """Set the accumulation to the global batch size, and yield an error if no whole number fits."""
@@ -20,7 +23,7 @@ def set_accumulation(config: Config) -> Iterator[str]:
         if total % per_pass:
             yield (
                 f"train.global_batch_size={total} is no multiple of train.micro_batch_size={train.micro_batch} x "
-                f"{workers} workers = {per_pass}: use {multiples_near(total, per_pass)}, or another micro-batch size"
+                f"{workers} workers = {per_pass}: use {multiples_near(total, per_pass)}{OTHER_MICRO_BATCH}"
             )
         train.gradient_accumulation_steps = max(1, total // per_pass)
 
