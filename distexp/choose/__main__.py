@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distexp.cli.run import main as run
+from distexp.config.key_info import is_key
 from distexp.exceptions import run_until_pipe_closes
 
 USAGE = """usage: distexp choose [--json] [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -63,7 +64,7 @@ def with_brackets(argument: str) -> str:
     name, _, values = value.partition("=")
     if not values:
         return f"{key}=[{value}]"
-    is_one_entry = "," not in name and not set("=\"'") & set(values)
+    is_one_entry = "," not in name and not set("=\"'") & set(values) and not any(map(is_key, values.split(",")))
     return f'{key}=["{value}"]' if is_one_entry else argument
 
 

@@ -14,7 +14,7 @@ from distexp.cli.option_errors import explain_option
 from distexp.cli.overrides import home_message, parse, without_plus_prefix
 from distexp.cli.suggestions import suggest_key
 from distexp.config import ConfigError
-from distexp.config.key_info import describe_values, known_keys
+from distexp.config.key_info import describe_values, is_key, known_keys
 from distexp.config.paths import config_groups, options_of
 from distexp.runs.copyable_command import shell_quote
 from distexp.runs.full_disk import FULL, NOT_WRITABLE
@@ -25,7 +25,8 @@ NEEDS_QUOTES = frozenset("!#&();<=>^`~")
 NO_DIRECTORY = frozenset({errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG})
 """Numbers of the errors of a path at which no directory can be made."""
 
-LISTS_OF_OVERRIDES = ("sweep.cells", "choose.space")
+SPACE = "choose.space"
+LISTS_OF_OVERRIDES = ("sweep.cells", SPACE)
 """Keys whose entries are overrides, which need quotes."""
 
 UNQUOTED_OVERRIDE = re.compile(
@@ -163,6 +164,8 @@ def _unclosed(value: str) -> str:
 def _quote_entries(override: str) -> str | None:
     """Return a list of overrides with each one in quotes; None if it still cannot be parsed."""
     key, _, value = override.partition("=")
+    if key == SPACE and not value.startswith("["):
+        value = f"[{value}]"
     quoted = f"{key}=" + UNQUOTED_OVERRIDE.sub(lambda found: _quote_override(found[0]), re.sub(r"[\"']", "", value))
     try:
         parse([quoted])
@@ -174,7 +177,7 @@ def _quote_entries(override: str) -> str | None:
 def _quote_override(text: str) -> str:
     """Return an override in quotes. Keys without values after its own values are other entries, and need none."""
     override, comma, last = text.rpartition(",")
-    if comma and (last in config_groups() or ("." in last and last in known_keys())):
+    if comma and is_key(last):
         return f"{_quote_override(override)},{last}"
     return f'"{text}"'
 

@@ -55,6 +55,11 @@ def known_keys() -> set[str]:
     return {*config_groups(), *(spec.name for spec in fields(Config)), *(name for name, _ in schema_fields())}
 
 
+def is_key(text: str) -> bool:
+    """Return whether a text can only be a key, and no value, such as the name ``deepspeed`` of a section."""
+    return text in config_groups() or ("." in text and text in known_keys())
+
+
 def describe_values(key: str) -> str | None:
     """Return the values that a key accepts, as in ``an integer or null``; None for an unknown key."""
     section, _, name = key.rpartition(".")

@@ -219,6 +219,8 @@ WRONG = {  # command lines, with a part of their message
     "choose choose.space=[strategy=ddp,deepspeed,offload,train.micro_batch_size]": (
         "needs quotes: write 'choose.space=[\"strategy=ddp,deepspeed\",offload,train.micro_batch_size]'\n"
     ),
+    "choose choose.space=kernels,strategy=ddp": "needs quotes: write 'choose.space=[kernels,\"strategy=ddp\"]'\n",
+    "choose choose.space=strategy=ddp,kernels": "needs quotes: write 'choose.space=[\"strategy=ddp\",kernels]'\n",
     "choose strategy=ddp,fsdp": "use choose.space: write choose.space='[\"strategy=ddp,fsdp\"]'\n",
     "choose zero_stage=1,2,3 offload=true,false": 'choose.space=\'["zero_stage=1,2,3","offload=true,false"]\'\n',
     "choose choose.gpus=0": "choose.gpus=[0] must be numbers, each at least 1\n",
