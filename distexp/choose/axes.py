@@ -24,11 +24,13 @@ class Axes:
         values: Values of the axes of DEFAULT_VALUES that vary. Others keep the value of the command.
         micro_batches: Micro-batches to try; None for all divisors, empty for that of the command.
         further: Values of other keys.
+        is_micro_batch_named: Whether the user requests several micro-batches, or one.
     """
 
     values: Mapping[str, tuple[str, ...]]
     micro_batches: tuple[int, ...] | None
     further: Mapping[str, tuple[str, ...]]
+    is_micro_batch_named: bool = False
 
     def overrides_of(self, axis: str) -> list[str]:
         """Return the overrides of an axis; one empty override if it does not vary."""
@@ -102,8 +104,9 @@ def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_b
         if key in chosen or key in named or not only_named
     }
     further = {key: values for key, values in named.items() if key not in AXES and values}
-    is_varied = any_micro_batch or MICRO_BATCH in named or not only_named
-    return Axes(_with_implied_strategy(varied, chosen), _micro_batches(chosen, is_varied=is_varied), further)
+    is_named = any_micro_batch or MICRO_BATCH in named
+    micro_batches = _micro_batches(chosen, is_varied=is_named or not only_named)
+    return Axes(_with_implied_strategy(varied, chosen), micro_batches, further, is_named)
 
 
 def _micro_batches(chosen: Values, *, is_varied: bool) -> tuple[int, ...] | None:

@@ -28,7 +28,7 @@ from distexp.choose.search import search
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
-from distexp.choose.space import base_config, make_space
+from distexp.choose.space import base_config, kept_micro_batch, make_space
 from distexp.choose.state import SearchState
 from distexp.choose.trial_budget import expected_gpu_seconds
 from distexp.choose.trial_launcher import TrialLauncher
@@ -65,7 +65,7 @@ def run_choose(
     """
     settings = read_settings(cells, master)
     console = Console(stderr=settings.as_json)
-    for note in (*settings.notes, *_device_notes(make, settings)):
+    for note in (*settings.notes, *_device_notes(make, settings), *_micro_batch_notes(make, settings)):
         print(f"distexp: {note}", file=sys.stderr)
     with planner or Planner() as source:
         candidates = find_candidates(settings, make, source)
@@ -169,6 +169,18 @@ def _device_notes(make: MakeCell, settings: Settings) -> list[str]:
     if cluster.launcher != "local" or cluster.device != "cpu" or requested or visible_gpus():
         return []
     return ["this machine has no GPU that can be used: the trials run on its CPUs"]
+
+
+def _micro_batch_notes(make: MakeCell, settings: Settings) -> list[str]:
+    """Return why the micro-batch does not vary, and how to vary it."""
+    axes = read_axes(settings.section.space, settings.command)
+    kept = kept_micro_batch(base_config(make, settings.command), settings.section.gpus, axes)
+    if kept is None:
+        return []
+    return [
+        f"all configurations have train.micro_batch_size={kept}. A batch norm uses the statistics of a micro-batch, so "
+        "another size is another training. To vary it too, add train.micro_batch_size=auto"
+    ]
 
 
 def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) -> None:

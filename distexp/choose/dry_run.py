@@ -84,12 +84,14 @@ def _print_tables(
         line(describe_no_winner(outcome.candidates))
         return
     budget_min = outcome.settings.section.budget_min
+    varies = len({candidate.micro_batch for candidate in waiting}) > 1
+    sizes = "tries other micro-batches of the best ones, and " if varies else ""
     cost, limit = (format_worker_time(seconds, waiting) for seconds in (sum(costs), budget))
     line(
         f"""
 The search would start with these trials: one micro-batch of each strategy and its settings. It skips those that
 cannot win any more. All of them cost {cost}, with {STARTUP_S:.0f} s for each start-up.
-It also tries other micro-batches of the best ones, and repeats the best configurations with more steps.
+It also {sizes}repeats the best configurations with more steps.
 It ends at {limit} (choose.budget_min={budget_min:g} on all workers). A part of this time is left for
 the trials that compare the losses. Nothing was started."""
     )

@@ -13,6 +13,7 @@ from distexp.choose.loss_comparison import LossComparison, compare_losses, read_
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.trials import Trials
 from distexp.config import Config
+from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.plan.verdict import FITS
 from distexp.resolve.run_id import run_id
 
@@ -140,7 +141,11 @@ def references_of(
     # Of two that are equally simple, one with a trial needs no other.
     with_trials = [candidate for candidate in others if candidate.completed]
     without = [candidate for candidate in others if not candidate.completed]
-    yield from sorted([*with_trials, *without], key=_simplicity)
+    other_training = depends_on_micro_batch(winner.config)
+    yield from sorted(
+        [*with_trials, *without],
+        key=lambda other: (other_training and other.micro_batch != winner.micro_batch, *_simplicity(other)),
+    )
 
 
 def dropout_overrides(config: Config) -> tuple[str, ...]:

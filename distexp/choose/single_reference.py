@@ -8,6 +8,7 @@ from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.command_overrides import USE_SINGLE, with_overrides, without_other_strategy
 from distexp.config import Config
+from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.launch.cell import MakeCell
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Planner
@@ -30,7 +31,7 @@ def fitting_singles(
     waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
     if not waiting or any(candidate.config and candidate.config.strategy.name == "single" for candidate in waiting):
         return []
-    singles = list(_valid_singles(command, make, largest=max(candidate.micro_batch for candidate in waiting)))
+    singles = list(_valid_singles(command, make, _sizes(waiting)))
     configs = [single.config for single in singles if single.config is not None]
     return [
         single
@@ -39,16 +40,25 @@ def fitting_singles(
     ]
 
 
-def _valid_singles(command: Sequence[str], make: MakeCell, largest: int) -> Iterator[Candidate]:
-    """Yield the valid configurations of ``single``, the fastest first.
+def _sizes(candidates: Sequence[Candidate]) -> list[tuple[int, str]]:
+    """Return micro-batches, and whether to checkpoint: the fastest first, or all of a model with batch norms."""
+    sizes = sorted({candidate.micro_batch for candidate in candidates}, reverse=True)
+    config = candidates[0].config
+    if config is not None and depends_on_micro_batch(config):
+        return [(size, "false") for size in sizes]
+    return list(dict.fromkeys(((sizes[0], "false"), (1, "false"), (1, "true"))))
+
+
+def _valid_singles(command: Sequence[str], make: MakeCell, sizes: Sequence[tuple[int, str]]) -> Iterator[Candidate]:
+    """Yield the valid configurations of ``single``.
 
     Args:
         command: Overrides of the command.
         make: Composes a cell.
-        largest: Largest micro-batch of the candidates.
+        sizes: Micro-batches, and the value of activation checkpointing.
     """
     kept = without_other_strategy(command, SINGLE)
-    for size, is_checkpointed in dict.fromkeys(((largest, "false"), (1, "false"), (1, "true"))):
+    for size, is_checkpointed in sizes:
         overrides = (*SINGLE, f"{MICRO_BATCH}={size}", f"{CHECKPOINTING}={is_checkpointed}")
         config = make(with_overrides(kept, overrides)).config
         if config is not None:

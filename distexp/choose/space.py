@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import gcd
 
 from distexp.choose.axes import Axes
 from distexp.choose.axis_keys import (
@@ -22,6 +23,7 @@ from distexp.choose.cluster_sizes import ClusterSize, cluster_sizes
 from distexp.choose.command_overrides import with_overrides
 from distexp.choose.strategy_choices import VARIANTS, StrategyChoice, strategy_choices
 from distexp.config import Config, ConfigError, KernelsConfig
+from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.config.override_text import key_of
 from distexp.console.progress import show_progress
 from distexp.launch.cell import Cell, MakeCell
@@ -53,6 +55,8 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
             "distexp choose compares configurations of the same training, so it needs the samples of an optimizer step:"
             f" set train.global_batch_size, for example to {16 * base.cluster.world_size}"
         )
+    if (kept := kept_micro_batch(base, gpus, axes)) is not None:
+        axes = replace(axes, micro_batches=(kept,))
     typed = {key_of(text) for text in command}
     sizes = cluster_sizes(base, gpus)
     _check_global_batch(base.train.global_batch_size, sizes)
@@ -66,6 +70,25 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
             advance()
     _prune_duplicates(candidates)
     return candidates
+
+
+def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | None:
+    """Return the one micro-batch of all candidates, because another one is another training; None if it varies.
+
+    It is the largest one that all numbers of workers can have, and not above that of the configuration. A typed one is
+    kept anyway.
+    """
+    samples = base.train.global_batch_size
+    if (
+        samples is None
+        or not depends_on_micro_batch(base)
+        or axes.is_micro_batch_named
+        or axes.micro_batches is not None
+    ):
+        return None
+    counts = {size.workers for size in cluster_sizes(base, gpus)}
+    common = gcd(*(samples // workers for workers in counts if samples % workers == 0))
+    return max(size for size in range(1, base.train.micro_batch + 1) if common % size == 0)
 
 
 def _check_global_batch(samples: int, sizes: Sequence[ClusterSize]) -> None:

@@ -15,6 +15,14 @@ def searches_micro_batch(config: Config) -> bool:
     return config.train.micro_batch_size == AUTO
 
 
+def depends_on_micro_batch(config: Config) -> bool:
+    """Return whether another micro-batch may be another training: a batch norm uses the statistics of a micro-batch.
+
+    Most image models have batch norms. Whether a custom one has none is not known before it is built.
+    """
+    return config.model.task == "image_classification"
+
+
 def samples_per_worker(config: Config) -> int:
     """Return the samples of an optimizer step on each worker, for a configuration with a global batch size."""
     assert config.train.global_batch_size is not None, "resolve() requires it for micro_batch_size=auto"

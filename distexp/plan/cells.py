@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from distexp.cli.overrides import quote_choice
 from distexp.config import Config
+from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.config.override_text import key_of
 from distexp.config.paths import config_groups
 from distexp.console.run_summary import strategy_label
 from distexp.launch.cell import Cell, MakeCell
 from distexp.plan.estimate import Estimate
+from distexp.plan.micro_batches import MICRO_BATCH
 from distexp.plan.planner import Outcome, Planner
 from distexp.plan.search import ConfigChange, Search
 from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
@@ -102,6 +104,30 @@ def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]
     if replaced & IMPLY_STRATEGY:
         replaced |= {"strategy", *IMPLY_STRATEGY}
     return [*(text for text in overrides if key_of(text) not in replaced), *new]
+
+
+def change_notes(overrides: Sequence[str], changes: Sequence[ConfigChange], config: Config) -> Iterator[str]:
+    """Yield what a user must know to type the changes of a cell.
+
+    Args:
+        overrides: Overrides of the cell.
+        changes: The changes that are printed.
+        config: Configuration of the cell.
+    """
+    new = [(change, {key_of(text) for text in change.overrides}) for change in changes]
+    removed = [
+        text
+        for text in map(format_override, overrides)
+        if any(key_of(text) not in keys and text not in _overrides_after(overrides, change) for change, keys in new)
+    ]
+    if removed:
+        yield f"Some changes replace {' '.join(removed)}: remove that from the command."
+    if depends_on_micro_batch(config) and any(MICRO_BATCH in keys for _, keys in new):
+        yield "A batch norm uses the statistics of a micro-batch, so another micro-batch is another training."
+
+
+def _overrides_after(overrides: Sequence[str], change: ConfigChange) -> list[str]:
+    return [format_override(text) for text in replace_overrides(overrides, change.overrides)]
 
 
 IMPLY_STRATEGY = {"sharding", "zero_stage"}

@@ -11,7 +11,7 @@ from distexp.config import Config
 from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
-from distexp.plan.cells import PlannedCell, plan_cells, search_of
+from distexp.plan.cells import PlannedCell, change_notes, plan_cells, search_of
 from distexp.plan.cpu_memory import BASE_ERROR_MIB, CPU_ERROR_BOUND
 from distexp.plan.estimate import Estimate
 from distexp.plan.micro_batches import MAX_SIZES
@@ -139,7 +139,7 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
         return found
 
     try:
-        _print_search(config, estimate, search, console)
+        _print_search(planned, config, estimate, search, console)
         if (override := full_data_override(planned)) is not None:
             _print_variant(override, search, console)
     except KeyboardInterrupt:
@@ -147,12 +147,17 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
 
 
 def _print_search(
-    config: Config, estimate: Estimate, search: Callable[[Callable[[], None]], Search], console: Console
+    planned: PlannedCell,
+    config: Config,
+    estimate: Estimate,
+    search: Callable[[Callable[[], None]], Search],
+    console: Console,
 ) -> None:
     """Print the largest micro-batch of a configuration, and what would make it fit.
 
     Args:
-        config: The configuration.
+        planned: The cell.
+        config: Its configuration.
         estimate: Its estimate.
         search: Returns the search that calls a function after each prediction.
         console: Where to print.
@@ -168,6 +173,8 @@ def _print_search(
         changes = search(advance).changes(largest)
     for line in change_lines(changes, memory_mib, config.cluster.device, estimate.required_mib):
         print_plain(console, line)
+    for note in change_notes(planned.cell.overrides, changes, config):
+        print_plain(console, note)
 
 
 def _print_variant(override: str, search: Callable[[Callable[[], None]], Search], console: Console) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.config import Config
+from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.config.override_text import key_of
 from distexp.plan.estimate import Estimate
 from distexp.plan.micro_batches import MICRO_BATCH, Compose, EstimateAll, LargestMicroBatch, MicroBatchSizes
@@ -92,7 +93,9 @@ class Search:
 
 
 def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None) -> Iterator[tuple[str, ...]]:
-    """Yield the overrides of each change, the smallest change first: the training stays the same in all of them.
+    """Yield the overrides of each change, the smallest change first. The training stays the same.
+
+    Only another micro-batch of a model with batch norms is another training. It comes last.
 
     Args:
         config: The configuration.
@@ -100,7 +103,9 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
     """
     logits, checkpointing = _logits_change(config), _checkpointing_change(config)
     pair = (*logits, *checkpointing) if logits and checkpointing else ()
-    light = [each for each in (logits, *_micro_batch_changes(config, largest), checkpointing) if each]
+    sizes = list(_micro_batch_changes(config, largest))
+    same = [] if depends_on_micro_batch(config) else sizes
+    light = [each for each in (logits, *same, checkpointing) if each]
     yield from light
     if pair:
         yield pair
@@ -113,6 +118,8 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
     merged = tuple(last_of_each_key([text for change in together for text in change]))
     if len(together) > 1 and merged != pair:
         yield merged
+    if not same:
+        yield from sizes
 
 
 def _logits_change(config: Config) -> tuple[str, ...]:

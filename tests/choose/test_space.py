@@ -9,9 +9,11 @@ import pytest
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.command_overrides import with_overrides
+from distexp.choose.loss_check import references_of
 from distexp.choose.space import make_space
 from distexp.config import ConfigError
 from distexp.launch.cell import MakeCell
+from distexp.runs.record_sections import Predicted
 from tests.helpers.planning import composed
 
 COMMAND = ("cluster.device=cpu", "cluster.workers_per_node=2", "train.global_batch_size=16")
@@ -133,3 +135,32 @@ def test_overrides_of_a_candidate_replace_those_of_the_command() -> None:
     assert with_overrides(command, ["zero_stage=2", "train.micro_batch_size=8"]) == [
         *("train.seed=1", "zero_stage='2'", "train.micro_batch_size=8")
     ]
+
+
+IMAGES = ("model=resnet_tiny", "dataset=tinyimagenet_sample")
+
+
+@pytest.mark.parametrize(
+    ("more", "space", "sizes"),
+    [
+        ((), (), {8}),
+        (("train.micro_batch_size=auto",), (), {1, 2, 4, 8, 16}),
+        (("train.micro_batch_size=4",), (), {4}),
+        ((), ("strategy", "train.micro_batch_size=2,4"), {2, 4}),
+    ],
+)
+def test_a_model_with_batch_norms_keeps_a_micro_batch_that_all_workers_can_have(
+    more: Sequence[str], space: Sequence[str], sizes: set[int], space_of: SpaceOf
+) -> None:
+    found = space_of([*IMAGES, *more], gpus=[1, 2], space=[*space, "offload=false"])
+    assert {candidate.micro_batch for candidate in found} == sizes
+
+
+def test_losses_of_a_model_with_batch_norms_are_compared_at_the_same_micro_batch(space_of: SpaceOf) -> None:
+    more = [*IMAGES, "kernels=reference", "train.micro_batch_size=auto"]
+    found = space_of(more, gpus=[1, 2], space=["strategy=single,ddp"])
+    for candidate in found:
+        candidate.predicted = Predicted(verdict="fits")
+    winner = next(one for one in found if one.workers == 2 and one.micro_batch == 4)
+    first, *_, last = references_of(winner, found, [])
+    assert (first.micro_batch, first.workers, last.micro_batch == 4) == (4, 1, False)

@@ -15,13 +15,13 @@ from distexp.config.batch_sizes import with_micro_batch
 from distexp.config.paths import conf_dir
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.plan.cache import store_estimate
-from distexp.plan.cells import replace_overrides
+from distexp.plan.cells import change_notes, replace_overrides
 from distexp.plan.command import run_plan
 from distexp.plan.estimate import Estimate
 from distexp.plan.gpu_errors import gpu_error_bound
 from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.planner import Outcome
-from distexp.plan.search import Search, candidate_overrides
+from distexp.plan.search import ConfigChange, Search, candidate_overrides
 from distexp.plan.table import micro_batch_line
 from distexp.plan.training_lines import FULL_DATA, FullData
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, gpu_memory_mib, verdict_of
@@ -434,6 +434,26 @@ def test_changes_start_with_the_smallest_and_keep_the_global_batch() -> None:
             "train.activation_checkpointing=true", "zero_stage=3",
         ),
     ]  # fmt: skip
+
+
+def test_another_micro_batch_of_a_model_with_batch_norms_comes_last() -> None:
+    config = resolve_cell(
+        "plan.only=true", "model=resnet_tiny", "strategy=ddp", "cluster.workers_per_node=2", "train.micro_batch_size=8"
+    )
+    changes = list(candidate_overrides(config))
+    sizes = [any(text.startswith("train.micro_batch_size=") for text in change) for change in changes]
+    assert sizes == [False] * (len(changes) - 2) + [True, True]
+    assert len(changes) > 4
+
+
+def test_what_a_change_replaces_must_be_removed_from_the_command() -> None:
+    config = resolve_cell("plan.only=true", "strategy=ddp", "cluster.workers_per_node=2")
+    changes = [ConfigChange(("train.micro_batch_size=1",), Estimate()), ConfigChange(("zero_stage=3",), Estimate())]
+    command = ["train.micro_batch_size=2", "strategy=ddp", "deepspeed.zero_stage=1"]
+    assert list(change_notes(command, changes, config)) == [
+        "Some changes replace strategy=ddp deepspeed.zero_stage=1: remove that from the command."
+    ]
+    assert list(change_notes(command, changes[:1], config)) == []
 
 
 def test_all_changes_of_fsdp_together_have_the_smallest_micro_batch() -> None:
