@@ -17,7 +17,8 @@ def describe_disturbances(overview: Overview) -> Iterator[str]:
     found = list(_disturbed_runs(overview))
     yield from found[:MAX_DISTURBED]
     if len(found) > MAX_DISTURBED:
-        yield f"{len(found) - MAX_DISTURBED} more were disturbed."
+        more = len(found) - MAX_DISTURBED
+        yield f"{more} more {'was' if more == 1 else 'were'} disturbed."
     large = [group.label for group in overview.groups if overview.exceeds_workers(group)]
     if large and overview.baseline is not None and not overview.baseline.disturbance:
         their = "its number" if len(large) == 1 else "their number"
