@@ -11,8 +11,9 @@ it. All families of a stage are predicted in parallel. The stages are ordered so
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distexp.choose.axis_keys import CHECKPOINTING
 from distexp.choose.candidate import Candidate, Objective, Status
@@ -35,6 +36,12 @@ STAGES = ((False, False), (False, True), (True, False), (True, True))
 """Offloading and activation checkpointing of each stage."""
 
 DEFAULT_LIMIT_S = 600.0
+
+EQUAL_FAILURES = 4
+"""If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
+
+MAX_ERRORS = 3
+"""Most errors of predictions that are printed."""
 
 Families = dict[tuple[str, ...], FamilyMemory]
 
@@ -70,6 +77,7 @@ def prune_by_plan(
         pruning.predict_stage(offload=offload, checkpoints=checkpoints)
     if not any(candidate.status is Status.WAITING for candidate in candidates):
         pruning.predict_smallest()
+    pruning.report_errors()
 
 
 @dataclass
@@ -79,8 +87,9 @@ class _Pruning:
     Attributes:
         families: What is known of each family, by its overrides.
         deadline: Time of ``clock`` after which nothing more is predicted.
-        done: Number of predictions.
-        late: Whether the deadline has passed.
+        done: Number of predictions, also of those that failed.
+        ended: Whether nothing more is predicted: the deadline has passed, or all predictions fail alike.
+        errors: Errors of the predictions that failed.
     """
 
     families: Families
@@ -91,7 +100,8 @@ class _Pruning:
     report: Callable[[str], None]
     clock: Callable[[], float]
     done: int = 0
-    late: bool = False
+    ended: bool = False
+    errors: Counter[str] = field(default_factory=Counter)
 
     def predict_stage(self, *, offload: bool, checkpoints: bool) -> None:
         """Predict the families of a stage, in the order of their memory."""
@@ -163,23 +173,37 @@ class _Pruning:
             family.decide()
 
     def _estimate(self, wanted: Sequence[tuple[FamilyMemory, Candidate]]) -> bool:
-        """Estimate members of families. Return whether there was enough time for all."""
+        """Estimate members of families. Return whether all were estimated."""
         for start in range(0, len(wanted), self.at_a_time):
-            if self.clock() >= self.deadline:
-                if not self.late:
-                    self.report(
-                        f"time limit of the predictions reached after {format_count(self.done, 'configuration')}: the "
-                        "memory of the others is not predicted, so their trials may run out of memory"
-                    )
-                self.late = True
+            if self.ended or self._ends():
                 return False
             batch = wanted[start : start + self.at_a_time]
             configs = [member.config for _, member in batch if member.config is not None]
             for (family, member), outcome in zip(batch, self.estimate_all(configs), strict=True):
                 family.add_estimate(member, outcome)
+                self.errors.update([outcome] if isinstance(outcome, str) else [])
             self.done += len(batch)
-            self.report(f"predicted the memory of {format_count(self.done, 'configuration')}")
+            if predicted := self.done - self.errors.total():
+                self.report(f"predicted the memory of {format_count(predicted, 'configuration')}")
         return True
+
+    def _ends(self) -> bool:
+        """Return whether to predict nothing more. It is printed why, except for an error, which is printed later."""
+        late = self.clock() >= self.deadline
+        if late:
+            self.report(
+                f"time limit of the predictions reached after {format_count(self.done, 'configuration')}: the memory "
+                "of the others is not predicted, so their trials may run out of memory"
+            )
+        fail_alike = len(self.errors) == 1 and self.errors.total() == self.done >= EQUAL_FAILURES
+        self.ended = late or fail_alike
+        return self.ended
+
+    def report_errors(self) -> None:
+        """Print why predictions failed, the most frequent error first."""
+        for error, count in self.errors.most_common(MAX_ERRORS):
+            all_of = "all of the first " if self.errors.total() == self.done else ""
+            self.report(f"{all_of}{format_count(count, 'prediction')} failed: {error}")
 
 
 def _stage(config: Config) -> tuple[bool, bool]:

@@ -206,6 +206,23 @@ def test_if_nothing_fits_the_nearest_configuration_is_known(space_of: SpaceOf) -
     assert "it fits on t4-16gb and larger" in text
 
 
+def test_an_error_of_all_predictions_is_printed_and_ends_them(space_of: SpaceOf) -> None:
+    candidates, missing, reports = space_of(12.0), Counted(lambda config: "no such file"), []
+    prune_by_plan(candidates, missing, Objective.THROUGHPUT, at_a_time=2, report=reports.append)
+    assert missing.count == 4
+    assert reports == ["all of the first 4 predictions failed: no such file"]
+
+    def without_fsdp(config: Config) -> Estimate | str:
+        return "cannot be traced" if config.strategy.name == "fsdp" else formula(config)
+
+    candidates, some, reports = space_of(12.0), Counted(without_fsdp), []
+    prune_by_plan(candidates, some, Objective.THROUGHPUT, at_a_time=2, report=reports.append)
+    assert some.count > 4
+    failed = sum(candidate.reason.endswith("cannot be traced") for candidate in candidates)
+    assert reports[-1].endswith("failed: cannot be traced")
+    assert failed > 0
+
+
 def test_what_cannot_be_predicted_or_is_late_stays(space_of: SpaceOf) -> None:
     candidates = space_of(12.0)
     prune(candidates, Counted(lambda config: "no such file"))
