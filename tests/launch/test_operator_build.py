@@ -25,6 +25,8 @@ from distexp.strategies.base import load_strategy
 from tests.helpers.fake_deepspeed import fake_deepspeed
 from tests.helpers.runs import make_spec
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:

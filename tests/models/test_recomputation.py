@@ -10,6 +10,8 @@ from torch.nn import functional
 from distexp.models import resnet, transforms
 from tests.helpers.runs import resolve_cell
 
+pytestmark = pytest.mark.slow
+
 MODEL = ("model=resnet_tiny", "dataset=tinyimagenet_sample", "strategy=single", "cluster.device=cpu")
 
 

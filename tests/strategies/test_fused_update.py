@@ -29,7 +29,7 @@ from tests.helpers.small_gpt import VOCABULARY, make_gpt
 CLIPPING = 0.1
 KERNEL = "distexp.strategies.adamw_kernel"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytestmark = pytest.mark.usefixtures("one_rank_group")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_group")]
 
 
 @pytest.fixture(autouse=True)

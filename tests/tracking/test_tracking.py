@@ -16,6 +16,8 @@ from distexp.tracking import process
 from distexp.tracking.process import tracked
 from tests.helpers.runs import run_distexp
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ("model=gpt_tiny", "strategy=single", "train.max_steps=12", "train.num_epochs=1", "train.log_every=4")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from distexp.distributed.context import Context
@@ -12,6 +13,8 @@ from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord
 from distexp.worker import rank
 from tests.helpers.runs import make_spec
+
+pytestmark = pytest.mark.slow
 
 IMAGES = ("model=resnet_tiny", "dataset.num_classes=10", "dataset.eval_size=8")
 

@@ -14,6 +14,8 @@ from distexp.runs.record import RunRecord
 from distexp.worker import rank
 from tests.helpers.runs import make_spec
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "model=gpt_tiny", "strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu", "trusted_packages=[tests]",
     "dataset=synthetic", "dataset.train_size=8", "dataset.eval_size=4", "dataset.max_length=16",

@@ -26,6 +26,8 @@ from distexp.training.loop import train_step
 from distexp.worker import build, rank
 from tests.helpers.runs import make_spec
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "model=resnet_tiny", "strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu",
     "model.depths=[1,1,1,1]", "dataset.train_size=24", "dataset.eval_size=8",
