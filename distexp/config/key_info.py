@@ -56,7 +56,7 @@ def known_keys() -> set[str]:
 
 
 def is_key(text: str) -> bool:
-    """Return whether a text can only be a key, and no value, such as the name ``deepspeed`` of a section."""
+    """Return whether a text can only be a key. ``deepspeed`` is a section, but also a value of ``strategy``."""
     return text in config_groups() or ("." in text and text in known_keys())
 
 

@@ -162,7 +162,8 @@ def print_table(result: Mapping[str, Any]) -> None:
         print(f"rank {rank}: {format_tflops(product['tflops'])} in a large {product['precision']} matrix product")
     if simulates_nodes(result):
         print(
-            "note: all nodes are on one machine, so no forecast uses the times between nodes. On Slurm: cluster=slurm"
+            "note: one machine simulates all nodes, so forecasts do not use the times between them. "
+            "To measure the network, add cluster=slurm"
         )
     print(f"verdict: {'; '.join(find_problems(result)) or 'no problems found'}")
     if result["min_busbw_gbps"] is None and result["measurements"]:
