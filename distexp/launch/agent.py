@@ -178,6 +178,7 @@ def _sampler(spec: RunSpec, run_dir: Path, node: int, group: WatchedProcess) -> 
         path=memory_trace_path(run_dir, node),
         members=(shared.pid,) if shared else (),
         shares_pages_with=(shared.server,) if shared else (),
+        shares_files_with=shared.others if shared else (),
         gpu_indices=[gpu.index for gpu in node_gpus(spec, node)],
         interval_s=measure.interval_s,
         cores=max(1, cpu_count() // (spec.nodes if is_simulated(spec) else 1)),

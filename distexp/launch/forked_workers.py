@@ -26,10 +26,11 @@ class ForkedWorkers:
     Attributes:
         pid: Its process id. It stays reserved until ``close``, also if the process has ended.
         server: Id of the process that forked it, whose memory it shares.
+        others: Ids of other shared processes on this node, which have the files of the libraries in memory too.
     """
 
-    def __init__(self, channel: socket.socket, pid: int, server: int) -> None:
-        self.pid, self.server = pid, server
+    def __init__(self, channel: socket.socket, pid: int, server: int, others: Sequence[int] = ()) -> None:
+        self.pid, self.server, self.others = pid, server, others
         self._channel = channel
         self._code: int | None = None
 
@@ -59,7 +60,7 @@ class ForkedWorkers:
         if started is None or "pid" not in started:
             channel.close()
             raise NotSharedError("it has ended")
-        return cls(channel, started["pid"], started["server"])
+        return cls(channel, started["pid"], started["server"], started["others"])
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""

@@ -1,9 +1,10 @@
 """Random weights that several runs have in common: the first run keeps them, and the others read them.
 
-Random weights of a large model take longer than a short training. With ``sweep.shared_start=true`` all workers of a
-node are forked from one process. It offers a file in memory, which the workers inherit. The file is written once, and
-then sealed. It also holds the state of the random number generator before and after the weights were made. So a
-run that reads them is equal to one that makes them.
+Random weights of a large model take longer than a short training. With ``sweep.shared_start=true`` the workers of a
+node are forked from processes that offer a file in memory, which the workers inherit. The launcher makes the file, so
+all these processes offer the same one. The file is written once, and then sealed. It also holds the state of the
+random number generator before and after the weights were made. So a run that reads them is equal to one that makes
+them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _offered: int | None = None
 
 
-def offer() -> None:
-    """Make the file in memory. Call it in the process from which the workers are forked."""
+def make_file() -> int:
+    """Return the descriptor of a new file in memory."""
+    return os.memfd_create("distexp-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def offer(file: int) -> None:
+    """Offer a file in memory to the workers that are forked from this process."""
     global _offered  # noqa: PLW0603
-    if _offered is None:
-        _offered = os.memfd_create("distexp-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    _offered = file
 
 
 def make_or_read(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

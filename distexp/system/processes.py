@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,7 @@ def start_module(
     env: Mapping[str, str],
     output: IO[str] | None = None,
     death_signal: signal.Signals = signal.SIGKILL,
-    sockets: Sequence[socket.socket] = (),
+    inherited: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module`` in a new session, with this distexp on its PYTHONPATH.
 
@@ -53,7 +52,7 @@ def start_module(
         env: Environment of the child.
         output: File for stdout and stderr; None inherits both.
         death_signal: Signal for the child when this process dies.
-        sockets: Sockets that the child gets, with the same file descriptors.
+        inherited: File descriptors that the child gets too.
 
     Returns:
         The child process.
@@ -66,7 +65,7 @@ def start_module(
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,
         start_new_session=True,
-        pass_fds=[channel.fileno() for channel in sockets],
+        pass_fds=inherited,
         preexec_fn=_bind_to_parent(death_signal),  # noqa: PLW1509
     )
 

@@ -1,7 +1,8 @@
-"""A process that imports the libraries for several runs: ``python -m distexp.worker.shared_start CONTROL RUN_DIR``.
+"""A process that imports libraries for several runs: ``python -m distexp.worker.shared_start CONTROL WEIGHTS RUN_DIR``.
 
 It forks a group (``distexp.worker.group``) for each request of an agent. So only the first run waits for the imports.
 ``CONTROL`` is a socket of the launcher. It brings one connection per agent. This process ends when the launcher does.
+``WEIGHTS`` is a file in memory for random weights, which the workers inherit.
 
 A connection works like a ``Popen``: the agent gets the process id and the exit code, and the group dies with the agent.
 The id stays reserved until the agent closes the connection, so the agent can send signals to no other process.
@@ -35,8 +36,10 @@ def main() -> int:
     set_torchrun_defaults()
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    preload(RunSpec.read(Path(sys.argv[2])).config)
-    shared_weights.offer()
+    weights = int(sys.argv[2])
+    os.set_inheritable(weights, False)
+    shared_weights.offer(weights)
+    preload(RunSpec.read(Path(sys.argv[3])).config)
     # The agents end their groups first if the launcher dies. Then this process ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     GroupServer(control).serve()
@@ -45,9 +48,17 @@ def main() -> int:
 
 @dataclass
 class Connection:
-    """Connection to the agent of one run, with its group."""
+    """Connection to the agent of one run, with its group.
+
+    Attributes:
+        socket: The connection.
+        others: Other processes that have imported libraries for the runs on this node.
+        pid: Process id of the group, once it is forked.
+        reported: Whether the agent knows its exit code.
+    """
 
     socket: socket.socket
+    others: list[int]
     pid: int | None = None
     reported: bool = False
 
@@ -84,7 +95,7 @@ class GroupServer:
             self._selector.unregister(self._control)
             self._control.close()
             return
-        connection = Connection(socket.socket(fileno=descriptors[0]))
+        connection = Connection(socket.socket(fileno=descriptors[0]), message.get("others", []))
         self._connections[descriptors[0]] = connection
         self._selector.register(connection.socket, EVENT_READ, lambda: self._serve_agent(connection))
 
@@ -111,7 +122,7 @@ class GroupServer:
             os.close(output)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
-            send(connection.socket, {"pid": os.getpid(), "server": server})
+            send(connection.socket, {"pid": os.getpid(), "server": server, "others": connection.others})
             self._forget()
             print(f"forked from process {server}, which has imported the libraries (sweep.shared_start)", flush=True)
             code = run_group(Path(request["run_dir"]), request["node"], request["address"], request["port"])

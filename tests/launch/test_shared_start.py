@@ -55,7 +55,7 @@ class Server:
         """Return a connection, as the launcher gives it to an agent."""
         ours, theirs = message_pair()
         with theirs:
-            send(self.control, {}, [theirs.fileno()])
+            send(self.control, {"others": [1, 2]}, [theirs.fileno()])
         return ours.detach()
 
     def start(self, code: int) -> ForkedWorkers:
@@ -162,6 +162,65 @@ def test_runs_share_a_start_up_only_if_their_imports_are_equal(monkeypatch: pyte
         assert other.describe_change(first) == change
     monkeypatch.chdir(tmp_path)
     assert ImportConditions.of(make_spec(*common), 0).describe_change(first) == "the working directory"
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SharedStart, list[str]]]:
+    """Yield runs that share a start-up, and their notes. The shared processes import nothing."""
+
+    def start_idle(conditions: ImportConditions, run_dir: Path, node: int, weights: int) -> SharedProcess:
+        assert os.fstat(weights).st_size == 0
+        ours, theirs = message_pair()
+        receivers.append(theirs)
+        process = subprocess.Popen(["sleep", "600"])
+        processes.append(process)
+        return SharedProcess(conditions, process, ours, run_dir / "log")
+
+    receivers: list[socket.socket] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    notes: list[str] = []
+    monkeypatch.setattr(shared_start, "_start", start_idle)
+    with SharedStart(notes.append) as started:
+        yield started, notes
+    for receiver in receivers:
+        receiver.close()
+    assert all(process.poll() is not None for process in processes), "all shared processes have ended"
+
+
+def used_by(sharing: SharedStart, folder: Path, *overrides: str) -> tuple[int, list[int]]:
+    """Connect a run; return the id of its shared process, and the ids of all shared processes."""
+    connection = sharing.connect(make_spec("cluster.device=cpu", "cluster.workers_per_node=2", *overrides), folder, 0)
+    assert connection is not None
+    connection.close()
+    found = [shared.process.pid for shared in sharing._nodes[0].processes]
+    return found[-1], sorted(found)
+
+
+def test_a_search_that_alternates_between_strategies_keeps_their_processes(
+    sharing: tuple[SharedStart, list[str]], tmp_path: Path
+) -> None:
+    started, notes = sharing
+    ddp, deepspeed = (used_by(started, tmp_path, f"strategy={name}")[0] for name in ("ddp", "deepspeed"))
+    again = [used_by(started, tmp_path, f"strategy={name}") for name in ("ddp", "deepspeed", "fsdp")]
+    assert [pid for pid, _ in again] == [ddp, deepspeed, ddp]
+    assert again[-1][1] == sorted({ddp, deepspeed})
+    assert notes == ["note: node 0 starts a new shared process, because of the libraries"]
+
+
+def test_the_oldest_and_useless_shared_processes_end(
+    sharing: tuple[SharedStart, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, _ = sharing
+    pids = [used_by(started, tmp_path, f"cluster.cpus_per_worker={count}")[0] for count in range(1, 7)]
+    assert used_by(started, tmp_path, "cluster.cpus_per_worker=6") == (pids[-1], sorted(pids[-shared_start.KEPT :]))
+    monkeypatch.setattr(shared_start, "MIN_FREE_MIB", 1e9)
+    pid, left = used_by(started, tmp_path, "cluster.cpus_per_worker=9")
+    assert left == [pid], "with little free memory a node keeps one process"
+    monkeypatch.setattr(shared_start, "MIN_FREE_MIB", 0)
+    assert len(used_by(started, tmp_path, "cluster.cpus_per_worker=1")[1]) == 2
+    monkeypatch.chdir(tmp_path)
+    pid, left = used_by(started, tmp_path, "cluster.cpus_per_worker=1")
+    assert left == [pid], "no later run starts in the other folder"
 
 
 def test_a_killed_shared_process_is_noted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

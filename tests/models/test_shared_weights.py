@@ -21,11 +21,9 @@ CALLS: list[str] = []
 @pytest.fixture(autouse=True)
 def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Offer a file in memory, as the process does from which workers are forked."""
-    monkeypatch.setattr(shared_weights, "_offered", None)
     CALLS.clear()
-    shared_weights.offer()
-    offered = shared_weights._offered
-    assert offered is not None
+    offered = shared_weights.make_file()
+    monkeypatch.setattr(shared_weights, "_offered", offered)
     yield offered
     os.close(offered)
 

@@ -44,6 +44,10 @@ class ImportConditions:
             changes.append("the source files of distexp")
         return ", ".join(changes)
 
+    def is_outdated(self, new: ImportConditions) -> bool:
+        """Return whether no run after one with the new conditions can have these."""
+        return (self.folder, self.newest_source_ns) != (new.folder, new.newest_source_ns)
+
 
 def _libraries(spec: RunSpec) -> tuple[str, ...]:
     """Return the modules that decide which libraries are imported.

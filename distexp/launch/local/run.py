@@ -95,7 +95,7 @@ def _start_agent(
             *(str(directory), str(node), *(str(socket.fileno()) for socket in sockets)),
             env=os.environ,
             death_signal=signal.SIGTERM,
-            sockets=sockets,
+            inherited=[socket.fileno() for socket in sockets],
         )
     finally:
         for socket in sockets:  # Only the agent keeps its connection, so that the shared process notices its end.

@@ -48,13 +48,21 @@ class ProcessTree:
         members: Further processes that belong to the tree, with their descendants.
         shares_pages_with: Idle processes from which members were forked. The PSS of a member lacks their part of the
             shared pages, so their memory counts too while the tree has a process.
+        shares_files_with: Other idle processes with the same libraries. The PSS of a member lacks their part of the
+            files, so this part of their memory counts too.
     """
 
-    def __init__(self, root_pid: int, members: Sequence[int] = (), shares_pages_with: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        root_pid: int,
+        members: Sequence[int] = (),
+        shares_pages_with: Sequence[int] = (),
+        shares_files_with: Sequence[int] = (),
+    ) -> None:
         self.root_pid = root_pid
         self._added, self._shares_pages_with = members, shares_pages_with
         self._members: dict[int, _Stat] = {}
-        self._memory = PssReader()
+        self._memory = PssReader(shares_files_with)
         self._kernel_lists_children = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
         self._newest_pid = 0
         self._unchanged = False  # no process was started between the last two readings

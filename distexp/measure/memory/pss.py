@@ -20,7 +20,7 @@ one process).
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from distexp.measure.memory.cost_limit import CostLimit
@@ -53,10 +53,25 @@ class _Counts:
     shared: int
 
 
-class PssReader:
-    """Reads the memory of processes."""
+@dataclass(frozen=True)
+class _Rollup:
+    """PSS of a process in bytes, and what is in it; all are of the same moment, and 0 if the process has ended."""
 
-    def __init__(self) -> None:
+    pss: int = 0
+    private: int = 0
+    files: int = 0
+
+
+class PssReader:
+    """Reads the memory of processes.
+
+    Args:
+        file_holders: Further processes, of whose memory only the files count, such as libraries.
+    """
+
+    def __init__(self, file_holders: Sequence[int] = ()) -> None:
+        self._file_holders = file_holders
+        self._files = 0  # bytes of the files of these processes, at the last PSS reading
         self._has_rollup = os.path.exists("/proc/self/smaps_rollup")
         self._last: dict[int, tuple[int, int]] = {}  # PSS and private memory in bytes, at the same time
         self._sources: set[str] = set()
@@ -76,9 +91,9 @@ class PssReader:
             with self._limit.measure():
                 self._read_pss(counts)
             used = {pid: pss for pid, (pss, _) in self._last.items()}
-            return _split(used, compilers, "+".join(sorted(self._sources)))
+            return _split(used, self._files, compilers, "+".join(sorted(self._sources)))
         used = {pid: self._estimate(pid, now) for pid, now in counts.items()}
-        return _split(used, compilers, "+".join([*sorted(self._sources), "delta"]))
+        return _split(used, self._files, compilers, "+".join([*sorted(self._sources), "delta"]))
 
     def _estimate(self, pid: int, now: _Counts) -> int:
         """Return the bytes of a process since the last PSS reading; 0 for a new process.
@@ -94,14 +109,18 @@ class PssReader:
         self._last, self._sources = {}, set()
         for pid, count in counts.items():
             rollup = self._read_rollup(pid)
-            self._last[pid] = (count.private + count.shared, count.private) if rollup is None else rollup
+            self._last[pid] = (
+                (count.private + count.shared, count.private) if rollup is None else (rollup.pss, rollup.private)
+            )
             self._sources.add("rss" if rollup is None else "pss")
+        others = [self._read_rollup(pid) for pid in self._file_holders]
+        self._files = sum(rollup.files for rollup in others if rollup is not None)
 
-    def _read_rollup(self, pid: int) -> tuple[int, int] | None:
-        """Return the PSS and the private memory of a process in bytes; None if PSS is not readable.
+    def _read_rollup(self, pid: int) -> _Rollup | None:
+        """Return the PSS of a process; None if it is not readable.
 
-        Both are of the same moment. Counts from before would be too small for a process that grows, and all later
-        estimates too large. Both are 0 if the process has ended.
+        Its parts are of the same moment. Counts from before would be too small for a process that grows, and all later
+        estimates too large.
         """
         if not self._has_rollup:
             return None
@@ -109,20 +128,22 @@ class PssReader:
             rollup = read_proc(f"{pid}/smaps_rollup")
         except PermissionError:
             return None
-        kib = private_kib = 0
+        kib = private_kib = files_kib = 0
         for line in rollup.splitlines():
             # Pss does not include the huge pages of hugetlbfs.
             if line.startswith((b"Pss:", b"Private_Hugetlb:", b"Shared_Hugetlb:")):
                 kib += int(line.split()[1])
             elif line.startswith(b"Anonymous:"):
                 private_kib = int(line.split()[1])
-        return kib * 1024, private_kib * 1024
+            elif line.startswith(b"Pss_File:"):
+                files_kib = int(line.split()[1])
+        return _Rollup(kib * 1024, private_kib * 1024, files_kib * 1024)
 
 
-def _split(used: Mapping[int, int], compilers: Collection[int], source: str) -> TreeMemory:
-    """Return the sum of the bytes of all processes, with those of compilers separately."""
+def _split(used: Mapping[int, int], files: int, compilers: Collection[int], source: str) -> TreeMemory:
+    """Return the sum of the bytes of all processes and of files, with those of compilers separately."""
     apart = [used[pid] for pid in compilers if pid in used]
-    rest = sum(used.values()) - sum(apart)
+    rest = sum(used.values()) + files - sum(apart)
     return TreeMemory(rest / MIB, source, sum(apart) / MIB if apart else None)
 
 

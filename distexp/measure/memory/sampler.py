@@ -46,6 +46,7 @@ class Sampler:
         root_pid: Root of the process tree, by default this process.
         members: Processes that belong to the tree without being descendants of its root.
         shares_pages_with: Idle processes that share pages with the tree; see ``ProcessTree``.
+        shares_files_with: Other idle processes with the same libraries; see ``ProcessTree``.
         gpu_indices: Indices of the GPUs in NVML.
         interval_s: Seconds between two samples.
         events: File with the phases, by default ``events.jsonl`` in the run directory.
@@ -62,6 +63,7 @@ class Sampler:
         root_pid: int | None = None,
         members: Sequence[int] = (),
         shares_pages_with: Sequence[int] = (),
+        shares_files_with: Sequence[int] = (),
         gpu_indices: Sequence[int] = (),
         interval_s: float = 0.5,
         events: Path | None = None,
@@ -75,7 +77,7 @@ class Sampler:
         self.cores = cores or cpu_count()
         self._gpu_indices = tuple(gpu_indices)
         self._tail = PhaseTail(events or path.parent.parent / EVENTS)
-        self._tree = ProcessTree(self.root_pid, members, shares_pages_with)
+        self._tree = ProcessTree(self.root_pid, members, shares_pages_with, shares_files_with)
         self._gpus: GpuReader | None = None
         self._cpu_energy = CpuEnergyReader()
         self._total_mib: float | None = None

@@ -127,6 +127,33 @@ def test_growth_during_a_reading_is_counted_once(monkeypatch: pytest.MonkeyPatch
     assert second.mib == pytest.approx(first.mib, abs=16)
 
 
+READS_FILE = """
+import mmap, sys
+file = open(sys.argv[1], "rb")
+content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+pages = sum(content[at] for at in range(0, len(content), mmap.PAGESIZE))
+print("read", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_files_that_another_shared_process_reads_count_in_full(tmp_path: Path) -> None:
+    file = tmp_path / "library"
+    file.write_bytes(b"1" * (64 * 2**20))
+    member, other = (start(READS_FILE, str(file)) for _ in range(2))
+    try:
+        for process in (member, other):
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"read\n"
+        alone, both = (pss.PssReader(holders).read([member.pid]) for holders in ((), (other.pid,)))
+    finally:
+        for process in (member, other):
+            process.communicate()
+    assert alone is not None
+    assert both is not None
+    assert both.mib - alone.mib == pytest.approx(32, abs=12), "half of the file counts in the other process"
+
+
 START_COMPILER = """
 parent, (wait_end, ready_end), (compile_end, start_end) = os.getpid(), os.pipe(), os.pipe()
 if os.fork() == 0:
