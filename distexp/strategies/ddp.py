@@ -86,10 +86,12 @@ class DDP(Strategy):
             find_unused_parameters=config.ddp.find_unused_parameters,
             gradient_as_bucket_view=config.ddp.gradient_as_bucket_view,
         )
-        set_reduction(wrapped, config.ddp.communication, weights)
+        reduction = set_reduction(wrapped, config.ddp.communication, weights)
 
         def sync_context(last_micro: bool) -> AbstractContextManager[Any]:
-            return nullcontext() if last_micro else wrapped.no_sync()
+            if not last_micro:
+                return wrapped.no_sync()
+            return nullcontext() if reduction is None else reduction.finished()
 
         return TorchModel(
             wrapped,

@@ -3,7 +3,10 @@
 DDP checks the annotations of a hook at run time, so they must not be strings.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,19 +21,53 @@ from distexp.strategies.compute_weights import StepWeights
 GradBucket: TypeAlias = dist.GradBucket  # type: ignore[name-defined, attr-defined]  # torch's stubs lack it
 
 
-def set_reduction(wrapped: DistributedDataParallel, communication: str, weights: StepWeights | None) -> None:
+@dataclass
+class MasterReduction:
+    """The state of the hooks that reduce the gradients of fp32 weights.
+
+    Attributes:
+        group: The workers.
+        weights: The fp32 weights and their 16-bit copies.
+        started: Reductions of this backward pass.
+    """
+
+    group: Any
+    weights: StepWeights
+    started: list[dist.Work] = field(default_factory=list)
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """Run a backward pass in the block, and free what its reductions keep.
+
+        NCCL keeps the tensors of a reduction until ``wait``, or until its watchdog notices the end, up to 100 ms
+        later. Then the fp32 gradients of two steps would be in memory.
+        """
+        yield
+        for work in self.started:
+            work.wait()
+        self.started.clear()
+
+
+def set_reduction(
+    wrapped: DistributedDataParallel, communication: str, weights: StepWeights | None
+) -> MasterReduction | None:
     """Set the hook of DDP, unless it reduces in its own way.
 
     Args:
         wrapped: the module in DDP.
         communication: ``fp32`` or ``bf16``.
         weights: the 16-bit copies that DDP sees, if the gradients of fp32 weights are to be reduced.
+
+    Returns:
+        The state of the hook that reduces the gradients of fp32 weights; None for another one.
     """
     if weights is not None:
-        hook = reduce_masters_in_bf16 if communication == "bf16" else reduce_masters_in_fp32
-        wrapped.register_comm_hook(MasterReduction(wrapped.process_group, weights), hook)
-    elif communication == "bf16":
+        state = MasterReduction(wrapped.process_group, weights)
+        wrapped.register_comm_hook(state, reduce_masters_in_bf16 if communication == "bf16" else reduce_masters_in_fp32)
+        return state
+    if communication == "bf16":
         wrapped.register_comm_hook(wrapped.process_group, reduce_in_bf16)
+    return None
 
 
 def reduce_in_bf16(group: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -38,22 +75,24 @@ def reduce_in_bf16(group: Any, bucket: GradBucket) -> Future[Tensor]:
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
-@dataclass
-class MasterReduction:
-    """The state of the hooks that reduce the gradients of fp32 weights."""
-
-    group: Any
-    weights: StepWeights
-
-
 def reduce_masters_in_fp32(state: MasterReduction, bucket: GradBucket) -> Future[Tensor]:
     """Reduce the gradients of the fp32 weights of a bucket."""
-    return _reduce_masters(state, bucket, default_hooks.allreduce_hook)
+    return _reduce_masters(state, bucket, partial(_average, state))
 
 
 def reduce_masters_in_bf16(state: MasterReduction, bucket: GradBucket) -> Future[Tensor]:
     """Reduce the gradients of the fp32 weights of a bucket in bf16."""
     return _reduce_masters(state, bucket, default_hooks.bf16_compress_hook)
+
+
+def _average(state: MasterReduction, group: Any, bucket: GradBucket) -> Future[Tensor]:
+    """Average a bucket over the workers, as torch's ``allreduce_hook``, which keeps no handle of the reduction."""
+    flat = bucket.buffer().div_(group.size())
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None, "an operation in the background has a handle"
+    state.started.append(work)
+    averaged: Future[Tensor] = work.get_future().then(lambda _: flat)
+    return averaged
 
 
 class FlatBucket:
