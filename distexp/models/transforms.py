@@ -13,7 +13,12 @@ from distexp.config import Config, ConfigError
 from distexp.models.blocks import find_blocks, find_units
 from distexp.models.dropout import check_dropout
 from distexp.models.recomputation import checkpointed
-from distexp.system.torch_internals.compilation import compile_errors, compiler_settings, limit_stored_activations
+from distexp.system.torch_internals.compilation import (
+    allow_graphs_per_function,
+    compile_errors,
+    compiler_settings,
+    limit_stored_activations,
+)
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""
@@ -32,10 +37,12 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
     check_dropout(model, config)
     if config.train.compiled != "none":
         limit_stored_activations(config.train.activation_budget)
-    for block in _blocks_to_transform(model, config):
+    blocks = _blocks_to_transform(model, config)
+    options = _block_options(len(blocks), config)
+    for block in blocks:
         forward = block.forward
         if config.train.compiled == "blocks":
-            forward = compile_forward(forward)
+            forward = compile_forward(forward, **options)
         if config.train.activation_checkpointing:
             forward = checkpointed(block, forward, in_graph=config.train.compiled in MODEL_SCOPES)
         block.forward = forward
@@ -47,6 +54,19 @@ def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[...
     """Return a compiled function. ``distexp.plan.compiled`` replaces this one."""
     compiled: Callable[..., Any] = torch.compile(forward, backend=BACKEND, **options)
     return compiled
+
+
+def _block_options(count: int, config: Config) -> dict[str, Any]:
+    """Return the options of compiled blocks.
+
+    The blocks of an image model share their code, but not their channels and strides. By default, torch would compile
+    the second kind of block for any number of channels, which takes long, gives slow kernels, and may fail. There are
+    few shapes, so each gets its graph: with full and with partial micro-batches, in training and in evaluation.
+    """
+    if config.train.compiled != "blocks" or config.model.task != "image_classification":
+        return {}
+    allow_graphs_per_function(4 * count)
+    return {"dynamic": False}
 
 
 def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distexp.config import ConfigError
-from distexp.models import gpt
+from distexp.models import gpt, resnet, transforms
 from distexp.models.blocks import find_units
 from distexp.models.transforms import transform_blocks
 from tests.helpers.runs import resolve_cell
@@ -97,3 +97,24 @@ def test_a_model_without_blocks_is_compiled_as_a_whole(monkeypatch: pytest.Monke
     transform_blocks(flat, config)
     transform_blocks(nested, config)
     assert compiled == expected
+
+
+def test_each_kind_of_image_block_has_its_own_graph_of_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[list[Any]] = []
+
+    def keep(graph: Any, inputs: list[Any]) -> Any:
+        graphs.append(inputs)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(transforms, "BACKEND", keep)
+    changes = ("model.depths=[2,1,1,1]", "train.compile=blocks", "cluster.device=cpu")
+    config = resolve_cell("model=resnet_tiny", "sharding=full_shard", *changes)
+    model = resnet.build(config.model, num_classes=10)
+    transform_blocks(model, config)
+    for training, size in ((True, 4), (False, 4), (False, 2), (True, 4)):
+        model.train(training)
+        model(torch.rand(size, 3, 64, 64))
+    # Both blocks of the first stage are equal. The others have other channels or strides.
+    assert len(graphs) == 4 * len(("training", "evaluation", "a partial batch"))
+    assert not any(isinstance(value, torch.SymInt) for inputs in graphs for value in inputs)

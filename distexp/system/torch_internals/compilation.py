@@ -68,6 +68,14 @@ def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
         return dict(read() or {})
 
 
+def allow_graphs_per_function(count: int) -> None:
+    """Let torch compile a function at least so many times, each for other shapes, before it runs it uncompiled."""
+    with explained("torch._dynamo.config.recompile_limit"):
+        from torch._dynamo import config
+
+        config.recompile_limit = max(config.recompile_limit, count)
+
+
 def limit_stored_activations(share: float | None) -> None:
     """Set which share of the activations later compiled graphs store; None: what the compiler chooses."""
     with explained("torch._functorch.config.activation_memory_budget"):
