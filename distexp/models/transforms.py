@@ -57,7 +57,7 @@ def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[...
 
 
 def _block_options(count: int, config: Config) -> dict[str, Any]:
-    """Return the options of compiled blocks.
+    """Return the options of compiled blocks, and allow as many graphs as they need.
 
     The blocks of an image model share their code, but not their channels and strides. By default, torch would compile
     the second kind of block for any number of channels, which takes long, gives slow kernels, and may fail. There are

@@ -28,7 +28,7 @@ class MasterReduction:
     Attributes:
         group: The workers.
         weights: The fp32 weights and their 16-bit copies.
-        started: Reductions of this backward pass.
+        started: Reductions in fp32 of this backward pass.
     """
 
     group: Any
