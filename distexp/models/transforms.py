@@ -18,6 +18,7 @@ from distexp.system.torch_internals.compilation import (
     compile_errors,
     compiler_settings,
     limit_stored_activations,
+    split_graphs_for_ddp,
 )
 
 BACKEND = "inductor"
@@ -37,6 +38,7 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
     check_dropout(model, config)
     if config.train.compiled != "none":
         limit_stored_activations(config.train.activation_budget)
+        split_graphs_for_ddp(config.train.compiled in MODEL_SCOPES)
     blocks = _blocks_to_transform(model, config)
     options = _block_options(len(blocks), config)
     for block in blocks:

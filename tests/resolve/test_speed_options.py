@@ -34,7 +34,7 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
         ),
         ((*SINGLE, "train.compile=model", "dataset.bucketing=true"), r"one length, but dataset\.bucketing=true"),
         ((*SINGLE, "train.compile=loop"), r"train\.compile=loop is not one of false, true, blocks, model, graphs"),
-        (("strategy=ddp", "train.compile=true", "ddp.bucket_cap_mb=0.5"), r"bucket_cap_mb=0\.5 is too small"),
+        (("strategy=ddp", "train.compile=model", "ddp.bucket_cap_mb=0.5"), r"bucket_cap_mb=0\.5 is too small"),
         ((*SINGLE, "train.compute_weights=step"), r"is for precision=bf16, but this run has precision=fp32"),
         (("strategy=fsdp", *BF16_STEP), r"compute_weights=step is not supported by strategy=fsdp"),
         (("zero_stage=1", *BF16_STEP), r"compute_weights=step is not supported by strategy=deepspeed"),

@@ -54,6 +54,16 @@ def test_the_graphs_of_a_model_end_where_the_buckets_of_ddp_end(graphs: list[Any
     assert len(graphs) == 4, "a micro-batch without reduction is compiled again"
 
 
+def test_each_block_is_one_graph_in_ddp_too(graphs: list[Any]) -> None:
+    config = resolve_cell("strategy=ddp", "train.compile=blocks", "cluster.device=cpu", "ddp.bucket_cap_mb=0.5")
+    model = nn.Sequential(make_model(3), make_model(3))
+    transforms.transform_blocks(model, config)
+    assert transforms.read_compiled(model) == "blocks"
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=config.ddp.bucket_cap_mb)
+    wrapped(torch.rand(2, 512)).sum().backward()
+    assert [sum(node.op == "call_function" for node in graph.graph.nodes) for graph in graphs] == [3, 3]
+
+
 def test_a_model_that_is_no_graph_is_refused_with_a_hint(graphs: list[Any]) -> None:
     class Branching(nn.Module):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,19 @@ def allow_graphs_per_function(count: int) -> None:
         config.recompile_limit = max(config.recompile_limit, count)
 
 
+def split_graphs_for_ddp(is_split: bool) -> None:
+    """Set whether torch splits later graphs where the buckets of DDP end. By default it does.
+
+    A split graph of a whole model lets the reduction of a bucket overlap with the backward pass. The graph of a block
+    would be split too, as soon as a block has more parameters than a bucket. Then the backward pass needs more stored
+    activations, and no cache keeps the graphs. Blocks need no split, because each has its own backward pass.
+    """
+    with explained("torch._dynamo.config.optimize_ddp"):
+        from torch._dynamo import config
+
+        config.optimize_ddp = is_split
+
+
 def limit_stored_activations(share: float | None) -> None:
     """Set which share of the activations later compiled graphs store; None: what the compiler chooses."""
     with explained("torch._functorch.config.activation_memory_budget"):
