@@ -200,10 +200,9 @@ class _Search:
         planned = [PlannedTrial(candidate, steps) for candidate in batch]
         reserved = self.reserved_gpu_s()
         affordable = affordable_trials(planned, self.candidates, self.rungs, self.budget_gpu_s - reserved)
-        if len(affordable) < len(planned):
+        if not affordable:
             budget = format_worker_time(self.budget_gpu_s, self.candidates)
             self.stopped = f"the budget of {budget}{self._for_check(reserved)} allows no further trial"
-        if not affordable:
             return
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.
             affordable.sort(key=_shared_start)

@@ -225,6 +225,29 @@ def test_single_is_the_reference_if_it_is_no_candidate(tmp_path: Path) -> None:
     assert document(tmp_path)["losses"]["reference"].startswith("single")
 
 
+def test_the_reference_has_the_largest_micro_batch_that_fits(tmp_path: Path) -> None:
+    """One worker cannot shard, so ``single`` with the micro-batch of the winner does not fit."""
+
+    def formula(config: Config) -> Estimate:
+        is_large = config.strategy.name == "single" and config.train.micro_batch == 4
+        return replace(linear_estimate(config), step_mib=1e9 if is_large else 1_000.0)
+
+    launcher, space = FakeLauncher(), f"choose.space={list(VALUES[-1:])}"
+    run_search(tmp_path, launcher, "sharding=full_shard", *FEW[1:], space, planner=FormulaPlanner(formula))
+    assert "train.micro_batch_size=4" in document(tmp_path)["winner"]["overrides"]
+    assert document(tmp_path)["losses"]["reference"] == "single, micro-batch 2 x 4"
+    assert (launcher.ran[-1].strategy.name, launcher.ran[-1].train.activation_checkpointing) == ("single", False)
+
+
+def test_a_slow_first_start_does_not_end_the_search(tmp_path: Path) -> None:
+    """The first trial imports the libraries: 100 of 240 GPU-seconds. By its cost alone no other batch fits in."""
+    launcher = FakeLauncher(seconds=5.0, first_seconds=50.0)
+    run_search(tmp_path, launcher, *FEW, "choose.budget_min=2")
+    assert {config.strategy.name for config in launcher.ran} == {"ddp", "fsdp", "single"}
+    assert len(launcher.ran) > 4
+    assert document(tmp_path)["gpu_seconds"] <= 240
+
+
 @pytest.mark.slow
 def test_failing_trials_do_not_end_the_search(tmp_path: Path) -> None:
     def fails(config: Config) -> str:

@@ -46,6 +46,7 @@ class FakeLauncher:
         fails: Returns the status of a configuration that fails; empty if it completes.
         interrupt_after: Number of trials after which Ctrl-C arrives.
         seconds: Duration of each trial, with its start-up.
+        first_seconds: Duration of the first trial; None: as the others.
         ran: Configurations of the trials that ran.
     """
 
@@ -54,6 +55,7 @@ class FakeLauncher:
     fails: Callable[[Config], str] = lambda config: ""
     interrupt_after: int | None = None
     seconds: float = 0.0
+    first_seconds: float | None = None
     ran: list[Config] = field(default_factory=list)
 
     @contextmanager
@@ -89,7 +91,8 @@ class FakeLauncher:
         record = RunRecord(status, run.info, asdict(config), error, metrics=metrics if error is None else Metrics())
         record.memory["torch"] = [{"rank": 0, "peak_allocated_mib": 1000.0 * config.train.micro_batch}]
         record.write(run.directory)
-        ended_at = (run.directory / SPEC).stat().st_mtime + self.seconds
+        is_first = len(self.ran) == 1 and self.first_seconds is not None
+        ended_at = (run.directory / SPEC).stat().st_mtime + (self.first_seconds if is_first else self.seconds)
         os.utime(run.directory / RECORD, (ended_at, ended_at))
 
 
