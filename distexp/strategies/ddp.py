@@ -39,8 +39,8 @@ class DDP(Strategy):
         splits_graph = config.train.compiled in ("model", "graphs")
         if splits_graph and config.ddp.bucket_cap_mb is not None and config.ddp.bucket_cap_mb < 1:
             errors.append(
-                f"ddp.bucket_cap_mb={config.ddp.bucket_cap_mb:g} is too small for train.compile={config.train.compiled}, "
-                "whose first bucket has 1 MB: use at least 1, or train.compile=blocks"
+                f"ddp.bucket_cap_mb={config.ddp.bucket_cap_mb:g} is too small for train.compile="
+                f"{config.train.compiled}, whose first bucket has 1 MB: use at least 1, or train.compile=blocks"
             )
         if config.train.compute_weights == "step" and config.ddp.find_unused_parameters:
             errors.append(
