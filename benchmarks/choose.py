@@ -101,6 +101,7 @@ class SweepCell:
         candidates: What was measured.
         repeat_start_s: ``start_s`` of a candidate that ran before, so that its compiled code is in the cache. None if
             it was not measured: then a repeat costs as much as a first trial.
+        planned: Number of all candidates, if not all of them were run; None if they were.
     """
 
     name: str
@@ -108,6 +109,7 @@ class SweepCell:
     steps: int
     candidates: list[Measured] = field(default_factory=list)
     repeat_start_s: float | None = None
+    planned: int | None = None
 
 
 @dataclass(frozen=True)
@@ -326,6 +328,7 @@ def print_replays(path: Path, limits_gb: Sequence[float | None]) -> None:
     print("| cell | workers | limit GB | candidates | regret | share of the GPU time | trials | out of memory |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for cell in read_cells(path):
+        count = f"{len(cell.candidates)}{f' of {cell.planned}' if cell.planned else ''}"
         for limit in limits_gb or [None]:
             found = replay(cell, limit)
             shown = (
@@ -333,7 +336,7 @@ def print_replays(path: Path, limits_gb: Sequence[float | None]) -> None:
                 if found is None
                 else (f"{found.regret:.1%} | {found.share:.1%} | {found.trials} | {found.out_of_memory} |")
             )
-            print(f"| {cell.name} | {cell.gpus} | {limit or '-'} | {len(cell.candidates)} | {shown}")
+            print(f"| {cell.name} | {cell.gpus} | {limit or '-'} | {count} | {shown}")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from distexp.choose.result_texts import describe_values
 from distexp.choose.rough_forecast import set_forecasts
 from distexp.choose.search import search
 from distexp.choose.search_result import PlannedTrial
+from distexp.choose.search_rules import DEFAULT_RULES, SLURM_RULES
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
 from distexp.choose.space import base_config, kept_micro_batch, make_space
@@ -129,7 +130,8 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
     most = max((candidate.workers for candidate in waiting), default=1)
     objective, budget = settings.objective, settings.budget_gpu_s(most)
     reserved = partial(check_gpu_seconds, outcome.candidates, singles, objective)
-    outcome.result = search(outcome.candidates, trials.try_all, objective, budget, reserved_gpu_s=reserved)
+    rules = SLURM_RULES if any(_runs_on_slurm(candidate) for candidate in waiting) else DEFAULT_RULES
+    outcome.result = search(outcome.candidates, trials.try_all, objective, budget, rules, reserved_gpu_s=reserved)
     checker = LossChecker(outcome.candidates, trials, singles)
     for candidate in ranked(outcome.candidates, settings.objective)[:MAX_CHECKED]:
         check = checker.check(candidate)
@@ -140,6 +142,10 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
             _prefer_reference(outcome, trials, budget - used)
             return
         outcome.rejected.append(Rejected(candidate, check))
+
+
+def _runs_on_slurm(candidate: Candidate) -> bool:
+    return candidate.config is not None and candidate.config.cluster.launcher == "slurm"
 
 
 def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> None:

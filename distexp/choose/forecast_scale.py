@@ -94,9 +94,19 @@ def _may_be_best_of_all(
     if not forecast or not scales:
         return True
     logarithms = [log(scale) for scale in scales]
+    return forecast * exp(fmean(logarithms) - rules.doubt * _forecast_error(logarithms, rules)) < best
+
+
+def _forecast_error(logarithms: Sequence[float], rules: SearchRules) -> float:
+    """Return the standard deviation of the errors of the forecasts: the usual one, and more and more the measured one.
+
+    Args:
+        logarithms: Logarithms of score / forecast of the families that were tried.
+        rules: The usual error, and its weight in trials.
+    """
     center = fmean(logarithms)
-    deviation = sqrt(fmean((logarithm - center) ** 2 for logarithm in logarithms))
-    return forecast * exp(center - rules.doubt * max(rules.least_error, deviation)) < best
+    squares = rules.usual_error_trials * rules.usual_error**2 + sum((each - center) ** 2 for each in logarithms)
+    return sqrt(squares / (rules.usual_error_trials + len(logarithms)))
 
 
 def _may_be_best_of_kernels(

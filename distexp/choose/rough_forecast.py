@@ -35,8 +35,10 @@ MIN_EXPOSED_SHARE = 0.1
 
 CPU_OPTIMIZER_GB_PER_S = 15.0
 
-ZERO3_LAUNCHES = 2.0
-"""Factor of the launch time for ZeRO-3, whose hooks run in Python. docs/results/bloom560m-h200.md has measured runs."""
+FSDP_LAUNCHES = 2.0
+ZERO_LAUNCHES = {0: 1.0, 1: 1.6, 2: 1.6, 3: 4.5}
+"""Factors of the launch time for strategies whose hooks run in Python; by stage for ZeRO. docs/results/choose.md and
+bloom560m-h200.md have measured runs."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,15 @@ def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     steps = config.train.gradient_accumulation_steps
     moved = (1 + READS_PER_WRITE) * work.written_bytes + PASSES * steps * work.parameters * _compute_bytes(config)
     computation = work.flops / (speeds.tflops * TERA) + moved / (speeds.memory_gb_per_s * GB)
-    is_zero3 = config.strategy.name == "deepspeed" and config.deepspeed.zero_stage == 3
-    launches = work.operations * speeds.launch_s * (ZERO3_LAUNCHES if is_zero3 else 1.0)
-    body = max(computation, launches)
+    body = max(computation, work.operations * speeds.launch_s * _launch_factor(config))
     return body + _optimizer_s(config, work, speeds) + _exposed_s(config, work, speeds, body)
+
+
+def _launch_factor(config: Config) -> float:
+    """Return how much longer the CPU needs for an operation than with ``single`` and DDP."""
+    if config.strategy.name == "deepspeed":
+        return ZERO_LAUNCHES[config.deepspeed.zero_stage or 0]
+    return FSDP_LAUNCHES if config.strategy.name == "fsdp" else 1.0
 
 
 def _compute_bytes(config: Config) -> int:

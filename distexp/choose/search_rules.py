@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class SearchRules:
     Attributes:
         steps: Measured steps of a first trial.
         growth: Factor of the steps of a repeat, compared with those of a first trial.
-        wave: Families that are tried before the forecasts are scaled again. The first one is tried alone.
+        wave: Families that are tried together, before the forecasts are scaled again. The first one is tried alone.
         families: Families whose neighbors are tried.
         near: Most that a family's score may exceed the best one if its neighbors are tried, relative to it.
         neighbor_forecast: Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
@@ -29,12 +29,14 @@ class SearchRules:
         doubt: How much better than its scaled forecast a family may be, in standard deviations of the forecasts' error.
         contradiction: Factor by which a first trial must be worse than its scaled forecast to be repeated.
         disturbed: Factor by which it must then be worse than its repeat to be left out of the mean.
-        least_error: Smallest error of the forecasts that is assumed, as a standard deviation of their logarithm.
+        usual_error: Error of the forecasts that is expected before the first trial, as a standard deviation of the
+            logarithm of score / forecast.
+        usual_error_trials: Weight of the usual error next to the measured ones, in trials.
     """
 
     steps: int = 5
     growth: int = 2
-    wave: int = 4
+    wave: int = 1
     families: int = 4
     near: float = 0.25
     neighbor_forecast: float = 0.15
@@ -47,9 +49,12 @@ class SearchRules:
     usual_trials: int = 3
     same_kernels: float = 0.2
     doubt: float = 2.0
-    least_error: float = 0.45
+    usual_error: float = 0.4
+    usual_error_trials: int = 2
     contradiction: float = 4.0
     disturbed: float = 2.0
 
 
 DEFAULT_RULES = SearchRules()
+SLURM_RULES = replace(DEFAULT_RULES, wave=4)
+"""Rules for trials that run at the same time, and that may wait in a queue."""

@@ -35,7 +35,7 @@ def affordable_trials(
 
 
 def expected_gpu_seconds(planned: PlannedTrial, candidates: Sequence[Candidate]) -> float:
-    """Return the expected GPU-seconds of a trial, with the median start-up of the trials so far, or the assumed one.
+    """Return the expected GPU-seconds of a trial, with the start-up that follows from the trials so far.
 
     The step time is that of the candidate's last trial. Without one it is the forecast, scaled by the median of
     measured / forecast step times.
@@ -48,4 +48,14 @@ def expected_gpu_seconds(planned: PlannedTrial, candidates: Sequence[Candidate])
     step_s = (candidate.forecast_s or 0.0) * (median(scales) if scales else 1.0)
     if candidate.completed and candidate.completed[-1].step_s:
         step_s = candidate.completed[-1].step_s
-    return candidate.workers * ((median(startups) if startups else STARTUP_S) + planned.steps * step_s)
+    return candidate.workers * (_startup_s(startups, candidate) + planned.steps * step_s)
+
+
+def _startup_s(startups: Sequence[float], candidate: Candidate) -> float:
+    """Return the expected start-up: the median of the trials so far. Before the first one, it is assumed.
+
+    The longest start-up of local trials does not count: the first trial imports the libraries for all of them.
+    """
+    on_slurm = candidate.config is not None and candidate.config.cluster.launcher == "slurm"
+    usual = sorted(startups) if on_slurm else sorted(startups)[:-1]
+    return median(usual) if usual else min([STARTUP_S, *startups])

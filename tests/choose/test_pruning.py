@@ -279,6 +279,9 @@ TWO = ("cluster.workers_per_node=2", "cluster.device=cpu", "precision=bf16")
         (("sharding=full_shard", "offload=true"), ("zero_stage=3", "offload=true"), LAUNCHES),
         (("zero_stage=2",), ("zero_stage=2", "offload=true"), FAST),
         (("sharding=full_shard",), ("sharding=full_shard", ACCUMULATED), FAST),
+        (("strategy=ddp",), ("zero_stage=2",), LAUNCHES),
+        (("zero_stage=2",), ("sharding=full_shard",), LAUNCHES),
+        (("sharding=full_shard",), ("zero_stage=3",), LAUNCHES),
     ],
 )
 def test_the_forecast_orders_what_the_strategies_send(

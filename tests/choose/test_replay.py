@@ -20,6 +20,9 @@ REGRET, SHARE, COMPLETED = 0.05, 0.25, 0.95
 FEWEST_TRIALS = 4
 """Two micro-batches of the best family, other kernels, and a repeat. A small space has no cheaper search."""
 
+FEW_TRIALS = 7
+"""Most trials of any search, also in a part of a sweep of 20 to 24 candidates."""
+
 CPU_REGRET, CPU_SHARE = 0.1, 0.75
 """Equal runs on a busy CPU differ by more than 5 %. Its sweep has only six candidates, of which a search tries most."""
 
@@ -79,8 +82,10 @@ def test_searches_of_committed_sweeps_are_near_the_best(path: Path) -> None:
             if found is None:
                 continue
             assert found.regret <= (REGRET if on_gpus else CPU_REGRET), (cell.name, cell.gpus, limit)
-            is_small = found.trials <= FEWEST_TRIALS
+            # The share of a part of a sweep says little: the search needs as many trials if more is measured.
+            is_small = found.trials <= FEWEST_TRIALS or cell.planned is not None
             assert is_small or found.share <= (SHARE if on_gpus else CPU_SHARE), (cell.name, cell.gpus, limit)
+            assert found.trials <= FEW_TRIALS
             assert found.out_of_memory <= (1 - COMPLETED) * found.trials, (cell.name, cell.gpus, limit)
 
 

@@ -323,11 +323,11 @@ def test_a_machine_that_does_not_measure_the_objective_ends_the_search(
         (package / name).write_text(text)
     with pytest.raises(SweepFailedError):
         run_search(tmp_path / "search", launcher, *FEW, "choose.objective=energy")
-    assert len(launcher.ran) == 2, "one of each strategy, and no other micro-batch"
+    assert len(launcher.ran) == 1
     out = capsys.readouterr().out
     assert "no candidate has a result: the run measured no energy: use choose.objective=throughput" in out
     rows = [line.split() for line in out.splitlines() if line.split()[-1:] == ["5"]]
-    assert [row[-4] for row in rows] == ["33.6", "30.8"], "a completed trial has its throughput"
+    assert [row[-4] for row in rows] == ["33.6"], "a completed trial has its throughput"
 
 
 @pytest.mark.usefixtures("powercap")

@@ -14,6 +14,7 @@ from distexp.choose.forecast_scale import scaled_forecast
 from distexp.choose.ranking import margin_between, ranked
 from distexp.choose.search import first_trials, search
 from distexp.choose.search_result import PlannedTrial, SearchResult
+from distexp.choose.search_rules import SLURM_RULES
 from distexp.runs.record_sections import Predicted
 from tests.helpers.landscapes import Landscape
 
@@ -318,7 +319,7 @@ def test_different_errors_do_not_end_the_search() -> None:
         batches.append(len(batch))
         return [Trial(each.steps, "failed", error=f"no record in {id(each)}", gpu_seconds=2.0) for each in batch]
 
-    found = search(machine.candidates, run, Objective.THROUGHPUT)
+    found = search(machine.candidates, run, Objective.THROUGHPUT, rules=SLURM_RULES)
     assert batches[:3] == [1, 1, 4]
     tried = {candidate.family for candidate in found.candidates if candidate.trials}
     assert tried == {candidate.family for candidate in machine.runnable()}
