@@ -82,7 +82,7 @@ def test_searches_of_committed_sweeps_are_near_the_best(path: Path) -> None:
             if found is None:
                 continue
             assert found.regret <= (REGRET if on_gpus else CPU_REGRET), (cell.name, cell.gpus, limit)
-            # The share of a part of a sweep says little: the search needs as many trials if more is measured.
+            # A part of a sweep makes the share too large: the search needs as many trials if more is measured.
             is_small = found.trials <= FEWEST_TRIALS or cell.planned is not None
             assert is_small or found.share <= (SHARE if on_gpus else CPU_SHARE), (cell.name, cell.gpus, limit)
             assert found.trials <= FEW_TRIALS
