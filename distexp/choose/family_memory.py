@@ -86,6 +86,16 @@ class FamilyMemory:
         without_verdict = [member for member in self.waiting() if member.micro_batch not in self._verdicts]
         return without_verdict[-1] if without_verdict else self._first_that_accumulates()
 
+    def probably_next(self) -> Candidate | None:
+        """Return the member that will probably be predicted after ``next_to_predict``; None if there is none.
+
+        It is the largest one that accumulates gradients: its memory is needed if a larger one fits, and if none fits.
+        """
+        following, accumulating = self.next_to_predict(), [member for member in self.members if _accumulates(member)]
+        if following is None or following in accumulating or any(each.estimate is not None for each in accumulating):
+            return None
+        return next((each for each in reversed(accumulating) if each.status is Status.WAITING), None)
+
     def _first_that_accumulates(self) -> Candidate | None:
         """Return the largest member that accumulates gradients; None if the memory of such a member is known.
 

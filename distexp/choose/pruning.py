@@ -1,7 +1,8 @@
 """Pruning of candidates by the prediction of their memory, with few predictions.
 
 Memory grows with the micro-batch. So the largest one that fits is searched in each family, and the others follow from
-it. All families of a stage are predicted in parallel. The stages are ordered so that later ones need not be predicted:
+it. As many are predicted in parallel as the machine allows. The stages are ordered so that later ones need not be
+predicted:
 
 1. without activation checkpointing and offloading, strategies that need less memory first;
 2. with checkpointing: only micro-batches that do not fit without it;
@@ -106,11 +107,23 @@ class _Pruning:
     def predict_stage(self, *, offload: bool, checkpoints: bool) -> None:
         """Predict the families of a stage, in the order of their memory."""
         names = [name for name, family in self.families.items() if _stage(family.config) == (offload, checkpoints)]
+        for group in self._groups(names):
+            for name in group:
+                self._prune_without_prediction(name, offload=offload, checkpoints=checkpoints)
+            self._predict([self.families[name] for name in group])
+
+    def _groups(self, names: Sequence[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
+        """Return the families that are predicted together: those of a level, or of several if all fit in one batch.
+
+        What a lighter family shows can spare predictions of a heavier one. But in one batch they take no more time.
+        """
+        groups: list[list[tuple[str, ...]]] = [[]]
         for level in range(len(LIGHTER)):
             of_level = [name for name in names if _level(name) == level]
-            for name in of_level:
-                self._prune_without_prediction(name, offload=offload, checkpoints=checkpoints)
-            self._predict([self.families[name] for name in of_level])
+            if len(groups[-1]) + len(of_level) > self.at_a_time:
+                groups.append([])
+            groups[-1] += of_level
+        return groups
 
     def predict_smallest(self) -> None:
         """Predict the smallest member of the families with the least memory, to name the nearest one that would fit."""
@@ -167,7 +180,9 @@ class _Pruning:
         """Search the largest micro-batch of each family, all of them in parallel."""
         while True:
             wanted = [(family, member) for family in families if (member := family.next_to_predict()) is not None]
-            if not wanted or not self._estimate(wanted):
+            later = [(family, member) for family, _ in wanted if (member := family.probably_next()) is not None]
+            spare = max(0, self.at_a_time - len(wanted))
+            if not wanted or not self._estimate([*wanted, *later[:spare]]):
                 break
         for family in families:
             family.decide()

@@ -105,6 +105,24 @@ def test_few_predictions_decide_as_all_of_them_would(space_of: SpaceOf, memory_g
     assert any(candidate.reason.startswith(slower) for candidate in candidates)
 
 
+@pytest.mark.parametrize("memory_gb", [9.0, 20.0, 80.0])
+def test_a_machine_with_many_cores_decides_the_same_in_fewer_batches(space_of: SpaceOf, memory_gb: float) -> None:
+    found, batches = [], []
+    for at_a_time in (1, 64):
+        candidates, sizes = space_of(memory_gb), list[int]()
+
+        def estimate_all(configs: Sequence[Config], sizes: list[int] = sizes) -> list[Estimate | str]:
+            sizes.append(len(configs))
+            return [formula(config) for config in configs]
+
+        prune_by_plan(candidates, estimate_all, Objective.THROUGHPUT, at_a_time=at_a_time)
+        found.append([(candidate.status, candidate.too_close) for candidate in candidates])
+        batches.append(len(sizes))
+    assert found[0] == found[1]
+    assert batches[1] <= 6
+    assert batches[1] < batches[0] / 2
+
+
 def test_accumulated_gradients_are_in_the_expected_memory_of_members_that_are_not_predicted(space_of: SpaceOf) -> None:
     gradients_mib = 2.0 * MIB_PER_GB
 
