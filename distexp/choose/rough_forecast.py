@@ -38,7 +38,7 @@ CPU_OPTIMIZER_GB_PER_S = 15.0
 FSDP_LAUNCHES = 2.0
 ZERO_LAUNCHES = {0: 1.0, 1: 1.6, 2: 1.6, 3: 4.5}
 """Factors of the launch time for strategies whose hooks run in Python; by stage for ZeRO. docs/results/choose.md and
-bloom560m-h200.md have measured runs."""
+forecast.md have measured runs."""
 
 
 @dataclass(frozen=True)
