@@ -31,9 +31,9 @@ UNKNOWN_GPU_GB_PER_S, CPU_GB_PER_S = 1000.0, 20.0
 NVLINK_GPUS = ("B200", "GH200", "H200", "H100", "A100", "V100")
 """GPUs that are mostly connected by NVLink."""
 
-LAUNCH_S = 14e-6
-"""Time until the CPU has launched an operation of the traced step. On machines with an H200, micro-batches of 4 samples
-took 7 to 16 us per operation with compiled blocks, and 18 to 24 us without (docs/results/choose.md, explain.md)."""
+LAUNCH_S = 30e-6
+"""Time until the CPU has launched a kernel of the traced step, with ``single``. On machines with an H200 and compiled
+blocks, micro-batches of 4 samples took 20 to 36 us for each (docs/results/choose_h200.json)."""
 
 NVLINK_GB_PER_S, PCIE_GB_PER_S, NETWORK_GB_PER_S, SHARED_MEMORY_GB_PER_S = 200.0, 12.0, 20.0, 4.0
 

@@ -35,10 +35,13 @@ MIN_EXPOSED_SHARE = 0.1
 
 CPU_OPTIMIZER_GB_PER_S = 15.0
 
-FSDP_LAUNCHES = 2.0
-ZERO_LAUNCHES = {0: 1.0, 1: 1.6, 2: 1.6, 3: 4.5}
-"""Factors of the launch time for strategies whose hooks run in Python; by stage for ZeRO. docs/results/choose.md and
-forecast.md have measured runs."""
+LAUNCH_FACTORS = {"single": 1.0, "ddp": 1.4, "fsdp": 3.0}
+ZERO_LAUNCH_FACTORS = {0: 1.8, 1: 1.8, 2: 2.6, 3: 9.0}
+"""How much longer the CPU needs for an operation than with ``single``: by strategy, and by stage of ZeRO.
+
+Several workers launch more slowly than one, and the hooks of FSDP and DeepSpeed run in Python. Measured runs are in
+docs/results/choose.md and forecast.md.
+"""
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,9 @@ def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
 
 
 def _launch_factor(config: Config) -> float:
-    """Return how much longer the CPU needs for an operation than with ``single`` and DDP."""
     if config.strategy.name == "deepspeed":
-        return ZERO_LAUNCHES[config.deepspeed.zero_stage or 0]
-    return FSDP_LAUNCHES if config.strategy.name == "fsdp" else 1.0
+        return ZERO_LAUNCH_FACTORS[config.deepspeed.zero_stage or 0]
+    return LAUNCH_FACTORS.get(config.strategy.name, 1.0)
 
 
 def _compute_bytes(config: Config) -> int:

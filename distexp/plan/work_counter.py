@@ -14,8 +14,11 @@ from distexp.plan.step_trace import StepWork
 PER_MICRO_BATCH = ("forward", "backward")
 """Phases that are repeated for each micro-batch of a step."""
 
-NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh")
+NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 """Operations without a kernel, besides views."""
+
+NAMESPACES_WITHOUT_KERNELS = ("prim", "profiler")
+"""Namespaces of operations that read a property of a tensor, such as its device, or that mark a range."""
 
 
 class WorkCounter:
@@ -36,7 +39,7 @@ class WorkCounter:
         count = flop_registry.get(packet)
         if count is not None:
             self.flops[phase] += int(count(*args, **(kwargs or {}), out_val=outputs))
-        if not getattr(func, "is_view", False) and getattr(packet, "__name__", "") not in NO_KERNEL:
+        if _has_kernel(func, packet):
             self.operations[phase] += 1
 
     def add_graph(self, phase: str, nodes: Iterable[fx.Node]) -> None:
@@ -59,3 +62,10 @@ class WorkCounter:
             return sum(counts.get(phase, 0) for phase in PER_MICRO_BATCH) * factor + counts.get("optimizer", 0)
 
         return StepWork(total(self.flops), round(total(self.operations)), self.operations["optimizer"], total(written))
+
+
+def _has_kernel(func: Any, packet: Any) -> bool:
+    """Return whether an operation launches a kernel. A view launches none."""
+    if getattr(func, "namespace", "") in NAMESPACES_WITHOUT_KERNELS:
+        return False
+    return not getattr(func, "is_view", False) and getattr(packet, "__name__", "") not in NO_KERNEL

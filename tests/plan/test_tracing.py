@@ -149,9 +149,16 @@ def test_the_work_of_a_step_is_that_of_the_formulas_and_of_all_micro_batches() -
     assert six is not None
     assert six.flops == 6 * one.flops
     assert six.optimizer_operations == one.optimizer_operations
-    repeated = (six.operations - six.optimizer_operations) / (one.operations - one.optimizer_operations)
-    assert 6 <= repeated < 6.6  # gradients are added up
+    repeated = (six.operations - six.optimizer_operations) - 6 * (one.operations - one.optimizer_operations)
+    assert 0 < repeated <= 6 * TENSORS  # gradients are added up
     assert 5 * one.written < six.written < 7 * one.written
+
+
+def test_ddp_launches_the_kernels_of_single_and_a_copy_of_each_gradient() -> None:
+    alone, shared = traced("strategy=single").work, traced("strategy=ddp", "cluster.workers_per_node=2").work
+    assert alone is not None
+    assert shared is not None
+    assert TENSORS <= shared.operations - alone.operations <= 1.5 * TENSORS
 
 
 def test_the_largest_micro_batch_has_the_most_targets() -> None:
