@@ -50,7 +50,8 @@ class Work:
 
     Attributes:
         flops: Floating point operations.
-        operations: Number of kernels to launch.
+        operations: Number of kernels to launch in the forward and backward passes. Those of the optimizer are few on a
+            GPU, and short on a CPU.
         written_bytes: Size of the tensors that it allocates.
         parameters: Number of parameters of the whole model.
     """
@@ -97,11 +98,11 @@ def _scaled_work(known: Candidate, config: Config) -> Work | None:
     estimate = known.estimate
     if estimate is None or known.config is None or estimate.flops is None or estimate.operations is None:
         return None
-    fixed = estimate.optimizer_operations or 0
-    per_micro_batch = (estimate.operations - fixed) / known.config.train.gradient_accumulation_steps
+    of_passes = estimate.operations - (estimate.optimizer_operations or 0)
+    per_micro_batch = of_passes / known.config.train.gradient_accumulation_steps
     return Work(
         estimate.flops,
-        fixed + per_micro_batch * config.train.gradient_accumulation_steps,
+        per_micro_batch * config.train.gradient_accumulation_steps,
         (estimate.written_mib or 0.0) * MIB,
         _parameter_count_of(known.config, estimate),
     )
