@@ -33,12 +33,14 @@ from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
 from distexp.choose.search import search
 from distexp.choose.search_result import PlannedTrial, SearchResult
+from distexp.choose.search_rules import rules_for
 from distexp.choose.trial_metrics import peak_mib
 from distexp.choose.trial_overrides import EXCLUDED_STEPS
 from distexp.plan.gpu_errors import GPU_ERROR_BOUND
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.record_search import find_records
+from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import SPEC
 from distexp.system.units import MIB_PER_GB
 
@@ -102,6 +104,7 @@ class SweepCell:
         repeat_start_s: ``start_s`` of a candidate that ran before, so that its compiled code is in the cache. None if
             it was not measured: then a repeat costs as much as a first trial.
         planned: Number of all candidates, if not all of them were run; None if they were.
+        on_cpus: Whether its workers had no GPUs.
     """
 
     name: str
@@ -110,6 +113,7 @@ class SweepCell:
     candidates: list[Measured] = field(default_factory=list)
     repeat_start_s: float | None = None
     planned: int | None = None
+    on_cpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ def replay(cell: SweepCell, limit_gb: float | None = None, noise: Noise = NO_NOI
 
     candidates = [_candidate(candidate, limit) for candidate in cell.candidates]
     _prune_checkpointed(candidates)
-    result = search(candidates, try_all, Objective.THROUGHPUT)
+    result = search(candidates, try_all, Objective.THROUGHPUT, rules=rules_for(on_cpus=cell.on_cpus))
     exhaustive = sum(
         candidate.gpu_seconds(cell.steps) if candidate.fits(limit) else candidate.workers * candidate.start_s
         for candidate in cell.candidates
@@ -200,6 +204,7 @@ def _candidate(measured: Measured, limit_mib: float | None) -> Candidate:
     if limit_mib is not None and measured.expected_mib is not None:
         needed = measured.expected_mib + CONTEXT_MIB
         candidate.too_close = needed * (1 + GPU_ERROR_BOUND) > limit_mib
+        candidate.predicted = Predicted(required_mib=needed, gpu_memory_mib=limit_mib)
         if needed * (1 - GPU_ERROR_BOUND) > limit_mib:
             candidate.prune("does not fit by prediction")
     return candidate
@@ -267,7 +272,7 @@ def sweep(path: Path, name: str, gpus: int, steps: int, overrides: Sequence[str]
     if len(measured) < len(listed):
         sys.exit(f"{len(measured)} of {len(listed)} runs are done in {folder}: the same command continues the sweep")
     *measured, repeat = measured
-    cells.append(SweepCell(name, gpus, steps, measured, repeat.start_s))
+    cells.append(SweepCell(name, gpus, steps, measured, repeat.start_s, on_cpus=_ran_on_cpus(folder)))
     write_json(path, [asdict(cell) for cell in cells])
     rmtree(folder)
     print(f"{name}, {gpus} workers: {len(measured)} candidates in {path}")
@@ -317,6 +322,10 @@ def _read_measured(folder: Path, candidates: Sequence[dict[str, Any]], gpus: int
             _rounded(candidate["expected_mib"]),
             _rounded(candidate["forecast_s"]),
         )
+
+
+def _ran_on_cpus(folder: Path) -> bool:
+    return all(RunRecord.read(path).config["cluster"]["device"] == "cpu" for path in find_records(folder))
 
 
 def _rounded(value: float | None) -> float | None:

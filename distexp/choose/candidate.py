@@ -140,8 +140,12 @@ class Candidate:
 
     def forecast(self, objective: Objective) -> float | None:
         """Return the forecast of a number in proportion to the score; None if it is unknown."""
-        if objective is Objective.MEMORY:
-            return self.expected_mib
-        if self.forecast_s is None or objective is Objective.THROUGHPUT:
-            return self.forecast_s
-        return self.forecast_s * self.workers
+        return self.expected_mib if objective is Objective.MEMORY else self._worker_time(self.forecast_s, objective)
+
+    def measured_time(self, objective: Objective) -> float | None:
+        """Return what ``forecast`` would be if it had no error, for an objective that is no memory."""
+        return self._worker_time(self.step_s, objective)
+
+    def _worker_time(self, step_s: float | None, objective: Objective) -> float | None:
+        """Return a step time, for energy and cost that of all workers together."""
+        return step_s if step_s is None or objective is Objective.THROUGHPUT else step_s * self.workers

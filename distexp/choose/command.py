@@ -26,7 +26,7 @@ from distexp.choose.result_texts import describe_values
 from distexp.choose.rough_forecast import set_forecasts
 from distexp.choose.search import search
 from distexp.choose.search_result import PlannedTrial
-from distexp.choose.search_rules import DEFAULT_RULES, SLURM_RULES
+from distexp.choose.search_rules import rules_for
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
 from distexp.choose.space import base_config, kept_micro_batch, make_space
@@ -130,7 +130,8 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
     most = max((candidate.workers for candidate in waiting), default=1)
     objective, budget = settings.objective, settings.budget_gpu_s(most)
     reserved = partial(check_gpu_seconds, outcome.candidates, singles, objective)
-    rules = SLURM_RULES if any(_runs_on_slurm(candidate) for candidate in waiting) else DEFAULT_RULES
+    on_slurm = any(_runs_on_slurm(candidate) for candidate in waiting)
+    rules = rules_for(on_cpus=any(candidate.on_cpus for candidate in waiting), on_slurm=on_slurm)
     outcome.result = search(outcome.candidates, trials.try_all, objective, budget, rules, reserved_gpu_s=reserved)
     checker = LossChecker(outcome.candidates, trials, singles)
     for candidate in ranked(outcome.candidates, settings.objective)[:MAX_CHECKED]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, log, sqrt
-from statistics import fmean, median
+from statistics import median
 
 from distexp.choose.axis_keys import CHECKPOINTING
 from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.choose.expected_gain import exact_scale, expected_gain, least_gain
+from distexp.choose.fitting import allowed_if_too_close
 from distexp.choose.search_rules import SearchRules
 
 
@@ -89,24 +90,12 @@ def _own_scales(candidate: Candidate, candidates: Sequence[Candidate], objective
 def _may_be_best_of_all(
     candidate: Candidate, candidates: Sequence[Candidate], best: float, objective: Objective, rules: SearchRules
 ) -> bool:
-    """Return whether a candidate may be the best, by the scales of all families and their deviation."""
+    """Return whether a candidate may be the best, by the scales of all families."""
     forecast, scales = candidate.forecast(objective), forecast_scales(candidates, objective, candidate)
     if not forecast or not scales:
         return True
-    logarithms = [log(scale) for scale in scales]
-    return forecast * exp(fmean(logarithms) - rules.doubt * _forecast_error(logarithms, rules)) < best
-
-
-def _forecast_error(logarithms: Sequence[float], rules: SearchRules) -> float:
-    """Return the standard deviation of the errors of the forecasts: the usual one, and more and more the measured one.
-
-    Args:
-        logarithms: Logarithms of score / forecast of the families that were tried.
-        rules: The usual error, and its weight in trials.
-    """
-    center = fmean(logarithms)
-    squares = rules.usual_error_trials * rules.usual_error**2 + sum((each - center) ** 2 for each in logarithms)
-    return sqrt(squares / (rules.usual_error_trials + len(logarithms)))
+    gain = expected_gain(forecast, best, scales, exact_scale(candidates, objective), rules)
+    return gain >= least_gain(candidates, rules)
 
 
 def _may_be_best_of_kernels(
@@ -114,12 +103,12 @@ def _may_be_best_of_kernels(
 ) -> bool:
     """Return whether a candidate may be the best, by the scales of families that differ only in checkpointing.
 
-    A candidate that may not fit must be forecast to be clearly better.
+    A candidate that may not fit must be forecast to be better, and clearly better if it probably does not fit.
     """
     expected = scaled_forecast(candidate, candidates, objective)
     if expected is None or not (candidate.too_close or _own_scales(candidate, candidates, objective)):
         return True
-    allowed = 1 - rules.worthwhile if candidate.too_close else 1 + rules.same_kernels
+    allowed = allowed_if_too_close(candidate, candidates, rules) if candidate.too_close else 1 + rules.same_kernels
     return expected < best * allowed
 
 

@@ -8,6 +8,7 @@ from statistics import median
 
 from distexp.choose.axis_keys import KERNELS
 from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.choose.fitting import allowed_if_too_close
 from distexp.choose.forecast_scale import best_score, fewer_launches_factor
 from distexp.choose.ranking import by_score
 from distexp.choose.search_rules import SearchRules
@@ -52,7 +53,7 @@ def _may_be_best(
     objective: Objective,
     rules: SearchRules,
 ) -> bool:
-    """Return whether a member may be the best one of all. One that may not fit must be clearly better.
+    """Return whether a member may be the best one of all. One that may not fit must be expected to be better.
 
     Args:
         candidate: A member that was not tried.
@@ -69,10 +70,11 @@ def _may_be_best(
     fewer_launches = fewer_launches_factor(known, candidate, objective)
     ratio = measured or (forecast or 0.0) / (forecast_of_known or 1.0) * fewer_launches
     if candidate.too_close:
-        return ratio * own < 1 - rules.worthwhile
+        return ratio * own < allowed_if_too_close(candidate, candidates, rules)
     # A smaller micro-batch launches more kernels and reads the weights more often. It is rarely better than forecast.
-    is_certain = measured is not None or candidate.micro_batch < known.micro_batch
-    return ratio * own <= 1 + (rules.neighbor_certain if is_certain else rules.neighbor_forecast)
+    if candidate.micro_batch < known.micro_batch:
+        return ratio * own <= 1
+    return ratio * own <= 1 + (rules.neighbor_forecast if measured is None else rules.neighbor_certain)
 
 
 def _measured_ratio(

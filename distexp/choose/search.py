@@ -26,6 +26,7 @@ from distexp.choose.axis_keys import STAGE
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.common_error import most_different, prune_by_common_error
 from distexp.choose.doubtful import doubtful_candidates, mark_disturbed
+from distexp.choose.fitting import probably_fits
 from distexp.choose.forecast_scale import useful_forecasts, without_checkpointing
 from distexp.choose.labels import format_worker_time
 from distexp.choose.neighbors import neighbors_to_try
@@ -145,12 +146,19 @@ class _Search:
             return None
         waiting = [member for member in members if member.status is Status.WAITING]
         # Of two with the same forecast, the larger micro-batch launches fewer kernels.
-        return min(reversed(waiting), key=self._order, default=None)
+        return min(
+            reversed(waiting),
+            key=lambda each: (not probably_fits(each, self.candidates), self._known_forecast(each)),
+            default=None,
+        )
 
     def _order(self, candidate: Candidate) -> tuple[bool, float]:
         """Return a key that is smaller for a candidate to try earlier."""
+        return candidate.too_close, self._known_forecast(candidate)
+
+    def _known_forecast(self, candidate: Candidate) -> float:
         forecast = candidate.forecast(self.objective)
-        return candidate.too_close, inf if forecast is None else forecast
+        return inf if forecast is None else forecast
 
     # Neighbors
 

@@ -16,8 +16,9 @@ class SearchRules:
         families: Families whose neighbors are tried.
         near: Most that a family's score may exceed the best one if its neighbors are tried, relative to it.
         neighbor_forecast: Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
-        neighbor_certain: The same for a smaller neighbor, or if other families have measured its micro-batch.
-        worthwhile: Least gain for which a candidate is tried that may not fit.
+        neighbor_certain: The same if other families have measured its micro-batch. A smaller neighbor must be
+            expected to be better than the best one.
+        worthwhile: Least gain for which a candidate is tried that probably does not fit.
         neighbor_rounds: Most rounds of neighbors.
         repeats: Most rounds of repeats. A round repeats one or two candidates.
         negligible: Gain that the repeats may give up: they end if no candidate can be better by more than this, at the
@@ -26,12 +27,16 @@ class SearchRules:
         usual_trials: Weight of the usual noise: degrees of freedom that it has next to the repeated trials.
         same_kernels: Most that the scaled forecast of a family may exceed the best score, if a family that differs only
             in checkpointing was tried.
-        doubt: How much better than its scaled forecast a family may be, in standard deviations of the forecasts' error.
+        least_gain: Least expected improvement for which a family is tried, relative to the best score. Jones et al.,
+            Efficient Global Optimization of Expensive Black-Box Functions, 1998, end at 1 % too.
+        gain_of_sweep: The same, for a trial of all candidates together: in a large space, each of them costs a smaller
+            part of an exhaustive sweep, so a smaller improvement is worth it.
         contradiction: Factor by which a first trial must be worse than its scaled forecast to be repeated.
         disturbed: Factor by which it must then be worse than its repeat to be left out of the mean.
         usual_error: Error of the forecasts that is expected before the first trial, as a standard deviation of the
             logarithm of score / forecast.
         usual_error_trials: Weight of the usual error next to the measured ones, in trials.
+        usual_scale_trials: Weight of a forecast that is exact on average, next to the measured scales, in trials.
     """
 
     steps: int = 5
@@ -48,13 +53,27 @@ class SearchRules:
     usual_noise: float = 0.02
     usual_trials: int = 3
     same_kernels: float = 0.2
-    doubt: float = 2.0
-    usual_error: float = 0.4
-    usual_error_trials: int = 2
+    least_gain: float = 0.01
+    gain_of_sweep: float = 0.25
+    usual_error: float = 0.2
+    usual_error_trials: int = 1
+    usual_scale_trials: int = 1
     contradiction: float = 4.0
     disturbed: float = 2.0
 
 
 DEFAULT_RULES = SearchRules()
-SLURM_RULES = replace(DEFAULT_RULES, wave=4)
-"""Rules for trials that run at the same time, and that may wait in a queue."""
+
+SLURM_WAVE = 4
+"""Families that are tried together on Slurm: trials run at the same time, and may wait in a queue."""
+
+CPU_ERROR, CPU_ERROR_TRIALS = 0.4, 2
+"""Usual error of the forecasts on CPUs, and its weight. Their scale is unknown: they are for a GPU."""
+
+
+def rules_for(*, on_cpus: bool = False, on_slurm: bool = False) -> SearchRules:
+    """Return the rules of a search on CPUs or GPUs, on Slurm or on this machine."""
+    rules = replace(DEFAULT_RULES, wave=SLURM_WAVE) if on_slurm else DEFAULT_RULES
+    if not on_cpus:
+        return rules
+    return replace(rules, usual_error=CPU_ERROR, usual_error_trials=CPU_ERROR_TRIALS, usual_scale_trials=0)

@@ -25,13 +25,14 @@ class Landscape:
         trial_noise: Standard deviation of the logarithm of a whole trial's speed, as on a busy machine.
         start_s: Time of the start of a trial.
         limit: Memory of the GPU.
+        forecast_error: Deviation of the forecasts of families, in doublings. Those of GPUs were 0.01 to 0.2 off.
         hidden_limit: Memory at which a run fails although its prediction fits, as on a busy GPU.
     """
 
     seed: int
     noise: float = 0.03
     trial_noise: float = 0.0
-    forecast_error: float = 0.25
+    forecast_error: float = 0.2
     start_s: float = 2.0
     limit: float = 40.0
     hidden_limit: float = 40.0

@@ -1,0 +1,70 @@
+"""Expected improvements: by hand, from known trials, and which candidates near the memory limit are tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from distexp.choose.candidate import Candidate, Objective, Status, Trial
+from distexp.choose.expected_gain import exact_scale, expected_gain, least_gain
+from distexp.choose.fitting import probably_fits
+from distexp.choose.search_rules import DEFAULT_RULES, rules_for
+from distexp.runs.record_sections import Predicted
+
+NO_PRIOR = replace(DEFAULT_RULES, usual_error=0.0, usual_error_trials=0, usual_scale_trials=0)
+
+
+def test_of_two_equal_scores_the_gain_is_the_error_times_the_density_at_zero() -> None:
+    # Scales 0.5 and 2: mean of the logarithms 0, deviation log(2), times sqrt(1 + 1/2) for the next one.
+    gain = expected_gain(1.0, 1.0, [0.5, 2.0], 1.0, NO_PRIOR)
+    assert gain == pytest.approx(0.693147 * 1.5**0.5 * 0.398942, rel=1e-4)
+
+
+def test_the_usual_error_decides_before_the_measured_one() -> None:
+    one, many = [1.1], [1.1] * 8
+    assert expected_gain(1.0, 1.0, one, 1.0, DEFAULT_RULES) > 2 * expected_gain(1.0, 1.0, many, 1.0, DEFAULT_RULES)
+    assert expected_gain(2.0, 1.0, many, 1.0, DEFAULT_RULES) < 1e-6
+
+
+def test_the_first_scale_of_a_gpu_counts_half() -> None:
+    """The first candidate has the best forecast, which is often too good. So the others are not scaled by all of it."""
+    gpu, cpu = rules_for(), replace(rules_for(), usual_scale_trials=0)
+    assert expected_gain(1.0, 1.0, [1.5], 1.0, gpu) > expected_gain(1.0, 1.0, [1.5], 1.0, cpu)
+
+
+def test_the_exact_scale_is_the_score_of_a_second() -> None:
+    trial = Trial(5, "completed", step_s=0.5, samples_per_second=128.0, peak_allocated_mib=10.0, j_per_sample=4.0)
+    tried = Candidate(("a=1",), ("a=1",), 1, workers=2, status=Status.TRIED, trials=(trial,))
+    assert exact_scale([tried], Objective.THROUGHPUT) == pytest.approx(1 / 128 / 0.5)
+    assert exact_scale([tried], Objective.ENERGY) == pytest.approx(4.0 / (0.5 * 2))
+    assert exact_scale([tried], Objective.MEMORY) == 1.0
+
+
+def test_a_trial_of_a_large_space_is_worth_a_smaller_gain() -> None:
+    def space(size: int) -> list[Candidate]:
+        return [Candidate((f"a={number}",), ("a",), number) for number in range(size)]
+
+    assert least_gain(space(10), DEFAULT_RULES) == DEFAULT_RULES.least_gain
+    assert least_gain(space(100), DEFAULT_RULES) == pytest.approx(DEFAULT_RULES.gain_of_sweep / 100)
+    pruned = space(100)
+    for candidate in pruned[10:]:
+        candidate.prune("does not fit")
+    assert least_gain(pruned, DEFAULT_RULES) == DEFAULT_RULES.least_gain
+
+
+def near_the_limit(required_mib: float, *statuses: str) -> Candidate:
+    """Return a candidate of a GPU with 1,000 MiB, and its trials."""
+    found = Candidate((f"a={required_mib}",), ("a",), 1, too_close=True)
+    found.predicted = Predicted(required_mib=required_mib, gpu_memory_mib=1_000.0)
+    found.trials = tuple(Trial(5, status) for status in statuses)
+    return found
+
+
+def test_a_candidate_near_the_limit_probably_fits_by_prediction_or_by_a_trial_that_needs_as_much() -> None:
+    assert probably_fits(near_the_limit(990.0), [])
+    assert not probably_fits(near_the_limit(1_010.0), [])
+    assert probably_fits(near_the_limit(1_010.0), [near_the_limit(1_020.0, "completed")])
+    assert not probably_fits(near_the_limit(1_010.0), [near_the_limit(1_005.0, "completed")])
+    assert not probably_fits(near_the_limit(990.0), [near_the_limit(980.0, "oom_gpu")])
+    assert not probably_fits(replace(near_the_limit(990.0), predicted=None), [])
