@@ -51,6 +51,7 @@ CONTEXT_MIB = 700.0
 REPEAT_SEED = 43
 """Another seed than the default, so that the repeat is another run."""
 
+WORKERS = "cluster.workers_per_node="
 NOT_RUN = ("invalid", "the same as", "does not fit", "needs more")
 """Starts of the reasons of candidates that an exhaustive sweep leaves out too."""
 
@@ -141,12 +142,16 @@ class Replay:
         share: GPU time of the search relative to that of the exhaustive sweep.
         trials: Number of trials.
         out_of_memory: Trials that ran out of memory.
+        fitting: Number of candidates that fit.
+        winner: The candidate that was chosen; None without one.
     """
 
     regret: float
     share: float
     trials: int
     out_of_memory: int
+    fitting: int = 0
+    winner: Measured | None = None
 
 
 def replay(cell: SweepCell, limit_gb: float | None = None, noise: Noise = NO_NOISE) -> Replay | None:
@@ -185,6 +190,8 @@ def replay(cell: SweepCell, limit_gb: float | None = None, noise: Noise = NO_NOI
         share=sum(trial.gpu_seconds for trial in tried) / exhaustive,
         trials=len(tried),
         out_of_memory=sum(trial.status.startswith("oom") for trial in tried),
+        fitting=len(fitting),
+        winner=None if result.winner is None else by_overrides[result.winner.overrides],
     )
 
 
@@ -333,19 +340,38 @@ def _rounded(value: float | None) -> float | None:
 
 
 def print_replays(path: Path, limits_gb: Sequence[float | None]) -> None:
-    """Print a table of the replays of all cells."""
-    print("| cell | workers | limit GB | candidates | regret | share of the GPU time | trials | out of memory |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    """Print a table of the replays of all cells. A GB of a limit has 1,024 MiB."""
+    print(f"| {' | '.join(REPLAY_HEADER)} |")
+    print(f"| {' | '.join('---' if name in ('cell', 'winner') else '---:' for name in REPLAY_HEADER)} |")
     for cell in read_cells(path):
-        count = f"{len(cell.candidates)}{f' of {cell.planned}' if cell.planned else ''}"
         for limit in limits_gb or [None]:
             found = replay(cell, limit)
-            shown = (
-                "nothing fits | | |"
-                if found is None
-                else (f"{found.regret:.1%} | {found.share:.1%} | {found.trials} | {found.out_of_memory} |")
-            )
-            print(f"| {cell.name} | {cell.gpus} | {limit or '-'} | {count} | {shown}")
+            shown = ["nothing fits", *[""] * 6] if found is None else _replay_values(cell, found)
+            limited = "-" if limit is None else f"{limit:g} GB"
+            print(f"| {' | '.join([cell.name, str(cell.gpus), limited, *shown])} |")
+
+
+REPLAY_HEADER = (
+    *("cell", "workers", "limit", "candidates that fit", "winner", "samples/s", "regret", "share of the GPU time"),
+    *("trials", "out of memory"),
+)
+
+
+def _replay_values(cell: SweepCell, found: Replay) -> list[str]:
+    """Return the texts of a row from the number of candidates on."""
+    planned = f", of {cell.planned}" if cell.planned else ""
+    winner = found.winner
+    named = [] if winner is None else [text for text in winner.overrides if not text.startswith(WORKERS)]
+    speed = "-" if winner is None or winner.samples_per_second is None else f"{winner.samples_per_second:,.1f}"
+    return [
+        f"{found.fitting} of {len(cell.candidates)}{planned}",
+        f"`{' '.join(named)}`",
+        speed,
+        f"{found.regret:.1%}",
+        f"{found.share:.1%}",
+        str(found.trials),
+        str(found.out_of_memory),
+    ]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -25,11 +25,12 @@ from distexp.choose.ranking import by_score, ranked
 from distexp.choose.result_texts import describe_values
 from distexp.choose.rough_forecast import set_forecasts
 from distexp.choose.search import search
+from distexp.choose.search_notes import search_notes
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.search_rules import rules_for
 from distexp.choose.settings import Settings, read_settings
 from distexp.choose.single_reference import fitting_singles
-from distexp.choose.space import base_config, kept_micro_batch, make_space
+from distexp.choose.space import make_space
 from distexp.choose.state import SearchState
 from distexp.choose.trial_budget import expected_gpu_seconds
 from distexp.choose.trial_launcher import TrialLauncher
@@ -42,7 +43,6 @@ from distexp.plan.planner import Planner, parallel_processes
 from distexp.runs.command_text import suggest_command
 from distexp.runs.json_files import nan_to_none
 from distexp.runs.listing import format_count
-from distexp.system.hardware import visible_gpus
 
 MAX_CHECKED = 3
 """Most candidates whose losses are checked before the search ends without a winner."""
@@ -66,7 +66,7 @@ def run_choose(
     """
     settings = read_settings(cells, master)
     console = Console(stderr=settings.as_json)
-    for note in (*settings.notes, *_device_notes(make, settings), *_micro_batch_notes(make, settings)):
+    for note in (*settings.notes, *search_notes(make, settings)):
         print(f"distexp: {note}", file=sys.stderr)
     with planner or Planner() as source:
         candidates = find_candidates(settings, make, source)
@@ -167,27 +167,6 @@ def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> No
         add_trial(best, trial, [best], objective)
     if ranked([winner, best], objective)[0] is best:
         outcome.winner, outcome.check = best, check.of_reference(winner)
-
-
-def _device_notes(make: MakeCell, settings: Settings) -> list[str]:
-    """Return that the trials run on CPUs, unless the command requests it."""
-    cluster = base_config(make, settings.command).cluster
-    requested = any("cluster.device=" in text for text in settings.command)
-    if cluster.launcher != "local" or cluster.device != "cpu" or requested or visible_gpus():
-        return []
-    return ["this machine has no GPU that can be used: the trials run on its CPUs"]
-
-
-def _micro_batch_notes(make: MakeCell, settings: Settings) -> list[str]:
-    """Return why the micro-batch does not vary, and how to vary it."""
-    axes = read_axes(settings.section.space, settings.command)
-    kept = kept_micro_batch(base_config(make, settings.command), settings.section.gpus, axes)
-    if kept is None:
-        return []
-    return [
-        f"all configurations have train.micro_batch_size={kept}. A batch norm uses the statistics of a micro-batch, so "
-        "another size is another training. To vary it too, add train.micro_batch_size=auto"
-    ]
 
 
 def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) -> None:
