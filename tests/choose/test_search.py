@@ -297,6 +297,27 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (
+            ["cluster=slurm"],
+            "the memory of the GPUs is unknown, so trials may run out of it: name the GPU, as in plan.gpu=",
+        ),
+        (["cluster=slurm", "cluster.device=cpu"], "name that of a node, as in cluster.memory_gb=128"),
+        (["cluster=slurm", "plan.gpu=a100-80gb"], ""),
+        ([], ""),
+    ],
+)
+def test_an_unknown_memory_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str
+) -> None:
+    run_search(tmp_path, FakeLauncher(), *FEW, *arguments, "choose.dry_run=true")
+    error = capsys.readouterr().err
+    assert hint in error
+    assert ("is unknown" in error) == bool(hint)
+
+
 @pytest.mark.slow
 def test_a_dry_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_search(tmp_path, FakeLauncher(), *FEW, "choose.dry_run=true", "choose.output=json")
