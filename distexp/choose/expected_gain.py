@@ -17,7 +17,9 @@ from distexp.choose.search_rules import SearchRules
 STANDARD_NORMAL = NormalDist()
 
 
-def expected_gain(forecast: float, best: float, scales: Sequence[float], exact: float, rules: SearchRules) -> float:
+def expected_gain(
+    forecast: float, best: float, scales: Sequence[float], exact: float | None, rules: SearchRules
+) -> float:
     """Return the expected improvement of a candidate, relative to the best score.
 
     Source of the formula: Jones, Schonlau and Welch, *Efficient Global Optimization of Expensive Black-Box Functions*,
@@ -27,11 +29,12 @@ def expected_gain(forecast: float, best: float, scales: Sequence[float], exact: 
         forecast: Forecast of the candidate.
         best: Best score so far.
         scales: Score / forecast of the candidates that were tried; at least one.
-        exact: Score / forecast if the forecasts have no error.
+        exact: Score / forecast if the forecasts have no error. If it is unknown, it is taken from the scales.
         rules: What is usual.
     """
-    mean, deviation = _predicted_scale([log(scale / exact) for scale in scales], rules)
-    distance = (log(best / (forecast * exact)) - mean) / deviation
+    known = exact or exp(fmean(map(log, scales)))
+    mean, deviation = _predicted_scale([log(scale / known) for scale in scales], rules)
+    distance = (log(best / (forecast * known)) - mean) / deviation
     return deviation * (distance * STANDARD_NORMAL.cdf(distance) + STANDARD_NORMAL.pdf(distance))
 
 
@@ -52,8 +55,10 @@ def _predicted_scale(logarithms: Sequence[float], rules: SearchRules) -> tuple[f
     return center * count / (count + weight), sqrt(variance)
 
 
-def exact_scale(candidates: Sequence[Candidate], objective: Objective) -> float:
+def exact_scale(candidates: Sequence[Candidate], objective: Objective) -> float | None:
     """Return score / forecast if the forecasts have no error: the score of a second of step time, on average.
+
+    None if no step time was measured.
 
     Args:
         candidates: All candidates. Those that were tried show how the score depends on the step time.
@@ -68,7 +73,7 @@ def exact_scale(candidates: Sequence[Candidate], objective: Objective) -> float:
         and (score := candidate.score(objective))
         and (step_s := candidate.measured_time(objective))
     ]
-    return exp(fmean(logarithms)) if logarithms else 1.0
+    return exp(fmean(logarithms)) if logarithms else None
 
 
 def least_gain(candidates: Sequence[Candidate], rules: SearchRules) -> float:

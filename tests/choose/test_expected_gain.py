@@ -39,6 +39,12 @@ def test_the_exact_scale_is_the_score_of_a_second() -> None:
     assert exact_scale([tried], Objective.THROUGHPUT) == pytest.approx(1 / 128 / 0.5)
     assert exact_scale([tried], Objective.ENERGY) == pytest.approx(4.0 / (0.5 * 2))
     assert exact_scale([tried], Objective.MEMORY) == 1.0
+    assert exact_scale([], Objective.THROUGHPUT) is None
+
+
+def test_without_step_times_the_forecasts_are_scaled_by_the_trials() -> None:
+    known = expected_gain(1.0, 0.02, [0.02, 0.021], exact=0.02, rules=DEFAULT_RULES)
+    assert expected_gain(1.0, 0.02, [0.02, 0.021], exact=None, rules=DEFAULT_RULES) == pytest.approx(known, rel=0.2)
 
 
 def test_a_trial_of_a_large_space_is_worth_a_smaller_gain() -> None:

@@ -204,7 +204,7 @@ def test_checkpointing_is_not_tried_if_its_forecast_is_worse_than_the_same_kerne
         Candidate((*each.overrides, CHECKPOINT), (*each.family, CHECKPOINT), 32, forecast_s=1.3): 1.3
         for each in without
     }
-    other = members("sharding=full_shard", {16: 1.2}, {16: 1.3})
+    other = members("sharding=full_shard", {16: 1.2}, {16: 1.1})
     found = search_steps({**without, **with_it, **other})
     tried = {each.family for each in found.candidates if each.trials}
     assert tried == {("strategy=ddp",), ("sharding=full_shard",)}
