@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -181,4 +182,5 @@ def measure(train: Callable[[Settings], dict[str, object]]) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         output.write_text(json.dumps(result))
     if dist.is_initialized():
+        gc.collect()  # A model in a reference cycle keeps the group, whose threads then abort the exit of Python.
         dist.destroy_process_group()

@@ -150,11 +150,12 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
 def _counted_on_cpu(samples: Sequence[MemorySample]) -> list[MemorySample]:
     """Return the samples of the phases that count, as ``node_peak_mib`` does.
 
-    A sample before the first phase counts only if no phase has a sample: while processes start, memory that they share
-    may count several times.
+    A sample before the first phase counts only if no phase has memory: while processes start, memory that they share
+    may count several times. A phase may have samples without memory, of processes that have ended.
     """
     counted = [sample for sample in samples if sample.phase not in UNCOUNTED_CPU_PHASES]
-    return [sample for sample in counted if sample.phase] or counted
+    in_phases = [sample for sample in counted if sample.phase]
+    return in_phases if any(sample.used_mib is not None for sample in in_phases) else counted
 
 
 def _utilization(samples: Sequence[MemorySample]) -> Entry:

@@ -108,6 +108,17 @@ def test_the_end_of_the_processes_is_excluded_from_cpu_memory(tmp_path: Path) ->
     assert cpu_peak_mib({"cpu": []}) is None
 
 
+def test_a_run_that_ends_before_its_first_sample_of_a_phase_has_the_memory_of_its_start(tmp_path: Path) -> None:
+    write_event(events := tmp_path / "events.jsonl", 3, "warmup")
+    used = [300.0, 400.0, None]
+    samples = [replace(gpu(t, mib or 0.0), kind="cpu", used_mib=mib) for t, mib in enumerate(used, start=1)]
+    (entry,) = summarize([write(tmp_path / "node0.csv", samples)], events).memory["cpu"]
+    assert (entry["peak_mib"], entry["phases"]) == (400.0, {})
+    samples.append(replace(samples[0], unix_time_s=4, used_mib=350.0))
+    (entry,) = summarize([write(tmp_path / "node0.csv", samples)], events).memory["cpu"]
+    assert entry["peak_mib"] == 350.0, "memory that starting processes share may count several times"
+
+
 def test_the_search_for_a_micro_batch_is_excluded_from_totals(tmp_path: Path) -> None:
     """It tries sizes that are not chosen."""
     events = tmp_path / "events.jsonl"
