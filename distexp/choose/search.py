@@ -1,8 +1,9 @@
 """The search: which candidates to try, with how many steps, and when to stop.
 
 1. *families*: the best forecast micro-batch of each family, in the order of the forecasts. After the first family, and
-   then after each few, the forecasts are scaled to the measured scores. Families that cannot reach the best one any
-   more are not tried. If the first one fails, the one that differs most is next. If all fail alike, the search ends.
+   then after each few, the forecasts are scaled to the measured scores. Families that are not expected to improve the
+   best score are not tried. If the first one fails, the one that differs most is next. If all fail alike, the search
+   ends.
 2. *neighbors*: the next smaller and larger micro-batches of the best families, until none is better. Those of the first
    family come before the other families. What they measure shows which micro-batches of the others can be better.
    A trial of both that is far slower than its forecast is repeated at once. If the repeat is far faster, other programs

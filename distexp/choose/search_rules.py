@@ -17,7 +17,7 @@ class SearchRules:
         near: Most that a family's score may exceed the best one if its neighbors are tried, relative to it.
         neighbor_forecast: Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
         neighbor_certain: The same if other families have measured its micro-batch. A smaller neighbor must be
-            expected to be better than the best one.
+            expected to be as good as the best one.
         worthwhile: Least gain for which a candidate is tried that probably does not fit.
         neighbor_rounds: Most rounds of neighbors.
         repeats: Most rounds of repeats. A round repeats one or two candidates.

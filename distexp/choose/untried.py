@@ -72,4 +72,9 @@ def _reason_of_forecast(ratio: float | None, needed: str, stopped: str) -> str:
     """
     if stopped or ratio is None:
         return stopped or "the search ended"
-    return f"its forecast is {ratio:.1f} times the {needed} of the best"
+    return f"its forecast is {_format_ratio(ratio)} times the {needed} of the best"
+
+
+def _format_ratio(ratio: float) -> str:
+    """Return a ratio with one decimal, or with two if it would look like 1."""
+    return f"{ratio:.1f}" if f"{ratio:.1f}" != "1.0" else f"{ratio:.2f}"

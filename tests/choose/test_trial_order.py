@@ -15,6 +15,7 @@ from distexp.choose.ranking import margin_between, ranked
 from distexp.choose.search import first_trials, search
 from distexp.choose.search_result import PlannedTrial, SearchResult
 from distexp.choose.search_rules import rules_for
+from distexp.choose.untried import prune_untried
 from distexp.runs.record_sections import Predicted
 from tests.helpers.landscapes import Landscape
 
@@ -208,6 +209,16 @@ def test_checkpointing_is_not_tried_if_its_forecast_is_worse_than_the_same_kerne
     found = search_steps({**without, **with_it, **other})
     tried = {each.family for each in found.candidates if each.trials}
     assert tried == {("strategy=ddp",), ("sharding=full_shard",)}
+
+
+@pytest.mark.parametrize(("forecast", "shown"), [(1.02, "1.02"), (1.26, "1.3"), (3.0, "3.0")])
+def test_the_reason_of_a_slightly_slower_forecast_shows_that_it_is_slower(forecast: float, shown: str) -> None:
+    tried = members("strategy=ddp", {16: 1.0}, {16: 1.0})
+    other = members("sharding=full_shard", {16: 1.0}, {16: forecast})
+    for candidate in tried:
+        candidate.status, candidate.trials = Status.TRIED, (Trial(5, "completed", samples_per_second=64.0),)
+    prune_untried([list(tried), list(other)], Objective.THROUGHPUT, near=0.25, stopped="")
+    assert [each.reason for each in other] == [f"not tried: its forecast is {shown} times the time of the best"]
 
 
 def test_the_time_of_launches_is_not_expected_of_larger_micro_batches() -> None:
