@@ -110,10 +110,11 @@ def attend_flex(
 ) -> Tensor:
     """Return the output of flex attention, shape (batch, heads, length, head size).
 
-    Without compilation it would store all scores. torch does not compile it for training on a CPU.
+    Without compilation it would store all scores.
     """
-    as_is = query.device.type == "cpu" or torch.compiler.is_compiling()
-    function: Any = flex_attention if as_is else _compiled_flex_attention()
+    # In a compiled model it is a part of the graph.
+    compiled = None if torch.compiler.is_compiling() else compiled_flex_attention(query.device)
+    function: Any = compiled or flex_attention
     output: Tensor = function(
         query, key, value, score_mod=score, block_mask=mask, kernel_options=_kernel_options(query)
     )
@@ -134,6 +135,14 @@ def _kernel_options(query: Tensor) -> dict[str, Any]:
     length, width = query.shape[-2:]
     is_measured = width == HOPPER_WIDTH and length >= MIN_HOPPER_LENGTH
     return HOPPER_BLOCKS if is_measured and _gpu_generation(query.device) == (9, 0) else {}
+
+
+def compiled_flex_attention(device: torch.device) -> Any:
+    """Return compiled flex attention; None on a CPU, because torch does not compile it for training there.
+
+    ``distexp.plan.compiled`` replaces this function.
+    """
+    return None if device.type == "cpu" else _compiled_flex_attention()
 
 
 @lru_cache(maxsize=1)

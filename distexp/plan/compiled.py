@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.attention.flex_attention import flex_attention
 
-from distexp.models import transforms
+from distexp.models import attention, transforms
 from distexp.system.torch_internals.compilation import flex_attention_on_cpu, graph_backend
 from distexp.system.torch_internals.modes import FakeMode, only_mode
 
@@ -137,6 +138,8 @@ class GraphMemory:
 def traced_compilation(fake_mode: FakeMode, record: Record) -> Iterator[None]:
     """Replace the code generation of ``torch.compile`` by ``GraphMemory`` for models that are built in the block.
 
+    Flex attention outside of compiled blocks is compiled too, as on a GPU.
+
     Args:
         fake_mode: the mode of the traced tensors.
         record: returns the context in which allocations are recorded.
@@ -153,13 +156,15 @@ def traced_compilation(fake_mode: FakeMode, record: Record) -> Iterator[None]:
 
         return run
 
-    original = transforms.compile_forward
+    compiled_attention = compile_forward(flex_attention)
+    originals = transforms.compile_forward, attention.compiled_flex_attention
     transforms.compile_forward = compile_forward
+    attention.compiled_flex_attention = lambda device: compiled_attention
     torch.compiler.reset()
     try:
         yield
     finally:
-        transforms.compile_forward = original
+        transforms.compile_forward, attention.compiled_flex_attention = originals
         torch.compiler.reset()
 
 

@@ -192,7 +192,7 @@ def _replacements(
         yield cuda_autocast()
     yield fsdp_device(GPU)
     yield grouped_products_of_any_precision()
-    if config.train.compiled != "none":
+    if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
         yield traced_compilation(fake_mode, lambda: recorder)
 
 
