@@ -1,4 +1,4 @@
-"""Errors of ``distexp forecast``: a profiled run on one GPU, its forecast for two, and a run on two.
+"""Errors of ``distexp forecast``: a profiled run on one GPU, its forecast for several, and a run on them.
 
     python benchmarks/forecast.py --gpus 2 dataset.train_path=T.json dataset.eval_path=E.json
     python benchmarks/forecast.py --gpus 2 --only zero_stage=3 --json forecast.json ...
@@ -6,7 +6,10 @@
 
 The rows are added to the JSON file, so several commands with other ``--only`` extend it. ``table`` prints it.
 
-Each configuration runs on one GPU and then on two, so ``--budget-s 500`` leaves rows of those that are complete.
+``--gpus 4`` forecasts the step times on four GPUs, and runs on four. Each number of GPUs needs its own ``--json`` and
+``--results``. Each configuration runs on one GPU and then on several, so ``--budget-s 500`` leaves rows of those that
+are complete.
+
 Runs with kernels=fast compile, except with ZeRO-3. Each first runs for a few steps on one GPU, so that the profiled run
 finds the compiled code in the cache: a process that compiles is slower for some time afterwards.
 """
@@ -43,8 +46,8 @@ STRATEGIES = ("strategy=ddp", "sharding=full_shard", "zero_stage=2", "zero_stage
 MICRO_BATCHES = (4, 16, 32)
 KERNELS = ("reference", "fast")
 PROFILED = "train.profile_steps=3"
-ONE, TWO = " on one", " on two"
-"""Ends of the names of runs on one GPU and on two."""
+ONE, SEVERAL = " on one", " on several"
+"""Ends of the names of runs on one GPU and on several."""
 MEDIAN_BOUND, WORST_BOUND, INSIDE_BOUND = 0.05, 0.15, 0.9
 """Bounds: of the median and the worst error, and of the share of runs inside of the interval."""
 
@@ -56,8 +59,8 @@ class Row:
     Attributes:
         name: Name of the configuration.
         one: Median on one GPU, without profiled steps.
-        measured: Median on two GPUs.
-        forecast: Forecast for two GPUs.
+        measured: Median on several GPUs.
+        forecast: Forecast for them.
         low: Lower end of its interval.
         high: Upper end of its interval.
     """
@@ -80,21 +83,26 @@ class Row:
         return self.low <= self.measured <= self.high
 
 
-def runs(workers: int) -> Iterator[Run]:
-    """Yield all configurations on a number of workers; those on one are profiled."""
+def runs(workers: int, gpus: int = 2) -> Iterator[Run]:
+    """Yield all configurations on a number of workers; those on one are profiled.
+
+    Args:
+        workers: number of workers.
+        gpus: GPUs of the largest runs, which share the cores of the CPU.
+    """
     for strategy, kernels, size in itertools.product(STRATEGIES, KERNELS, MICRO_BATCHES):
-        yield _run(strategy, kernels, size, workers, (*SHORT, PROFILED if workers == 1 else "profile=false"))
+        yield _run(strategy, kernels, size, workers, gpus, (*SHORT, PROFILED if workers == 1 else "profile=false"))
 
 
-def warm_runs() -> Iterator[Run]:
+def warm_runs(gpus: int = 2) -> Iterator[Run]:
     """Yield the configurations that compile, with a few steps on one worker. ZeRO-3 does not compile."""
     for strategy, size in itertools.product(STRATEGIES[:-1], MICRO_BATCHES):
-        yield _run(strategy, "fast", size, 1, WARM)
+        yield _run(strategy, "fast", size, 1, gpus, WARM)
 
 
-def _run(strategy: str, kernels: str, size: int, workers: int, steps: Sequence[str]) -> Run:
+def _run(strategy: str, kernels: str, size: int, workers: int, gpus: int, steps: Sequence[str]) -> Run:
     # Equal threads, because runs with other variables of OpenMP would not share the start-up.
-    threads = f"cluster.cpus_per_worker={max(1, cpu_count() // 2)}"
+    threads = f"cluster.cpus_per_worker={max(1, cpu_count() // gpus)}"
     place = (f"cluster.workers_per_node={workers}", threads, f"kernels={kernels}", f"train.micro_batch_size={size}")
     name = strategy if "zero" in strategy else strategy.partition("=")[2]
     return Run(f"{name} {kernels} {size}", (*TEXT, *steps, strategy, *place), workers)
@@ -121,22 +129,24 @@ def measure(options: argparse.Namespace) -> list[Row]:
     path = Path(options.json) if options.json else commands.folder / "forecast.json"
     if path.exists():
         read_rows(path)  # An unreadable file must end the command before the runs, and not after them.
-    commands.run_all("preflight", [preflight_run()])
-    records = commands.run_all(sweep_name("turns", options.only), in_turns(names))
-    rows = add_rows(path, compare(names, records, commands.folder / "preflight_2" / "0"))
+    commands.run_all("preflight", [preflight_run(options.gpus)])
+    records = commands.run_all(sweep_name("turns", options.only), in_turns(names, options.gpus))
+    links = commands.folder / f"preflight_{options.gpus}" / "0"
+    rows = add_rows(path, compare(names, records, links, options.gpus))
     print(f"\n{table(rows, len(list(runs(1))))}\n{len(rows)} rows in {path}")
     return rows
 
 
-def in_turns(names: Sequence[str]) -> list[Run]:
-    """Return the runs of some configurations: each on one GPU and then on two, before the next configuration.
+def in_turns(names: Sequence[str], gpus: int = 2) -> list[Run]:
+    """Return the runs of some configurations: each on one GPU and then on several, before the next configuration.
 
-    So each configuration that is complete when the time is over has a row. All are in the sweep of two GPUs.
+    So each configuration that is complete when the time is over has a row. All are in the sweep of several GPUs.
     """
-    warm, one, two = ({run.name: run for run in found} for found in (warm_runs(), runs(1), runs(2)))
-    kinds = {" warm": warm, ONE: one, TWO: two}
+    found_runs = (warm_runs(gpus), runs(1, gpus), runs(gpus, gpus))
+    warm, one, several = ({run.name: run for run in found} for found in found_runs)
+    kinds = {" warm": warm, ONE: one, SEVERAL: several}
     return [
-        Run(f"{name}{kind}", found[name].overrides, 2)
+        Run(f"{name}{kind}", found[name].overrides, gpus)
         for name in names
         for kind, found in kinds.items()
         if name in found
@@ -162,28 +172,29 @@ def add_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
     return found
 
 
-def preflight_run() -> Run:
-    """Return the measurement of the links between two GPUs."""
-    return Run("preflight", ("preflight.enabled=true", "preflight.only=true", "cluster.workers_per_node=2"), 2)
+def preflight_run(gpus: int = 2) -> Run:
+    """Return the measurement of the links between GPUs."""
+    place = f"cluster.workers_per_node={gpus}"
+    return Run("preflight", ("preflight.enabled=true", "preflight.only=true", place), gpus)
 
 
-def compare(names: Sequence[str], records: Mapping[str, Record], preflight: Path) -> Iterator[Row]:
-    """Yield the configurations that were run on one GPU and on two."""
+def compare(names: Sequence[str], records: Mapping[str, Record], preflight: Path, gpus: int = 2) -> Iterator[Row]:
+    """Yield the configurations that were run on one GPU and on several."""
     for name in names:
-        pair = [records.get(f"{name}{kind}") for kind in (ONE, TWO)]
+        pair = [records.get(f"{name}{kind}") for kind in (ONE, SEVERAL)]
         found = [record for record in pair if record is not None and record["status"] == "completed"]
         if len(found) < len(pair):
             continue
-        forecast = forecast_of(Path(found[0]["directory"]), preflight)
+        forecast = forecast_of(Path(found[0]["directory"]), preflight, gpus)
         if forecast is not None:
             measured = [record["metrics"]["step_time_s"]["p50"] for record in found]
             expected = [forecast[key] for key in ("step_time_s", "low_s", "high_s")]
             yield Row(name, *(round(1000 * seconds, 3) for seconds in (*measured, *expected)))
 
 
-def forecast_of(directory: Path, preflight: Path) -> dict[str, Any] | None:
-    """Return the forecast of a run for two GPUs; print why there is none."""
-    words = [str(directory), "cluster.workers_per_node=2", "forecast.memory=off", PACKAGES, "--json"]
+def forecast_of(directory: Path, preflight: Path, gpus: int = 2) -> dict[str, Any] | None:
+    """Return the forecast of a run for several GPUs; print why there is none."""
+    words = [str(directory), f"cluster.workers_per_node={gpus}", "forecast.memory=off", PACKAGES, "--json"]
     measured = [f"forecast.preflight={preflight}"] if preflight.exists() else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "distexp", "forecast", *words, *measured]
@@ -209,7 +220,7 @@ def table(rows: Sequence[Row], planned: int) -> str:
         ]
         for row in rows
     ]
-    header = ["run", "one GPU ms", "two GPUs ms", "forecast ms", "error", "interval", "inside"]
+    header = ["run", "one GPU ms", "several GPUs ms", "forecast ms", "error", "interval", "inside"]
     text = markdown(header, cells, text=(0, 5, 6))
     if not rows:
         return f"{text}\n0 of {planned} configurations were run\n"
@@ -227,7 +238,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of all runs, such as the paths of the data")
     add("--only", default="", help="texts in the names of the runs, such as 'ddp,full_shard fast'; default: all")
-    add("--gpus", type=int, default=2, help="GPUs to use")
+    add("--gpus", type=int, default=2, help="GPUs of the forecast, by default 2")
     add("--budget-s", type=float, default=math.inf, help="time after which the runs stop")
     add("--json", default="", help="file to which the rows are added; default: forecast.json in the folder of the runs")
     add("--results", default="benchmark_results/forecast", help="folder of the runs")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.commands import select, sweep_name
-from benchmarks.forecast import Row, add_rows, in_turns, main, runs, table, warm_runs
+from benchmarks.forecast import Row, add_rows, in_turns, main, preflight_run, runs, table, warm_runs
 from tests.helpers.runs import resolve_cell
 
 
@@ -28,9 +28,19 @@ def test_configurations_that_compile_run_once_before_they_are_profiled() -> None
 def test_a_configuration_is_complete_before_the_next_one_starts() -> None:
     names = [run.name for run in in_turns(["ddp reference 4", "zero_stage=2 fast 16"])]
     assert names == [
-        *("ddp reference 4 on one", "ddp reference 4 on two"),
-        *("zero_stage=2 fast 16 warm", "zero_stage=2 fast 16 on one", "zero_stage=2 fast 16 on two"),
+        *("ddp reference 4 on one", "ddp reference 4 on several"),
+        *("zero_stage=2 fast 16 warm", "zero_stage=2 fast 16 on one", "zero_stage=2 fast 16 on several"),
     ]
+
+
+def test_the_several_gpus_are_those_of_the_command() -> None:
+    one, several = in_turns(["ddp reference 4"], gpus=4)
+    assert (one.workers, several.workers) == (4, 4)
+    assert "cluster.workers_per_node=1" in one.overrides
+    assert "cluster.workers_per_node=4" in several.overrides
+    threads = [text for run in (one, several) for text in run.overrides if text.startswith("cluster.cpus_per_worker=")]
+    assert len(set(threads)) == 1
+    assert "cluster.workers_per_node=4" in preflight_run(4).overrides
 
 
 @pytest.mark.parametrize(
