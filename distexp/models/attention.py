@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,23 @@ They were the fastest ones on an H200 with a length of 512.
 
 HOPPER_WIDTH = 64
 MIN_HOPPER_LENGTH = 128
+
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+_caches: list[Any] = []
+
+
+def cached(function: Made) -> Made:
+    """Return a function that makes a mask or a score once for equal arguments, until ``clear_caches`` is called."""
+    found = lru_cache(maxsize=8)(function)
+    _caches.append(found)
+    return cast("Made", found)
+
+
+def clear_caches() -> None:
+    """Remove all masks and scores from the caches. After a trace they contain tensors of an ended fake mode."""
+    for function in _caches:
+        function.cache_clear()
 
 
 def number_documents(position_ids: Tensor) -> Tensor:
@@ -94,7 +111,7 @@ def _causal_block_mask(length: int, device: torch.device) -> BlockMask:
     return create_block_mask(is_causal, None, None, length, length, device=str(device))
 
 
-_cached_causal_block_mask = lru_cache(maxsize=8)(_causal_block_mask)
+_cached_causal_block_mask = cached(_causal_block_mask)
 
 
 def _document_block_mask(documents: Tensor) -> BlockMask:

@@ -6,7 +6,6 @@ Its GELU is an autograd function, which the compiler cannot fuse. Here it is tor
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from distexp.models.attention import (
     alibi_score,
     attend_flex,
     block_mask,
+    cached,
     causal_mask,
     number_documents,
 )
@@ -152,7 +152,7 @@ def _score(heads: int, device: torch.device) -> ScoreFunction:
     return alibi_score(_slopes(heads, device))
 
 
-_cached_score = lru_cache(maxsize=8)(_score)
+_cached_score = cached(_score)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types here

@@ -23,6 +23,7 @@ from distexp.data.base import Batch, Samples
 from distexp.data.decoded_images import decoded_bytes
 from distexp.data.images import ImageFiles, channel_statistics
 from distexp.distributed.context import Context
+from distexp.models.attention import clear_caches
 from distexp.models.blueprint import Blueprint
 from distexp.models.introspection import find_embeddings
 from distexp.models.objective import evaluation_sums
@@ -144,7 +145,8 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         recorder.end_forward()
 
     with ExitStack() as stack:
-        stack.callback(channel_statistics.cache_clear)  # it would keep fake tensors
+        for clear in (channel_statistics.cache_clear, clear_caches):
+            stack.callback(clear)  # They would keep fake tensors.
         for replacement in _replacements(config, context, recorder, fake_mode, on_gpu=on_gpu):
             stack.enter_context(replacement)
         blueprint = build_model(config, data, context, EmptyBlueprint)

@@ -104,6 +104,14 @@ def test_a_kernel_writes_into_a_buffer_that_it_reads_for_the_last_time() -> None
     assert [output.shape for output in outputs] == [value.shape]
 
 
+@pytest.mark.parametrize("model", ["gpt_tiny", "bloom_tiny"])
+def test_a_trace_with_flex_attention_leaves_no_masks_for_the_next_one(model: str) -> None:
+    config = resolve_cell(f"model={model}", "dataset=synthetic", "strategy=single")
+    config.model.attention = "flex"  # refused on CPUs
+    first, second = (replay(trace_step(config).events).peak_allocated for _ in range(2))
+    assert first == second
+
+
 BLOOM = (
     *("model=bloom_560m", "model.init=random", "model.vocab_size=250880", "dataset=squad_sample", "precision=bf16"),
     *("dataset.max_length=512", "dataset.padding=max_length", "train.gradient_accumulation_steps=1"),
