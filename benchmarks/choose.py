@@ -36,7 +36,7 @@ from distexp.choose.search_result import PlannedTrial, SearchResult
 from distexp.choose.search_rules import rules_for
 from distexp.choose.trial_metrics import peak_mib
 from distexp.choose.trial_overrides import EXCLUDED_STEPS
-from distexp.plan.gpu_errors import GPU_ERROR_BOUND
+from distexp.plan.gpu_errors import COMPILED
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.record_search import find_records
@@ -203,6 +203,7 @@ def _with_noise(measured: Measured, factor: float) -> Measured:
 
 
 def _candidate(measured: Measured, limit_mib: float | None) -> Candidate:
+    """Return a candidate as a search predicts it on a GPU with a limit. All sweeps on GPUs compile their blocks."""
     overrides = tuple(measured.overrides)
     family = tuple(text for text in overrides if not text.startswith(f"{MICRO_BATCH}="))
     size = next((int(text.partition("=")[2]) for text in overrides if text.startswith(f"{MICRO_BATCH}=")), 0)
@@ -210,9 +211,9 @@ def _candidate(measured: Measured, limit_mib: float | None) -> Candidate:
     candidate.expected_mib, candidate.forecast_s = measured.expected_mib, measured.forecast_s
     if limit_mib is not None and measured.expected_mib is not None:
         needed = measured.expected_mib + CONTEXT_MIB
-        candidate.too_close = needed * (1 + GPU_ERROR_BOUND) > limit_mib
+        candidate.too_close = needed * (1 + COMPILED) > limit_mib
         candidate.predicted = Predicted(required_mib=needed, gpu_memory_mib=limit_mib)
-        if needed * (1 - GPU_ERROR_BOUND) > limit_mib:
+        if needed * (1 - COMPILED) > limit_mib:
             candidate.prune("does not fit by prediction")
     return candidate
 

@@ -91,16 +91,17 @@ def runs(workers: int, gpus: int = 2) -> Iterator[Run]:
         gpus: GPUs of the largest runs, which share the cores of the CPU.
     """
     for strategy, kernels, size in itertools.product(STRATEGIES, KERNELS, MICRO_BATCHES):
-        yield _run(strategy, kernels, size, workers, gpus, (*SHORT, PROFILED if workers == 1 else "profile=false"))
+        steps = (*SHORT, PROFILED if workers == 1 else "profile=false")
+        yield _run(strategy, kernels, size, steps, workers=workers, gpus=gpus)
 
 
 def warm_runs(gpus: int = 2) -> Iterator[Run]:
     """Yield the configurations that compile, with a few steps on one worker. ZeRO-3 does not compile."""
     for strategy, size in itertools.product(STRATEGIES[:-1], MICRO_BATCHES):
-        yield _run(strategy, "fast", size, 1, gpus, WARM)
+        yield _run(strategy, "fast", size, WARM, workers=1, gpus=gpus)
 
 
-def _run(strategy: str, kernels: str, size: int, workers: int, gpus: int, steps: Sequence[str]) -> Run:
+def _run(strategy: str, kernels: str, size: int, steps: Sequence[str], *, workers: int, gpus: int) -> Run:
     # Equal threads, because runs with other variables of OpenMP would not share the start-up.
     threads = f"cluster.cpus_per_worker={max(1, cpu_count() // gpus)}"
     place = (f"cluster.workers_per_node={workers}", threads, f"kernels={kernels}", f"train.micro_batch_size={size}")
