@@ -11,7 +11,8 @@ from distexp.plan.estimate import Estimate
 from distexp.runs.record_sections import Predicted
 
 COMPLETED = "completed"
-OUT_OF_MEMORY = ("oom_gpu", "oom_host")
+OOM_GPU, OOM_HOST = "oom_gpu", "oom_host"
+OUT_OF_MEMORY = (OOM_GPU, OOM_HOST)
 
 
 class Status(StrEnum):
@@ -63,14 +64,18 @@ class Trial:
     disturbed: bool = False
 
     def score(self, objective: Objective) -> float | None:
-        """Return what the objective minimizes; None if the run did not measure it."""
+        """Return what the objective minimizes; None if the run did not measure it.
+
+        Nothing needs no energy. If a short run has 0, its counter did not advance, and the value is not measured.
+        """
         speed = self.samples_per_second
-        return {
+        found = {
             Objective.THROUGHPUT: 1 / speed if speed else None,
             Objective.ENERGY: self.j_per_sample,
             Objective.COST: self.price_per_sample,
             Objective.MEMORY: self.peak_allocated_mib,
         }[objective]
+        return found or None
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from distexp.choose.candidate import OUT_OF_MEMORY, Candidate
+from distexp.choose.candidate import OOM_GPU, OOM_HOST, Candidate
 from distexp.choose.search_rules import SearchRules
 from distexp.plan.verdict import available_mib
 
@@ -16,6 +16,8 @@ def allowed_if_too_close(candidate: Candidate, candidates: Iterable[Candidate], 
 
 def probably_fits(candidate: Candidate, candidates: Iterable[Candidate]) -> bool:
     """Return whether a candidate fits if the prediction has no error, or if one that needs as much has completed.
+
+    The memory is that of a GPU, or on CPUs that of a node. It does not fit if one that needs less ran out of it.
 
     Args:
         candidate: A candidate. If it may not fit, and its memory is unknown, it probably does not.
@@ -34,9 +36,10 @@ def probably_fits(candidate: Candidate, candidates: Iterable[Candidate]) -> bool
 
 
 def required_mib(candidate: Candidate) -> float | None:
-    """Return the predicted memory of a candidate; None if it was not predicted."""
+    """Return the predicted MiB of a candidate, of a GPU or on CPUs of a node; None if it was not predicted."""
     return None if candidate.predicted is None else candidate.predicted.required_mib
 
 
 def _ran_out_of_memory(candidate: Candidate) -> bool:
-    return any(trial.status in OUT_OF_MEMORY for trial in candidate.trials)
+    """Return whether a trial ran out of the memory that was predicted: that of a GPU, or on CPUs that of a node."""
+    return any(trial.status == (OOM_HOST if candidate.on_cpus else OOM_GPU) for trial in candidate.trials)

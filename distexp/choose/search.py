@@ -24,16 +24,16 @@ from math import inf
 from operator import attrgetter
 
 from distexp.choose.axis_keys import STAGE
-from distexp.choose.candidate import Candidate, Objective, Status
+from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.common_error import most_different, prune_by_common_error
 from distexp.choose.doubtful import doubtful_candidates, mark_disturbed
-from distexp.choose.fitting import probably_fits
-from distexp.choose.forecast_scale import useful_forecasts, without_checkpointing
+from distexp.choose.forecast_scale import without_checkpointing
 from distexp.choose.labels import format_worker_time
 from distexp.choose.neighbors import neighbors_to_try
 from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.ranking import ranked
 from distexp.choose.repeats import candidates_to_repeat
+from distexp.choose.representatives import representatives, useful_representatives
 from distexp.choose.search_result import PlannedTrial, Rung, SearchResult, TryAll
 from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
 from distexp.choose.trial_budget import affordable_trials
@@ -85,7 +85,8 @@ def first_trials(
 ) -> list[PlannedTrial]:
     """Return the trial of one member of each family, in the order in which a search would run them."""
     state = _Search(candidates, lambda batch: [], objective, inf, rules)
-    return [PlannedTrial(candidate, rules.steps) for candidate in state.representatives()]
+    first = representatives(state.families.values(), objective)
+    return [PlannedTrial(candidate, rules.steps) for candidate in first]
 
 
 @dataclass
@@ -117,7 +118,7 @@ class _Search:
 
     def try_first_family(self) -> None:
         """Try the family with the best forecast, and its neighbors. A good score leaves out more of the others."""
-        first = self.representatives()[:1]
+        first = representatives(self.families.values(), self.objective)[:1]
         if first and first[0].forecast(self.objective) is not None:
             self._try("families", first)
             self.try_neighbors()
@@ -125,7 +126,7 @@ class _Search:
     def try_families(self) -> None:
         """Try one member of each family that may be the best."""
         while not self.stopped:
-            useful = useful_forecasts(self.representatives(), self.candidates, self.objective, self.rules)
+            useful = useful_representatives(self.families.values(), self.objective, self.rules)
             if not useful:
                 return
             if (different := most_different(useful, self.candidates)) is not None:
@@ -135,31 +136,6 @@ class _Search:
             first_of = {without_checkpointing(candidate): candidate for candidate in reversed(useful)}
             wave = [candidate for candidate in useful if first_of[without_checkpointing(candidate)] is candidate]
             self._try("families", wave[: self.rules.wave])
-
-    def representatives(self) -> list[Candidate]:
-        """Return the best forecast member of each family without a score, the best one first."""
-        chosen = [self._representative(members) for members in self.families.values()]
-        return sorted((candidate for candidate in chosen if candidate is not None), key=self._order)
-
-    def _representative(self, members: Sequence[Candidate]) -> Candidate | None:
-        """Return the best forecast member of a family; None if one has a score, or none waits."""
-        if any(member.status is Status.TRIED for member in members):
-            return None
-        waiting = [member for member in members if member.status is Status.WAITING]
-        # Of two with the same forecast, the larger micro-batch launches fewer kernels.
-        return min(
-            reversed(waiting),
-            key=lambda each: (not probably_fits(each, self.candidates), self._known_forecast(each)),
-            default=None,
-        )
-
-    def _order(self, candidate: Candidate) -> tuple[bool, float]:
-        """Return a key that is smaller for a candidate to try earlier."""
-        return candidate.too_close, self._known_forecast(candidate)
-
-    def _known_forecast(self, candidate: Candidate) -> float:
-        forecast = candidate.forecast(self.objective)
-        return inf if forecast is None else forecast
 
     # Neighbors
 

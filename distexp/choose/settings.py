@@ -135,7 +135,7 @@ def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:
     if isinstance(sweep, dict) and sweep["subdir"] == ".":
         found.append("hydra.run.dir is for a single run, and choose starts several: use hydra.sweep.dir")
     cluster = cell.composed.cluster
-    if section.objective == Objective.COST and cluster.price_per_gpu_hour is None:
+    if section.objective == Objective.COST and not cluster.price_per_gpu_hour:
         found.append("choose.objective=cost needs a price: set cluster.price_per_gpu_hour=2.5, for example")
     if not cluster.wait:
         found.append("cluster.wait=false: choose decides by the results of its trials, so it waits: leave it out")

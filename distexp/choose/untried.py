@@ -11,6 +11,9 @@ from distexp.choose.ranking import by_score
 NOT_TRIED = "not tried"
 """Start of the reason of a candidate that fits, and that the search left out."""
 
+LOOKS_EQUAL, LOOKS_LIKE_ONE = 1.005, 1.05
+"""Ratios below them look like 1 with two decimals, and with one."""
+
 NEEDED = {
     Objective.THROUGHPUT: "time",
     Objective.ENERGY: "energy",
@@ -42,7 +45,7 @@ def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective,
             if not reason:
                 expected = scaled_forecast(waiting, candidates, objective)
                 ratio_of_forecast = None if best is None or expected is None else expected / best
-                reason = _reason_of_forecast(ratio_of_forecast, NEEDED[objective], stopped)
+                reason = _reason_of_forecast(waiting, ratio_of_forecast, NEEDED[objective], stopped)
             waiting.prune(f"{NOT_TRIED}: {reason}")
 
 
@@ -62,19 +65,24 @@ def _reason_of_family(best_member: Candidate, ratio: float, needed: str, *, near
     return "" if stopped else f"{micro_batch} is measured or forecast to be better"
 
 
-def _reason_of_forecast(ratio: float | None, needed: str, stopped: str) -> str:
+def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, stopped: str) -> str:
     """Return why no member of a family was tried.
 
     Args:
+        candidate: A member.
         ratio: Scaled forecast relative to the best score; None if one of both is unknown.
         needed: What the objective minimizes.
         stopped: As for ``prune_untried``.
     """
     if stopped or ratio is None:
         return stopped or "the search ended"
+    if ratio <= 1 and candidate.too_close:
+        return "it may not fit, and its forecast is not clearly better than the best"
+    if 1 <= ratio < LOOKS_EQUAL:
+        return f"its forecast needs as much {needed} as the best"
     return f"its forecast is {_format_ratio(ratio)} times the {needed} of the best"
 
 
 def _format_ratio(ratio: float) -> str:
-    """Return a ratio with one decimal, or with two if it would look like 1."""
-    return f"{ratio:.1f}" if f"{ratio:.1f}" != "1.0" else f"{ratio:.2f}"
+    """Return a ratio with one decimal, or with two if it would look like 1 or less."""
+    return f"{ratio:.1f}" if ratio >= LOOKS_LIKE_ONE else f"{ratio:.2f}"

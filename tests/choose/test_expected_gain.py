@@ -16,9 +16,9 @@ NO_PRIOR = replace(DEFAULT_RULES, usual_error=0.0, usual_error_trials=0, usual_s
 
 
 def test_of_two_equal_scores_the_gain_is_the_error_times_the_density_at_zero() -> None:
-    # Scales 0.5 and 2: mean of the logarithms 0, deviation log(2), times sqrt(1 + 1/2) for the next one.
+    # Scales 0.5 and 2: mean of the logarithms 0, deviation sqrt(2) log(2), times sqrt(1 + 1/2) for the next one.
     gain = expected_gain(1.0, 1.0, [0.5, 2.0], 1.0, NO_PRIOR)
-    assert gain == pytest.approx(0.693147 * 1.5**0.5 * 0.398942, rel=1e-4)
+    assert gain == pytest.approx(2**0.5 * 0.693147 * 1.5**0.5 * 0.398942, rel=1e-4)
 
 
 def test_the_usual_error_decides_before_the_measured_one() -> None:
@@ -28,9 +28,20 @@ def test_the_usual_error_decides_before_the_measured_one() -> None:
 
 
 def test_the_first_scale_of_a_gpu_counts_half() -> None:
-    """The first candidate has the best forecast, which is often too good. So the others are not scaled by all of it."""
-    gpu, cpu = rules_for(), replace(rules_for(), usual_scale_trials=0)
-    assert expected_gain(1.0, 1.0, [1.5], 1.0, gpu) > expected_gain(1.0, 1.0, [1.5], 1.0, cpu)
+    """The first candidate has the best forecast, which is often too good. So the others are not scaled by all of it.
+
+    A scale of 2 counts as the square root of 2. So a forecast of that inverse is expected to equal the best score.
+    """
+    rules = replace(rules_for(), usual_error=1.0, usual_error_trials=10_000)
+    equal = expected_gain(0.5**0.5, 1.0, [2.0], 1.0, rules)
+    assert equal == pytest.approx(1.5**0.5 * 0.398942, rel=1e-3)
+
+
+def test_the_first_trial_on_cpus_does_not_lower_the_usual_error() -> None:
+    """The scale is unknown there. So one trial shows nothing of the error."""
+    rules = rules_for(on_cpus=True)
+    gain = expected_gain(1.0, 1.0, [1.0], 1.0, rules)
+    assert gain == pytest.approx(rules.usual_error * 2**0.5 * 0.398942, rel=1e-4)
 
 
 def test_the_exact_scale_is_the_score_of_a_second() -> None:
@@ -57,6 +68,18 @@ def test_a_trial_of_a_large_space_is_worth_a_smaller_gain() -> None:
     for candidate in pruned[10:]:
         candidate.prune("does not fit")
     assert least_gain(pruned, DEFAULT_RULES) == DEFAULT_RULES.least_gain
+
+
+def test_an_energy_of_zero_is_not_measured() -> None:
+    """The counter of a short run may not advance. Its logarithm would end the search."""
+    trial = Trial(5, "completed", step_s=0.5, samples_per_second=128.0, j_per_sample=0.0, price_per_sample=0.0)
+    assert trial.score(Objective.ENERGY) is None
+    assert trial.score(Objective.COST) is None
+
+
+def test_memory_of_the_host_does_not_show_that_of_a_gpu() -> None:
+    assert probably_fits(near_the_limit(990.0), [near_the_limit(400.0, "oom_host")])
+    assert not probably_fits(near_the_limit(990.0), [near_the_limit(400.0, "oom_gpu")])
 
 
 def near_the_limit(required_mib: float, *statuses: str) -> Candidate:

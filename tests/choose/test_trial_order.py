@@ -211,6 +211,49 @@ def test_checkpointing_is_not_tried_if_its_forecast_is_worse_than_the_same_kerne
     assert tried == {("strategy=ddp",), ("sharding=full_shard",)}
 
 
+def near_the_limit(strategy: str, size: int, forecast: float, required_mib: float = 990.0) -> Candidate:
+    """Return a candidate that probably fits, on a GPU with 1,000 MiB."""
+    found = Candidate((strategy, f"train.micro_batch_size={size}"), (strategy,), size, forecast_s=forecast)
+    found.too_close, found.predicted = True, Predicted(required_mib=required_mib, gpu_memory_mib=1_000.0)
+    return found
+
+
+def test_a_member_near_the_limit_does_not_hide_another_one_of_its_family() -> None:
+    """It is forecast to be slower than the best one, so its risk is not worth it. The other one has no risk."""
+    first = members("strategy=ddp", {16: 1.0}, {16: 1.0})
+    second = members("sharding=full_shard", {16: 0.85}, {16: 1.02})
+    found = search_steps({**first, **second, near_the_limit("sharding=full_shard", 32, 1.01): 0.9})
+    assert found.winner is next(iter(second))
+
+
+def test_the_first_trial_is_the_best_forecast_that_certainly_fits() -> None:
+    first = members("strategy=ddp", {16: 1.02}, {16: 1.02})
+    slow = members("zero_stage=3", {16: 2.0}, {16: 2.0})
+    near = near_the_limit("strategy=ddp", 32, 1.0)
+    steps_s = {**first, near: 1.0, **slow}
+    assert [each.candidate for each in first_trials(list(steps_s), Objective.THROUGHPUT)] == [*first, *slow]
+    found = search_steps(steps_s)
+    assert found.winner is near
+    assert [each.trials for each in slow] == [()]
+
+
+def test_the_reason_of_a_faster_forecast_is_the_memory() -> None:
+    tried = members("strategy=ddp", {16: 1.0}, {16: 1.0})
+    near = near_the_limit("sharding=full_shard", 16, 0.97, required_mib=1_010.0)
+    found = search_steps({**tried, near: 1.0})
+    assert near.reason == "not tried: it may not fit, and its forecast is not clearly better than the best"
+    assert found.winner is next(iter(tried))
+
+
+def test_the_reason_of_an_equal_forecast_shows_no_ratio() -> None:
+    tried = members("strategy=ddp", {16: 1.0}, {16: 1.0})
+    other = members("sharding=full_shard", {16: 1.0}, {16: 1.001})
+    for candidate in tried:
+        candidate.status, candidate.trials = Status.TRIED, (Trial(5, "completed", samples_per_second=64.0),)
+    prune_untried([list(tried), list(other)], Objective.THROUGHPUT, near=0.25, stopped="")
+    assert [each.reason for each in other] == ["not tried: its forecast needs as much time as the best"]
+
+
 @pytest.mark.parametrize(("forecast", "shown"), [(1.02, "1.02"), (1.26, "1.3"), (3.0, "3.0")])
 def test_the_reason_of_a_slightly_slower_forecast_shows_that_it_is_slower(forecast: float, shown: str) -> None:
     tried = members("strategy=ddp", {16: 1.0}, {16: 1.0})
