@@ -39,7 +39,7 @@ def representatives(families: Families, objective: Objective, *, only_certain: b
         if waiting and not any(member.status is Status.TRIED for member in members):
             # Of two with the same forecast, the larger micro-batch launches fewer kernels.
             chosen.append(min(reversed(waiting), key=order))
-    return sorted(chosen, key=lambda each: (each.too_close, _known_forecast(each, objective)))
+    return sorted(chosen, key=order)
 
 
 def useful_representatives(families: Families, objective: Objective, rules: SearchRules) -> list[Candidate]:
@@ -54,7 +54,7 @@ def useful_representatives(families: Families, objective: Objective, rules: Sear
     certain = representatives(members_of_families, objective, only_certain=True)
     others = [candidate for candidate in certain if candidate.family not in known]
     found += useful_forecasts(others, candidates, objective, rules)
-    return sorted(found, key=lambda each: (each.too_close, _known_forecast(each, objective)))
+    return sorted(found, key=lambda each: (not probably_fits(each, candidates), _known_forecast(each, objective)))
 
 
 def _known_forecast(candidate: Candidate, objective: Objective) -> float:

@@ -237,6 +237,15 @@ def test_the_first_trial_is_the_best_forecast_that_certainly_fits() -> None:
     assert [each.trials for each in slow] == [()]
 
 
+def test_a_family_that_probably_fits_is_tried_before_slower_ones() -> None:
+    first = members("strategy=ddp", {16: 1.0}, {16: 1.0})
+    slower = members("sharding=full_shard", {16: 1.1}, {16: 1.1})
+    near = near_the_limit("strategy=single", 8, 0.95)
+    found = search_steps({**first, near: 0.7, **slower})
+    assert found.winner is near
+    assert [each.trials for each in slower] == [()]
+
+
 def test_the_reason_of_a_faster_forecast_is_the_memory() -> None:
     tried = members("strategy=ddp", {16: 1.0}, {16: 1.0})
     near = near_the_limit("sharding=full_shard", 16, 0.97, required_mib=1_010.0)
