@@ -49,6 +49,7 @@ class Trial:
         gpu_seconds: Time of the trial, with its start, times the number of workers.
         error: Why it failed, in one line; empty if it did not.
         disturbed: Whether its repeat was so much better that this trial does not count.
+        dropout: Largest dropout rate of its model; None if it is unknown.
     """
 
     steps: int
@@ -62,6 +63,7 @@ class Trial:
     gpu_seconds: float = 0.0
     error: str = ""
     disturbed: bool = False
+    dropout: float | None = None
 
     def score(self, objective: Objective) -> float | None:
         """Return what the objective minimizes; None if the run did not measure it.

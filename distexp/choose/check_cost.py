@@ -31,7 +31,7 @@ def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candida
     if best is None or best.config is None or reference is None:
         return 0.0
     steps = min((trial.steps for trial in best.completed), default=DEFAULT_RULES.steps)
-    if dropout_overrides(best.config):
+    if dropout_overrides(best):
         missing = [best, reference]
     else:
         known = {trial.steps for trial in best.completed} & {trial.steps for trial in reference.completed}

@@ -12,7 +12,6 @@ from distexp.choose.labels import label
 from distexp.choose.loss_comparison import LossComparison, compare_losses, read_losses
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.trials import Trials
-from distexp.config import Config
 from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.plan.verdict import FITS
 from distexp.resolve.run_id import run_id
@@ -83,7 +82,7 @@ class LossChecker:
     def check(self, winner: Candidate) -> LossCheck:
         """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
         assert winner.config is not None
-        without_dropout = dropout_overrides(winner.config)
+        without_dropout = dropout_overrides(winner)
         references = list(references_of(winner, self.candidates, self.singles))
         if not references:
             return LossCheck(reason="no other configuration can run")
@@ -148,9 +147,17 @@ def references_of(
     )
 
 
-def dropout_overrides(config: Config) -> tuple[str, ...]:
-    """Return the override without dropout for a model with dropout; empty for another one."""
-    return (NO_DROPOUT,) if config.model.dropout != 0 and "dropout" in config.model.keys else ()
+def dropout_overrides(candidate: Candidate) -> tuple[str, ...]:
+    """Return the override without dropout for a model with dropout; empty for another one.
+
+    With ``model.dropout=null`` the model has its own rates, which its trials have read.
+    """
+    assert candidate.config is not None
+    model = candidate.config.model
+    if model.dropout == 0 or "dropout" not in model.keys:
+        return ()
+    without = model.dropout is None and any(trial.dropout == 0 for trial in candidate.completed)
+    return () if without else (NO_DROPOUT,)
 
 
 def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: str) -> LossComparison | None:

@@ -50,6 +50,7 @@ def trial_of(record: RunRecord | None, run_dir: Path, steps: int, config: Config
         j_per_sample=(metrics.energy or {}).get("j_per_sample"),
         price_per_sample=_price_per_sample(config, speed),
         gpu_seconds=cost,
+        dropout=None if record.built is None else record.built.dropout,
     )
 
 

@@ -86,6 +86,7 @@ class Built:
     logits: str | None = key(None, "Tokens whose logits a text model computes: `all` or `targets`.")
     loss: str | None = key(None, "Loss of a text model: `full`, or `chunked` with the tokens of a chunk.")
     attention: str | None = key(None, "Implementation of the attention, if the model declares it.")
+    dropout: float | None = key(None, "Largest dropout rate of the model. Null: it was not read.")
     compiled: str | None = key(None, "What is compiled: `blocks`, `model`, `graphs` (with CUDA graphs) or `none`.")
     activation_budget: float | None = key(None, "Share of the activations that compiled graphs store.")
     compute_weights: str | None = key(None, "Cast of the weights: `autocast`, or `step` for copies. Null: none.")

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from distexp.choose.candidate import Candidate, Trial
+from distexp.choose.loss_check import dropout_overrides
 from distexp.choose.loss_comparison import compare_losses, read_losses
+from tests.helpers.runs import resolve_cell
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,23 @@ def test_losses_of_a_run_are_read(tmp_path: Path) -> None:
     assert read_losses(tmp_path / "none") == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 2.25}\n')
     assert len(read_losses(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("configured", "measured", "compared_without"),
+    [
+        (None, 0.0, False),
+        (None, 0.1, True),
+        (None, None, True),  # no trial has read it
+        (0.1, 0.0, True),  # functions may use a rate that is no module
+        (0.0, None, False),
+    ],
+)
+def test_only_a_model_with_dropout_is_compared_without_it(
+    configured: float | None, measured: float | None, *, compared_without: bool
+) -> None:
+    config = resolve_cell("model=gpt_tiny", "dataset=synthetic")
+    config.model.dropout = configured
+    candidate = Candidate(("strategy=ddp",), ("strategy=ddp",), 1, config=config)
+    candidate.trials = (Trial(5, "completed", dropout=measured),)
+    assert dropout_overrides(candidate) == (("model.dropout=0",) if compared_without else ())

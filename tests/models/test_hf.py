@@ -465,6 +465,7 @@ def test_a_tiny_llama_trains_under_fsdp(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert record["status"] == "completed"
     assert record["built"]["sharded_units"] == 2 + 2 + 1
+    assert record["built"]["dropout"] == 0.0
     assert record["built"]["tokenizer"] == str(tmp_path / "llama")
     assert record["metrics"]["tflops_per_device"] > 0
     assert done.stdout.startswith("llama on squad_sample, fsdp full_shard")
