@@ -67,8 +67,9 @@ class DeepSpeed(Strategy):
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
         errors = [*_offload_errors(config), *_overflow_errors(config), *_async_errors(config)]
         if config.train.compiled == "blocks" and stage == 3:
+            typed = str(config.train.compile).lower()
             errors.append(
-                "train.compile=true does not work with zero_stage=3, which gathers parameters in module hooks: "
+                f"train.compile={typed} does not work with zero_stage=3, which gathers parameters in module hooks: "
                 "choose zero_stage=0,1,2 or train.compile=false"
             )
         return [*errors, *conflicts(config)]

@@ -21,7 +21,8 @@ BF16_STEP = ("precision=bf16", "train.compute_weights=step")
     [
         (("strategy=fsdp", "train.compile=model"), r"compile=model is not supported by strategy=fsdp: use .*=blocks"),
         (("zero_stage=2", "train.compile=graphs"), r"compile=graphs is not supported by strategy=deepspeed"),
-        (("zero_stage=3", "train.compile=blocks"), r"does not work with zero_stage=3"),
+        (("zero_stage=3", "train.compile=blocks"), r"train\.compile=blocks does not work with zero_stage=3"),
+        (("zero_stage=3", "train.compile=true"), r"train\.compile=true does not work with zero_stage=3"),
         (("strategy=ddp", "engine=hf_trainer", "train.compile=model"), r"not supported by engine=hf_trainer"),
         ((*SINGLE, "train.compile=graphs"), r"compile=graphs needs a GPU, but this run is on cpu: use .*=model"),
         ((*SINGLE, "train.compile=model", "dataset.padding=longest"), r"one length, but dataset\.padding=longest"),
