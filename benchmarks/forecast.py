@@ -126,6 +126,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
     names = [run.name for run in select(list(runs(1)), options.only)]
     if not names:
         sys.exit(f"--only {options.only!r} is in no name: use a part of {', '.join(run.name for run in runs(1))}")
+    if options.gpus < 2:
+        sys.exit(f"--gpus {options.gpus} is too few: use at least 2, because the forecast is for several GPUs")
     commands = Commands(options)
     path = Path(options.json) if options.json else commands.folder / "forecast.json"
     if path.exists():

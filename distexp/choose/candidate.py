@@ -66,18 +66,21 @@ class Trial:
     dropout: float | None = None
 
     def score(self, objective: Objective) -> float | None:
-        """Return what the objective minimizes; None if the run did not measure it.
+        """Return what the objective minimizes; None if it is unknown.
 
-        Nothing needs no energy. If a short run has 0, its counter did not advance, and the value is not measured.
+        Nothing needs no energy. If a short run has 0, its counter did not advance.
         """
+        return self.measured(objective) or None
+
+    def measured(self, objective: Objective) -> float | None:
+        """Return what the objective minimizes, as measured; None if the run did not measure it."""
         speed = self.samples_per_second
-        found = {
+        return {
             Objective.THROUGHPUT: 1 / speed if speed else None,
             Objective.ENERGY: self.j_per_sample,
             Objective.COST: self.price_per_sample,
             Objective.MEMORY: self.peak_allocated_mib,
         }[objective]
-        return found or None
 
 
 @dataclass(eq=False)

@@ -29,9 +29,9 @@ def representatives(families: Families, objective: Objective, *, only_certain: b
     candidates = [member for members in members_of_families for member in members]
     scored = best_score(candidates, objective) is not None
 
-    def order(candidate: Candidate) -> tuple[bool, float]:
-        fits = probably_fits(candidate, candidates) if scored else not candidate.too_close
-        return not fits, _known_forecast(candidate, objective)
+    def order(candidate: Candidate) -> tuple[bool, bool, float]:
+        uncertain = not scored and candidate.too_close
+        return uncertain, not probably_fits(candidate, candidates), _known_forecast(candidate, objective)
 
     chosen = []
     for members in members_of_families:

@@ -14,6 +14,9 @@ UNMEASURED = {
 }
 """Why a completed trial has no score."""
 
+NOT_ADVANCED = "its measured value is 0: the counter did not advance in so short a run"
+"""Why a completed trial with a value of 0 has no score."""
+
 MAX_FAILURES = 1
 """Most trials of a family that may fail for another reason than memory before the rest of the family is pruned."""
 
@@ -28,13 +31,12 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
         objective: The objective, whose metric the trial must have measured.
     """
     candidate.trials = (*candidate.trials, trial)
-    if trial.status == COMPLETED and trial.score(objective) is not None:
-        candidate.status = Status.TRIED
+    if trial.status == COMPLETED:
+        known = candidate.score(objective) is not None
+        candidate.status = Status.TRIED if known else Status.FAILED
+        candidate.reason = "" if known else _why_unmeasured(trial, objective)
         return
     candidate.status = Status.FAILED
-    if trial.status == COMPLETED:
-        candidate.reason = UNMEASURED[objective]
-        return
     ran_out = trial.status in OUT_OF_MEMORY
     candidate.reason = trial.error or ("it ran out of memory" if ran_out else f"the run is {trial.status}")
     if ran_out:
@@ -43,12 +45,16 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
 
 
 def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> None:
-    """Prune all candidates that wait if trials have completed and none has a score, because others will not either."""
-    if any(candidate.score(objective) is not None for candidate in candidates):
-        return
-    if any(candidate.completed for candidate in candidates):
+    """Prune all that wait if trials have completed and none measured the objective, because others will not either."""
+    completed = [trial for candidate in candidates for trial in candidate.completed]
+    if completed and all(trial.measured(objective) is None for trial in completed):
         for waiting in (candidate for candidate in candidates if candidate.status is Status.WAITING):
             waiting.prune(UNMEASURED[objective])
+
+
+def _why_unmeasured(trial: Trial, objective: Objective) -> str:
+    """Return why a completed trial has no score."""
+    return UNMEASURED[objective] if trial.measured(objective) is None else NOT_ADVANCED
 
 
 def _prune_larger(candidate: Candidate, family: Sequence[Candidate]) -> None:

@@ -11,8 +11,11 @@ from distexp.choose.ranking import by_score
 NOT_TRIED = "not tried"
 """Start of the reason of a candidate that fits, and that the search left out."""
 
-LOOKS_EQUAL, LOOKS_LIKE_ONE = 1.005, 1.05
-"""Ratios below them look like 1 with two decimals, and with one."""
+LOOKS_EQUAL = 0.005
+"""Ratios that are nearer to 1 look like 1 with two decimals."""
+
+LOOKS_LIKE_ONE = 1.05
+"""Smaller ratios look like 1 or less with one decimal."""
 
 NEEDED = {
     Objective.THROUGHPUT: "time",
@@ -77,8 +80,8 @@ def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, 
     if stopped or ratio is None:
         return stopped or "the search ended"
     if ratio <= 1 and candidate.too_close:
-        return "it may not fit, and its forecast is not clearly better than the best"
-    if 1 <= ratio < LOOKS_EQUAL:
+        return "it probably does not fit"
+    if abs(ratio - 1) < LOOKS_EQUAL:
         return f"its forecast needs as much {needed} as the best"
     return f"its forecast is {_format_ratio(ratio)} times the {needed} of the best"
 

@@ -27,6 +27,11 @@ def check_dropout(model: nn.Module, config: Config) -> None:
         )
 
 
+def largest_dropout(model: nn.Module) -> float:
+    """Return the largest dropout rate of a model, which may be wrapped, with the model as ``module``."""
+    return max(dropout_rates(getattr(model, "module", model)).values(), default=0.0)
+
+
 def dropout_rates(model: nn.Module) -> dict[str, float]:
     """Return the rates above zero by name: those of the modules, and those of the model's configuration."""
     modules = {f"{name}.p": module.p for name, module in model.named_modules() if isinstance(module, _DropoutNd)}

@@ -14,7 +14,7 @@ from distexp.data.loader import ShardedLoader
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.models.dropout import dropout_rates
+from distexp.models.dropout import largest_dropout
 from distexp.models.head import describe_head
 from distexp.models.introspection import read_attention
 from distexp.models.memory_format import read_memory_format
@@ -39,7 +39,7 @@ from distexp.worker.utilization import add_flops
 def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
     """Add the fields that follow from model and data. The strategy has filled in its own."""
     built.tokenizer, built.attention = data.tokenizer_name, read_attention(module)
-    built.dropout = max(dropout_rates(module).values(), default=0.0)
+    built.dropout = largest_dropout(module)
     if data.task == "causal_lm":
         built.logits, built.loss = describe_head(module)
     built.channels_last, built.compiled = read_memory_format(module), read_compiled(module)

@@ -84,4 +84,10 @@ def test_a_table_needs_a_file(arguments: tuple[str, ...], tmp_path: Path, monkey
 
 def test_a_text_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--only 'ddpp' is in no name: use a part of ddp reference 4, "):
-        main(["--only", "ddpp", "--gpus", "0", "--results", str(tmp_path)])
+        main(["--only", "ddpp", "--gpus", "2", "--results", str(tmp_path)])
+
+
+@pytest.mark.parametrize("gpus", ["0", "1"])
+def test_a_forecast_needs_several_gpus(gpus: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"--gpus {gpus} is too few: use at least 2"):
+        main(["--gpus", gpus, "--results", str(tmp_path)])
