@@ -29,7 +29,8 @@ def check_dropout(model: nn.Module, config: Config) -> None:
 
 def largest_dropout(model: nn.Module) -> float:
     """Return the largest dropout rate of a model, which may be wrapped, with the model as ``module``."""
-    return max(dropout_rates(getattr(model, "module", model)).values(), default=0.0)
+    configured = dropout_rates(getattr(model, "module", model)).values()
+    return max([*configured, *(module.p for module in model.modules() if isinstance(module, _DropoutNd))], default=0.0)
 
 
 def dropout_rates(model: nn.Module) -> dict[str, float]:

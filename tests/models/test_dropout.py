@@ -31,3 +31,9 @@ def test_the_rate_is_that_of_the_wrapped_model() -> None:
     for model, rate in [(Functional(0.1), 0.1), (Functional(0.0), 0.0), (nn.Sequential(nn.Dropout(0.2)), 0.2)]:
         assert largest_dropout(model) == rate
         assert largest_dropout(Wrapper(model)) == rate
+
+
+def test_a_part_that_is_called_module_hides_no_other_part() -> None:
+    model = Wrapper(nn.Linear(2, 2))
+    model.before = nn.Dropout(0.3)
+    assert largest_dropout(model) == 0.3
