@@ -40,7 +40,7 @@ def expected_gain(
 
 
 def _predicted_scale(logarithms: Sequence[float], rules: SearchRules) -> tuple[float, float]:
-    """Return mean and scale of the logarithm of the next candidate's scale.
+    """Return mean and width of the distribution of the logarithm of the next candidate's scale.
 
     Source of the formula: Gelman et al., *Bayesian Data Analysis*, 3rd edition, section 3.3 (normal data with a
     conjugate prior). If the mean is unknown, one trial shows nothing of the variance, as in section 3.2.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from distexp.choose.candidate import Candidate, Objective, Status
@@ -26,13 +26,7 @@ def representatives(families: Families, objective: Objective, *, only_certain: b
         only_certain: Whether members that may not fit are left out.
     """
     members_of_families = list(families)
-    candidates = [member for members in members_of_families for member in members]
-    scored = best_score(candidates, objective) is not None
-
-    def order(candidate: Candidate) -> tuple[bool, bool, float]:
-        uncertain = not scored and candidate.too_close
-        return uncertain, not probably_fits(candidate, candidates), _known_forecast(candidate, objective)
-
+    order = _order([member for members in members_of_families for member in members], objective)
     chosen = []
     for members in members_of_families:
         waiting = [each for each in members if each.status is Status.WAITING and not (only_certain and each.too_close)]
@@ -54,9 +48,16 @@ def useful_representatives(families: Families, objective: Objective, rules: Sear
     certain = representatives(members_of_families, objective, only_certain=True)
     others = [candidate for candidate in certain if candidate.family not in known]
     found += useful_forecasts(others, candidates, objective, rules)
-    return sorted(found, key=lambda each: (not probably_fits(each, candidates), _known_forecast(each, objective)))
+    return sorted(found, key=_order(candidates, objective))
 
 
-def _known_forecast(candidate: Candidate, objective: Objective) -> float:
-    forecast = candidate.forecast(objective)
-    return inf if forecast is None else forecast
+def _order(candidates: Sequence[Candidate], objective: Objective) -> Callable[[Candidate], tuple[bool, bool, float]]:
+    """Return the key that is smaller for a candidate to try earlier."""
+    scored = best_score(candidates, objective) is not None
+
+    def key(candidate: Candidate) -> tuple[bool, bool, float]:
+        forecast = candidate.forecast(objective)
+        uncertain = not scored and candidate.too_close
+        return uncertain, not probably_fits(candidate, candidates), inf if forecast is None else forecast
+
+    return key
