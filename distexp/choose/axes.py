@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from distexp.choose.axis_keys import AXES, DEFAULT_VALUES, MICRO_BATCH, SHARDING, STAGE, STRATEGY, axis_of
+from distexp.choose.axis_keys import AXES, DEFAULT_VALUES, MICRO_BATCH, STRATEGY, STRATEGY_OF, axis_of
 from distexp.choose.space_checks import check_entry
 from distexp.choose.space_entries import SpaceEntry, parse_entry
 from distexp.config import ConfigError
@@ -117,8 +117,8 @@ def _micro_batches(chosen: Values, *, is_varied: bool) -> tuple[int, ...] | None
 
 
 def _with_implied_strategy(varied: Values, chosen: Container[str]) -> Values:
-    """Return the axes. A chosen sharding restricts the strategies to FSDP, and a chosen stage to DeepSpeed."""
-    implied = tuple(name for axis, name in ((SHARDING, "fsdp"), (STAGE, "deepspeed")) if axis in chosen)
+    """Return the axes. A chosen option of strategies, such as a sharding, restricts the strategies to these."""
+    implied = tuple(name for axis, name in STRATEGY_OF.items() if axis in chosen)
     if not implied or STRATEGY in chosen or STRATEGY not in varied:
         return varied
     return varied | {STRATEGY: implied}

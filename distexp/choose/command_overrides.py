@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distexp.choose.axis_keys import SHARDING, STAGE
+from distexp.choose.axis_keys import GROUP_OF_KEY, STRATEGY_OF
 from distexp.cli.overrides import quote_choice
 from distexp.config.paths import config_groups
 from distexp.plan.cells import replace_overrides
+from distexp.strategies.single import REFERENCE
 
-USE_SINGLE = "strategy=single"
-SHARDED_KEYS = (f"{SHARDING}=", f"{STAGE}=", "fsdp.sharding=", "deepspeed.zero_stage=", "offload.")
-"""Overrides of a command that contradict ``strategy=single``."""
+SHARDED_KEYS = (*(f"{key}=" for key in (*STRATEGY_OF, *GROUP_OF_KEY)), "offload.")
+"""Overrides of a command that contradict the reference."""
 
 
 def with_overrides(command: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -20,7 +20,7 @@ def with_overrides(command: Sequence[str], overrides: Sequence[str]) -> list[str
 
 
 def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a command, without those that contradict ``strategy=single`` if others choose it."""
-    if USE_SINGLE not in overrides:
+    """Return the overrides of a command, without those that contradict the reference if others choose it."""
+    if REFERENCE[0] not in overrides:
         return list(command)
     return [text for text in command if not text.startswith(SHARDED_KEYS)]

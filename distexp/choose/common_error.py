@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from distexp.choose.axis_keys import STRATEGY
+from distexp.choose.axis_keys import STRATEGY, STRATEGY_OF
 from distexp.choose.candidate import Candidate, Status
-from distexp.choose.strategy_choices import VARIANTS
 
 UNSUCCESSFUL = ("failed", "invalid")
 """Statuses of trials whose error may concern all candidates. Too little memory, or too little time, does not."""
-
-STRATEGY_OF = {axis: name for name, axis in VARIANTS.items()}
-"""Strategies of the axes that choose one."""
 
 
 def prune_by_common_error(candidates: Sequence[Candidate]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from distexp.choose.machine_speeds import MachineSpeeds
 from distexp.config import Config
 from distexp.forecast.collectives import GroupLayout
-from distexp.forecast.settings import CommunicationSettings
+from distexp.forecast.communication import group_layout
 from distexp.forecast.target import Target
+from distexp.strategies.base import load_strategy
 
 GB = 1e9
 
@@ -21,25 +20,13 @@ def communication_s(config: Config, parameters: float, speeds: MachineSpeeds) ->
         parameters: Number of parameters of the whole model.
         speeds: Speeds of the machine.
     """
-    settings, cluster = CommunicationSettings.of(asdict(config)), config.cluster
-    steps = config.train.gradient_accumulation_steps
+    cluster, steps = config.cluster, config.train.gradient_accumulation_steps
     target = Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples_per_step=0.0)
-    shard, replicas = settings.layout("shard", target), settings.layout("replicate", target)
-    in_shards = parameters * _bytes_in_shards(settings, steps)
-    between_replicas = parameters / shard.ranks * 2 * settings.gradient_bytes
+    communication = load_strategy(config).communication(config)
+    shard, replicas = (group_layout(communication, axis, target) for axis in ("shard", "replicate"))
+    in_shards = parameters * communication.bytes_per_parameter(steps)
+    between_replicas = parameters / shard.ranks * 2 * communication.gradient_bytes
     return _ring_s(in_shards, shard, speeds) + _ring_s(between_replicas, replicas, speeds)
-
-
-def _bytes_in_shards(settings: CommunicationSettings, micro_batches: int) -> int:
-    """Return the bytes per parameter that the workers of a replica exchange. An all-reduce sends each value twice."""
-    weight, gradient = settings.weight_bytes, settings.gradient_bytes
-    reductions = micro_batches if settings.reduces_each_micro_batch else 1
-    if settings.strategy == "fsdp":
-        gathers = 1 if settings.gathers_once else 2 * micro_batches
-        return gathers * weight + gradient
-    if settings.zero_stage == 3:
-        return 2 * micro_batches * weight + reductions * gradient
-    return 2 * reductions * gradient + (weight if settings.zero_stage else 0)
 
 
 def _ring_s(size: float, group: GroupLayout, speeds: MachineSpeeds) -> float:

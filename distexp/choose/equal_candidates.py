@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.ranking import margin_between, ranked
 from distexp.config import Config
-
-STRATEGIES = ("single", "ddp", "fsdp", "deepspeed")
-"""The simplest strategy first."""
+from distexp.strategies.base import load_strategy
+from distexp.strategies.step_traits import CUSTOM_COMPLEXITY
 
 
 def equal_candidates(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> list[Candidate]:
@@ -27,16 +26,11 @@ def simplest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda candidate: _complexity(candidate.config))
 
 
-def strategy_complexity(name: str) -> int:
-    """Return a number that is smaller for a simpler strategy. That of a custom strategy is the largest one."""
-    return STRATEGIES.index(name) if name in STRATEGIES else len(STRATEGIES)
-
-
 def _complexity(config: Config | None) -> tuple[int | bool, ...]:
     """Return a key that is smaller for a simpler configuration."""
     if config is None:
-        return (len(STRATEGIES),)
-    strategy = config.strategy.name
-    stage = config.deepspeed.zero_stage if strategy == "deepspeed" else 0
+        return (CUSTOM_COMPLEXITY,)
+    strategy = load_strategy(config)
     is_fast, is_checkpointed = config.kernels.name != "reference", config.train.activation_checkpointing
-    return strategy_complexity(strategy), config.offload.enabled, is_checkpointed, is_fast, stage or 0
+    option = strategy.option_complexity(config)
+    return strategy.own_complexity(), config.offload.enabled, is_checkpointed, is_fast, option

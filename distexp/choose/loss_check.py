@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distexp.choose.candidate import COMPLETED, Candidate, Status, Trial
-from distexp.choose.equal_candidates import strategy_complexity
 from distexp.choose.labels import label
 from distexp.choose.loss_comparison import LossComparison, compare_losses, read_losses
 from distexp.choose.search_result import PlannedTrial
@@ -15,6 +14,7 @@ from distexp.choose.trials import Trials
 from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.plan.verdict import FITS
 from distexp.resolve.run_id import run_id
+from distexp.strategies.base import load_strategy, reference_name
 
 NO_DROPOUT = "model.dropout=0"
 MAX_REFERENCES = 3
@@ -184,8 +184,9 @@ def _can_run(candidate: Candidate) -> bool:
 
 def _why_not_single(reference: Candidate, winner: Candidate) -> str:
     """Return why the reference is not ``single``; empty if it is, or if the winner is."""
-    strategies = [candidate.config.strategy.name for candidate in (reference, winner) if candidate.config is not None]
-    return "" if "single" in strategies else "single cannot run here"
+    configs = [candidate.config for candidate in (reference, winner) if candidate.config is not None]
+    has_reference = any(load_strategy(config).is_reference for config in configs)
+    return "" if has_reference else f"{reference_name()} cannot run here"
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
@@ -194,7 +195,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
     assert config is not None
     train = config.train
     return (
-        strategy_complexity(config.strategy.name),
+        load_strategy(config).own_complexity(),
         config.kernels.name != "reference",
         config.offload.enabled,
         train.activation_checkpointing,

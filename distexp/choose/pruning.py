@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distexp.choose.axis_keys import CHECKPOINTING
@@ -23,15 +23,7 @@ from distexp.config import Config
 from distexp.plan.cpu_memory import step_reserve
 from distexp.plan.micro_batches import EstimateAll
 from distexp.runs.listing import format_count
-
-LIGHTER = {
-    "strategy=ddp": "sharding=shard_grad_op",
-    "sharding=shard_grad_op": "sharding=full_shard",
-    "sharding=hybrid_shard": "sharding=full_shard",
-    "zero_stage=1": "zero_stage=2",
-    "zero_stage=2": "zero_stage=3",
-}
-"""A strategy that needs less memory, for each strategy. If that one does not fit, neither does the first."""
+from distexp.strategies.base import load_strategy, shipped_strategies
 
 STAGES = ((False, False), (False, True), (True, False), (True, True))
 """Offloading and activation checkpointing of each stage."""
@@ -73,7 +65,8 @@ def prune_by_plan(
         if candidate.config is not None and candidate.status is Status.WAITING:
             families.setdefault(candidate.family, []).append(candidate)
     memories = {name: FamilyMemory(members) for name, members in families.items()}
-    pruning = _Pruning(memories, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
+    lighter = _lighter_overrides(family.config for family in memories.values())
+    pruning = _Pruning(memories, lighter, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
     for offload, checkpoints in STAGES:
         pruning.predict_stage(offload=offload, checkpoints=checkpoints)
     if not any(candidate.status is Status.WAITING for candidate in candidates):
@@ -87,6 +80,7 @@ class _Pruning:
 
     Attributes:
         families: What is known of each family, by its overrides.
+        lighter: The override that needs less memory, by each override that chooses an option of a strategy.
         deadline: Time of ``clock`` after which nothing more is predicted.
         done: Number of predictions, also of those that failed.
         ended: Whether nothing more is predicted: the deadline has passed, or all predictions fail alike.
@@ -94,6 +88,7 @@ class _Pruning:
     """
 
     families: Families
+    lighter: Mapping[str, str]
     estimate_all: EstimateAll
     objective: Objective
     at_a_time: int
@@ -118,8 +113,8 @@ class _Pruning:
         What a lighter family shows can spare predictions of a heavier one. But in one batch they take no more time.
         """
         groups: list[list[tuple[str, ...]]] = [[]]
-        for level in range(len(LIGHTER)):
-            of_level = [name for name in names if _level(name) == level]
+        for level in range(len(self.lighter) + 1):
+            of_level = [name for name in names if self._level(name) == level]
             if len(groups[-1]) + len(of_level) > self.at_a_time:
                 groups.append([])
             groups[-1] += of_level
@@ -127,7 +122,7 @@ class _Pruning:
 
     def predict_smallest(self) -> None:
         """Predict the smallest member of the families with the least memory, to name the nearest one that would fit."""
-        lightest = [family for name, family in self.families.items() if _level(name) == 0 and family.members]
+        lightest = [family for name, family in self.families.items() if self._level(name) == 0 and family.members]
         offloaded = [family for family in lightest if family.config.offload.enabled] or lightest
         chosen = [family for family in offloaded if family.config.train.activation_checkpointing] or offloaded
         self._estimate([(family, family.members[0]) for family in chosen if family.members[0].estimate is None])
@@ -171,10 +166,19 @@ class _Pruning:
 
         On CPUs, FSDP may need more than DDP: the C library keeps more of what each step allocates.
         """
-        found = self.families.get(tuple(LIGHTER.get(text, text) for text in name)) if _level(name) else None
+        found = self.families.get(tuple(self.lighter.get(text, text) for text in name)) if self._level(name) else None
         if found is None or found.config.cluster.device == "cuda":
             return found
         return found if step_reserve(found.config) <= step_reserve(self.families[name].config) else None
+
+    def _level(self, name: Sequence[str]) -> int:
+        """Return how many options need less memory than that of a family, each less than the one before."""
+        return max((sum(1 for _ in self._lighter_options(text)) for text in name), default=0)
+
+    def _lighter_options(self, option: str) -> Iterator[str]:
+        while option in self.lighter:
+            option = self.lighter[option]
+            yield option
 
     def _predict(self, families: Sequence[FamilyMemory]) -> None:
         """Search the largest micro-batch of each family, all of them in parallel."""
@@ -226,13 +230,7 @@ def _stage(config: Config) -> tuple[bool, bool]:
     return config.offload.enabled, config.train.activation_checkpointing
 
 
-def _level(name: Sequence[str]) -> int:
-    """Return how many strategies of LIGHTER need less memory than that of a family."""
-    return max((sum(1 for _ in _lighter_strategies(text)) for text in name), default=0)
-
-
-def _lighter_strategies(strategy: str) -> Iterator[str]:
-    """Yield the strategies that need less memory, each less than the one before."""
-    while strategy in LIGHTER:
-        strategy = LIGHTER[strategy]
-        yield strategy
+def _lighter_overrides(configs: Iterable[Config]) -> dict[str, str]:
+    """Return the override that needs less memory, by each override that chooses an option of a strategy."""
+    kinds = {**shipped_strategies(), **{config.strategy.name: type(load_strategy(config)) for config in configs}}
+    return {text: lighter for name, kind in kinds.items() for text, lighter in kind.lighter_overrides(name).items()}

@@ -17,6 +17,7 @@ from distexp.choose.settings import Settings
 from distexp.plan.cells import replace_overrides
 from distexp.runs.copyable_command import copyable_override, shell_quote
 from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
+from distexp.strategies.base import reference_name
 from distexp.system.units import format_amount
 
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
@@ -115,7 +116,7 @@ def other_sizes_hint(candidates: Sequence[Candidate], settings: Settings) -> str
 def may_add_single(settings: Settings) -> bool:
     """Return whether ``choose.gpus`` alone would make ``single`` a candidate."""
     axes = read_axes(settings.section.space, settings.command)
-    return not settings.section.gpus and "single" in axes.values.get(STRATEGY, ())
+    return not settings.section.gpus and reference_name() in axes.values.get(STRATEGY, ())
 
 
 def faster_reference(check: LossCheck | None, winner: Candidate, candidates: Sequence[Candidate]) -> str:

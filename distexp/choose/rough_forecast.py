@@ -14,6 +14,7 @@ from distexp.choose.machine_speeds import MachineSpeeds, read_machine_speeds
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
 from distexp.resolve.parameter_count import parameter_count
+from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB
 
 GB, TERA = 1e9, 1e12
@@ -34,14 +35,6 @@ MIN_EXPOSED_SHARE = 0.1
 """Share of the communication that is never hidden: that of the first and the last layers."""
 
 CPU_OPTIMIZER_GB_PER_S = 15.0
-
-LAUNCH_FACTORS = {"single": 1.0, "ddp": 1.4, "fsdp": 3.0}
-ZERO_LAUNCH_FACTORS = {0: 1.8, 1: 1.8, 2: 2.6, 3: 9.0}
-"""How much longer the CPU needs for an operation than with ``single``: by strategy, and by stage of ZeRO.
-
-Several workers launch more slowly than one, and the hooks of FSDP and DeepSpeed run in Python. Measured runs are in
-docs/results/choose.md and forecast.md.
-"""
 
 
 @dataclass(frozen=True)
@@ -118,33 +111,17 @@ def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     steps = config.train.gradient_accumulation_steps
     moved = (1 + READS_PER_WRITE) * work.written_bytes + PASSES * steps * work.parameters * _compute_bytes(config)
     computation = work.flops / (speeds.tflops * TERA) + moved / (speeds.memory_gb_per_s * GB)
-    body = max(computation, work.operations * speeds.launch_s * _launch_factor(config))
+    body = max(computation, work.operations * speeds.launch_s * load_strategy(config).launch_factor(config))
     return body + _optimizer_s(config, work, speeds) + _exposed_s(config, work, speeds, body)
-
-
-def _launch_factor(config: Config) -> float:
-    if config.strategy.name == "deepspeed":
-        return ZERO_LAUNCH_FACTORS[config.deepspeed.zero_stage or 0]
-    return LAUNCH_FACTORS.get(config.strategy.name, 1.0)
 
 
 def _compute_bytes(config: Config) -> int:
     return 4 if config.precision.name == "fp32" else 2
 
 
-def _shards(config: Config) -> int:
-    """Return on how many workers the optimizer states are divided."""
-    workers = config.cluster.world_size
-    if config.strategy.name == "deepspeed":
-        return workers if config.deepspeed.zero_stage else 1
-    if config.strategy.name != "fsdp" or config.fsdp.sharding == "no_shard":
-        return 1
-    replicas = (config.fsdp.replicas or config.cluster.nodes) if config.fsdp.sharding == "hybrid_shard" else 1
-    return max(1, workers // replicas)
-
-
 def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
-    values = work.parameters / _shards(config)
+    cluster, communication = config.cluster, load_strategy(config).communication(config)
+    values = work.parameters / communication.optimizer_shards(cluster.world_size, cluster.nodes)
     if not config.offload.enabled:
         return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
     moved = values * (4 + _compute_bytes(config)) / (speeds.host_link_gb_per_s * GB)
@@ -154,6 +131,5 @@ def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
 def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -> float:
     """Return the communication that the computation does not hide."""
     total = communication_s(config, work.parameters, speeds)
-    # Stage 3 of DeepSpeed overlaps by default too, but hides little: measured runs are slower than at stage 2.
-    overlaps = config.strategy.name != "deepspeed" or config.deepspeed.overlap_comm
+    overlaps = load_strategy(config).overlaps_communication(config)
     return max(MIN_EXPOSED_SHARE * total, total - HIDDEN_SHARE * body) if overlaps else total

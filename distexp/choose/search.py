@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
-from distexp.choose.axis_keys import STAGE
+from distexp.choose.axis_keys import strategy_in
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.common_error import most_different, prune_by_common_error
 from distexp.choose.doubtful import doubtful_candidates, mark_disturbed
@@ -39,6 +39,7 @@ from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
 from distexp.choose.trial_budget import affordable_trials
 from distexp.choose.trial_outcome import add_trial, prune_unmeasured
 from distexp.choose.untried import prune_untried
+from distexp.strategies.base import COMMUNICATION, Strategy, shipped_strategies
 
 FINALISTS = "finalists"
 
@@ -207,7 +208,8 @@ class _Search:
         return f" (of which {reserved_gpu_s:,.0f} for the check of the losses)"
 
 
-def _shared_start(planned: PlannedTrial) -> tuple[int, bool]:
-    """Return the key by which trials are sorted that can share a start-up: the workers, and whether it is DeepSpeed."""
+def _shared_start(planned: PlannedTrial) -> tuple[int, list[str]]:
+    """Return the key by which trials are sorted that can share a start-up: the workers, and the libraries they need."""
     candidate = planned.candidate
-    return candidate.workers, any(text.startswith((f"{STAGE}=", "strategy=deepspeed")) for text in candidate.family)
+    kind = shipped_strategies().get(strategy_in(candidate.family), Strategy)
+    return candidate.workers, [name for name in kind.requires if name != COMMUNICATION]

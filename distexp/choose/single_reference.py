@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.command_overrides import USE_SINGLE, with_overrides, without_other_strategy
+from distexp.choose.command_overrides import with_overrides, without_other_strategy
 from distexp.choose.pruning import prune_by_plan
 from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.launch.cell import MakeCell
 from distexp.plan.planner import Planner, parallel_processes
-
-SINGLE = (USE_SINGLE, "cluster.nodes=1", "cluster.workers_per_node=1", "kernels=reference", "offload=false")
+from distexp.strategies.base import load_strategy
+from distexp.strategies.single import REFERENCE
 
 
 def fitting_singles(
@@ -27,7 +27,7 @@ def fitting_singles(
         planner: Source of estimates.
     """
     waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
-    if not waiting or any(candidate.config and candidate.config.strategy.name == "single" for candidate in waiting):
+    if not waiting or any(each.config and load_strategy(each.config).is_reference for each in waiting):
         return []
     singles = list(_valid_singles(waiting, command, make))
     prune_by_plan(singles, planner.estimate, Objective.THROUGHPUT, at_a_time=parallel_processes())
@@ -37,9 +37,9 @@ def fitting_singles(
 
 def _valid_singles(candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell) -> Iterator[Candidate]:
     """Yield the valid configurations of ``single`` with the micro-batches of the candidates, the fastest first."""
-    kept = without_other_strategy(command, SINGLE)
+    kept = without_other_strategy(command, REFERENCE)
     for size, is_checkpointed in _sizes(candidates):
-        family = (*SINGLE, f"{CHECKPOINTING}={is_checkpointed}")
+        family = (*REFERENCE, f"{CHECKPOINTING}={is_checkpointed}")
         overrides = (*family, f"{MICRO_BATCH}={size}")
         config = make(with_overrides(kept, overrides)).config
         if config is not None:

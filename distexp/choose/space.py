@@ -14,14 +14,14 @@ from distexp.choose.axis_keys import (
     KERNELS,
     MICRO_BATCH,
     OFFLOAD,
-    SHARDING,
-    STAGE,
     STRATEGY,
+    STRATEGY_OF,
+    strategy_in,
 )
 from distexp.choose.candidate import Candidate
 from distexp.choose.cluster_sizes import ClusterSize, cluster_sizes
 from distexp.choose.command_overrides import with_overrides
-from distexp.choose.strategy_choices import VARIANTS, StrategyChoice, strategy_choices
+from distexp.choose.strategy_choices import Kinds, StrategyChoice, strategy_choices
 from distexp.config import Config, ConfigError, KernelsConfig
 from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.config.override_text import key_of
@@ -31,9 +31,7 @@ from distexp.launch.parallel_composition import compose_all
 from distexp.plan.cells import replace_overrides
 from distexp.resolve.accumulation import multiples_near
 from distexp.runs.failure_text import join_errors
-
-PROBE = "strategy=ddp"
-"""Strategy for which the size of the cluster is read. Others, such as ``single``, would use one worker."""
+from distexp.strategies.base import Strategy, load_strategy, shipped_strategies
 
 
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
@@ -58,9 +56,9 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
     if (kept := kept_micro_batch(base, gpus, axes)) is not None:
         axes = replace(axes, micro_batches=(kept,))
     typed = {key_of(text) for text in command}
-    sizes = cluster_sizes(base, gpus)
+    sizes, kinds = cluster_sizes(base, gpus), _kinds(make, command, axes)
     _check_global_batch(base.train.global_batch_size, sizes)
-    candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed)]
+    candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed, kinds)]
     if not candidates:
         raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
     overrides = [with_overrides(command, candidate.overrides) for candidate in candidates]
@@ -111,15 +109,40 @@ def base_config(make: MakeCell, command: Sequence[str]) -> Config:
     Raises:
         ConfigError: the command is invalid for another reason than its strategy or sizes.
     """
-    chosen = any(text.startswith((f"{SHARDING}=", f"{STAGE}=", f"{STRATEGY}=single")) for text in command)
-    cell = make(command if chosen else replace_overrides(command, [PROBE]))
+    cell = make(command if _limits_workers(command) else replace_overrides(command, [_probe()]))
     config = cell.config or cell.decided
     if config is None or config.cluster.workers_per_node is None:
         raise ConfigError(cell.errors)
     return config
 
 
-def _combinations(base: Config, size: ClusterSize, axes: Axes, typed: Container[str]) -> Iterator[Candidate]:
+def _limits_workers(command: Sequence[str]) -> bool:
+    """Return whether the strategy of a command decides the size of the cluster, or the command has an option of it."""
+    is_set = any(text.startswith(tuple(f"{group}=" for group in STRATEGY_OF)) for text in command)
+    return is_set or any(
+        f"{STRATEGY}={name}" in command for name, kind in shipped_strategies().items() if kind.max_workers
+    )
+
+
+def _probe() -> str:
+    """Return the simplest strategy for which the size of the cluster can be read: one for any number of workers."""
+    return next(f"{STRATEGY}={name}" for name, kind in shipped_strategies().items() if kind.max_workers is None)
+
+
+def _kinds(make: MakeCell, command: Sequence[str], axes: Axes) -> Kinds:
+    """Return the classes of all strategies, also of custom ones that vary. One that is invalid states nothing."""
+    found = dict(shipped_strategies())
+    for name in axes.values.get(STRATEGY, ()):
+        if name not in found:
+            cell = make(replace_overrides(command, [f"{STRATEGY}={name}"]))
+            config = cell.config or cell.decided
+            found[name] = Strategy if config is None else type(load_strategy(config))
+    return found
+
+
+def _combinations(
+    base: Config, size: ClusterSize, axes: Axes, typed: Container[str], kinds: Kinds
+) -> Iterator[Candidate]:
     """Yield the candidates on a part of the cluster, without their configurations.
 
     Args:
@@ -127,8 +150,9 @@ def _combinations(base: Config, size: ClusterSize, axes: Axes, typed: Container[
         size: The part of the cluster.
         axes: What to vary.
         typed: Keys that the command sets. Defaults of other keys are left out of the overrides.
+        kinds: Classes of the strategies.
     """
-    for choice in strategy_choices(size, axes):
+    for choice in strategy_choices(size, axes, kinds):
         further = [
             [f"{key}={value}" for value in values] for key, values in axes.further.items() if _applies(key, choice)
         ]
@@ -148,8 +172,8 @@ def _is_default(override: str, typed: Container[str]) -> bool:
 def _applies(key: str, choice: StrategyChoice) -> bool:
     """Return whether a key is for a strategy. The keys of a strategy's section are for that one only."""
     section = key.partition(".")[0]
-    owners = {"ddp": f"{STRATEGY}=ddp", **VARIANTS}
-    return section not in owners or not choice.strategy or choice.strategy.startswith(owners[section])
+    owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
+    return section not in owners or not choice.strategy or strategy_in([choice.strategy]) == owners[section]
 
 
 def _cluster_overrides(base: Config, size: ClusterSize) -> list[str]:

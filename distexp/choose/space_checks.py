@@ -12,8 +12,9 @@ from distexp.config import ConfigError
 from distexp.config.field_info import info_of
 from distexp.config.key_info import schema_fields
 from distexp.config.paths import options_of
+from distexp.strategies.base import shipped_strategies
 
-FURTHER_SECTIONS = ("ddp", "fsdp", "deepspeed", "offload")
+FURTHER_SECTIONS = (*(kind.section for kind in shipped_strategies().values() if kind.section), "offload")
 FURTHER_KEYS = (
     *("train.logits", "train.loss", "train.loss_chunk_tokens", "train.compile", "train.activation_budget"),
     *("train.compute_weights", "train.fused_update", "train.channels_last"),
@@ -37,9 +38,9 @@ def check_entry(entry: SpaceEntry) -> None:
 
 def further_keys() -> tuple[str, ...]:
     """Return the keys that ``choose.space`` may add to the axes."""
-    names = [name for name, _ in schema_fields() if name.partition(".")[0] in FURTHER_SECTIONS]
-    excluded = ("deepspeed.config_file", *GROUP_OF_KEY)
-    return (*(name for name in names if name not in excluded), *FURTHER_KEYS)
+    fields = [(name, spec) for name, spec in schema_fields() if name.partition(".")[0] in FURTHER_SECTIONS]
+    varies = (name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path)
+    return (*varies, *FURTHER_KEYS)
 
 
 def _check_key(entry: SpaceEntry) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distexp.config.field_info import key
-from distexp.config.sharding import Sharding
 
 
 @dataclass
@@ -30,7 +29,7 @@ class FSDPConfig:
     sharding: str | None = key(
         None,
         "What is sharded. `sharding=` sets this key and the strategy.",
-        choices=tuple(Sharding),
+        choices=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
         null="full_shard",
     )
     replicas: int | None = key(None, "Replicas of a hybrid mesh.", null="one per node")

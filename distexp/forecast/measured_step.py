@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
 from distexp.config import ConfigError
 from distexp.forecast.observed import assign_waits, fill_sizes
-from distexp.forecast.settings import KNOWN_STRATEGIES, CommunicationSettings, read_zero_options
 from distexp.forecast.target import Target
 from distexp.runs.entry_values import number_of
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.step_model import StepModel, read_step_model
+from distexp.strategies.base import recorded_strategy
+from distexp.strategies.step_collectives import StepCommunication
+from distexp.strategies.step_traits import setting
 
 P90 = NormalDist().inv_cdf(0.9)
 
@@ -24,7 +27,7 @@ class MeasuredStep:
 
     Attributes:
         model: The profiled step.
-        settings: Settings of its communication.
+        communication: What its strategy states about its collectives.
         median_s: Median of its measured steps, which are not profiled.
         deviation_s: Standard deviation of a step, from the 90th percentile of its measured steps.
         own_waiting_s: Time that rank 0, whose step is simulated, waits for other workers.
@@ -32,7 +35,7 @@ class MeasuredStep:
     """
 
     model: StepModel
-    settings: CommunicationSettings
+    communication: StepCommunication
     median_s: float
     deviation_s: float
     own_waiting_s: float
@@ -58,8 +61,12 @@ def expected_maximum(count: int) -> float:
     return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def read_measured_step(run_dir: Path) -> MeasuredStep:
+def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredStep:
     """Return what a forecast needs of a run.
+
+    Args:
+        run_dir: Directory of the run.
+        trusted: Packages that the user trusts, which may have its strategy.
 
     Raises:
         ConfigError: The run was not profiled, its record cannot be read, or its collectives are not known.
@@ -73,19 +80,17 @@ def read_measured_step(run_dir: Path) -> MeasuredStep:
     median_s, p90_s = number_of(times, "p50"), number_of(times, "p90")
     if model is None or not median_s:
         raise ConfigError(f"{run_dir} has no profiled step to forecast from: run it again with profile=true")
-    stage = record.built.zero_stage if record.built else None
     deviation = max(0.0, (p90_s or median_s) - median_s) / P90
-    settings = CommunicationSettings.of(record.config, stage)
-    if model.workers == 1 and settings.strategy not in KNOWN_STRATEGIES:
+    strategy = recorded_strategy(record.config, trusted)
+    if model.workers == 1 and not strategy.communication(record.config).is_planned:
         raise ConfigError(
-            f"{run_dir} was profiled on one worker, so the collectives of strategy={settings.strategy} are not known: "
-            "profile it on two workers"
+            f"{run_dir} was profiled on one worker, so the collectives of "
+            f"strategy={setting(record.config, 'strategy.name')} are not known: profile it on two workers"
         )
-    if settings.strategy == "deepspeed":
-        settings = replace(settings, zero=read_zero_options(run_dir))
-    items = assign_waits(fill_sizes(model.items, model, settings), settings, on_gpu=model.on_gpu)
+    communication = strategy.run_communication(record.config, record.built, run_dir)
+    items = assign_waits(fill_sizes(model.items, model, communication), communication, on_gpu=model.on_gpu)
     waiting = _own_waiting(record, median_s) if model.workers > 1 else 0.0
-    return MeasuredStep(replace(model, items=items), settings, median_s, deviation, waiting, record)
+    return MeasuredStep(replace(model, items=items), communication, median_s, deviation, waiting, record)
 
 
 def _own_waiting(record: RunRecord, median_s: float) -> float:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distexp.forecast.insertion import insert, work
-from distexp.forecast.settings import CommunicationSettings
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Segment
-
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-GATHERS = ("all_gather", "broadcast")
+from distexp.strategies.step_collectives import GATHERS, REDUCTIONS, StepCommunication, insert, work
 
 
 def with_micro_batches(
-    items: Sequence[Item], profiled: int, wanted: int, settings: CommunicationSettings
+    items: Sequence[Item], profiled: int, wanted: int, communication: StepCommunication
 ) -> tuple[Item, ...]:
     """Return the items of a step with another number of micro-batches of the same size.
 
@@ -25,7 +21,7 @@ def with_micro_batches(
         items: Items of the profiled step, with at most three micro-batches.
         profiled: Micro-batches of the profiled step.
         wanted: Micro-batches of the result.
-        settings: Settings of the communication.
+        communication: What the strategy states about its collectives.
     """
     blocks = _blocks(items)
     if not blocks or (wanted == profiled and len(blocks) == profiled):
@@ -34,9 +30,9 @@ def with_micro_batches(
     for position in range(wanted):
         last = position == wanted - 1
         block = _source(blocks, position, wanted)
-        if last and wanted == 1 and settings.gathers_once:
+        if last and wanted == 1 and communication.gathers_once:
             block = _with_gathers_of(block, blocks[0])
-        kept = [item for item in block if _is_used(item, position, last=last, settings=settings)]
+        kept = [item for item in block if _is_used(item, position, last=last, communication=communication)]
         found += [replace(item, micro_batch=position) for item in kept]
     return (*found, *(replace(item, micro_batch=wanted - 1) for item in items if item.phase == OPTIMIZER))
 
@@ -57,15 +53,15 @@ def _source(blocks: Sequence[list[Item]], position: int, wanted: int) -> list[It
     return blocks[0] if position == 0 else blocks[1] if len(blocks) > 2 else blocks[0]
 
 
-def _is_used(item: Item, position: int, *, last: bool, settings: CommunicationSettings) -> bool:
+def _is_used(item: Item, position: int, *, last: bool, communication: StepCommunication) -> bool:
     """Return whether an item happens in a micro-batch; a collective of another one may not."""
     if isinstance(item, Segment):
         return True
     if item.kind in REDUCTIONS:
         if item.phase == FORWARD:  # as the number of targets, which is summed once per step
             return position == 0
-        return last or settings.reduces_each_micro_batch
-    return position == 0 or not (settings.gathers_once and item.kind in GATHERS)
+        return last or communication.reduces_each_micro_batch
+    return position == 0 or not (communication.gathers_once and item.kind in GATHERS)
 
 
 def _with_gathers_of(block: Sequence[Item], first: Sequence[Item]) -> list[Item]:

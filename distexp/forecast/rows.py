@@ -38,7 +38,9 @@ def forecast_sizes(
     rows = [_make_row(run, cell) for cell in cells]
     targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
     own = _own_target(run)
-    forecasts = forecast_steps(run.directory, [own, *targets], load_machine(run.directory, options)) if targets else []
+    machine = load_machine(run.directory, options) if targets else None
+    trusted = [str(package) for cell in cells for package in cell.composed.trusted_packages]
+    forecasts = forecast_steps(run.directory, [own, *targets], machine, trusted) if targets else []
     widened = iter(
         [
             forecast if _is_own(run, forecast) else _widen(forecast, _of_others(run, forecast, earlier))

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from distexp.forecast.settings import CommunicationSettings
 from distexp.forecast.simulate import Scales, scaled_tail
 from distexp.runs.step_model import OPTIMIZER, Item, Segment
+from distexp.strategies.step_collectives import StepCommunication
 
 SHORTEST_KERNEL_S = 2e-6
 """Time of a kernel with hardly any work: an assumption."""
@@ -42,15 +42,15 @@ class UpdateShare:
     parameters: int
 
 
-def update_share(groups: Groups, settings: CommunicationSettings, shards: int) -> UpdateShare:
+def update_share(groups: Groups, communication: StepCommunication, shards: int) -> UpdateShare:
     """Return what a worker updates.
 
     Args:
         groups: The parameters of the optimizer.
-        settings: Settings of the strategy.
+        communication: What the strategy states about its update.
         shards: Workers over which the optimizer states are sharded.
     """
-    if settings.flattens_groups:
+    if communication.flattens_groups:
         parts = [-(-sum(group) // shards) for group in groups]
         counts = [_parameters_by_worker(group, part, shards) for group, part in zip(groups, parts, strict=True)]
         return UpdateShare(sum(parts), max(map(sum, zip(*counts, strict=True)), default=0))
@@ -79,7 +79,7 @@ def shard_update(
     items: Sequence[Item],
     before: UpdateShare,
     after: UpdateShare,
-    settings: CommunicationSettings,
+    communication: StepCommunication,
     *,
     on_gpu: bool,
 ) -> tuple[Item, ...]:
@@ -89,14 +89,14 @@ def shard_update(
         items: Items of the profiled step.
         before: What a worker of the profiled run updates.
         after: What a worker updates instead.
-        settings: Settings of the strategy.
+        communication: What the strategy states about its update.
         on_gpu: Whether the worker uses a GPU.
     """
     update = [item for item in items if _is_update(item)]
     elements = after.elements / before.elements
-    updates_on_cpu = settings.offloads or not on_gpu
+    updates_on_cpu = communication.offloads or not on_gpu
     host = _factor_on_cpu(update, elements, after.parameters) if updates_on_cpu else 1.0
-    parameters = after.parameters / before.parameters if settings.flattens_groups else 1.0
+    parameters = after.parameters / before.parameters if communication.flattens_groups else 1.0
 
     def shrink(item: Item) -> Item:
         if not isinstance(item, Segment) or not _is_update(item):

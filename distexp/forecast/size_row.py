@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distexp.config import Config
-from distexp.config.sharding import keeps_optimizer_states_whole
 from distexp.forecast.energy import PowerModel, price_per_million_samples
 from distexp.forecast.sizes import Size
 from distexp.forecast.target import Forecast
@@ -13,6 +12,7 @@ from distexp.launch.cell import Cell
 from distexp.runs.forecast import cap_efficiency
 from distexp.runs.forecast_errors import ForecastError
 from distexp.runs.record_sections import Predicted
+from distexp.strategies.base import load_strategy
 
 COMPUTE = "compute"
 MIN_BOTTLENECK_SHARE = 0.005
@@ -125,6 +125,4 @@ class SizeRow:
 
 def _has_constant_work(config: Config | None) -> bool:
     """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    return config is not None and keeps_optimizer_states_whole(
-        config.strategy.name, sharding=config.fsdp.sharding, zero_stage=config.deepspeed.zero_stage
-    )
+    return config is not None and load_strategy(config).communication(config).shards_optimizer is False

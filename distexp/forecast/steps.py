@@ -10,18 +10,18 @@ from pathlib import Path
 
 from distexp.forecast.calibration import Calibration, calibrate
 from distexp.forecast.collectives import MEASURED, MODEL, SCALED, collective_time
-from distexp.forecast.communication import add_replication, plan_communication
+from distexp.forecast.communication import add_replication, group_layout, plan_communication
 from distexp.forecast.links import NODES_PER_LEAF
 from distexp.forecast.machine import MachineCurves, machine_of
 from distexp.forecast.measured_step import MeasuredStep, read_measured_step
 from distexp.forecast.micro_batches import with_micro_batches
 from distexp.forecast.observed import assign_waits
-from distexp.forecast.settings import CommunicationSettings
 from distexp.forecast.sharded_update import shard_update, update_share
 from distexp.forecast.simulate import Scales, SimulatedStep, extrapolate, simulate
 from distexp.forecast.target import TO_MEASURE, Forecast, Target
 from distexp.forecast.uncertainty import HOST_SPREAD, HostChange, describe_distance, describe_limit, interval_of
 from distexp.runs.step_model import Collective, Item
+from distexp.strategies.step_collectives import StepCommunication
 
 MAX_MICRO_BATCHES = 6
 """Micro-batches that are simulated. Each further one takes as long as the last of these."""
@@ -55,9 +55,9 @@ class Forecaster:
     machine: MachineCurves
 
     @property
-    def settings(self) -> CommunicationSettings:
-        """Return the settings of the run and of all targets."""
-        return self.run.settings
+    def communication(self) -> StepCommunication:
+        """Return the collectives of the run and of all targets, as their strategy states them."""
+        return self.run.communication
 
     def simulate(self, target: Target, scales: Scales) -> SimulatedTarget:
         """Return the simulated step of a target."""
@@ -79,26 +79,29 @@ class Forecaster:
     def items(self, target: Target) -> tuple[Item, ...]:
         """Return the segments and collectives of a step of a target."""
         model, count = self.run.model, target.micro_batches
-        items = with_micro_batches(model.items, model.micro_batches, count, self.settings)
+        items = with_micro_batches(model.items, model.micro_batches, count, self.communication)
         items = self._with_update_of(target, items)
         if target.workers == 1:
             return items
         if model.workers == 1:
-            items = plan_communication(items, model, self.settings, micro_batches=count)
-        items = add_replication(items, self.settings, target)
-        return assign_waits(items, self.settings, on_gpu=model.on_gpu)
+            items = plan_communication(items, model, self.communication, micro_batches=count)
+        items = add_replication(items, self.communication, target)
+        return assign_waits(items, self.communication, on_gpu=model.on_gpu)
 
     def _with_update_of(self, target: Target, items: tuple[Item, ...]) -> tuple[Item, ...]:
         """Return the items of a step whose optimizer updates the share of a worker of a target."""
         model, shards = self.run.model, self._optimizer_shards(target)
         if not model.group_elements or shards[0] == shards[1]:
             return items
-        before, after = (update_share(model.group_elements, self.settings, count) for count in shards)
-        return shard_update(items, before, after, self.settings, on_gpu=model.on_gpu)
+        before, after = (update_share(model.group_elements, self.communication, count) for count in shards)
+        return shard_update(items, before, after, self.communication, on_gpu=model.on_gpu)
 
     def _optimizer_shards(self, target: Target) -> tuple[int, int]:
         """Return over how many workers the optimizer states are sharded in the profiled run, and in a target."""
-        return self.settings.optimizer_shards(self.run.target), self.settings.optimizer_shards(target)
+        here, there = (
+            self.communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)
+        )
+        return here, there
 
     def _duration(self, item: Item, target: Target) -> tuple[float, str]:
         """Return the seconds of a collective in a target, and their source.
@@ -107,8 +110,8 @@ class Forecaster:
         """
         if not isinstance(item, Collective):
             return 0.0, MEASURED
-        there = self.settings.layout(item.axis, target)
-        here = self.settings.layout(item.axis, self.run.target)
+        there = group_layout(self.communication, item.axis, target)
+        here = group_layout(self.communication, item.axis, self.run.target)
         if item.transfer_s is not None and there == here:
             return item.transfer_s, MEASURED
         new = collective_time(self.machine, item.kind, self._size_in(target, item), there)
@@ -122,8 +125,8 @@ class Forecaster:
         size = item.bytes or 0
         if item.axis != "replicate" or item.transfer_s is None:
             return size
-        shard_here = self.settings.layout("shard", self.run.target).ranks
-        return size * shard_here // self.settings.layout("shard", target).ranks
+        shard_here = group_layout(self.communication, "shard", self.run.target).ranks
+        return size * shard_here // group_layout(self.communication, "shard", target).ranks
 
     def forecast(self, target: Target, calibration: Calibration) -> Forecast:
         """Return the forecast of a target."""
@@ -202,10 +205,10 @@ class Forecaster:
                 "an earlier version wrote this profile without the parameters of the optimizer (group_elements), so "
                 f"each worker is taken to update as many weights as one of {shards[0]}: profile the run again"
             )
-        if not model.modules and self.settings.zero_stage == 3 and target.workers > model.workers == 1:
+        if not model.modules and self.communication.gathers_modules and target.workers > model.workers == 1:
             yield (
-                "an earlier version wrote this profile without the modules of the model, so ZeRO-3 is taken to gather "
-                "whole blocks: profile the run again"
+                "an earlier version wrote this profile without the modules of the model, so the strategy is taken to "
+                "gather whole blocks: profile the run again"
             )
 
 
@@ -213,6 +216,7 @@ def forecast_steps(
     run_dir: Path,
     targets: Sequence[Target],
     machine: MachineCurves | None = None,
+    trusted: Sequence[str] = (),
 ) -> list[Forecast]:
     """Return the forecast of the step time of each target.
 
@@ -222,11 +226,12 @@ def forecast_steps(
         run_dir: Directory of a run that was profiled (``profile=true``).
         targets: Sizes to forecast.
         machine: Curves and links. None: those that preflights stored for the type of device of the run.
+        trusted: Packages that the user trusts, which may have the strategy of the run.
 
     Raises:
         ConfigError: The run was not profiled, or its record cannot be read.
     """
-    run = read_measured_step(run_dir)
+    run = read_measured_step(run_dir, trusted)
     forecaster = Forecaster(run, machine or machine_of(run.record.environment))
     calibration = calibrate(
         lambda scales: forecaster.simulate(run.target, scales).step.step_s,

@@ -3,13 +3,14 @@
 The launcher asks a strategy for defaults, errors and descriptions. It has no torch, so a strategy imports torch only
 inside ``setup``. A worker calls ``setup``, and the training loop uses only the DistributedModel that it returns.
 
-To add a strategy: a module next to this one, and ``conf/strategy/NAME.yaml`` with its ``_target_``.
+To add a strategy: a module next to this one, and ``conf/strategy/NAME.yaml`` with its ``_target_``. What forecasts and
+searches ask it is in ``step_traits``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -21,6 +22,7 @@ from distexp.config.custom_code import PAGE, check_not_abstract, shorten_errors
 from distexp.config.paths import conf_dir, options_of
 from distexp.config.targets import locate
 from distexp.runs.record_sections import Built
+from distexp.strategies.step_traits import Settings, StepTraits, setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +100,7 @@ COMMUNICATION = "communication"
 """The requirement of a strategy that runs several workers."""
 
 
-class Strategy(ABC):
+class Strategy(StepTraits, ABC):
     """A way to distribute the training.
 
     Attributes:
@@ -127,7 +129,7 @@ class Strategy(ABC):
         """
         return vars(cls).get("hf_adapter")
 
-    def set_defaults(self, config: Config) -> None:  # noqa: B027 (a strategy without options has no defaults)
+    def set_defaults(self, config: Config) -> None:
         """Set the options of this strategy that the user left open."""
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
@@ -172,7 +174,10 @@ def load_strategy(config: Config) -> Strategy:
     Raises:
         ConfigError: ``strategy._target_`` is not a Strategy, or lacks a method.
     """
-    target = config.strategy._target_
+    return _make_strategy(config.strategy._target_)
+
+
+def _make_strategy(target: str) -> Strategy:
     kind = locate(target)
     check_not_abstract(kind, Strategy, f"strategy._target_={target}")
     with shorten_errors(target, "the constructor"):
@@ -185,9 +190,53 @@ def load_strategy(config: Config) -> Strategy:
     return strategy
 
 
+class UnknownStrategy(Strategy):
+    """The strategy of a record whose code is not trusted: it states nothing, and cannot train."""
+
+    def expected_build(self, config: Config) -> Mapping[str, Any]:
+        """Require nothing."""
+        return {}
+
+    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
+        """Refuse to train.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"strategy._target_={config.strategy._target_} is not trusted, so it cannot train")
+
+
+def recorded_strategy(config: Settings, trusted: Sequence[str] = ()) -> Strategy:
+    """Return the strategy of the configuration of a record. A foreign record never chooses what code is imported.
+
+    Args:
+        config: Configuration of the record.
+        trusted: Packages that the user trusts, whose classes may be imported.
+
+    Returns:
+        An UnknownStrategy if the class is neither of distexp nor of a trusted package.
+
+    Raises:
+        ConfigError: A class of a trusted package is not a Strategy, or cannot be imported.
+    """
+    name, target = setting(config, "strategy.name"), setting(config, "strategy._target_")
+    for shipped_name, kind in shipped_strategies().items():
+        if target == f"{kind.__module__}.{kind.__qualname__}" or (not target and name == shipped_name):
+            return kind()
+    if isinstance(target, str) and target.split(".", 1)[0] in trusted:
+        return _make_strategy(target)
+    return UnknownStrategy()
+
+
+def reference_name() -> str:
+    """Return the name of the strategy with whose losses the others are compared."""
+    return next(name for name, kind in shipped_strategies().items() if kind.is_reference)
+
+
 @lru_cache(maxsize=1)
 def shipped_strategies() -> Mapping[str, type[Strategy]]:
-    """Return the class of each option of the config group ``strategy``, by name."""
+    """Return the class of each option of the config group ``strategy`` by name, the simplest one first."""
     folder = conf_dir() / "strategy"
     options = [OmegaConf.load(folder / f"{name}.yaml") for name in options_of("strategy")]
-    return {option.name: locate(option._target_) for option in options}
+    found: dict[str, type[Strategy]] = {option.name: locate(option._target_) for option in options}
+    return dict(sorted(found.items(), key=lambda item: item[1].complexity))

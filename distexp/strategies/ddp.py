@@ -2,19 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.distributed.context import Context
+from distexp.runs.step_model import NEXT, OPTIMIZER, Collective, Item, StepModel
 from distexp.strategies.base import DistributedModel, Strategy
 from distexp.strategies.fast import FAST_BUCKET_MB, update_values, whole_model_values
 from distexp.strategies.single import offload_errors
+from distexp.strategies.step_collectives import StepCommunication, insert_buckets, is_gradient_reduction
+from distexp.strategies.step_traits import Settings, common_values, setting
+from distexp.system.units import MIB
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
+
+
+BUCKET_MB, FIRST_BUCKET_MB = 25, 1
+"""Defaults of torch: a bucket is closed when it has at least so much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPCommunication(StepCommunication):
+    """All-reduces of buckets in the last backward pass, which the optimizer awaits.
+
+    Attributes:
+        bucket_bytes: Size from which DDP closes a bucket.
+        first_bucket_bytes: The same for the first bucket, which is smaller unless ``ddp.bucket_cap_mb`` is set.
+    """
+
+    bucket_bytes: float = BUCKET_MB * MIB
+    first_bucket_bytes: float = FIRST_BUCKET_MB * MIB
+
+    is_planned: ClassVar[bool] = True
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Return False: each worker updates all weights."""
+        return False
+
+    def buckets(self, model: StepModel) -> list[int]:
+        """Return the bytes of the buckets, in the order in which they are reduced.
+
+        They are those of the profiled run, if it used DDP. Otherwise gradients are ready in the reverse order of the
+        parameters. A bucket may be larger than its limit, because parameters are not divided.
+        """
+        if model.bucket_elements:
+            return [elements * self.gradient_bytes for elements in model.bucket_elements]
+        sizes = [elements * self.gradient_bytes for unit in model.units for elements in unit.elements]
+        buckets, open_bucket, limit = [], 0, self.first_bucket_bytes
+        for size in reversed(sizes):
+            open_bucket += size
+            if open_bucket >= limit:
+                buckets.append(open_bucket)
+                open_bucket, limit = 0, self.bucket_bytes
+        return [*buckets, open_bucket] if open_bucket else buckets
+
+    def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
+        """Return the items with an all-reduce for each bucket, at the places that the trace has for them."""
+        buckets, last = self.buckets(model), micro_batches - 1
+        known = {
+            position: item
+            for position, item in enumerate(items)
+            if isinstance(item, Collective) and is_gradient_reduction(item) and item.micro_batch == last
+        }
+        if not known:
+            return insert_buckets(items, buckets, last, awaited=OPTIMIZER)
+        sizes = _sizes_of([item.bytes for item in known.values()], buckets)
+        for (position, item), size in zip(known.items(), sizes, strict=True):
+            items[position] = replace(item, bytes=size, awaited=OPTIMIZER, transfer_s=None)
+        return items
+
+    def with_waits(self, item: Collective, *, on_gpu: bool) -> Collective:
+        """Return a collective with what waits for it: the optimizer waits for the reductions."""
+        return replace(item, awaited=OPTIMIZER if is_gradient_reduction(item) else NEXT)
+
+    def reduction_sizes(self, model: StepModel, count: int) -> Sequence[int]:
+        """Return the buckets if the trace has as many reductions; else equal sizes."""
+        buckets = self.buckets(model)
+        return buckets if len(buckets) == count else super().reduction_sizes(model, count)
+
+
+def _sizes_of(known: Sequence[int | None], planned: Sequence[int]) -> list[int]:
+    """Return the sizes of the reductions of a trace: known ones, else planned ones, else equal shares."""
+    sizes = [size for size in known if size is not None]
+    if len(sizes) == len(known):
+        return sizes
+    if len(known) == len(planned):
+        return list(planned)
+    return [sum(planned) // len(known)] * len(known)
 
 
 class DDP(Strategy):
@@ -25,6 +105,9 @@ class DDP(Strategy):
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DDPAdapter"
+    complexity: ClassVar[int] = 1
+    section: ClassVar[str] = "ddp"
+    lighter: ClassVar[str] = "sharding=shard_grad_op"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model with few buckets, and cast the weights once per step."""
@@ -54,6 +137,24 @@ class DDP(Strategy):
         if config.cluster.world_size == 1 and config.cluster.device == "cuda":
             return ["engine=hf_trainer does not use DDP on one GPU: choose strategy=single, or more workers"]
         return []
+
+    @classmethod
+    def equals_reference(cls, workers: int) -> bool:
+        """Return whether there is one worker, which has nothing to reduce."""
+        return workers == 1
+
+    def launch_factor(self, config: Config) -> float:
+        """Return the measured factor of several workers. See docs/results/choose.md and forecast.md."""
+        return 1.4
+
+    def communication(self, config: Settings) -> DDPCommunication:
+        """Return the collectives of a step, with torch's sizes of buckets if ``ddp.bucket_cap_mb`` is open."""
+        cap, communication = (setting(config, f"ddp.{name}") for name in ("bucket_cap_mb", "communication"))
+        return DDPCommunication(
+            **common_values(config) | {"gradient_bytes": 2 if communication == "bf16" else 4},
+            bucket_bytes=(cap or BUCKET_MB) * MIB,
+            first_bucket_bytes=(cap or FIRST_BUCKET_MB) * MIB,
+        )
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Require a DistributedDataParallel module over all workers."""

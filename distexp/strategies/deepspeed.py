@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
 from distexp.distributed.context import Context
+from distexp.runs.record_sections import Built
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
+from distexp.strategies.ds_communication import ZeroCommunication, read_zero_options
 from distexp.strategies.ds_config import CHECKED_GRADIENTS
 from distexp.strategies.ds_config_file import get_nested, read_or_empty
 from distexp.strategies.ds_conflicts import conflicts
 from distexp.strategies.ds_operators import needed_operators
 from distexp.strategies.fast import block_values
+from distexp.strategies.step_traits import Option, Settings, common_values, setting
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
@@ -36,12 +41,28 @@ The check starts several kernels for each parameter. Two H200s waited about 15 m
 """
 
 
+LAUNCH_FACTORS = {0: 1.8, 1: 1.8, 2: 2.6, 3: 9.0}
+"""How much longer the CPU needs for an operation than with ``single``, by stage: the hooks run in Python.
+
+Measured runs are in docs/results/choose.md and forecast.md.
+"""
+
+
 class DeepSpeed(Strategy):
     """Optimizer states, gradients and parameters partitioned over the workers by ZeRO."""
 
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION, "deepspeed")
     fixes_accumulation: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DeepSpeedAdapter"
+    complexity: ClassVar[int] = 3
+    section: ClassVar[str] = "deepspeed"
+    option_group: ClassVar[str] = "zero_stage"
+    option_key: ClassVar[str] = "deepspeed.zero_stage"
+    options: ClassVar[tuple[Option, ...]] = (
+        Option("1", lighter="zero_stage=2"),
+        Option("2", lighter="zero_stage=3", offloads=True),
+        Option("3", offloads=True),
+    )
 
     def set_defaults(self, config: Config) -> None:
         """Set the stage (of the user's file, else 2) and the CPU optimizer."""
@@ -86,6 +107,36 @@ class DeepSpeed(Strategy):
         """Return the operators that DeepSpeed would compile in a worker."""
         return needed_operators(config)
 
+    @classmethod
+    def equals_reference(cls, workers: int) -> bool:
+        """Return whether there is one worker, which partitions nothing."""
+        return workers == 1
+
+    def option_complexity(self, config: Config) -> int:
+        """Return the stage."""
+        return config.deepspeed.zero_stage or 0
+
+    def launch_factor(self, config: Config) -> float:
+        """Return the measured factor of the stage."""
+        return LAUNCH_FACTORS[config.deepspeed.zero_stage or 0]
+
+    def overlaps_communication(self, config: Config) -> bool:
+        """Return ``deepspeed.overlap_comm``.
+
+        Stage 3 overlaps by default too, but hides little: measured runs are slower than at stage 2.
+        """
+        return config.deepspeed.overlap_comm
+
+    def communication(self, config: Settings) -> ZeroCommunication:
+        """Return the collectives of a step, with DeepSpeed's defaults for what only its own file has."""
+        return _communication(config, int(setting(config, "deepspeed.zero_stage") or 0))
+
+    def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> ZeroCommunication:
+        """Return the same with the stage that was built, and the options of the ds_config.json of the run."""
+        stage = built.zero_stage if built else None
+        known = self.communication(config) if stage is None else _communication(config, stage)
+        return replace(known, zero=read_zero_options(run_dir))
+
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Require the requested stage and offload."""
         stage, workers = config.deepspeed.zero_stage, config.cluster.world_size
@@ -106,6 +157,12 @@ class DeepSpeed(Strategy):
         from distexp.strategies.ds_initialization import build_settings
 
         return DeepSpeedModel(blueprint, config, context, build_settings(blueprint, config, context))
+
+
+def _communication(config: Settings, stage: int) -> ZeroCommunication:
+    """Return the collectives of a stage. Gradients have the type of the weights, except at stage 0 in 16 bits."""
+    values = common_values(config)
+    return ZeroCommunication(**values | {"gradient_bytes": values["weight_bytes"] if stage else 4}, stage=stage)
 
 
 def _offload_errors(config: Config) -> Iterator[str]:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from distexp.config import Config
-from distexp.config.sharding import Sharding
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
 from distexp.strategies.fast import block_values
-from distexp.strategies.fsdp_mesh import mesh_shape, sharding_of
+from distexp.strategies.fsdp_communication import FSDPCommunication
+from distexp.strategies.fsdp_mesh import Sharding, mesh_shape, sharding_of
 from distexp.strategies.fsdp_prefetch import TORCH_PREFETCH
+from distexp.strategies.step_traits import Option, Settings, common_values, setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +28,15 @@ class FSDP(Strategy):
     """Parameters, gradients and optimizer states sharded over the workers."""
 
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.FSDPAdapter"
+    complexity: ClassVar[int] = 2
+    section: ClassVar[str] = "fsdp"
+    option_group: ClassVar[str] = "sharding"
+    option_key: ClassVar[str] = "fsdp.sharding"
+    options: ClassVar[tuple[Option, ...]] = (
+        Option("full_shard", offloads=True),
+        Option("shard_grad_op", lighter="sharding=full_shard"),
+        Option("hybrid_shard", lighter="sharding=full_shard", offloads=True, needs_nodes=True),
+    )
 
     def set_defaults(self, config: Config) -> None:
         """Set the sharding to full_shard."""
@@ -71,6 +81,25 @@ class FSDP(Strategy):
     def shards_all_parameters(self, config: Config) -> bool:
         """Return whether the mesh has no replicas by definition of the sharding."""
         return sharding_of(config).shards_over_all_workers
+
+    @classmethod
+    def equals_reference(cls, workers: int) -> bool:
+        """Return whether there is one worker, which shards nothing."""
+        return workers == 1
+
+    def launch_factor(self, config: Config) -> float:
+        """Return the measured factor: the hooks run in Python. See docs/results/choose.md and forecast.md."""
+        return 3.0
+
+    def communication(self, config: Settings) -> FSDPCommunication:
+        """Return the collectives of a step. The sharding is full_shard if it is open."""
+        prefetch = setting(config, "fsdp.backward_prefetch")
+        return FSDPCommunication(
+            **common_values(config),
+            sharding=Sharding(setting(config, "fsdp.sharding") or Sharding.FULL_SHARD),
+            replicas=setting(config, "fsdp.replicas"),
+            backward_prefetch=TORCH_PREFETCH["backward_prefetch"] if prefetch is None else int(prefetch),
+        )
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Require the mesh, the resharding and the offload of the configuration."""

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from distexp.config import Config
-from distexp.config.sharding import Sharding
 from distexp.distributed.context import Context
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class Sharding(StrEnum):
+    """A value of ``fsdp.sharding``."""
+
+    FULL_SHARD = "full_shard"
+    SHARD_GRAD_OP = "shard_grad_op"
+    HYBRID_SHARD = "hybrid_shard"
+    NO_SHARD = "no_shard"
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Return whether parameters are gathered again for the backward pass."""
+        return self is not Sharding.SHARD_GRAD_OP
+
+    @property
+    def shards_over_all_workers(self) -> bool:
+        """Return whether each worker holds an equal share of all states, not a replica."""
+        return self in (Sharding.FULL_SHARD, Sharding.SHARD_GRAD_OP)
+
+    def mesh_shape(self, workers: int, *, nodes: int, replicas: int | None = None) -> tuple[int, int]:
+        """Return the mesh axes (replicate, shard).
+
+        Args:
+            workers: number of workers on all nodes.
+            nodes: number of nodes; hybrid_shard keeps one replica per node.
+            replicas: number of replicas of hybrid_shard, instead of one per node.
+        """
+        replicate = 1
+        if self is Sharding.NO_SHARD:
+            replicate = workers
+        elif self is Sharding.HYBRID_SHARD:
+            replicate = replicas or nodes
+        return replicate, workers // replicate
 
 
 def sharding_of(config: Config) -> Sharding:

@@ -10,9 +10,26 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
 from distexp.strategies.fast import update_values, whole_model_values
+from distexp.strategies.step_collectives import StepCommunication
+from distexp.strategies.step_traits import Settings, common_values
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
+
+
+REFERENCE = ("strategy=single", "cluster.nodes=1", "cluster.workers_per_node=1", "kernels=reference", "offload=false")
+"""Overrides of the configuration whose losses all others must have."""
+
+
+class SingleCommunication(StepCommunication):
+    """No collectives: one worker has all optimizer states."""
+
+    is_planned: ClassVar[bool] = True
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Return False."""
+        return False
 
 
 class Single(Strategy):
@@ -24,6 +41,9 @@ class Single(Strategy):
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.SingleAdapter"
+    is_reference: ClassVar[bool] = True
+    complexity: ClassVar[int] = 0
+    max_workers: ClassVar[int | None] = 1
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model, and cast the weights once per step."""
@@ -40,6 +60,10 @@ class Single(Strategy):
                 "set both to 1, or choose strategy=ddp"
             )
         return errors
+
+    def communication(self, config: Settings) -> SingleCommunication:
+        """Return that one worker has no collectives."""
+        return SingleCommunication(**common_values(config))
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Require the model without a wrapper."""

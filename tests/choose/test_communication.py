@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import inf
 
 import pytest
@@ -11,9 +10,9 @@ import pytest
 from distexp.choose.machine_speeds import MachineSpeeds
 from distexp.choose.rough_forecast import Work, rough_step_s
 from distexp.forecast.communication import add_replication, plan_communication
-from distexp.forecast.settings import CommunicationSettings
 from distexp.forecast.target import Target
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+from distexp.strategies.base import load_strategy
 from tests.helpers.runs import resolve_cell
 
 PARAMETERS = 1_000_000
@@ -31,7 +30,7 @@ def communication_s(overrides: Sequence[str], link: float, network: float) -> fl
 def planned_bytes(overrides: Sequence[str]) -> float:
     """Return the bytes that each of two workers sends by ``distexp forecast``. An all-reduce sends each value twice."""
     config = resolve_cell("cluster.device=cpu", *overrides)
-    settings, steps = CommunicationSettings.of(asdict(config)), config.train.gradient_accumulation_steps
+    settings, steps = load_strategy(config).communication(config), config.train.gradient_accumulation_steps
     phases = [(phase, step) for step in range(steps) for phase in (FORWARD, BACKWARD)]
     items: list[Item] = [Segment(phase, step, 0.001, 0.01, 0.01, 0.01, 5) for phase, step in phases]
     items.append(Segment(OPTIMIZER, steps - 1, 0.001, 0.01, 0.01, 0.01, 5))

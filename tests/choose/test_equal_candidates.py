@@ -31,11 +31,20 @@ def test_a_busy_machine_makes_them_equal() -> None:
     assert equal_candidates([winner, other], winner, Objective.THROUGHPUT) == [other]
 
 
+TARGETS = {
+    "single": "distexp.strategies.single.Single",
+    "ddp": "distexp.strategies.ddp.DDP",
+    "deepspeed": "distexp.strategies.deepspeed.DeepSpeed",
+    "mine": "tests.helpers.incomplete.RaisingOption",
+}
+"""Classes of strategies. That of ``mine`` is derived from DDP."""
+
+
 @pytest.mark.parametrize(("first", "second"), [("ddp", "mine"), ("single", "deepspeed")])
 def test_a_custom_strategy_is_less_simple_than_those_of_distexp(first: str, second: str) -> None:
     found = []
     for name in (second, first):
         config = resolve_cell("strategy=ddp", "cluster.device=cpu")
-        config.strategy = replace(config.strategy, name=name)
+        config.strategy = replace(config.strategy, name=name, _target_=TARGETS[name])
         found.append(Candidate((name,), (name,), 1, config=config))
     assert simplest(found).overrides == (first,)

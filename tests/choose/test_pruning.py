@@ -12,11 +12,12 @@ from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.machine_speeds import MachineSpeeds
 from distexp.choose.no_winner import describe_no_winner
 from distexp.choose.pruning import prune_by_plan
-from distexp.choose.rough_forecast import LAUNCH_FACTORS, Work, rough_step_s, set_forecasts
+from distexp.choose.rough_forecast import Work, rough_step_s, set_forecasts
 from distexp.choose.space import make_space
 from distexp.config import Config
 from distexp.plan.cpu_memory import node_peak_mib
 from distexp.plan.estimate import Estimate
+from distexp.strategies.base import load_strategy
 from tests.helpers.planning import composed
 from tests.helpers.runs import resolve_cell
 
@@ -272,12 +273,14 @@ def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: 
         for candidate in candidates
         if candidate.family[0] == "strategy=ddp" and candidate.forecast_s is not None
     ]
+    config = family[0].config
+    assert config is not None
     times = {
         candidate.micro_batch: candidate.forecast_s or 0.0 for candidate in family if candidate.status is Status.WAITING
     }
     assert sorted(times) == [1, 2, 4, 8, 16]
     assert times[1] > times[2] > times[16]  # launches of each micro-batch
-    assert times[1] - times[2] == pytest.approx(LAUNCH_FACTORS["ddp"] * 8 * 100 * 1e-3, rel=0.1)
+    assert times[1] - times[2] == pytest.approx(load_strategy(config).launch_factor(config) * 8 * 100 * 1e-3, rel=0.1)
 
 
 WORK = Work(flops=1e13, operations=1000, written_bytes=1e9, parameters=1e9)

@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError
-from distexp.forecast.communication import add_replication, ddp_buckets, plan_communication
+from distexp.forecast.communication import add_replication, group_layout, plan_communication
 from distexp.forecast.micro_batches import with_micro_batches
 from distexp.forecast.observed import assign_waits, fill_sizes
-from distexp.forecast.settings import CommunicationSettings, ZeroOptions, read_zero_options
 from distexp.forecast.target import Target
-from distexp.forecast.zero_communication import zero_buckets
 from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+from distexp.strategies.base import recorded_strategy
+from distexp.strategies.ddp import DDP, DDPCommunication
+from distexp.strategies.ds_communication import ZeroCommunication, ZeroOptions, read_zero_options
+from distexp.strategies.fsdp_communication import FSDPCommunication
+from distexp.strategies.fsdp_mesh import Sharding
+from distexp.strategies.single import SingleCommunication
+from distexp.strategies.step_collectives import StepCommunication
 
 MIB = 2**20
 UNITS = (Parameters("embedding", (4 * MIB,)), Parameters("block", (MIB, MIB)), Parameters("head", (2 * MIB,)))
@@ -47,18 +52,16 @@ def model(
     )
 
 
-def plan(settings: CommunicationSettings, micro_batches: int = 2) -> tuple[Item, ...]:
+def plan(settings: StepCommunication, micro_batches: int = 2) -> tuple[Item, ...]:
     items = step(micro_batches)
     found = plan_communication(items, model(items), settings, micro_batches=micro_batches)
     return assign_waits(found, settings, on_gpu=True)
 
 
-def zero(stage: int, **options: Any) -> CommunicationSettings:
+def zero(stage: int, **options: Any) -> ZeroCommunication:
     """Return the settings of a ZeRO stage in 16 bits, with small buckets."""
     options = {"reduce_bucket_size": 4 * MIB, **options}
-    return CommunicationSettings(
-        "deepspeed", zero_stage=stage, zero=ZeroOptions(**options), weight_bytes=2, gradient_bytes=2
-    )
+    return ZeroCommunication(stage=stage, zero=ZeroOptions(**options), weight_bytes=2, gradient_bytes=2)
 
 
 def places(items: Sequence[Item], kind: str) -> list[tuple[str, int, float, int]]:
@@ -74,33 +77,33 @@ def places(items: Sequence[Item], kind: str) -> list[tuple[str, int, float, int]
 
 
 def test_ddp_reduces_its_buckets_in_the_last_backward_pass() -> None:
-    settings = CommunicationSettings("ddp", bucket_bytes=16 * MIB)
+    settings = DDPCommunication(bucket_bytes=16 * MIB)
     # head 8 MiB closes the first bucket; blocks and embedding: 4 + 4 + 16 MiB
-    assert ddp_buckets(model(step()), settings) == [8 * MIB, 24 * MIB]
+    assert settings.buckets(model(step())) == [8 * MIB, 24 * MIB]
     found = plan(settings)
     assert places(found, "all_reduce") == [(BACKWARD, 1, 2, 8), (BACKWARD, 1, 8, 24)]
     assert {item.awaited for item in found if isinstance(item, Collective)} == {OPTIMIZER}
 
 
 def test_a_set_bucket_size_is_also_that_of_the_first_bucket() -> None:
-    chosen = CommunicationSettings.of({"strategy": {"name": "ddp"}, "ddp": {"bucket_cap_mb": 16}})
-    assert ddp_buckets(model(step()), chosen) == [16 * MIB, 16 * MIB]
-    default = CommunicationSettings.of({"strategy": {"name": "ddp"}})
-    assert ddp_buckets(model(step()), default) == [8 * MIB, 24 * MIB]
+    chosen = DDP().communication({"ddp": {"bucket_cap_mb": 16}})
+    assert chosen.buckets(model(step())) == [16 * MIB, 16 * MIB]
+    default = DDP().communication({})
+    assert default.buckets(model(step())) == [8 * MIB, 24 * MIB]
 
 
 def test_ddp_uses_the_buckets_and_the_places_of_the_profiled_run() -> None:
     items = list(step())
     for position in (28, 30):  # both are in the last backward pass
         items.insert(position, Collective("all_reduce", None, 1, "all", BACKWARD, 1))
-    settings = CommunicationSettings("ddp", gradient_bytes=2)
+    settings = DDPCommunication(gradient_bytes=2)
     profiled = model(items, buckets=(2 * MIB, 6 * MIB))
     found = plan_communication(items, profiled, settings, micro_batches=2)
     assert places(found, "all_reduce") == [(BACKWARD, 1, 4, 4), (BACKWARD, 1, 5, 12)]
 
 
 def test_zero_1_reduces_after_the_last_backward_pass_and_gathers_after_the_optimizer() -> None:
-    assert zero_buckets(UNITS, zero(1)) == [4 * MIB, 4 * MIB]
+    assert zero(1).buckets(UNITS) == [4 * MIB, 4 * MIB]
     found = plan(zero(1))
     assert places(found, "all_reduce") == [(BACKWARD, 1, 8, 8), (BACKWARD, 1, 8, 8)]
     assert places(found, "all_gather") == [(OPTIMIZER, 1, 1, 16)]
@@ -117,7 +120,7 @@ def test_zero_2_reduces_in_each_micro_batch() -> None:
 
 @pytest.mark.parametrize(("sharding", "gathers"), [("full_shard", 12), ("shard_grad_op", 3), ("hybrid_shard", 12)])
 def test_fsdp_gathers_as_its_sharding_and_reduces_once(sharding: str, gathers: int) -> None:
-    found = plan(CommunicationSettings("fsdp", sharding=sharding, weight_bytes=2))
+    found = plan(FSDPCommunication(sharding=Sharding(sharding), weight_bytes=2))
     assert len(places(found, "all_gather")) == gathers
     assert [place[1] for place in places(found, "reduce_scatter")] == [1, 1, 1]
     norms = [item for item in found if isinstance(item, Collective) and item.bytes == 4]
@@ -125,7 +128,7 @@ def test_fsdp_gathers_as_its_sharding_and_reduces_once(sharding: str, gathers: i
 
 
 def test_hybrid_shard_reduces_its_share_between_replicas() -> None:
-    settings = CommunicationSettings("fsdp", sharding="hybrid_shard")
+    settings = FSDPCommunication(sharding=Sharding("hybrid_shard"))
     target = Target(nodes=2, workers_per_node=4, micro_batches=2, samples_per_step=1)
     found = add_replication(plan(settings), settings, target)
     for one, following in pairwise(found):
@@ -136,13 +139,13 @@ def test_hybrid_shard_reduces_its_share_between_replicas() -> None:
                 "replicate",
                 (one.bytes or 0) // 4,
             )
-    shard, replicate = settings.layout("shard", target), settings.layout("replicate", target)
+    shard, replicate = (group_layout(settings, axis, target) for axis in ("shard", "replicate"))
     assert (shard.ranks, shard.nodes, replicate.ranks, replicate.nodes) == (4, 1, 2, 2)
     assert add_replication(plan(settings), settings, Target(1, 4, 2, 1)) == plan(settings)
 
 
 def test_a_single_worker_has_no_plan() -> None:
-    assert plan(CommunicationSettings("single")) == step()
+    assert plan(SingleCommunication()) == step()
 
 
 def observed(micro_batches: int, kinds: Sequence[str] = ("all_reduce",)) -> tuple[Item, ...]:
@@ -155,13 +158,13 @@ def observed(micro_batches: int, kinds: Sequence[str] = ("all_reduce",)) -> tupl
     return (*items, Segment(OPTIMIZER, last, 0.1, 1.0, 1.1))
 
 
-DDP = CommunicationSettings("ddp")
+ON_DDP = DDPCommunication()
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3, 5])
 @pytest.mark.parametrize("profiled", [1, 2, 3])
 def test_another_number_of_micro_batches_has_one_reduction(profiled: int, wanted: int) -> None:
-    found = with_micro_batches(observed(profiled), profiled, wanted, DDP)
+    found = with_micro_batches(observed(profiled), profiled, wanted, ON_DDP)
     backward = [item for item in found if isinstance(item, Segment) and item.phase == BACKWARD]
     assert [item.micro_batch for item in backward] == list(range(wanted))
     collectives = [(item.phase, item.micro_batch) for item in found if isinstance(item, Collective)]
@@ -172,11 +175,11 @@ def test_another_number_of_micro_batches_has_one_reduction(profiled: int, wanted
 
 
 def test_micro_batches_in_between_are_as_the_profiled_one_in_between() -> None:
-    found = with_micro_batches(observed(3), 3, 5, DDP)
+    found = with_micro_batches(observed(3), 3, 5, ON_DDP)
     times = [item.device_s for item in found if isinstance(item, Segment) and item.phase == BACKWARD]
     assert times == [2, 3, 3, 3, 4]
     items = tuple(replace_number(item, 2, 7) for item in observed(3))  # of 8 micro-batches the profile has three
-    again = with_micro_batches(items, 8, 8, DDP)
+    again = with_micro_batches(items, 8, 8, ON_DDP)
     assert [i.device_s for i in again if isinstance(i, Segment) and i.phase == BACKWARD] == [2, *[3] * 6, 4]
 
 
@@ -188,7 +191,7 @@ def replace_number(item: Item, old: int, new: int) -> Item:
 def test_zero_2_reduces_in_added_micro_batches_and_shard_grad_op_does_not_gather() -> None:
     found = with_micro_batches(observed(1), 1, 3, zero(2))
     assert [i.micro_batch for i in found if isinstance(i, Collective) and i.phase == BACKWARD] == [0, 1, 2]
-    keeps = CommunicationSettings("fsdp", sharding="shard_grad_op")
+    keeps = FSDPCommunication(sharding=Sharding("shard_grad_op"))
     gather = Collective("all_gather", 8, 2, "shard", FORWARD, 0, transfer_s=0.1)
     items = (gather, *observed(2))
     assert [i.micro_batch for i in with_micro_batches(items, 2, 4, keeps) if i == gather or is_gather(i)] == [0]
@@ -201,23 +204,23 @@ def is_gather(item: Item) -> bool:
 
 def test_sizes_that_gloo_does_not_record_come_from_the_model() -> None:
     items = observed(1, kinds=("all_reduce", "all_reduce"))
-    known = fill_sizes(items, model(items, workers=2, buckets=(MIB, 7 * MIB)), DDP)
+    known = fill_sizes(items, model(items, workers=2, buckets=(MIB, 7 * MIB)), ON_DDP)
     assert [item.bytes for item in known if isinstance(item, Collective)] == [4, 4 * MIB, 28 * MIB]
     four = observed(1, kinds=("all_reduce",) * 4)  # not the planned buckets
-    equal = fill_sizes(four, model(four, workers=2), DDP)
+    equal = fill_sizes(four, model(four, workers=2), ON_DDP)
     assert [item.bytes for item in equal if isinstance(item, Collective)] == [4, *[8 * MIB] * 4]
 
 
 def test_settings_are_read_from_a_configuration() -> None:
     config = {"strategy": {"name": "deepspeed"}, "precision": {"name": "bf16"}, "deepspeed": {"zero_stage": 3}}
     config["offload"] = {"enabled": True}
-    assert CommunicationSettings.of(config) == CommunicationSettings(
-        "deepspeed", zero_stage=3, weight_bytes=2, gradient_bytes=2, offloads=True
+    assert recorded_strategy(config).communication(config) == ZeroCommunication(
+        stage=3, weight_bytes=2, gradient_bytes=2, offloads=True
     )
     ddp = {"strategy": {"name": "ddp"}, "precision": {"name": "bf16"}, "ddp": {"communication": "bf16"}}
-    assert CommunicationSettings.of(ddp).gradient_bytes == 2
-    assert CommunicationSettings.of({**ddp, "ddp": {"bucket_cap_mb": 2}}).gradient_bytes == 4
-    assert CommunicationSettings.of({**ddp, "ddp": {"bucket_cap_mb": 2}}).bucket_bytes == 2 * MIB
+    assert recorded_strategy(ddp).communication(ddp).gradient_bytes == 2
+    small = DDP().communication({**ddp, "ddp": {"bucket_cap_mb": 2}})
+    assert (small.gradient_bytes, small.bucket_bytes) == (4, 2 * MIB)
 
 
 def test_options_of_deepspeed_are_those_of_the_run(tmp_path: Path) -> None:

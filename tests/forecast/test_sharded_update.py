@@ -10,13 +10,14 @@ import pytest
 
 from distexp.forecast.links import NVLINK, Link, Network
 from distexp.forecast.machine import CurvePoint, MachineCurves
-from distexp.forecast.settings import CommunicationSettings, ZeroOptions
 from distexp.forecast.sharded_update import SMALL_PARAMETER_S, UpdateShare, shard_update, update_share
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
 from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Item, Parameters, Segment, StepModel, write_step_model
+from distexp.strategies.ds_communication import ZeroCommunication, ZeroOptions
+from distexp.strategies.fsdp_communication import FSDPCommunication
 from tests.helpers.records import record
 
 SECONDS = {"all_reduce": 0.001, "all_gather": 0.002, "reduce_scatter": 0.002}
@@ -126,7 +127,7 @@ def test_a_profile_of_an_earlier_version_is_readable_and_has_a_note(tmp_path: Pa
 
 
 def test_zero_2_divides_flat_groups_and_zero_3_each_parameter() -> None:
-    two, three = (CommunicationSettings("deepspeed", zero_stage=stage) for stage in (2, 3))
+    two, three = (ZeroCommunication(stage=stage) for stage in (2, 3))
     uneven = [[60, 10, 10, 10, 10], [1, 1, 1]]
     # a part is 50 + 2 elements: the second worker has the rest of the first parameter, the four others, and one of 3
     assert update_share(uneven, two, 2) == UpdateShare(elements=52, parameters=6)
@@ -150,7 +151,7 @@ def loop(launches: int) -> Segment:
     ],
 )
 def test_the_cpu_launches_as_many_kernels_as_a_worker_has_parameters(stage: int, launches: int, host_s: float) -> None:
-    settings = CommunicationSettings("deepspeed", zero_stage=stage)
+    settings = ZeroCommunication(stage=stage)
     before, after = (update_share([[1000] * 10], settings, shards) for shards in (1, 2))
     (found,) = shard_update((loop(launches),), before, after, settings, on_gpu=True)
     assert isinstance(found, Segment)
@@ -161,7 +162,7 @@ def test_the_cpu_launches_as_many_kernels_as_a_worker_has_parameters(stage: int,
 
 
 def test_a_kernel_does_not_get_shorter_than_the_shortest_one() -> None:
-    settings = CommunicationSettings("fsdp")
+    settings = FSDPCommunication()
     before, after = (update_share([[1024] * 10], settings, shards) for shards in (1, 1024))
     (found,) = shard_update((loop(1000),), before, after, settings, on_gpu=True)
     assert isinstance(found, Segment)
@@ -170,7 +171,7 @@ def test_a_kernel_does_not_get_shorter_than_the_shortest_one() -> None:
 
 @pytest.mark.parametrize(("on_gpu", "offloads"), [(False, False), (True, True)])
 def test_a_cpu_that_updates_needs_some_time_for_each_parameter(on_gpu: bool, offloads: bool) -> None:
-    settings = CommunicationSettings("deepspeed", zero_stage=3, zero=ZeroOptions(), offloads=offloads)
+    settings = ZeroCommunication(stage=3, zero=ZeroOptions(), offloads=offloads)
     (large, small) = ([[1_000_000] * 10], [[1000] * 200])
     for groups, host_s in ((large, 0.020 / 4), (small, 200 * SMALL_PARAMETER_S)):
         before, after = (update_share(groups, settings, shards) for shards in (1, 4))
@@ -179,7 +180,7 @@ def test_a_cpu_that_updates_needs_some_time_for_each_parameter(on_gpu: bool, off
 
 
 def test_other_phases_stay(tmp_path: Path) -> None:
-    settings = CommunicationSettings("fsdp")
+    settings = FSDPCommunication()
     items = (*PASSES, replace(UPDATE, waits=True))
     found = shard_update(items, UpdateShare(100, 1), UpdateShare(50, 1), settings, on_gpu=True)
     assert found[:2] == tuple(PASSES)

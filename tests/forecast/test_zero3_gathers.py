@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from distexp.forecast.communication import plan_communication
 from distexp.forecast.observed import assign_waits
-from distexp.forecast.settings import CommunicationSettings, ZeroOptions
 from distexp.forecast.simulate import dependencies
-from distexp.forecast.zero3_gathers import Gather, gathers_of_micro_batch
 from distexp.plan.zero3_fetcher import Fetcher, Receiver
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+from distexp.strategies.ds_communication import Gather, ZeroCommunication, ZeroOptions, gathers_of_micro_batch
 
 ELEMENTS = (100, 2, 40, 60, 2, 40, 60, 100)
 """Parameters of an embedding, two blocks with norm, attention and MLP, and a head."""
@@ -67,7 +66,7 @@ def plan() -> tuple[Item, ...]:
         for size in sizes
     ]
     items = (*passes, Segment(OPTIMIZER, 0, 0.001, 1.0, 1.0, 1.0))
-    settings = CommunicationSettings("deepspeed", zero_stage=3, zero=OPTIONS, weight_bytes=2, gradient_bytes=2)
+    settings = ZeroCommunication(stage=3, zero=OPTIONS, weight_bytes=2, gradient_bytes=2)
     units = (Parameters("all", ELEMENTS),)
     model = StepModel(True, 1, 1, 1, 1.0, ((1.0,),), items, units, modules=MODULES)
     return assign_waits(plan_communication(items, model, settings, micro_batches=1), settings, on_gpu=True)

@@ -11,6 +11,7 @@ from distexp.config import Config
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built, Environment, RunError, RunInfo
+from distexp.strategies.base import shipped_strategies
 
 GPU = "NVIDIA H200"
 
@@ -28,7 +29,7 @@ def config(**settings: Any) -> dict[str, Any]:
     settings.setdefault("strategy", "ddp")
     for key, value in settings.items():
         if key == "strategy":
-            content["strategy"].update(name=value, _target_=f"distexp.strategies.{value}.X")
+            content["strategy"].update(name=value, _target_=_target_of(value))
         else:
             section, name = key.split("__")
             content[section][name] = value
@@ -37,6 +38,12 @@ def config(**settings: Any) -> dict[str, Any]:
     if settings["strategy"] == "deepspeed" and content["deepspeed"]["zero_stage"] is None:
         content["deepspeed"]["zero_stage"] = 2
     return content
+
+
+def _target_of(strategy: str) -> str:
+    """Return the class of a strategy, or that of a package that is not installed."""
+    kind = shipped_strategies().get(strategy)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind else f"not_installed.{strategy}.X"
 
 
 def record(

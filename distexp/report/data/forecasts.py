@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.config.sharding import keeps_optimizer_states_whole
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
@@ -25,6 +24,7 @@ from distexp.runs.forecast_errors import (
     running_error,
     store_error,
 )
+from distexp.strategies.base import recorded_strategy
 
 MAX_ROWS = 40
 MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")
@@ -206,10 +206,7 @@ class ForecastCurve:
 
 def _keeps_work(config: Mapping[str, Any]) -> bool:
     """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    strategy, fsdp, deepspeed = (config.get(name) or {} for name in ("strategy", "fsdp", "deepspeed"))
-    return keeps_optimizer_states_whole(
-        strategy.get("name", ""), sharding=fsdp.get("sharding"), zero_stage=deepspeed.get("zero_stage")
-    )
+    return recorded_strategy(config).communication(config).shards_optimizer is False
 
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:
