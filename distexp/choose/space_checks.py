@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from hydra.core.global_hydra import GlobalHydra
+
 from distexp.choose.axis_keys import AXES, CHECKPOINTING, DEFAULT_VALUES, GROUP_OF_KEY, MICRO_BATCH
 from distexp.choose.space_entries import SpaceEntry
 from distexp.config import ConfigError
@@ -79,8 +81,15 @@ def _check_values(entry: SpaceEntry, values: Sequence[str]) -> None:
 
 
 def _check_axis(axis: str, values: Sequence[str]) -> _ValueProblem:
-    options = ("false", "true") if axis == CHECKPOINTING else tuple(options_of(axis))
+    options = ("false", "true") if axis == CHECKPOINTING else _options_of(axis)
     return _ValueProblem([value for value in values if value not in options], ", ".join(options))
+
+
+def _options_of(group: str) -> Sequence[str]:
+    """Return the options of a config group, also those in a folder of the user (``--config-dir``)."""
+    hydra = GlobalHydra.instance()
+    found = hydra.config_loader().get_group_options(group) if hydra.is_initialized() else []
+    return sorted({*options_of(group), *found})
 
 
 def _check_further(key: str, values: Sequence[str]) -> _ValueProblem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ with profile=true, or of a sweep with one such run. Default: the newest sweep.
   train.global_batch_size=null   a batch that grows with the workers
   forecast.memory=off            do not predict the memory
   forecast.preflight=DIR         use the bandwidths that this run measured
+  --config-dir FOLDER            folder of a custom model, dataset or strategy
   --json                         print JSON for programs
 
 Without sizes: powers of two up to 64 workers.
@@ -42,11 +44,12 @@ examples:
   distexp forecast RUN cluster.nodes=1,2,4,8,16 cluster.workers_per_node=4"""
 
 JSON = "--json"
+CONFIG_DIR = "--config-dir"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the forecast; return the exit code, 2 if the run or an argument is wrong."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given, folders = _split_config_dir(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(given):
         print(USAGE)
         return 0
@@ -58,7 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"distexp: {message}", file=sys.stderr)
         return 2
     _enter_directory_of(run)
-    return run_command(composed)
+    return run_command([*folders, *composed])
+
+
+def _split_config_dir(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without ``--config-dir FOLDER``, and this option with an absolute path."""
+    parser = ArgumentParser(prog="distexp forecast", add_help=False, allow_abbrev=False)
+    parser.add_argument(CONFIG_DIR, type=Path)
+    known, others = parser.parse_known_args(arguments)
+    return others, [] if known.config_dir is None else [CONFIG_DIR, str(known.config_dir.absolute())]
 
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
@@ -24,13 +25,25 @@ STATES_MIB, SAMPLE_MIB, OVERHEAD_MIB = 4_000.0, 1_000.0, 500.0
 
 
 @contextmanager
-def composed(shared: Sequence[str], *cells: Sequence[str]) -> Iterator[tuple[list[Cell], MakeCell]]:
-    """Compose the cells of a command, and yield them with the function that composes variants."""
+def composed(
+    shared: Sequence[str], *cells: Sequence[str], config_dir: Path | None = None
+) -> Iterator[tuple[list[Cell], MakeCell]]:
+    """Compose the cells of a command, and yield them with the function that composes variants.
+
+    Args:
+        shared: Overrides of all cells.
+        cells: Further overrides of each cell.
+        config_dir: Folder of custom options, as with ``--config-dir``.
+    """
     register_schema()
     fixed = [quote_choice(text, config_groups()) for text in shared]
     lists = [[*fixed, *(quote_choice(text, config_groups()) for text in cell)] for cell in cells or ([],)]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        loader = CheckedConfigLoader(GlobalHydra.instance().config_loader().get_search_path())
+        search_path = GlobalHydra.instance().config_loader().get_search_path()
+        if config_dir is not None:
+            search_path.prepend("command-line", f"file://{config_dir}", "schema")
+        loader = CheckedConfigLoader(search_path)
+        vars(GlobalHydra.instance().hydra)["config_loader"] = loader
         search = [text for text in shared if text == "choose.only=true"]
         master = loader.load_configuration("config", ["hydra.sweep.dir=somewhere", *search], RunMode.MULTIRUN)
         context = HydraContext(config_loader=loader, callbacks=Callbacks())

@@ -96,9 +96,15 @@ class FakeLauncher:
         os.utime(run.directory / RECORD, (ended_at, ended_at))
 
 
-def run_search(folder: Path, launcher: TrialLauncher, *arguments: str, planner: FormulaPlanner | None = None) -> None:
+def run_search(
+    folder: Path,
+    launcher: TrialLauncher,
+    *arguments: str,
+    planner: FormulaPlanner | None = None,
+    config_dir: Path | None = None,
+) -> None:
     """Search in a folder. A second search there continues the first."""
-    with composed([*BASE, *arguments]) as (cells, make):
+    with composed([*BASE, *arguments], config_dir=config_dir) as (cells, make):
         master = cells[0].composed
         master.hydra.sweep.dir = str(folder)
         master.hydra.overrides.hydra = [f"hydra.sweep.dir={folder}"]
