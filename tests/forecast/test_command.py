@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distexp.config import Config, ConfigError, ForecastConfig
+from distexp.config import Config, ConfigError, ForecastConfig, StrategyConfig
 from distexp.forecast import arguments, rows
 from distexp.forecast.__main__ import main
 from distexp.forecast.command import print_forecast
@@ -148,7 +148,7 @@ def test_json_has_the_same_rows(sweep: Path, cells: Sequence[Cell], capsys: pyte
 def test_an_efficiency_above_100_percent_needs_less_work_per_worker(
     sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flat(run_dir: Path, targets: Sequence[Target], machine: object) -> list[Forecast]:
+    def flat(run_dir: Path, targets: Sequence[Target], machine: object, trusted: Sequence[str] = ()) -> list[Forecast]:
         """Return 100 ms for 1 and 4 nodes, and 90 ms for 2; 10 % either way."""
         steps = [0.09 if target.nodes == 2 else 0.1 for target in targets]
         return [
@@ -161,7 +161,8 @@ def test_an_efficiency_above_100_percent_needs_less_work_per_worker(
     assert replicas == pytest.approx([1.0, 1 / 0.9, 1.0])
 
     def shard(config: Config) -> None:
-        config.strategy.name, config.fsdp.sharding = "fsdp", "full_shard"
+        config.strategy = StrategyConfig("distexp.strategies.fsdp.FSDP", "fsdp")
+        config.fsdp.sharding = "full_shard"
 
     found = as_json(sweep, changed(cells, shard), capsys)
     assert [row["efficiency_high"] for row in found] == pytest.approx([1.0, 1 / 0.81, 1 / 0.9])

@@ -50,7 +50,7 @@ class AllReduce(Strategy):
         return workers == 1
 
     def main_option(self, config: Config) -> str:
-        """Return the words for tables."""
+        """Return what tables show after the name."""
         return "one reduction"
 
     def launch_factor(self, config: Config) -> float:
