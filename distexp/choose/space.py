@@ -31,7 +31,8 @@ from distexp.launch.parallel_composition import compose_all
 from distexp.plan.cells import replace_overrides
 from distexp.resolve.accumulation import multiples_near
 from distexp.runs.failure_text import join_errors
-from distexp.strategies.base import Strategy, load_strategy, shipped_strategies
+from distexp.strategies.base import load_strategy, shipped_strategies
+from distexp.strategies.step_traits import StepTraits
 
 
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
@@ -131,12 +132,12 @@ def _probe() -> str:
 
 def _kinds(make: MakeCell, command: Sequence[str], axes: Axes) -> Kinds:
     """Return the classes of all strategies, also of custom ones that vary. One that is invalid states nothing."""
-    found = dict(shipped_strategies())
+    found: dict[str, type[StepTraits]] = dict(shipped_strategies())
     for name in axes.values.get(STRATEGY, ()):
         if name not in found:
             cell = make(replace_overrides(command, [f"{STRATEGY}={name}"]))
             config = cell.config or cell.decided
-            found[name] = Strategy if config is None else type(load_strategy(config))
+            found[name] = StepTraits if config is None else type(load_strategy(config))
     return found
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from distexp.choose.axes import Axes
 from distexp.choose.axis_keys import OFFLOAD, STRATEGY, STRATEGY_OF
 from distexp.choose.cluster_sizes import ClusterSize
-from distexp.strategies.base import Strategy, reference_name
-from distexp.strategies.step_traits import Option
+from distexp.strategies.base import reference_name
+from distexp.strategies.step_traits import Option, StepTraits
 
-Kinds = Mapping[str, type[Strategy]]
+Kinds = Mapping[str, type[StepTraits]]
 """The class of each strategy by its name."""
 
 
@@ -41,14 +41,14 @@ def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[St
             yield StrategyChoice(f"{STRATEGY}={name}")
 
 
-def _is_useful(kind: type[Strategy], size: ClusterSize, *, is_only: bool) -> bool:
+def _is_useful(kind: type[StepTraits], size: ClusterSize, *, is_only: bool) -> bool:
     """Return whether a strategy without options is tried. On one worker ``ddp`` is ``single`` with an overhead."""
     if kind.max_workers is not None and size.workers > kind.max_workers:
         return False
     return is_only or kind.is_reference or not kind.equals_reference(size.workers)
 
 
-def _sharded_choices(name: str, kind: type[Strategy], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
+def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
     """Yield the options of a strategy such as FSDP or DeepSpeed. One that is the only one is tried in any case."""
     axis = kind.option_group
     values = axes.values.get(axis, ())
