@@ -16,7 +16,7 @@ from distexp.runs.run_dir import RECORD
 from distexp.runs.step_model import StepModel, read_step_model
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.step_collectives import StepCommunication
-from distexp.strategies.step_traits import setting
+from distexp.strategies.step_traits import StepTraits, setting
 
 P90 = NormalDist().inv_cdf(0.9)
 
@@ -81,7 +81,7 @@ def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredSt
     if model is None or not median_s:
         raise ConfigError(f"{run_dir} has no profiled step to forecast from: run it again with profile=true")
     deviation = max(0.0, (p90_s or median_s) - median_s) / P90
-    strategy = recorded_strategy(record.config, trusted)
+    strategy = recorded_strategy(record.config, trusted) or StepTraits()
     if model.workers == 1 and not strategy.communication(record.config).is_planned:
         raise ConfigError(
             f"{run_dir} was profiled on one worker, so the collectives of "

@@ -190,31 +190,14 @@ def _make_strategy(target: str) -> Strategy:
     return strategy
 
 
-class UnknownStrategy(Strategy):
-    """The strategy of a record whose code is not trusted: it states nothing, and cannot train."""
+def recorded_strategy(config: Settings, trusted: Sequence[str] = ()) -> Strategy | None:
+    """Return the strategy of a record's configuration; None for a custom one that is not trusted.
 
-    def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """Require nothing."""
-        return {}
-
-    def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
-        """Refuse to train.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(f"strategy._target_={config.strategy._target_} is not trusted, so it cannot train")
-
-
-def recorded_strategy(config: Settings, trusted: Sequence[str] = ()) -> Strategy:
-    """Return the strategy of the configuration of a record. A foreign record never chooses what code is imported.
+    A record may come from somebody else, so no code is imported because a record names it.
 
     Args:
         config: Configuration of the record.
         trusted: Packages that the user trusts, whose classes may be imported.
-
-    Returns:
-        An UnknownStrategy if the class is neither of distexp nor of a trusted package.
 
     Raises:
         ConfigError: A class of a trusted package is not a Strategy, or cannot be imported.
@@ -225,7 +208,7 @@ def recorded_strategy(config: Settings, trusted: Sequence[str] = ()) -> Strategy
             return kind()
     if isinstance(target, str) and target.split(".", 1)[0] in trusted:
         return _make_strategy(target)
-    return UnknownStrategy()
+    return None
 
 
 def reference_name() -> str:

@@ -206,7 +206,8 @@ class ForecastCurve:
 
 def _keeps_work(config: Mapping[str, Any]) -> bool:
     """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    return recorded_strategy(config).communication(config).shards_optimizer is False
+    strategy = recorded_strategy(config)
+    return strategy is not None and strategy.communication(config).shards_optimizer is False
 
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:
