@@ -20,7 +20,8 @@ from distexp.config import Config, ConfigError
 from distexp.config.custom_code import PAGE, check_not_abstract, shorten_errors
 from distexp.config.paths import conf_dir, options_of
 from distexp.config.targets import locate
-from distexp.runs.record_sections import Built
+from distexp.runs.record_sections import Built, StrategyTraits
+from distexp.strategies.memory_traits import MemoryTraits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +99,7 @@ COMMUNICATION = "communication"
 """The requirement of a strategy that runs several workers."""
 
 
-class Strategy(ABC):
+class Strategy(MemoryTraits, ABC):
     """A way to distribute the training.
 
     Attributes:
@@ -127,7 +128,7 @@ class Strategy(ABC):
         """
         return vars(cls).get("hf_adapter")
 
-    def set_defaults(self, config: Config) -> None:  # noqa: B027 (a strategy without options has no defaults)
+    def set_defaults(self, config: Config) -> None:
         """Set the options of this strategy that the user left open."""
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
@@ -149,6 +150,10 @@ class Strategy(ABC):
         """Return the main option, for example ``full_shard``; empty if there is none."""
         return ""
 
+    def label(self, config: Config) -> str:
+        """Return the strategy with its main option, for example ``fsdp full_shard``."""
+        return f"{config.strategy.name} {self.main_option(config)}".rstrip()
+
     def shards_all_parameters(self, config: Config) -> bool:
         """Return whether each worker holds an equal share of the parameters."""
         return False
@@ -156,6 +161,16 @@ class Strategy(ABC):
     def operators(self, config: Config) -> tuple[str, ...]:
         """Return the C++ operators of DeepSpeed to compile before the workers start."""
         return ()
+
+    def report_traits(self, config: Config) -> StrategyTraits:
+        """Return what the report needs to know, for the record. The report itself imports no strategy."""
+        return StrategyTraits(
+            label=self.label(config),
+            one_worker=COMMUNICATION not in self.requires,
+            keeps_states_whole=self.keeps_states_whole(config),
+            memory_note=self.memory_note(config),
+            setup_note=self.setup_note,
+        )
 
     @abstractmethod
     def expected_build(self, config: Config) -> Mapping[str, Any]:
@@ -183,6 +198,16 @@ def load_strategy(config: Config) -> Strategy:
             f"as in {PAGE}"
         )
     return strategy
+
+
+def recorded_strategy(config: Mapping[str, Any]) -> Strategy | None:
+    """Return the strategy of a record's configuration; None for a custom one.
+
+    A record may come from somebody else, so no code is imported because a record names it.
+    """
+    target = (config.get("strategy") or {}).get("_target_")
+    kinds = shipped_strategies().values()
+    return next((kind() for kind in kinds if f"{kind.__module__}.{kind.__qualname__}" == target), None)
 
 
 @lru_cache(maxsize=1)
