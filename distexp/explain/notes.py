@@ -22,9 +22,9 @@ def try_line(alternatives: Sequence[str]) -> str | None:
 
 
 def reason_lines(explanation: Explanation) -> Iterator[str]:
-    """Yield why each of the overrides to try would help."""
-    reasons = ((overrides, explanation.reasons.get(overrides)) for overrides in explanation.alternatives)
-    yield from (f"  {overrides}: {reason}" for overrides, reason in reasons if reason)
+    """Yield why each alternative would help, with its first override."""
+    reasons = ((overrides.split()[0], explanation.reasons.get(overrides)) for overrides in explanation.alternatives)
+    yield from (f"  {override}: {reason}" for override, reason in reasons if reason)
 
 
 def batch_line(larger: Sequence[str]) -> str | None:

@@ -115,7 +115,7 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
     if smaller:
         yield smaller
     if not config.offload.enabled:
-        yield ("offload=true",) if strategy.supports_offload(config) else ("zero_stage=2", "offload=true")
+        yield strategy.offload_overrides(config)
     together = [*light, *([smaller] if smaller else [])]
     merged = tuple(last_of_each_key([text for change in together for text in change]))
     if len(together) > 1 and merged != pair:

@@ -46,11 +46,11 @@ class CpuMemory:
 
 
 UNMEASURED_ON_CPUS = CpuMemory(60.0, reserve=2.3)
-"""The largest reserve of the measured strategies, for those that were not measured."""
+"""Memory of a worker whose strategy was not measured, with the largest reserve of the measured ones."""
 
 
 class Advice(NamedTuple):
-    """Overrides that would reduce a bottleneck, separated by spaces, and the reason in one sentence."""
+    """Overrides that would reduce a bottleneck, separated by spaces, and the reason."""
 
     overrides: str
     reason: str
@@ -140,6 +140,10 @@ class MemoryTraits:
     def supports_offload(self, config: Config) -> bool:
         """Return whether ``offload=true`` is possible with the other options."""
         return False
+
+    def offload_overrides(self, config: Config) -> tuple[str, ...]:
+        """Return the overrides that offload states, with another strategy if this one cannot."""
+        return ("offload=true",) if self.supports_offload(config) else ("zero_stage=2", "offload=true")
 
     def compiles(self, step: ProfiledStep) -> bool:
         """Return whether ``kernels=fast`` compiles the model on a GPU."""

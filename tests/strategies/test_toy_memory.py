@@ -1,4 +1,4 @@
-"""What a strategy states about memory and advice: a toy strategy, which only this file has, is planned and explained."""
+"""What a strategy states about memory and advice: a toy strategy that only this file has is planned and explained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOTE = "The toy keeps all gradients until it reduces them."
 class Toy(Strategy):
     """Data parallelism that reduces all gradients in a few flat copies, one after the other."""
 
-    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(50.0, reserve=1.2)
+    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(50.0, reserve=1.0)
     setup_note: ClassVar[str] = "The toy needs memory during setup."
 
     def main_option(self, config: Config) -> str:
@@ -177,8 +177,8 @@ def test_the_report_shows_its_label_and_its_notes() -> None:
 @pytest.mark.slow
 def test_a_run_of_it_is_predicted_explained_and_reported(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = ("plan=check", "train.profile_steps=2", "train.max_steps=8", f"hydra.run.dir={run}")
-    done = run_distexp(*TOY, *WIDE, *arguments)
+    steps = ("train.measure_after_step=2", "train.profile_steps=2", "train.max_steps=9")
+    done = run_distexp(*TOY, *WIDE, *steps, "plan=check", f"hydra.run.dir={run}")
     assert done.returncode == 0, done.stdout + done.stderr
     found = RunRecord.read(run / "record.json")
     assert found.predicted is not None
