@@ -59,7 +59,6 @@ def test_report_knows_nothing_of_the_worker() -> None:
     allowed = own | {
         "distexp.console.terminal",
         "distexp.exceptions",
-        "distexp.strategies.base",
         "distexp.system.units",
     }
     for path in (REPOSITORY / "distexp" / "report").rglob("*.py"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from distexp.cli.suggestions import suggest
+from distexp.config.key_info import strategy_groups
 from distexp.config.paths import options_of
 
 BOOLEAN_NAMES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
@@ -18,9 +19,6 @@ OPTION_NAMES = {
 
 ZERO_STAGE = re.compile(r"zero[-_ ]?([0-3])")
 """Name of a ZeRO stage in other programs."""
-
-STRATEGY_GROUPS = ("strategy", "sharding", "zero_stage")
-"""Groups that choose a strategy, whose options are easily confused."""
 
 EXTENDED_GROUPS = ("model", "dataset", "strategy", "cluster")
 """Groups to which users add custom options."""
@@ -51,7 +49,8 @@ def _suggest_option(group: str, option: str, options: list[str]) -> str:
         return f". Did you mean {name}?"
     if group == "strategy" and (stage := ZERO_STAGE.fullmatch(name)):
         return f". Did you mean zero_stage={stage[1]}?"
-    elsewhere = [other for other in STRATEGY_GROUPS if group in STRATEGY_GROUPS and name in options_of(other)]
+    confused = ("strategy", *strategy_groups())  # Groups that choose a strategy.
+    elsewhere = [other for other in confused if group in confused and name in options_of(other)]
     return f". Did you mean {elsewhere[0]}={name}?" if elsewhere else suggest(name, options)
 
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hydra.core.override_parser.types import Glob, Override
 
 from distexp.cli.overrides import plain_value
+from distexp.config import Config
+from distexp.config.key_info import get_value, strategy_groups
 from distexp.resolve.implied_strategy import implied_strategy
-
-IMPLYING_GROUPS = ("sharding", "zero_stage")
-"""Groups whose options imply a strategy."""
-
-STRATEGY_WITH_DEFAULT = {"zero_stage=2": "deepspeed", "sharding=full_shard": "fsdp"}
-"""Options that are the default of a strategy."""
-
-ONE_WORKER = "single"
-"""Strategy that trains on one worker."""
+from distexp.strategies.base import COMMUNICATION, shipped_strategies
 
 WORKER_KEYS = ("cluster.nodes", "cluster.workers_per_node")
 """Keys whose product is the number of workers."""
@@ -38,7 +33,10 @@ class _ImplyingOption:
     @property
     def is_default(self) -> bool:
         """Return whether the strategy has this option if nothing is typed."""
-        return STRATEGY_WITH_DEFAULT.get(self.text) == self.strategy
+        group, _, option = self.text.partition("=")
+        config = Config()
+        shipped_strategies()[self.strategy]().set_defaults(config)
+        return str(get_value(config, strategy_groups()[group])) == option
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,17 @@ class _WorkerCount:
     several: str
 
 
+@lru_cache(maxsize=1)
+def one_worker_strategies() -> frozenset[str]:
+    """Return the strategies that train on one worker."""
+    return frozenset(name for name, kind in shipped_strategies().items() if COMMUNICATION not in kind.requires)
+
+
+def _alone(strategies: Sequence[str]) -> str:
+    """Return the override with those of some strategies that train on one worker."""
+    return f"strategy={','.join(name for name in strategies if name in one_worker_strategies())}"
+
+
 def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
     """Return a warning about invalid cells of a sweep over strategies, with the sweep to type; None without any."""
     by_key = {override.get_key_element(): override for override in overrides}
@@ -63,7 +72,8 @@ def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
     if swept is None or not swept.is_sweep_override() or isinstance(swept.value(), Glob):
         return None
     options, strategies = _implying_options(by_key), _values(swept)
-    workers = _worker_counts(by_key) if ONE_WORKER in strategies and set(strategies) != {ONE_WORKER} else []
+    alone = one_worker_strategies()
+    workers = _worker_counts(by_key) if alone.intersection(strategies) and not alone.issuperset(strategies) else []
     valid = set(strategies).intersection(*({option.strategy} for option in options))
     if invalid := [strategy for strategy in strategies if strategy not in valid]:
         return _warning(options, strategies, workers, invalid)
@@ -71,10 +81,10 @@ def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
 
 
 def _warning_about_workers(strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
-    """Return the warning about a sweep of ``single`` and others, all with the same numbers of workers."""
+    """Return the warning about a sweep of one worker and others, all with the same numbers of workers."""
     several = " or ".join(count.several for count in workers)
     return (
-        f"strategy={ONE_WORKER} trains on one worker, so it is invalid with {several}: "
+        f"{_alone(strategies)} trains on one worker, so it is invalid with {several}: "
         f"to compare it with the others, write {_cells((), strategies, workers)} instead"
     )
 
@@ -85,10 +95,10 @@ def _cells(options: Sequence[_ImplyingOption], strategies: Sequence[str], worker
     Args:
         options: The options of one strategy.
         strategies: All strategies of the sweep.
-        workers: The numbers of workers, if ``single`` is among the strategies.
+        workers: The numbers of workers, if a strategy for one worker is among the strategies.
     """
     implied, typed = {option.strategy for option in options}, [count.text for count in workers]
-    alone = [ONE_WORKER] if workers else []
+    alone = [strategy for strategy in strategies if workers and strategy in one_worker_strategies()]
     rest = [strategy for strategy in strategies if strategy not in {*implied, *alone}]
     cells = [[f"strategy={name}", *(f"{count.key}=1" for count in workers)] for name in alone]
     cells += [[f"strategy={','.join(rest)}", *typed]] * bool(rest)
@@ -105,7 +115,7 @@ def _cell(overrides: Sequence[str]) -> str:
 def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
     """Return the options that imply one strategy each."""
     found = []
-    for override in (by_key[group] for group in IMPLYING_GROUPS if group in by_key):
+    for override in (by_key[group] for group in strategy_groups() if group in by_key):
         implied = {implied_strategy(override.get_key_element(), option) for option in _values(override)}
         if len(implied) == 1 and None not in implied:
             found.append(_ImplyingOption(str(override.input_line).replace("'", ""), str(*implied)))
@@ -136,7 +146,7 @@ def _warning(
 ) -> str:
     """Return the warning about options of one strategy in cells of another one."""
     reasons = [f"{option.text} is for strategy={option.strategy}" for option in options]
-    reasons += [f"strategy={ONE_WORKER} trains on one worker"] * bool(workers)
+    reasons += [f"{_alone(strategies)} trains on one worker"] * bool(workers)
     which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
     shorter = "" if workers else _shorter(options, strategies)
     return (

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
+from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from distexp.config import Config
 from distexp.config.field_info import FieldInfo, info_of
-from distexp.config.paths import config_groups
+from distexp.config.paths import config_groups, options_of
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 LIST_TYPES = {int: "a list of integers, as in [1,2]", float: "a list of numbers, as in [0.9,0.99]"}
@@ -48,6 +49,27 @@ def speed_references() -> dict[str, Any]:
     """Return the keys that ``kernels=fast`` may set, each with its value for ``kernels=reference``."""
     references = {key: info_of(spec).reference for key, spec in schema_fields()}
     return {key: reference for key, reference in references.items() if reference is not None}
+
+
+@lru_cache(maxsize=1)
+def strategy_sections() -> frozenset[str]:
+    """Return the sections that hold the options of one strategy: they have its name."""
+    return frozenset(options_of("strategy"))
+
+
+@lru_cache(maxsize=1)
+def strategy_groups() -> Mapping[str, str]:
+    """Return the config groups that set the main option of one strategy, each with its key.
+
+    They choose the strategy too: ``sharding`` sets ``fsdp.sharding`` and the strategy ``fsdp``.
+    """
+    keys = [key for key, _ in schema_fields() if key.partition(".")[0] in strategy_sections()]
+    return {name: key for key in keys if (name := key.rpartition(".")[2]) in config_groups()}
+
+
+def key_of_group(group: str) -> str | None:
+    """Return the key that a config group sets, and that takes precedence over it if it is typed; None for others."""
+    return {**strategy_groups(), "offload": "offload.enabled"}.get(group)
 
 
 def known_keys() -> set[str]:

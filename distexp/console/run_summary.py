@@ -60,7 +60,7 @@ def run_title(spec: RunSpec) -> str:
 
 def strategy_label(config: Config) -> str:
     """Return the strategy with its main option: ``fsdp full_shard, offloaded``."""
-    name = f"{config.strategy.name} {load_strategy(config).main_option(config)}".rstrip()
+    name = load_strategy(config).label(config)
     return f"{name}, offloaded" if config.offload.enabled else name
 
 

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from distexp.config import Config, ConfigError
-from distexp.system.overheads import overhead_mib
+from distexp.config import ConfigError
 from distexp.system.units import MIB
 
 GB = 1 << 30
 
 
-def limit_memory(device: torch.device, config: Config) -> None:
+def limit_memory(device: torch.device, limit_gb: float, overhead_mib: float) -> None:
     """Limit torch's memory on a GPU, so that a training that needs more runs out of memory.
 
     CUDA and NCCL need memory too, and allocate most of it later. So their usual need is subtracted from the limit.
 
     Args:
         device: the GPU of this process.
-        config: it has the limit, ``cluster.gpu_memory_limit_gb``.
+        limit_gb: ``cluster.gpu_memory_limit_gb``.
+        overhead_mib: usual need of CUDA and NCCL.
 
     Raises:
         ConfigError: the GPU has less memory than the limit, or CUDA and NCCL alone need more.
     """
-    limit_gb = config.cluster.gpu_memory_limit_gb
-    if limit_gb is None:
-        return
     free, total = torch.cuda.mem_get_info(device)
-    used = max(total - free - torch.cuda.memory_reserved(device), int(sum(overhead_mib(config).values()) * MIB))
+    used = max(total - free - torch.cuda.memory_reserved(device), int(overhead_mib * MIB))
     torch.cuda.set_per_process_memory_fraction(allowed_bytes(limit_gb, used, total) / total, device)
 
 

@@ -55,13 +55,14 @@ def sub_store(prefix: str, store: Store) -> Store:
     return stores.PrefixStore(prefix, store)
 
 
-def join(spec: RunSpec, run_dir: Path, store: Store | None = None) -> Context:
+def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_mib: float = 0.0) -> Context:
     """Initialize the process group from torchrun's environment variables.
 
     Args:
         spec: the run.
         run_dir: directory of the run.
         store: store in which the ranks find each other; None: a new one.
+        overhead_mib: memory of a GPU that CUDA and NCCL usually need, for ``cluster.gpu_memory_limit_gb``.
 
     Raises:
         RuntimeError: the number of workers or GPUs differs from the spec.
@@ -82,7 +83,8 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None) -> Context:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        limit_memory(device, spec.config)
+        if spec.config.cluster.gpu_memory_limit_gb is not None:
+            limit_memory(device, spec.config.cluster.gpu_memory_limit_gb, overhead_mib)
     timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
     set_default_timeout(timeout)
     # gloo is needed on GPUs too, for tensors that are offloaded to the CPU.

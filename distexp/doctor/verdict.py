@@ -87,7 +87,7 @@ def _other_problems(states: Mapping[str, str], torch: TorchInfo) -> Iterator[str
     elif any(capability < (8, 0) for capability in torch.capabilities):
         yield "precision=bf16 at full speed: this GPU emulates it, use precision=fp16"
     if torch.usable and "missing" in (states["C++ compiler"], states["ninja"]):
-        yield "DeepSpeed's CPU Adam: it cannot be compiled, set deepspeed.cpu_optimizer=torch"
+        yield from filter(None, (strategy.operator_problem for strategy in shipped_strategies().values()))
     if states["Slurm"] != "ok":
         yield "cluster=slurm: see Slurm above"
 

@@ -12,7 +12,6 @@ from distexp.explain.step_profile import StepProfile
 from distexp.runs.device_entries import cpu_peak_mib
 from distexp.runs.entry_values import number_of
 from distexp.runs.spec import parse_config
-from distexp.system.overheads import overhead_mib
 from distexp.system.units import MIB
 
 USABLE = 0.9
@@ -39,7 +38,7 @@ def outside_torch_mib(profile: StepProfile) -> float | None:
     """
     found = _values(profile.record.memory.get("parts"), "context_mib")
     with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged or an old record
-        found.append(sum(overhead_mib(parse_config(profile.record.config)).values()))
+        found.append(profile.strategy.total_overhead_mib(parse_config(profile.record.config)))
     return max(found, default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from distexp.explain.explanation import Explanation
 from distexp.explain.profile_comparison import ProfileComparison
 from distexp.explain.sentences import describe_missing_cores
 from distexp.explain.step_profile import StepProfile
@@ -18,6 +19,12 @@ CPU_NOTE = "Without a GPU, operators of PyTorch count as kernels, and slow launc
 def try_line(alternatives: Sequence[str]) -> str | None:
     """Return the line with the overrides to try; None if there are none."""
     return f"try: {'  or  '.join(alternatives)}" if alternatives else None
+
+
+def reason_lines(explanation: Explanation) -> Iterator[str]:
+    """Yield why each alternative would help, with its first override."""
+    reasons = ((overrides.split()[0], explanation.reasons.get(overrides)) for overrides in explanation.alternatives)
+    yield from (f"  {override}: {reason}" for override, reason in reasons if reason)
 
 
 def batch_line(larger: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from distexp.console.plain_text import print_plain
 from distexp.console.terminal import make_console
-from distexp.explain.notes import batch_line, comparison_notes, profile_notes, scaling_note, try_line
+from distexp.explain.notes import batch_line, comparison_notes, profile_notes, reason_lines, scaling_note, try_line
 from distexp.explain.profile_comparison import ProfileComparison
 from distexp.explain.profiled_runs import ProfiledRun
 from distexp.explain.table import comparison_table, ranks_table
@@ -37,7 +37,7 @@ def _print_run(run: ProfiledRun, console: Console) -> None:
     console.print()
     explanation = run.explanation
     larger = batch_line(explanation.larger_batch)
-    for line in (explanation.sentence, try_line(explanation.alternatives), larger):
+    for line in (explanation.sentence, try_line(explanation.alternatives), *reason_lines(explanation), larger):
         if line is not None:
             print_plain(console, line)
     for note in (*profile_notes(run.profile), *scaling_note(run.profile, has_percentages=True)):

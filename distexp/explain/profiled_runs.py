@@ -19,6 +19,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.record_search import read_records
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.sweep_dirs import describe_no_training
+from distexp.strategies.base import recorded_strategy
 
 REPLACED = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
 """Overrides that a command with a profile has not, or has with other values."""
@@ -34,8 +35,10 @@ class ProfiledRun:
 
     @property
     def explanation(self) -> Explanation:
-        """Return the bottleneck."""
-        return explain_profile(self.profile)
+        """Return the bottleneck. Code of a custom strategy is not imported here, so it is what the run has stored."""
+        stored = Explanation.from_json(self.record.metrics.explanation)
+        is_custom = recorded_strategy(self.record.config) is None
+        return stored if is_custom and stored is not None else explain_profile(self.profile)
 
     @property
     def title(self) -> str:

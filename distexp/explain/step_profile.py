@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distexp.runs.entry_values import number_of
 from distexp.runs.noise import speed_noise, step_noise
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import HIDDEN, PARTS
+from distexp.strategies.base import recorded_strategy
+from distexp.strategies.memory_traits import MemoryTraits
 
 COMPUTE = ("matmul", "other_kernels")
 """Parts in which kernels run."""
@@ -45,17 +47,27 @@ class RankStep:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The median profiled step of all ranks of a run."""
+    """The median profiled step of all ranks of a run.
+
+    Attributes:
+        strategy: Strategy of the run. A custom one that was not loaded has the defaults.
+    """
 
     record: RunRecord
     ranks: tuple[RankStep, ...]
+    strategy: MemoryTraits = field(default_factory=MemoryTraits)
 
     @classmethod
-    def of(cls, record: RunRecord) -> StepProfile | None:
-        """Return the profile of a run; None if it was not profiled."""
+    def of(cls, record: RunRecord, strategy: MemoryTraits | None = None) -> StepProfile | None:
+        """Return the profile of a run; None if it was not profiled.
+
+        Args:
+            record: The record.
+            strategy: Strategy of the run; None: that of the record, if distexp ships it.
+        """
         ranks = [_read_rank(entry) for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
         known = tuple(rank for rank in ranks if rank is not None)
-        return cls(record, known) if known else None
+        return cls(record, known, strategy or recorded_strategy(record.config) or MemoryTraits()) if known else None
 
     @property
     def step_ms(self) -> float:

@@ -125,4 +125,4 @@ class SizeRow:
 
 def _has_constant_work(config: Config | None) -> bool:
     """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    return config is not None and load_strategy(config).communication(config).shards_optimizer is False
+    return config is not None and load_strategy(config).keeps_states_whole(config) is True

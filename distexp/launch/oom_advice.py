@@ -68,16 +68,20 @@ def predicted_change(config: Config, usable_mib: float) -> list[str]:
 
 
 def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
-    """Return a copy with other options of the training; None for those that the resolution must complete."""
+    """Return a copy with other options of the training, or of a custom strategy; None for others.
+
+    The resolution must complete those.
+    """
     changed = copy.deepcopy(config)
+    places = {"train": vars(changed.train), "strategy.options": changed.strategy.options}
     for override in overrides:
         key, _, text = override.partition("=")
-        section, _, name = key.partition(".")
-        if section != "train":
+        section, _, name = key.rpartition(".")
+        if name not in places.get(section, {}):
             return None
-        old = getattr(changed.train, name)
+        old = places[section][name]
         value: Any = int(text) if isinstance(old, int) and not isinstance(old, bool) else text
-        setattr(changed.train, name, text == "true" if isinstance(old, bool) else value)
+        places[section][name] = text == "true" if isinstance(old, bool) else value
     keeps_global_batch = changed.train.global_batch_size is not None
     return with_micro_batch(changed, changed.train.micro_batch) if keeps_global_batch else changed
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distexp.checkpoints.folder import remove_unfinished
 from distexp.launch.failures import Cause, classify_failure, current_phase
-from distexp.launch.record_measurements import add_explanation, add_traces
+from distexp.launch.record_measurements import add_explanation, add_strategy, add_traces
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs import attempts
 from distexp.runs.full_disk import name_folder, release_reserve
@@ -68,7 +68,8 @@ def finalize_run(
         add_traces(record, spec, directory)
     except (OSError, ValueError) as failure:  # The record of a finished training matters more than its memory.
         print(f"distexp: {directory} has no memory or energy in its record: {failure}", file=sys.stderr)
-    add_explanation(record)
+    add_strategy(record, spec)
+    add_explanation(record, spec)
     record.predicted = read_prediction(directory)
     attempts.finalize(record)
     record.write(directory)

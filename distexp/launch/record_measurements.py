@@ -15,6 +15,7 @@ from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, PREFLIGHT
 from distexp.runs.spec import RunSpec
+from distexp.strategies.base import load_strategy
 
 
 def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -29,13 +30,21 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     add_evidence(record, spec, directory)
 
 
-def add_explanation(record: RunRecord) -> None:
-    """Add the bottleneck of the profiled step, if there is one.
+def add_strategy(record: RunRecord, spec: RunSpec) -> None:
+    """Add what the strategy states for the report, if no worker did."""
+    try:
+        record.strategy = record.strategy or load_strategy(spec.config).report_traits(spec.config)
+    except Exception as error:  # any: custom code runs here, and the record matters more
+        print(f"distexp: the record has no strategy section: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def add_explanation(record: RunRecord, spec: RunSpec) -> None:
+    """Add the bottleneck of the profiled step, if there is one, with the advice of the strategy.
 
     Its advice depends on the measured memory, so call it after ``add_traces``.
     """
     try:
-        found = explain(record)
+        found = explain(record, load_strategy(spec.config)) if record.metrics.step_breakdown else None
     except Exception as error:  # any: the training is finished, and its record matters more
         print(f"distexp: the profiled step has no explanation: {type(error).__name__}: {error}", file=sys.stderr)
         return

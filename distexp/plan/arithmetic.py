@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distexp.config import Config
 from distexp.resolve.parameter_count import parameter_count
-from distexp.runs.model_states import BYTES_PER_VALUE, MOMENTS, States, sharded_states, zero_states
+from distexp.runs.model_states import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB
@@ -20,8 +20,8 @@ def expected_states_mib(config: Config, counted: int | None = None) -> States | 
     moments, parameters = MOMENTS.get(config.train.optimizer), counted or parameter_count(config.model)
     if moments is None or parameters is None:
         return None
-    expected = {"mesh": [1, 1], "offload": "none", **load_strategy(config).expected_build(config)}
-    half = config.strategy.name == "deepspeed" and config.precision.name != "fp32"
+    strategy = load_strategy(config)
+    expected = {"mesh": [1, 1], "offload": "none", **strategy.expected_build(config)}
     built = Built(
         strategy=config.strategy.name,
         engine=config.engine.name,
@@ -31,13 +31,12 @@ def expected_states_mib(config: Config, counted: int | None = None) -> States | 
         sharded_units=1,
         zero_stage=expected.get("zero_stage"),
         offload=expected["offload"],
-        param_dtype="bfloat16" if half else "float32",
+        param_dtype=strategy.weights_type(config),
         compute_dtype="",
         optimizer=config.train.optimizer,
         parameters=parameters,
         compute_weights=config.train.compute_weights,
     )
-    kept = BYTES_PER_VALUE * moments
-    states = sharded_states(built, kept) if built.zero_stage is None else zero_states(built, built.zero_stage, kept)
+    states = states_per_parameter(built, BYTES_PER_VALUE * moments)
     names = {"optimizer": "optimizer_states"}
     return {names.get(name, name): size * parameters / MIB for name, size in states.items()}

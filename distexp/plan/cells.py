@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from distexp.cli.overrides import quote_choice
 from distexp.config import Config
 from distexp.config.batch_sizes import depends_on_micro_batch
+from distexp.config.key_info import key_of_group, strategy_groups
 from distexp.config.override_text import key_of
 from distexp.config.paths import config_groups
 from distexp.console.run_summary import strategy_label
@@ -100,9 +101,9 @@ def search_of(
 def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return the overrides of a cell with others, which replace those of the same keys."""
     replaced = {key_of(text) for text in new}
-    replaced |= {KEY_OF_GROUP[group] for group in replaced & KEY_OF_GROUP.keys()}
-    if replaced & IMPLY_STRATEGY:
-        replaced |= {"strategy", *IMPLY_STRATEGY}
+    replaced |= {key for group in replaced if (key := key_of_group(group)) is not None}
+    if replaced & strategy_groups().keys():
+        replaced |= {"strategy", *strategy_groups()}
     return [*(text for text in overrides if key_of(text) not in replaced), *new]
 
 
@@ -128,13 +129,6 @@ def change_notes(overrides: Sequence[str], changes: Sequence[ConfigChange], conf
 
 def _overrides_after(overrides: Sequence[str], change: ConfigChange) -> list[str]:
     return [format_override(text) for text in replace_overrides(overrides, change.overrides)]
-
-
-IMPLY_STRATEGY = {"sharding", "zero_stage"}
-"""Groups that choose the strategy too."""
-
-KEY_OF_GROUP = {"zero_stage": "deepspeed.zero_stage", "sharding": "fsdp.sharding", "offload": "offload.enabled"}
-"""The key that a group sets. A typed key would take precedence over the group."""
 
 
 def smallest_change(changes: Sequence[ConfigChange], memory_mib: float) -> ConfigChange | None:

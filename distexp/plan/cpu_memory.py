@@ -8,6 +8,8 @@ same libraries. ``docs/results/plan.md`` compares the predictions with measured 
 from __future__ import annotations
 
 from distexp.config import Config
+from distexp.strategies.base import load_strategy
+from distexp.strategies.memory_traits import UNMEASURED_ON_CPUS, CpuMemory
 from distexp.system.units import MIB
 
 CPU_ERROR_BOUND = 0.15
@@ -19,14 +21,8 @@ BASE_ERROR_MIB = 200.0
 NODE_MIB = 720.0
 """Launcher, agent, and the process that forks the workers, with what all workers share."""
 
-WORKER_MIB = {"single": 65.0, "ddp": 50.0, "fsdp": 60.0, "deepspeed": 65.0}
-"""What each worker has of Python and the libraries for itself, by strategy."""
-
 LOADER_MIB = 50.0
 """One process of the data loader (``dataset.num_workers``)."""
-
-RESERVE = {"single": 1.2, "ddp": 1.2, "fsdp": 2.3, "deepspeed": 1.2}
-"""Factor for tensors that are allocated in each step: what the C library keeps of them, and buffers of Gloo."""
 
 
 def node_peak_mib(
@@ -42,7 +38,7 @@ def node_peak_mib(
         tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
     """
     workers = config.cluster.workers_per_node or 1
-    base = NODE_MIB + workers * (WORKER_MIB[_known_strategy(config)] + config.dataset.num_workers * LOADER_MIB)
+    base = NODE_MIB + workers * (_cpu_memory(config).worker_mib + config.dataset.num_workers * LOADER_MIB)
     saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model
     whole = 4 * (parameters + tied_parameters) / MIB  # rank 0 builds the model before it is sharded
     return round(base + max(workers * (states_mib + step_reserve(config) * step_mib) + saved, whole), 1)
@@ -50,12 +46,11 @@ def node_peak_mib(
 
 def step_reserve(config: Config) -> float:
     """Return the factor for tensors that are allocated in each step."""
-    return RESERVE[_known_strategy(config)]
+    return _cpu_memory(config).reserve
 
 
-def _known_strategy(config: Config) -> str:
-    """Return the strategy, or for a custom one that with the largest reserve."""
-    return config.strategy.name if config.strategy.name in WORKER_MIB else "fsdp"
+def _cpu_memory(config: Config) -> CpuMemory:
+    return load_strategy(config).cpu_memory or UNMEASURED_ON_CPUS
 
 
 def error_bound(config: Config, node_mib: float) -> float | None:
@@ -70,10 +65,8 @@ def simulated_nodes(config: Config) -> int:
 
 def reason_not_measured(config: Config) -> str:
     """Return why the error of a prediction on CPUs is not known; empty if it is."""
-    if config.strategy.name not in WORKER_MIB:
-        return f"the memory of strategy={config.strategy.name} was not measured on CPUs"
-    if config.deepspeed.zero_stage == 3 and config.strategy.name == "deepspeed":
-        return "zero_stage=3 needed 53 % more than predicted on CPUs"
+    if reason := load_strategy(config).unmeasured_on_cpus(config):
+        return reason
     if config.train.compiled != "none":
         return f"train.compile={config.train.compile} was not measured on CPUs"
     if config.engine.name != "native":

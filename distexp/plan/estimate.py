@@ -9,13 +9,14 @@ from typing import Any
 from distexp.config import Config
 from distexp.plan.arithmetic import expected_states_mib
 from distexp.plan.cpu_memory import error_bound, node_peak_mib, reason_not_measured, simulated_nodes
-from distexp.plan.gpu_errors import GPU_ERROR_BOUND, gpu_error_bound
+from distexp.plan.gpu_errors import gpu_error_bound
 from distexp.plan.host_memory import host_peak_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
 from distexp.plan.step_trace import Event, PlanError, StepTrace, StepWork
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
 from distexp.runs.typed_values import parse_dataclass
-from distexp.system.overheads import overhead_mib
+from distexp.strategies.base import load_strategy
+from distexp.strategies.memory_traits import GPU_ERROR_BOUND
 from distexp.system.units import MIB
 
 SHOWN_PARTS = (
@@ -129,7 +130,7 @@ def make_estimate(config: Config) -> Estimate:
             "compared on a GPU for strategy=single in bf16 only, where they need the same"
         )
         trace = replace(trace, notes=(*trace.notes, note))
-    found = estimate_of(trace, overhead_mib(config), host_mib)
+    found = estimate_of(trace, load_strategy(config).overhead_mib(config), host_mib)
     return _with_work(replace(found, error_bound=gpu_error_bound(config)), trace.work)
 
 

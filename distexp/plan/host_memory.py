@@ -7,6 +7,7 @@ The constants come from ``docs/results/plan_measured.json`` and the records in t
 from __future__ import annotations
 
 from distexp.config import Config
+from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB
 
 NODE_MIB = 340.0
@@ -17,17 +18,11 @@ TRANSFORMERS_MIB = 180.0
 
 WITHOUT_TRANSFORMERS = ("distexp.models.gpt.", "distexp.models.resnet.")
 
-WORKER_MIB = {"single": 1150.0, "ddp": 1160.0, "fsdp": 1270.0, "deepspeed": 1460.0}
-"""One worker in training: Python, torch, the host side of CUDA, and the libraries of a strategy."""
-
 SETUP_WORKER_MIB = 630.0
 """One worker before the first step, when CUDA has loaded few kernels."""
 
 IMAGES_MIB = 380.0
 """What a worker needs in addition for images: the libraries that decode and transform them."""
-
-CPU_ADAM_MIB = 400.0
-"""What a worker needs in addition if DeepSpeed updates the weights on the CPU."""
 
 COMPILE_MIB = {"none": 0.0, "blocks": 550.0, "model": 1900.0, "graphs": 1900.0}
 """What a worker needs in addition for ``train.compile``: code, and the processes that compile. It differed between runs
@@ -55,10 +50,8 @@ def _node_mib(config: Config) -> float:
 
 
 def _worker_mib(config: Config) -> float:
-    name = config.strategy.name
-    adam = CPU_ADAM_MIB if name == "deepspeed" and config.offload.enabled else 0.0
     images = IMAGES_MIB if config.model.task == "image_classification" else 0.0
-    return WORKER_MIB.get(name, WORKER_MIB["fsdp"]) + images + adam + COMPILE_MIB[config.train.compiled]
+    return load_strategy(config).host_worker_mib(config) + images + COMPILE_MIB[config.train.compiled]
 
 
 def _loader_mib(config: Config) -> float:

@@ -11,6 +11,7 @@ from distexp.config.override_text import key_of
 from distexp.plan.estimate import Estimate
 from distexp.plan.micro_batches import MICRO_BATCH, Compose, EstimateAll, LargestMicroBatch, MicroBatchSizes
 from distexp.plan.verdict import FITS, verdict_of
+from distexp.strategies.base import load_strategy
 
 ACCUMULATION = "train.gradient_accumulation_steps"
 
@@ -109,12 +110,13 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
     yield from light
     if pair:
         yield pair
-    sharding = _sharding_change(config)
-    if sharding is not None:
-        yield sharding
+    strategy = load_strategy(config)
+    smaller = strategy.smaller_states(config, workers=config.cluster.world_size)
+    if smaller:
+        yield smaller
     if not config.offload.enabled:
-        yield ("offload=true",) if config.strategy.name in ("fsdp", "deepspeed") else ("zero_stage=2", "offload=true")
-    together = [*light, *([sharding] if sharding else [])]
+        yield strategy.offload_overrides(config)
+    together = [*light, *([smaller] if smaller else [])]
     merged = tuple(last_of_each_key([text for change in together for text in change]))
     if len(together) > 1 and merged != pair:
         yield merged
@@ -136,8 +138,7 @@ def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> I
     """Yield other micro-batches, with the accumulation that keeps the global batch."""
     train = config.train
     samples = train.micro_batch * train.gradient_accumulation_steps
-    # Between micro-batches, FSDP adds up whole gradients.
-    whole = [samples] if config.strategy.name == "fsdp" else []
+    whole = [samples] if load_strategy(config).accumulates_whole_gradients else []
     smaller = _half_and_one(train.micro_batch) if largest is None else _fitting_divisors(config, largest)
     for size in dict.fromkeys((*whole, *smaller)):
         if size != train.micro_batch:
@@ -158,14 +159,6 @@ def _fitting_divisors(config: Config, largest: LargestMicroBatch) -> list[int]:
     size = max(size for size in range(1, (largest.size or 1) + 1) if samples % size == 0)
     # The first accumulation keeps gradients between micro-batches. Then the size may be too large.
     return [size, 1] if steps == 1 else [size]
-
-
-def _sharding_change(config: Config) -> tuple[str, ...] | None:
-    if config.strategy.name == "deepspeed":
-        return ("zero_stage=3",) if (config.deepspeed.zero_stage or 0) < 3 else None
-    if config.cluster.world_size == 1 or (config.fsdp.sharding == "full_shard" and config.strategy.name == "fsdp"):
-        return None
-    return ("sharding=full_shard",)
 
 
 def last_of_each_key(overrides: Sequence[str]) -> list[str]:

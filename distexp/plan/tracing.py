@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from distexp.config import Config, ConfigError
+from distexp.config.targets import locate
 from distexp.data.base import Batch, Samples
 from distexp.data.decoded_images import decoded_bytes
 from distexp.data.images import ImageFiles, channel_statistics
@@ -37,10 +38,8 @@ from distexp.plan.step_trace import PlanError, StepTrace
 from distexp.plan.trace_events import Recorded, evaluation_events, history_events, step_events
 from distexp.plan.traced_context import traced_context
 from distexp.plan.traced_ddp import TracedDDP, traced_ddp
-from distexp.plan.traced_deepspeed import TracedDeepSpeed
 from distexp.plan.untraced import describe_failure
 from distexp.strategies.base import load_strategy
-from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
 from distexp.system.gpu_models import cublas_workspace, multiprocessors
 from distexp.system.torch_internals.fsdp import fsdp_device
@@ -101,7 +100,7 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     """Return a copy of the configuration that can be traced, and notes about what differs."""
     config = copy.deepcopy(config)
     notes: list[str] = []
-    if not _is_deepspeed(config):
+    if load_strategy(config).tracer is None:
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
     config.dataset.num_workers = 0
     if config.train.compiled == "graphs":
@@ -123,10 +122,6 @@ def _decoded_bytes(samples: Samples) -> int:
     if not isinstance(samples, ImageFiles):
         raise PlanError("dataset.cache=gpu needs data of distexp.data.images.ImageFiles: use dataset.cache=none")
     return decoded_bytes(samples)
-
-
-def _is_deepspeed(config: Config) -> bool:
-    return isinstance(load_strategy(config), DeepSpeed)
 
 
 def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
@@ -277,13 +272,28 @@ class TracedStep:
                 block.part = "gradients"
 
 
-def _set_up(
-    config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder
-) -> TorchModel | TracedDeepSpeed:
-    if _is_deepspeed(config):
-        return TracedDeepSpeed(blueprint, config, context, recorder)
+class Traceable(Protocol):
+    """A training step on fake tensors: a TorchModel, or an object of the class that ``Strategy.tracer`` names."""
+
+    module: nn.Module
+
+    def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
+        """Run one micro-batch, and allocate what the real one allocates."""
+
+    def forward(self, batch: Batch) -> Any:
+        """Return the outputs of the module."""
+
+    def step(self, learning_rate: float) -> Any:
+        """Update the weights."""
+
+
+def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder) -> Traceable:
+    strategy = load_strategy(config)
+    if strategy.tracer is not None:
+        traced: Traceable = locate(strategy.tracer)(blueprint, config, context, recorder)
+        return traced
     with _mesh_outside_of_fake_mode(), traced_ddp(recorder.assign):
-        model = load_strategy(config).setup(blueprint, config, context)
+        model = strategy.setup(blueprint, config, context)
     if not isinstance(model, TorchModel):
         raise PlanError(f"strategy={config.strategy.name} cannot be traced")
     return model

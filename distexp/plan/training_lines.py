@@ -9,6 +9,7 @@ from distexp.config import Config
 from distexp.config.override_text import sets_key
 from distexp.plan.cells import PlannedCell
 from distexp.runs.model_label import model_label
+from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB_PER_GB
 
 LARGE_MIB = 1.0 * MIB_PER_GB
@@ -79,17 +80,10 @@ def _sample_note(cell: PlannedCell) -> Iterator[str]:
 def sharding_notes(cells: Sequence[PlannedCell]) -> list[str]:
     """Return a note if the only worker of a training has all that its strategy would shard."""
     configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
-    sharding = [config for config in configs if _shards(config)]
+    sharding = [config for config in configs if load_strategy(config).keeps_states_whole(config) is False]
     if not sharding or any(config.cluster.world_size > 1 for config in sharding):
         return []
     return ["note: with one worker nothing is sharded: type, for example, cluster.workers_per_node=4"]
-
-
-def _shards(config: Config) -> bool:
-    """Return whether a strategy shards something over several workers."""
-    if config.strategy.name == "deepspeed":
-        return config.deepspeed.zero_stage != 0
-    return config.strategy.name == "fsdp" and config.fsdp.sharding != "no_shard"
 
 
 def full_data_override(cell: PlannedCell) -> str | None:

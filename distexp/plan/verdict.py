@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
-from distexp.plan.gpu_errors import GPU_ERROR_BOUND
 from distexp.runs.record_sections import Predicted
+from distexp.strategies.memory_traits import GPU_ERROR_BOUND
 from distexp.system.cgroups import usable_memory
 from distexp.system.gpu_models import GPU_MODELS, USABLE_SHARE, gpus_with
 from distexp.system.hardware import visible_gpus

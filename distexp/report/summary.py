@@ -167,8 +167,8 @@ def _setup_peaks(overview: Overview) -> Iterator[str]:
         later = max(steps, default=0.0)
         if later and setup > HIGH_SETUP_PEAK * later:
             yield f"Run {row.label} had its memory peak during setup. After setup its peak was {later:,.0f} MiB."
-            if row.settings.get("strategy") == "deepspeed":
-                yield "DeepSpeed compiles its extensions during setup if they are missing."
+            if (strategy := row.record.strategy) is not None and strategy.setup_note:
+                yield strategy.setup_note
 
 
 def _few_steps(overview: Overview) -> Iterator[str]:

@@ -94,6 +94,7 @@ class Metrics:
             ".sentence": "What the profile shows.",
             ".try": "Overrides that may reduce it.",
             ".larger_global_batch": "Those of them that make the global batch larger, and so change the training.",
+            ".reasons": "Why each of them may help, by the overrides.",
         },
     )
     step_times_by_rank: list[dict[str, Any]] | None = key(

@@ -42,14 +42,20 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
     moments = MOMENTS.get(record.config["train"]["optimizer"])
     if built is None or moments is None or len(built.mesh) != 2:
         return None
-    if built.zero_stage is not None:
-        return sum(zero_states(built, built.zero_stage, BYTES_PER_VALUE * moments).values())
-    if built.param_dtype != "float32" or (built.mesh[1] > 1 and not built.sharded_units):
+    is_unknown = built.param_dtype != "float32" or (built.mesh[1] > 1 and not built.sharded_units)
+    if built.zero_stage is None and is_unknown:
         return None
-    return sum(sharded_states(built, BYTES_PER_VALUE * moments).values())
+    return sum(states_per_parameter(built, BYTES_PER_VALUE * moments).values())
 
 
-def sharded_states(built: Built, moments: float) -> States:
+def states_per_parameter(built: Built, moments: float) -> States:
+    """Return the states of a worker: those of a ZeRO stage, if there is one, or with equal shares of all of them."""
+    return (
+        _sharded_states(built, moments) if built.zero_stage is None else _zero_states(built, built.zero_stage, moments)
+    )
+
+
+def _sharded_states(built: Built, moments: float) -> States:
     """Return the states if all of them are sharded over the second axis of the mesh."""
     copies = BYTES_PER_VALUE / 2 if built.compute_weights == "step" else 0.0
     parts = {"parameters": BYTES_PER_VALUE + copies, "gradients": BYTES_PER_VALUE, "optimizer": moments}
@@ -57,7 +63,7 @@ def sharded_states(built: Built, moments: float) -> States:
     return {name: 0.0 if name in on_cpu else size / built.mesh[1] for name, size in parts.items()}
 
 
-def zero_states(built: Built, stage: int, moments: float) -> States:
+def _zero_states(built: Built, stage: int, moments: float) -> States:
     """Return the states of a ZeRO stage.
 
     From stage 2 on, an offloaded optimizer takes its gradients along.

@@ -14,7 +14,7 @@ from distexp.config import Config
 from distexp.config.field_info import describe, key
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.metrics import Metrics
-from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo
+from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
 from distexp.runs.run_dir import RECORD, RESULT
 from distexp.runs.typed_values import device_errors, parse_dataclass, section_errors
 from distexp.system.environment_variables import select_variables
@@ -83,6 +83,7 @@ class RunRecord:
         },
     )
     predicted: Predicted | None = key(None, "Memory as predicted before the run.")
+    strategy: StrategyTraits | None = key(None, "What the strategy states for the report. Null: an invalid run.")
     schema_version: int = key(SCHEMA_VERSION, "Version of this format.")
 
     def __post_init__(self) -> None:
@@ -141,6 +142,7 @@ class RunRecord:
             utilization=raw["utilization"],
             preflight=preflight if isinstance(preflight, dict) else None,
             predicted=parse_dataclass(Predicted, raw["predicted"]) if raw.get("predicted") else None,
+            strategy=parse_dataclass(StrategyTraits, raw["strategy"]) if raw.get("strategy") else None,
         )
 
 

@@ -97,6 +97,17 @@ class Built:
 
 
 @dataclass
+class StrategyTraits:
+    """What the strategy of a run states for its report, which knows no strategy."""
+
+    label: str = field(metadata=describe("Name and main option, for example `fsdp full_shard`."))
+    one_worker: bool = key(False, "Whether it trains on one worker, so that speedups over it are at most the workers.")
+    keeps_states_whole: bool | None = key(None, "Whether each worker updates all weights. Null: unknown.")
+    memory_note: str = key("", "What the parts of the memory mean.")
+    setup_note: str = key("", "What may need memory during setup.")
+
+
+@dataclass
 class Environment:
     """Software and hardware of the head node."""
 

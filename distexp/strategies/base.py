@@ -21,7 +21,8 @@ from distexp.config import Config, ConfigError
 from distexp.config.custom_code import PAGE, check_not_abstract, shorten_errors
 from distexp.config.paths import conf_dir, options_of
 from distexp.config.targets import locate
-from distexp.runs.record_sections import Built
+from distexp.runs.record_sections import Built, StrategyTraits
+from distexp.strategies.memory_traits import MemoryTraits
 from distexp.strategies.step_traits import Settings, StepTraits, setting
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ COMMUNICATION = "communication"
 """The requirement of a strategy that runs several workers."""
 
 
-class Strategy(StepTraits, ABC):
+class Strategy(StepTraits, MemoryTraits, ABC):
     """A way to distribute the training.
 
     Attributes:
@@ -151,6 +152,10 @@ class Strategy(StepTraits, ABC):
         """Return the main option, for example ``full_shard``; empty if there is none."""
         return ""
 
+    def label(self, config: Config) -> str:
+        """Return the strategy with its main option, for example ``fsdp full_shard``."""
+        return f"{config.strategy.name} {self.main_option(config)}".rstrip()
+
     def shards_all_parameters(self, config: Config) -> bool:
         """Return whether each worker holds an equal share of the parameters."""
         return False
@@ -158,6 +163,16 @@ class Strategy(StepTraits, ABC):
     def operators(self, config: Config) -> tuple[str, ...]:
         """Return the C++ operators of DeepSpeed to compile before the workers start."""
         return ()
+
+    def report_traits(self, config: Config) -> StrategyTraits:
+        """Return what the report needs to know, for the record. The report itself imports no strategy."""
+        return StrategyTraits(
+            label=self.label(config),
+            one_worker=COMMUNICATION not in self.requires,
+            keeps_states_whole=self.keeps_states_whole(config),
+            memory_note=self.memory_note(config),
+            setup_note=self.setup_note,
+        )
 
     @abstractmethod
     def expected_build(self, config: Config) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +13,7 @@ from distexp.distributed.context import Context
 from distexp.runs.step_model import NEXT, OPTIMIZER, Collective, Item, StepModel
 from distexp.strategies.base import DistributedModel, Strategy
 from distexp.strategies.fast import FAST_BUCKET_MB, update_values, whole_model_values
+from distexp.strategies.memory_traits import Advice, CpuMemory, ProfiledStep
 from distexp.strategies.single import offload_errors
 from distexp.strategies.step_collectives import StepCommunication, insert_buckets, is_gradient_reduction
 from distexp.strategies.step_traits import Settings, common_values, setting
@@ -204,6 +205,24 @@ class DDP(Strategy):
             distribution=lambda: read_ddp_distribution(wrapped),
             weights=weights,
         )
+
+    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(50.0, reserve=1.2)
+
+    def host_worker_mib(self, config: Config) -> float:
+        """Return the measured memory."""
+        return 1160.0
+
+    def compiles(self, step: ProfiledStep) -> bool:
+        """Return true."""
+        return True
+
+    def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
+        """Yield smaller gradients and fewer reductions against communication."""
+        if bottleneck != "exposed_communication":
+            return
+        if step.on_gpu and step.setting("ddp.communication") == "fp32":
+            yield Advice("ddp.communication=bf16", "gradients in bf16 are half as large")
+        yield from step.more_accumulation()
 
 
 def _static_graph_errors(config: Config) -> list[str]:

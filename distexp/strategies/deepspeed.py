@@ -17,6 +17,7 @@ from distexp.strategies.ds_config_file import get_nested, read_or_empty
 from distexp.strategies.ds_conflicts import conflicts
 from distexp.strategies.ds_operators import needed_operators
 from distexp.strategies.fast import block_values
+from distexp.strategies.memory_traits import ADAMW_STATES, Advice, CpuMemory, ProfiledStep
 from distexp.strategies.step_traits import Option, Settings, common_values, setting
 
 if TYPE_CHECKING:
@@ -39,6 +40,24 @@ CHECK_STAGES = (1, 2)
 
 The check starts several kernels for each parameter. Two H200s waited about 15 ms per step for it with BLOOM-560m.
 """
+
+COMMUNICATORS_MIB = 388.0
+"""Communicators that DeepSpeed makes even for one GPU, from ``deepspeed/zero_offload_stages_1_2``."""
+
+MORE_COMMUNICATORS_MIB = 384.0
+"""What DeepSpeed adds on several GPUs, from ``deepspeed/two_gpu_stages``."""
+
+CPU_ADAM_MIB = 400.0
+"""What a worker needs in addition if DeepSpeed updates the weights on the CPU."""
+
+SEVERAL_ZERO3 = 0.08
+"""Largest error of the predicted GPU memory of ZeRO-3 on several GPUs: 2 % less in one of three runs.
+
+When memory is reused there depends on time.
+"""
+
+FP32_WEIGHTS_AND_GRADIENTS = 8
+"""Bytes of a parameter."""
 
 
 LAUNCH_FACTORS = {0: 1.8, 1: 1.8, 2: 2.6, 3: 9.0}
@@ -157,6 +176,102 @@ class DeepSpeed(Strategy):
         from distexp.strategies.ds_initialization import build_settings
 
         return DeepSpeedModel(blueprint, config, context, build_settings(blueprint, config, context))
+
+    tracer: ClassVar[str | None] = "distexp.plan.traced_deepspeed.TracedDeepSpeed"
+    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(65.0, reserve=1.2)
+    operator_problem: ClassVar[str] = "DeepSpeed's CPU Adam: it cannot be compiled, set deepspeed.cpu_optimizer=torch"
+    setup_note: ClassVar[str] = "DeepSpeed compiles its extensions during setup if they are missing."
+
+    def communicators_mib(self, config: Config) -> float:
+        """Return the memory of DeepSpeed's own communicators."""
+        return COMMUNICATORS_MIB + (MORE_COMMUNICATORS_MIB if config.cluster.world_size > 1 else 0.0)
+
+    def host_worker_mib(self, config: Config) -> float:
+        """Return the measured memory, with that of the CPU optimizer."""
+        return 1460.0 + (CPU_ADAM_MIB if config.offload.enabled else 0.0)
+
+    def gpu_memory_error(self, config: Config) -> float:
+        """Return a larger error for stage 3 on several GPUs."""
+        is_larger = config.cluster.world_size > 1 and config.deepspeed.zero_stage == 3
+        return SEVERAL_ZERO3 if is_larger else super().gpu_memory_error(config)
+
+    def unmeasured_on_cpus(self, config: Config) -> str:
+        """Refuse stage 3."""
+        if config.deepspeed.zero_stage == 3:
+            return "zero_stage=3 needed 53 % more than predicted on CPUs"
+        return super().unmeasured_on_cpus(config)
+
+    def weights_type(self, config: Config) -> str:
+        """Return 16 bits, except with fp32."""
+        return "float32" if config.precision.name == "fp32" else "bfloat16"
+
+    def smaller_states(self, config: Config, *, workers: int) -> tuple[str, ...]:
+        """Return stage 3, which has smaller buffers on one worker too."""
+        return ("zero_stage=3",) if (config.deepspeed.zero_stage or 0) < 3 else ()
+
+    def supports_offload(self, config: Config) -> bool:
+        """Return whether the stage partitions anything."""
+        return config.deepspeed.zero_stage != 0
+
+    def compiles(self, step: ProfiledStep) -> bool:
+        """Return whether the blocks can be compiled, which gathered parameters prevent."""
+        return bool(step.setting("deepspeed.zero_stage") != 3)
+
+    def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
+        """Yield a stage that gathers less, an optimizer for CPUs, and an update that lets the CPU work ahead."""
+        if bottleneck == "exposed_communication":
+            yield from _fewer_gathers(step)
+            yield from step.larger_micro_batch(2)
+        elif bottleneck == "optimizer":
+            yield from _faster_cpu_optimizer(step)
+        if bottleneck in ("launch_idle", "data_wait", "optimizer"):
+            yield from _async_update(step)
+
+    def memory_note(self, config: Config) -> str:
+        """Explain the gradients and states of a stage that partitions them."""
+        return ZERO_NOTE if config.deepspeed.zero_stage else ""
+
+
+ZERO_NOTE = (
+    "ZeRO frees the other gradients before the update, also with stage 1. Its optimizer states have a copy of the "
+    "parameters."
+)
+
+
+def _fewer_gathers(step: ProfiledStep) -> Iterator[Advice]:
+    """Yield stage 2, if its whole weights and gradients fit. A file of the user may set the stage."""
+    gathers = step.setting("deepspeed.zero_stage") == 3 and not step.setting("deepspeed.config_file")
+    if gathers and not step.setting("offload.enabled") and step.fits_unsharded(FP32_WEIGHTS_AND_GRADIENTS):
+        yield Advice("zero_stage=2", "stage 2 does not gather the parameters of each block")
+
+
+def _faster_cpu_optimizer(step: ProfiledStep) -> Iterator[Advice]:
+    """Yield DeepSpeed's optimizer for offloaded states, which it has only for AdamW."""
+    is_offloaded = step.on_gpu and step.setting("offload.enabled") and not step.fits_unsharded(ADAMW_STATES)
+    uses_torch = step.setting("deepspeed.cpu_optimizer") == "torch"
+    if is_offloaded and uses_torch and step.setting("train.optimizer", "adamw") == "adamw":
+        yield Advice("deepspeed.cpu_optimizer=deepspeed", "DeepSpeed has a faster optimizer for CPUs")
+
+
+def _async_update(step: ProfiledStep) -> Iterator[Advice]:
+    """Yield an update that lets the CPU work ahead, if the run supports it.
+
+    Without it, the CPU waits for the GPU at the end of the step. Then the GPU waits for the update, the next batch and
+    the first launches.
+    """
+    supported = (
+        step.on_gpu
+        and step.setting("engine.name") == "native"
+        and step.setting("deepspeed.zero_stage") in CHECK_STAGES
+        and step.setting("precision.name") == "bf16"
+        and not step.setting("offload.enabled")
+        and not step.setting("deepspeed.config_file")  # It may need the check, or another optimizer.
+    )
+    if supported and not step.setting("deepspeed.async_update"):
+        checked = step.setting("deepspeed.check_overflow", default=True)
+        override = "deepspeed.async_update=true"
+        reason = "the CPU does not wait for the GPU at the end of each step"
+        yield Advice(f"deepspeed.check_overflow=false {override}" if checked else override, reason)
 
 
 def _communication(config: Settings, stage: int) -> ZeroCommunication:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -13,15 +13,23 @@ from distexp.strategies.fast import block_values
 from distexp.strategies.fsdp_communication import FSDPCommunication
 from distexp.strategies.fsdp_mesh import Sharding, mesh_shape, sharding_of
 from distexp.strategies.fsdp_prefetch import TORCH_PREFETCH
+from distexp.strategies.memory_traits import Advice, CpuMemory, ProfiledStep
 from distexp.strategies.step_traits import Option, Settings, common_values, setting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from distexp.models.blueprint import Blueprint
 
 PRELOAD = ("torch.distributed.fsdp",)
 """Imported once for all workers of a node."""
+
+MORE_COMMUNICATORS_MIB = {Sharding.NO_SHARD: 390.0, Sharding.HYBRID_SHARD: 970.0}
+"""What a mesh with replicas adds to the first communicator, from ``fsdp_sharding/0`` and ``fsdp_sharding/4``."""
+
+FP32_WEIGHTS = 4
+"""Bytes of a parameter."""
+
+MUCH_OF_COMMUNICATION = 0.2
+"""Share of the communication from which fewer all-gathers are worth more memory."""
 
 
 class FSDP(Strategy):
@@ -138,6 +146,46 @@ class FSDP(Strategy):
             autocast=False,
             distribution=lambda: read_distribution(model, units),
         )
+
+    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(60.0, reserve=2.3)
+    accumulates_whole_gradients: ClassVar[bool] = True
+
+    def communicators_mib(self, config: Config) -> float:
+        """Add the communicators of the replicas."""
+        several = config.cluster.world_size > 1
+        return super().communicators_mib(config) + several * MORE_COMMUNICATORS_MIB.get(sharding_of(config), 0.0)
+
+    def host_worker_mib(self, config: Config) -> float:
+        """Return the measured memory."""
+        return 1270.0
+
+    def smaller_states(self, config: Config, *, workers: int) -> tuple[str, ...]:
+        """Return the sharding of all states over all workers, unless it is used already."""
+        is_smallest = sharding_of(config) is Sharding.FULL_SHARD
+        return () if is_smallest else super().smaller_states(config, workers=workers)
+
+    def supports_offload(self, config: Config) -> bool:
+        """Return true."""
+        return True
+
+    def compiles(self, step: ProfiledStep) -> bool:
+        """Return true, because the blocks can be compiled."""
+        return True
+
+    def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
+        """Yield fewer all-gathers, in a step and for a sample, against communication."""
+        if bottleneck != "exposed_communication":
+            return
+        gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
+        if gathers_twice and _gathers_take_time(step) and step.fits_unsharded(FP32_WEIGHTS):
+            yield Advice("sharding=shard_grad_op", "it gathers the parameters once per step and keeps them")
+        yield from step.larger_micro_batch(2)
+
+
+def _gathers_take_time(step: ProfiledStep) -> bool:
+    """Return whether all-gathers take much of the communication, or nothing is known about its kinds."""
+    shares = step.collective_shares()
+    return not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
 
 
 def _replicas_errors(config: Config) -> Iterator[str]:

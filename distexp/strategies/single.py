@@ -10,6 +10,7 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy
 from distexp.strategies.fast import update_values, whole_model_values
+from distexp.strategies.memory_traits import CpuMemory, ProfiledStep
 from distexp.strategies.step_collectives import StepCommunication
 from distexp.strategies.step_traits import Settings, common_values
 
@@ -87,6 +88,16 @@ class Single(Strategy):
             distribution=lambda: Distribution(wrapper="none", mesh=[1, 1]),
             weights=copy_weights(module, config),
         )
+
+    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(65.0, reserve=1.2)
+
+    def host_worker_mib(self, config: Config) -> float:
+        """Return the measured memory."""
+        return 1150.0
+
+    def compiles(self, step: ProfiledStep) -> bool:
+        """Return true."""
+        return True
 
 
 def offload_errors(config: Config) -> list[str]:

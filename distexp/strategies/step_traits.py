@@ -106,6 +106,11 @@ class StepTraits:
         """Return the collectives of a step and the share of the update, for one or more workers."""
         return StepCommunication(**common_values(config))
 
+    def keeps_states_whole(self, config: Settings) -> bool | None:
+        """Return whether each worker has all optimizer states, so that it updates all weights; None if unknown."""
+        shards = self.communication(config).shards_optimizer
+        return None if shards is None else not shards
+
     def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> StepCommunication:
         """Return the same for a run that has ended, with what it built.
 

@@ -30,7 +30,7 @@ from distexp.runs.full_disk import write_despite_full_disk
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built
 from distexp.runs.spec import RunSpec
-from distexp.strategies.base import EvaluableModel
+from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.system.seeding import seed_everything
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
@@ -55,7 +55,7 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     spec = RunSpec.read(run_dir)
     spec, store = find_micro_batch(spec, run_dir, events, ModelParts(load_data, build_model))
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
-    context = join(spec, run_dir, store)
+    context = join(spec, run_dir, store, overhead_mib=load_strategy(spec.config).total_overhead_mib(spec.config))
     place = f"{socket.gethostname()}, {context.device}, rendezvous {rendezvous_address()}"
     print(f"rank {context.rank} of {context.world_size}: {place}", flush=True)
     if not launched:

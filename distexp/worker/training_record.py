@@ -27,7 +27,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built, Environment
 from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
-from distexp.strategies.base import EvaluableModel
+from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.system.environment_variables import captured_environment
 from distexp.system.torch_internals.compilation import read_activation_budget
 from distexp.system.units import MIB
@@ -59,6 +59,7 @@ def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, l
         built=built,
         environment=rank_environment(context.device),
         metrics=logger.finish(),
+        strategy=load_strategy(config).report_traits(config),
     )
     add_search(record, context.run_dir)
     if config.train.compiled == "graphs" and context.rank == 0:

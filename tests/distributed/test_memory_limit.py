@@ -7,6 +7,7 @@ import torch
 
 from distexp.config import Config, ConfigError
 from distexp.distributed.memory_limit import GB, allowed_bytes, limit_memory, usable_bytes
+from distexp.strategies.memory_traits import MemoryTraits
 
 
 def test_memory_of_others_counts() -> None:
@@ -25,9 +26,7 @@ def test_a_limit_that_cannot_hold_is_refused(limit: float, message: str) -> None
 def test_torch_runs_out_of_memory_at_the_limit() -> None:
     device = torch.device("cuda", 0)
     try:
-        config = Config()
-        config.cluster.gpu_memory_limit_gb = 4
-        limit_memory(device, config)
+        limit_memory(device, 4, MemoryTraits().total_overhead_mib(Config()))
         assert 2 * GB < usable_bytes(device) < 3 * GB
         torch.empty(2 * GB, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):

@@ -17,6 +17,7 @@ from distexp.resolve.run_id import run_id
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built, Environment, Predicted, RunInfo
+from distexp.strategies.base import load_strategy
 
 
 @cache
@@ -64,5 +65,6 @@ def finished(config: Config, number: int, overrides: Sequence[str] = ()) -> RunR
             "cpu": [{"node": 0, **peaks}],
         },
         predicted=Predicted(peak_allocated_mib=14900.0),
+        strategy=load_strategy(config).report_traits(config),
         utilization={"gpu": [{"node": 0, "index": 0, "average_pct": 90.0}], "cpu": []},
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from distexp.config import Config
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import Built, Environment, RunError, RunInfo
-from distexp.strategies.base import shipped_strategies
+from distexp.runs.record_sections import Built, Environment, RunError, RunInfo, StrategyTraits
+from distexp.strategies.base import recorded_strategy, shipped_strategies
 
 GPU = "NVIDIA H200"
 
@@ -29,7 +30,9 @@ def config(**settings: Any) -> dict[str, Any]:
     settings.setdefault("strategy", "ddp")
     for key, value in settings.items():
         if key == "strategy":
-            content["strategy"].update(name=value, _target_=_target_of(value))
+            kind = shipped_strategies().get(value)
+            target = f"{kind.__module__}.{kind.__qualname__}" if kind else f"distexp.strategies.{value}.X"
+            content["strategy"].update(name=value, _target_=target)
         else:
             section, name = key.split("__")
             content[section][name] = value
@@ -40,10 +43,11 @@ def config(**settings: Any) -> dict[str, Any]:
     return content
 
 
-def _target_of(strategy: str) -> str:
-    """Return the class of a strategy, or that of a package that is not installed."""
-    kind = shipped_strategies().get(strategy)
-    return f"{kind.__module__}.{kind.__qualname__}" if kind else f"not_installed.{strategy}.X"
+def strategy_traits(content: dict[str, Any]) -> StrategyTraits | None:
+    """Return what a run writes into its record about a strategy of distexp; None for another one."""
+    strategy = recorded_strategy(content)
+    sections = {name: SimpleNamespace(**content[name]) for name in ("strategy", "fsdp", "deepspeed")}
+    return strategy and strategy.report_traits(cast(Config, SimpleNamespace(**sections)))
 
 
 def record(
@@ -92,6 +96,7 @@ def record(
         environment=Environment("3.11", gpu_name=GPU if peak else None, gpu_total_mib=143771 if peak else None),
         metrics=metrics if done else Metrics(),
         memory=memory,
+        strategy=strategy_traits(chosen),
     )
 
 

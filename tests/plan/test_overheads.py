@@ -7,7 +7,7 @@ import statistics
 
 from distexp.plan.host_memory import host_peak_mib, processes_mib, setup_mib
 from distexp.runs.record import RunRecord
-from distexp.system.overheads import overhead_mib
+from distexp.strategies.base import load_strategy
 from tests.helpers.gpu_records import RESULTS, gpu_records, recorded_config
 from tests.helpers.runs import resolve_cell
 
@@ -31,7 +31,8 @@ def measured_cells() -> dict[str, dict[str, float]]:
 
 
 def on_gpu(record: RunRecord) -> float:
-    return sum(overhead_mib(recorded_config(record)).values())
+    config = recorded_config(record)
+    return load_strategy(config).total_overhead_mib(config)
 
 
 def test_nvml_is_the_reserved_memory_and_the_overhead() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.report.data import setting_names
+from distexp.config import key_info
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.printed_tables import header, printed, unwrapped, zero_sweep
@@ -174,14 +174,14 @@ def test_a_custom_strategy_section_needs_no_edit_in_the_report(monkeypatch: pyte
     for custom, bucket in zip(records, (25, 7), strict=True):
         custom.config["mine"] = {"bucket_mb": bucket}
     assert "bucket" in header(printed(records))
-    monkeypatch.setattr(setting_names, "options_of", lambda group: ["ddp", "fsdp", "mine"])
-    setting_names.strategy_sections.cache_clear()
+    monkeypatch.setattr(key_info, "options_of", lambda group: ["ddp", "fsdp", "mine"])
+    key_info.strategy_sections.cache_clear()
     try:
         assert "bucket" not in header(printed(records))
         records[1].run.overrides.append("mine.bucket_mb=7")
         assert "bucket" in header(printed(records))
     finally:
-        setting_names.strategy_sections.cache_clear()
+        key_info.strategy_sections.cache_clear()
 
 
 def test_zero_has_no_sign() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
@@ -24,7 +23,7 @@ from distexp.runs.forecast_errors import (
     running_error,
     store_error,
 )
-from distexp.strategies.base import recorded_strategy
+from distexp.runs.record import RunRecord
 
 MAX_ROWS = 40
 MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")
@@ -199,15 +198,14 @@ class ForecastCurve:
         It is capped, unless workers have shares of the optimizer states: they have less work at larger sizes.
         """
         high = self.efficiency(forecast, forecast.low_s)
-        if forecast.workers > self.series.baseline.workers and not _keeps_work(self.row.record.config):
+        if forecast.workers > self.series.baseline.workers and not _keeps_work(self.row.record):
             return high
         return cap_efficiency(high, self.efficiency(forecast, forecast.step_time_s))
 
 
-def _keeps_work(config: Mapping[str, Any]) -> bool:
+def _keeps_work(record: RunRecord) -> bool:
     """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    strategy = recorded_strategy(config)
-    return strategy is not None and strategy.communication(config).shards_optimizer is False
+    return record.strategy is not None and record.strategy.keeps_states_whole is True
 
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:

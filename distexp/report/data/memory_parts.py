@@ -16,10 +16,6 @@ NOTE = (
     "Measured on the tensors of the first step, on the worker with the most. Gradients: in memory at the update. "
     "Activations: saved for the backward pass of a micro-batch."
 )
-ZERO_NOTE = (
-    "ZeRO frees the other gradients before the update, also with stage 1. Its optimizer states have a copy of the "
-    "parameters."
-)
 OFFLOAD_NOTE = (
     "Not offloaded: the sum without the parts that offloading moves to the host. It is what a GPU would hold."
 )
@@ -63,12 +59,9 @@ def build_parts_table(overview: Overview) -> TextTable | None:
 
 def _note(metrics: Mapping[str, str], groups: Sequence[RunGroup]) -> str:
     """Return what the columns mean."""
-    zero = ZERO_NOTE if any(map(_is_sharded_by_zero, groups)) else ""
-    return " ".join(filter(None, (NOTE, zero, OFFLOAD_NOTE if NOT_OFFLOADED in metrics.values() else "")))
-
-
-def _is_sharded_by_zero(group: RunGroup) -> bool:
-    return any(row.record.built and row.record.built.zero_stage for row in group.counted_rows)
+    strategies = [row.record.strategy for group in groups for row in group.counted_rows]
+    notes = dict.fromkeys(strategy.memory_note for strategy in strategies if strategy is not None)
+    return " ".join(filter(None, (NOTE, *notes, OFFLOAD_NOTE if NOT_OFFLOADED in metrics.values() else "")))
 
 
 def _metrics_by_title(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:

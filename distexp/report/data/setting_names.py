@@ -6,12 +6,10 @@ Nothing here lists the strategies. The config groups in ``conf/`` and the sectio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import lru_cache
 
-from distexp.config import Config
-from distexp.config.key_info import speed_references
-from distexp.config.paths import config_groups, options_of
+from distexp.config.key_info import speed_references, strategy_groups, strategy_sections
+from distexp.config.paths import config_groups
 from distexp.runs.record import RunRecord
 
 SEED = "seed"
@@ -55,20 +53,6 @@ def overridden_names(records: Sequence[RunRecord]) -> set[str]:
 def kernel_options() -> frozenset[str]:
     """Return the short names of the keys that ``kernels=fast`` sets."""
     return frozenset(map(short_name, (*speed_references(), "model.attention")))
-
-
-@lru_cache(maxsize=1)
-def strategy_sections() -> frozenset[str]:
-    """Return the sections that hold the options of one strategy: they have its name."""
-    return frozenset(options_of("strategy"))
-
-
-@lru_cache(maxsize=1)
-def strategy_groups() -> tuple[str, ...]:
-    """Return the config groups that set an option of one strategy."""
-    config = Config()
-    sections = [getattr(config, field.name) for field in fields(config) if field.name in strategy_sections()]
-    return tuple(field.name for section in sections for field in fields(section) if field.name in config_groups())
 
 
 def is_strategy_option(name: str) -> bool:

@@ -13,13 +13,13 @@ from omegaconf import MISSING as UNKNOWN
 
 from distexp.config.field_info import info_of
 from distexp.config.flatten import flatten
-from distexp.config.key_info import schema_fields
+from distexp.config.key_info import schema_fields, strategy_sections
 from distexp.report.data.environment_settings import (
     is_environment_key,
     is_environment_setting,
     read_environment_settings,
 )
-from distexp.report.data.setting_names import SEED, WORKERS, short_name, strategy_sections, usual_order
+from distexp.report.data.setting_names import SEED, WORKERS, short_name, usual_order
 from distexp.runs.record import RunRecord
 
 NOT_A_SETTING = (
@@ -51,6 +51,8 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     config = _with_defaults(record.config)
     foreign = strategy_sections() - {config["strategy"]["name"]}
     found = {short_name(key): None if section in foreign else value for section, key, value in _training_keys(config)}
+    if record.strategy is not None and config["strategy"]["name"] not in strategy_sections():
+        found["strategy"] = record.strategy.label  # The main options of the others have columns.
     offload, cluster = config["offload"], config["cluster"]
     found["offload"] = "pinned" if offload["pin_memory"] else offload["enabled"]
     found["device"], found["nodes"] = cluster["device"], cluster["nodes"]

@@ -36,26 +36,28 @@ def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
 
 
 def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) -> bool:
-    """Return whether a speedup over a run of ``single`` is beyond the noise more than that of the workers.
+    """Return whether a speedup over a run of one worker is beyond the noise more than that of the workers.
 
     On CPU, more threads per worker explain a speedup too. If it is larger, and all but the strategy and the workers is
-    equal, something slowed ``single`` down.
+    equal, something slowed the one worker down.
 
     Args:
         varied: Names of the settings in which the runs differ.
     """
     speed, slow = group.metric(SPEED), baseline.metric(SPEED)
-    if (
-        baseline.setting("strategy") != "single"
-        or group.task != baseline.task
-        or not (speed and slow and group.setting(WORKERS))
-    ):
+    if not _has_one_worker(baseline) or group.task != baseline.task or not (speed and slow and group.setting(WORKERS)):
         return False
     if any(group.setting(name) != baseline.setting(name) for name in varied if not _is_of_strategy(name)):
         return False
     ideal = _ideal_speedup(group, baseline)
     per_worker = Spread(speed.mean / ideal, None, None if speed.noise is None else speed.noise / ideal)
     return per_worker.mean > MAX_TRUSTED_EFFICIENCY * slow.mean and not is_within_noise(per_worker, slow)
+
+
+def _has_one_worker(group: RunGroup) -> bool:
+    """Return whether the strategy of a group trains on one worker, without distribution."""
+    strategy = group.rows[0].record.strategy
+    return strategy is not None and strategy.one_worker
 
 
 def _ideal_speedup(group: RunGroup, baseline: RunGroup) -> float:

@@ -174,7 +174,9 @@ class Round:
             self._redirect_output()
             store = sub_store(_prefix(self.number), connect_to_store(self.spec))
             group = sub_store("group", store)
-            self._try_sizes(store, replace(join(self.spec, self.run_dir, group), run_dir=folder))
+            overhead_mib = load_strategy(self.spec.config).total_overhead_mib(self.spec.config)
+            context = join(self.spec, self.run_dir, group, overhead_mib=overhead_mib)
+            self._try_sizes(store, replace(context, run_dir=folder))
             code = 0
         except BaseException as error:
             traceback.print_exception(error)

@@ -18,6 +18,7 @@ from distexp.runs.events import Events
 from distexp.runs.micro_batch import MicroBatchSearch, describe_search
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
+from distexp.strategies.base import load_strategy
 from distexp.worker.micro_batch.processes import LONGEST, ModelParts, start_round
 from distexp.worker.micro_batch.sizes import SizeSearch
 from distexp.worker.micro_batch.stored import read_stored, store, stored_path
@@ -74,11 +75,9 @@ def nothing_fits(config: Config, search: MicroBatchSearch) -> Exception:
 
 def _savings(config: Config) -> Iterator[str]:
     """Yield overrides that the run does not have yet, and that need less memory."""
-    strategy = config.strategy.name
-    may_offload = strategy == "fsdp" or (strategy == "deepspeed" and config.deepspeed.zero_stage != 0)
-    if strategy in ("single", "ddp") or config.fsdp.sharding in ("no_shard", "shard_grad_op"):
-        yield "sharding=full_shard"
-    if config.cluster.device == "cuda" and may_offload and not config.offload.enabled:
+    strategy = load_strategy(config)
+    yield from strategy.smaller_states(config, workers=max(2, config.cluster.world_size))  # The user may add workers.
+    if config.cluster.device == "cuda" and strategy.supports_offload(config) and not config.offload.enabled:
         yield "offload=true"
     if not config.train.activation_checkpointing:
         yield "train.activation_checkpointing=true"
