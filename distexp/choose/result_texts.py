@@ -19,7 +19,7 @@ from distexp.runs.copyable_command import copyable_override, shell_quote
 from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.system.units import format_amount
 
-SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
+SET_BY_COMMAND = ("choose.", "hydra.", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
 
 SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from distexp.explain.explanation import explain
@@ -29,16 +28,9 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     add_evidence(record, spec, directory)
 
 
-def add_explanation(record: RunRecord) -> None:
-    """Add the bottleneck of the profiled step, if there is one.
-
-    Its advice depends on the measured memory, so call it after ``add_traces``.
-    """
-    try:
-        found = explain(record)
-    except Exception as error:  # any: the training is finished, and its record matters more
-        print(f"distexp: the profiled step has no explanation: {type(error).__name__}: {error}", file=sys.stderr)
-        return
+def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add the bottleneck of the profiled step, if there is one. Its advice depends on the measured memory."""
+    found = explain(record)
     record.metrics.explanation = None if found is None else found.to_json()
 
 

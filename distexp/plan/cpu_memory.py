@@ -8,6 +8,7 @@ same libraries. ``docs/results/plan.md`` compares the predictions with measured 
 from __future__ import annotations
 
 from distexp.config import Config
+from distexp.resolve.resources import launcher_traits
 from distexp.system.units import MIB
 
 CPU_ERROR_BOUND = 0.15
@@ -65,7 +66,7 @@ def error_bound(config: Config, node_mib: float) -> float | None:
 
 def simulated_nodes(config: Config) -> int:
     """Return how many nodes of a run share the memory of one machine."""
-    return config.cluster.nodes if config.cluster.launcher == "local" else 1
+    return config.cluster.nodes if launcher_traits(config).runs_here else 1
 
 
 def reason_not_measured(config: Config) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from distexp.explain.explanation import explain
 from distexp.launch import record_measurements
+from distexp.launch.outcome import complete
 from distexp.runs.record import RunRecord
 from tests.helpers.profiled_records import (
     COMMUNICATION_BOUND,
@@ -20,7 +21,7 @@ from tests.helpers.profiled_records import (
     profiled,
 )
 from tests.helpers.records import record
-from tests.helpers.runs import run_distexp
+from tests.helpers.runs import make_spec, run_distexp
 
 
 @pytest.mark.parametrize(
@@ -89,14 +90,14 @@ def test_a_run_without_a_profile_has_no_explanation() -> None:
 
 
 def test_an_error_of_the_explanation_keeps_the_record(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: RunRecord) -> None:
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr(record_measurements, "explain", fail)
     found = profiled(COMPUTE_BOUND, **GPU)
-    record_measurements.add_explanation(found)
+    complete(found, make_spec(), tmp_path)
     assert found.metrics.explanation is None
     assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err
 

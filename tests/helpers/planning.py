@@ -15,7 +15,7 @@ from distexp.cli.overrides import quote_choice
 from distexp.config import Config, register_schema
 from distexp.config.paths import conf_dir, config_groups
 from distexp.launch.cell import Cell, MakeCell
-from distexp.launch.composition import cell_maker, compose_cells
+from distexp.launch.composition import CellRules, cell_maker, compose_cells
 from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Outcome, Planner
@@ -31,10 +31,11 @@ def composed(shared: Sequence[str], *cells: Sequence[str]) -> Iterator[tuple[lis
     lists = [[*fixed, *(quote_choice(text, config_groups()) for text in cell)] for cell in cells or ([],)]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         loader = CheckedConfigLoader(GlobalHydra.instance().config_loader().get_search_path())
-        search = [text for text in shared if text == "choose.only=true"]
-        master = loader.load_configuration("config", ["hydra.sweep.dir=somewhere", *search], RunMode.MULTIRUN)
+        searches = "command=choose" in shared
+        master = loader.load_configuration("config", ["hydra.sweep.dir=somewhere"], RunMode.MULTIRUN)
+        rules = CellRules(may_be_invalid=searches, sizes_vary=searches)
         context = HydraContext(config_loader=loader, callbacks=Callbacks())
-        yield compose_cells(context, master, lists), cell_maker(context, master)
+        yield compose_cells(context, master, lists, rules=rules), cell_maker(context, master)
 
 
 def linear_estimate(config: Config) -> Estimate:

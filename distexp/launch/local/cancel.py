@@ -7,10 +7,9 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
-from distexp.runs.existing import ExistingRun, ExistingRuns
+from distexp.runs.existing import ExistingRun
 from distexp.runs.local_state import local_state
 from distexp.runs.owner import Owner, read_agent, read_launcher
 from distexp.runs.run_state import RunState
@@ -19,9 +18,8 @@ TIMEOUT_S, POLL_S = 30.0, 0.1
 """A launcher needs a few seconds to end its workers and to write the record."""
 
 
-@dataclass(frozen=True)
-class Cancelled:
-    """Result of cancelling the local runs of a sweep.
+class CancelledRuns(NamedTuple):
+    """Result of cancelling local runs.
 
     Attributes:
         runs: Runs that were running on this machine.
@@ -34,15 +32,14 @@ class Cancelled:
     elsewhere: list[tuple[RunState, str]]
 
 
-def cancel_local(sweep_dir: Path) -> Cancelled:
-    """End the launchers of a sweep on this machine, and wait for their runs.
+def cancel_local(found: Sequence[ExistingRun]) -> CancelledRuns:
+    """End the launchers of runs on this machine, and wait for the runs.
 
     A launcher ends its workers, writes the record of its run, and starts no other run.
 
     Raises:
         PermissionError: if a launcher belongs to another user.
     """
-    found = ExistingRuns.read(sweep_dir).runs
     active = [(run, state) for run in found if (state := local_state(run)).is_active]
     here = [(run, state) for run, state in active if _is_here(run)]
     launchers = [launcher for run in found if (launcher := read_launcher(run.directory)) is not None]
@@ -51,7 +48,7 @@ def cancel_local(sweep_dir: Path) -> Cancelled:
             os.kill(pid, signal.SIGTERM)
     left = _wait([run for run, _ in here], launchers)
     elsewhere = [(state, _host(run)) for run, state in active if not _is_here(run)]
-    return Cancelled([state for _, state in here], left, elsewhere)
+    return CancelledRuns([state for _, state in here], left, elsewhere)
 
 
 def _is_here(run: ExistingRun) -> bool:
