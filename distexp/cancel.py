@@ -35,11 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"distexp: {error}", file=sys.stderr)
         return 1
     print(f"{format_count(sum(result.runs for result in results), 'run')} cancelled")
-    for line in (line for result in results for line in result.left):
-        print(line)
-    errors = [error for result in results for error in result.errors]
-    for error in errors:
-        print(f"distexp: {error}", file=sys.stderr)
+    for left in (line for result in results for line in result.left):
+        print(left)
+    errors = [line for result in results for line in result.errors]
+    for line in errors:
+        print(f"distexp: {line}", file=sys.stderr)
     return 1 if errors else 0
 
 

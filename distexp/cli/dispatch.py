@@ -76,7 +76,7 @@ def plan(line: CommandLine) -> list[JobReturn]:
 
 
 def forecast(line: CommandLine) -> list[JobReturn]:
-    """Forecast the speed of the profiled run with the size of every cell, and print it."""
+    """Print the forecast of the profiled run for the size of every cell."""
     from distexp.forecast.command import run_forecast
 
     run_forecast(line.compose(CellRules(may_be_invalid=_prints_json(line), keeps_accumulation=True)))

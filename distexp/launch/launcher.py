@@ -67,7 +67,7 @@ class Cancelled:
 
 
 class CancelError(Exception):
-    """No run was cancelled. The message says why."""
+    """No run was cancelled. The message is the reason."""
 
 
 RunAll = Callable[[Sequence["AssignedRun"], Callable[[], None]], None]
@@ -251,5 +251,5 @@ def _trusted_by_user(sweep_dir: Path) -> list[str]:
 
     if not is_own_file(sweep_dir / COMMAND):
         return packages_of_environment()
-    words = read_json(sweep_dir / COMMAND)["words"]
-    return packages_trusted_by_user([text for text in words if isinstance(text, str)])
+    arguments = read_json(sweep_dir / COMMAND)["words"]
+    return packages_trusted_by_user([text for text in arguments if isinstance(text, str)])

@@ -50,7 +50,7 @@ class ToyLauncher(Launcher):
             raise ConfigError("the toy queue does not answer: start it first")
 
     def start(self, sweep: Sweep) -> list[JobReturn]:
-        """Queue all runs, and follow them unless ``cluster.wait=false``."""
+        """Put all runs into the queue, and follow them unless ``cluster.wait=false``."""
         from distexp.launch.git_state import package_git_state
         from distexp.launch.prepare import prepare_runs
         from distexp.launch.sweep_dir import locked_sweep_dir
@@ -111,7 +111,7 @@ class Queue:
         self.lock = threading.Lock()
 
     def answer(self, request: str, job: str) -> Any:
-        """Answer a request."""
+        """Return the answer to a request."""
         with self.lock:
             if request == "submit":
                 self.waiting.append(job)
@@ -136,7 +136,7 @@ class Queue:
                 self.process = subprocess.Popen([sys.executable, "-m", MODULE, "run", self.running])
 
     def serve(self, folder: Path) -> None:
-        """Answer requests until the process is ended."""
+        """Run jobs and reply to requests until the process is ended."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(POLL_S)
             temporary = folder / "port.new"

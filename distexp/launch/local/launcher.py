@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distexp.config import Config
-from distexp.launch.launcher import CancelError, Cancelled, Launcher, Sweep, TrialLauncher
+from distexp.launch.launcher import Cancelled, Launcher, Sweep, TrialLauncher
 from distexp.resolve.strategy_steps import needs_one_worker
-from distexp.runs.command_text import suggest_command
 from distexp.runs.existing import ExistingRun
 from distexp.runs.local_state import local_state
 from distexp.runs.run_state import RunState
@@ -73,16 +72,7 @@ class LocalLauncher(Launcher):
         """End the commands that run these runs. Each ends its workers, writes the record, and starts no other run."""
         from distexp.launch.local.cancel import cancel_local
 
-        try:
-            active, left, elsewhere = cancel_local(runs)
-        except PermissionError:
-            raise CancelError("the runs belong to another user, who can cancel them") from None
-        status, cancel = suggest_command("status", sweep_dir), suggest_command("cancel", sweep_dir)
-        return Cancelled(
-            len(active) - len(left),
-            [f"run {run.number} is still ending: check again with {status}" for run in left],
-            [f"run {run.number} was started on {host}: cancel it there with {cancel}" for run, host in elsewhere],
-        )
+        return cancel_local(sweep_dir, runs)
 
 
 def _gpu_errors(config: Config) -> list[str]:
