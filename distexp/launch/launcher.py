@@ -203,14 +203,11 @@ def launchers_of(sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[tuple[Lau
         if numbers := launcher.claimed(sweep_dir):
             found.append((launcher, [run for run in left if run.number in numbers]))
             left = [run for run in left if run.number not in numbers]
-    foreign: dict[str, list[ExistingRun]] = defaultdict(list)
-    for run in left:
-        if run.status is None and (target := _foreign_target(run.directory)):
-            foreign[target].append(run)
-    found += [(_foreign_launcher(sweep_dir, target), own) for target, own in foreign.items()]
-    others = [run for run in left if not any(run in own for own in foreign.values())]
-    default = find_launcher(ClusterConfig._target_, (), Launcher)  # type: ignore[type-abstract]
-    return [*found, (default, others)] if others else found
+    by_target: dict[str, list[ExistingRun]] = defaultdict(list)
+    for run in left:  # The record of a run that has ended is enough.
+        target = _foreign_target(run.directory) if run.status is None else ""
+        by_target[target or ClusterConfig._target_].append(run)
+    return [*found, *((_stored_launcher(sweep_dir, target), own) for target, own in by_target.items())]
 
 
 @cache
@@ -232,8 +229,8 @@ def _foreign_target(run_dir: Path) -> str:
     return target if isinstance(target, str) and not target.startswith(f"{PACKAGE.name}.") else ""
 
 
-def _foreign_launcher(sweep_dir: Path, target: str) -> Launcher:
-    """Return a launcher of another package, if the user trusts the package."""
+def _stored_launcher(sweep_dir: Path, target: str) -> Launcher:
+    """Return the launcher that a stored file names, if the user trusts its package."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
