@@ -26,11 +26,12 @@ Poll = Callable[[], Sequence[RunState]]
 """Function that returns the current states of all runs of a sweep."""
 
 
-def follow(poll: Poll, sweep_dir: Path, console: Console) -> None:
+def follow(poll: Poll, total: int, sweep_dir: Path, console: Console) -> None:
     """Show every run until the last has ended.
 
     Args:
         poll: Returns the states of the runs.
+        total: Number of runs.
         sweep_dir: Directory of the sweep.
         console: Where to print.
 
@@ -38,16 +39,10 @@ def follow(poll: Poll, sweep_dir: Path, console: Console) -> None:
         SweepFailedError: If a run failed.
         MonitoringInterrupted: On Ctrl-C; the jobs continue. The finished runs and a hint are printed.
     """
-    latest: list[RunState] = []
-
-    def remember() -> Sequence[RunState]:
-        latest[:] = poll()
-        return latest
-
     try:
-        poll_until_done(remember, console, {})
+        poll_until_done(poll, console, {})
     except KeyboardInterrupt:
-        print_finished(sweep_dir, len(latest))
+        print_finished(sweep_dir, total)
         print_plain(
             console,
             f"\nThe jobs continue. To follow them: {suggest_command('status', sweep_dir)} --watch\n"

@@ -164,7 +164,8 @@ class Launcher(LauncherTraits):
         from distexp.launch.follow import follow
         from distexp.runs.existing import ExistingRuns
 
-        follow(lambda: self.states(sweep_dir, ExistingRuns.read(sweep_dir).runs), sweep_dir, console)
+        runs = ExistingRuns.read(sweep_dir).runs
+        follow(lambda: self.states(sweep_dir, ExistingRuns.read(sweep_dir).runs), len(runs), sweep_dir, console)
 
 
 class UnknownLauncher(Launcher):

@@ -133,7 +133,7 @@ class SlurmLauncher(Launcher):
         from distexp.launch.slurm.status import FinishedRuns, poll
 
         finished: FinishedRuns = {}
-        follow(lambda: poll(sweep_dir, finished), sweep_dir, console)
+        follow(lambda: poll(sweep_dir, finished), len(self.claimed(sweep_dir)), sweep_dir, console)
 
 
 def _sbatch_errors(cluster: ClusterConfig) -> Iterator[str]:
