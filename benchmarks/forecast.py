@@ -178,7 +178,7 @@ def add_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
 def preflight_run(gpus: int = 2) -> Run:
     """Return the measurement of the links between GPUs."""
     place = f"cluster.workers_per_node={gpus}"
-    return Run("preflight", ("preflight.enabled=true", "preflight.only=true", place), gpus)
+    return Run("preflight", ("preflight.enabled=true", "command=preflight", place), gpus)
 
 
 def compare(names: Sequence[str], records: Mapping[str, Record], preflight: Path, gpus: int = 2) -> Iterator[Row]:

@@ -18,7 +18,7 @@ from distexp.cli.command_keys import ignored_keys
 from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
 from distexp.cli.overrides import is_override, parse
-from distexp.config import ConfigError
+from distexp.config import Command, ConfigError
 from distexp.config.override_text import key_of
 from distexp.launch.trust.foreign_sweep import check_files, check_working_directory
 from distexp.launch.trust.own_files import is_own_file
@@ -48,39 +48,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     sweep_dir, new = Path(arguments[0]).absolute(), arguments[1:]
     try:
-        original, directory = read_command(sweep_dir)
+        command, original, directory = read_command(sweep_dir)
         if not is_own_file(sweep_dir / COMMAND):
             check_stored_command(sweep_dir / COMMAND, original, new)
             check_working_directory(sweep_dir / COMMAND, directory)
             check_files(sweep_dir)
         _check_directory_unchanged(new, sweep_dir)
-        merged = merge(original, new)
+        merged = merge(original, new, command)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
             print(f"distexp: {message}", file=sys.stderr)
         return 2
     if os.path.isdir(directory):
         os.chdir(directory)  # The relative paths of the command are relative to it.
-    return distexp([*merged, path_override("hydra.sweep.dir", sweep_dir), "sweep.resume=true"])
+    name = [] if command == Command.TRAIN else [str(command)]
+    return distexp([*name, *merged, path_override("hydra.sweep.dir", sweep_dir), "sweep.resume=true"])
 
 
-def read_command(sweep_dir: Path) -> tuple[list[str], str]:
-    """Return the arguments of the original command, and its working directory.
+def read_command(sweep_dir: Path) -> tuple[Command, list[str], str]:
+    """Return the original command, its arguments and its working directory.
 
     Raises:
         ConfigError: if the directory is not a sweep, or its command is damaged.
     """
     path = sweep_dir / COMMAND
     try:
-        command = read_json(path)
-        words, directory = command["words"], command["directory"]
+        stored = read_json(path)
+        words, directory = stored["words"], stored["directory"]
+        command = Command(stored.get("command", Command.TRAIN))
     except OSError:
         raise ConfigError(not_a_sweep(sweep_dir, COMMAND)) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(damaged_message(path, error)) from None
     if not isinstance(words, list) or not all(isinstance(text, str) for text in [*words, directory]):
         raise ConfigError(damaged_message(path, "the arguments are not texts"))
-    return words, directory
+    return command, words, directory
 
 
 def _check_directory_unchanged(new: Sequence[str], sweep_dir: Path) -> None:
@@ -104,12 +106,12 @@ def damaged_message(path: Path, reason: object) -> str:
     return f"{path} is damaged ({reason}): repeat the command of the sweep with {directory} sweep.resume=true"
 
 
-def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:
+def merge(original: Sequence[str], new: Sequence[str], command: Command = Command.TRAIN) -> list[str]:
     """Return the original arguments with the new ones. A new override replaces one of the same key.
 
     Earlier versions stored overrides that they ignored. They are left out, because a command is refused with them.
     """
-    ignored = {override.input_line for override, _ in ignored_keys(parse(list(filter(is_override, original))))}
+    ignored = {override.input_line for override, _ in ignored_keys(parse(list(filter(is_override, original))), command)}
     replaced = {key_of(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
     kept = [
         argument

@@ -1,6 +1,6 @@
 """Command ``distexp status [DIR]``: the state of every run of a sweep.
 
-The sweep may be local or on Slurm. The columns of the table are in ``distexp.console.sweep_table``.
+The launcher of each run is asked. The columns of the table are in ``distexp.console.sweep_table``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from rich.table import Table
 from distexp.config import ConfigError
 from distexp.console.sweep_table import Row, count_states, states_table, truncated_reasons
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
-from distexp.launch import ledger
-from distexp.launch.slurm.follow import FAST_POLL_S, follow
-from distexp.launch.slurm.status import poll
+from distexp.launch.follow import FAST_POLL_S
+from distexp.launch.launcher import Launcher, launchers_of
 from distexp.runs.command_text import suggest_command
 from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.json_files import read_json
-from distexp.runs.local_state import local_state
 from distexp.runs.record import FAILURES
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
@@ -100,17 +98,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found.runs:
         print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)
         return 2
-    if options.watch and ledger.read(directory):
-        return _follow_slurm(directory.absolute(), console)
+    if options.watch and (queue := _find_queue(directory.absolute())):
+        return _follow_queue(queue, directory.absolute(), console)
     if options.watch:
         found = _wait_for_end(directory, console)
     _print_states(found, console)
     return 1 if options.watch and any(run.state in FAILURES for run in found.runs) else 0
 
 
-def _follow_slurm(directory: Path, console: Console) -> int:
+def _find_queue(directory: Path) -> Launcher | None:
+    """Return the launcher in whose queue the runs of a sweep are; None if they are in none."""
+    found = launchers_of(directory, ExistingRuns.read(directory).runs)
+    return next((launcher for launcher, _ in found if launcher.queues), None)
+
+
+def _follow_queue(launcher: Launcher, directory: Path, console: Console) -> int:
     try:
-        follow(directory, console)
+        launcher.follow(directory, console)
     except SweepFailedError:
         return 1
     except MonitoringInterrupted:
@@ -170,10 +174,11 @@ def _sweep_of(run_dir: Path, folder: Path) -> Path:
 
 
 def read_sweep(directory: Path, existing: Sequence[ExistingRun]) -> SweepStates:
-    """Return the state of every run of a sweep; ask Slurm about the runs in the ledger."""
-    on_slurm = {run.number: run for run in poll(directory)}
-    local = [local_state(run) for run in existing if run.number not in on_slurm]
-    runs = sorted([*local, *on_slurm.values()], key=lambda run: run.number)
+    """Return the state of every run of a sweep, as reported by the launcher that has started it."""
+    states = [
+        state for launcher, runs in launchers_of(directory, existing) for state in launcher.states(directory, runs)
+    ]
+    runs = sorted(states, key=lambda run: run.number)
     return SweepStates(directory, runs, _varied_overrides(existing))
 
 

@@ -21,6 +21,7 @@ WORKERS = {
     "model=mine": ("strategy=single",),
     "dataset=mine": ("strategy=single",),
     "strategy=ddp,mine": ("cluster.workers_per_node=2",),
+    "cluster=mine": ("strategy=single",),
     "tracker=mine": ("strategy=single",),
 }
 """Further overrides of each command, by the option that it shows."""
@@ -74,6 +75,12 @@ def test_a_custom_strategy_has_the_losses_of_ddp(folder: Path) -> None:
     assert (mine.built.wrapper, mine.built.mesh) == ("all-reduce", [2, 1])
     assert mine.metrics.train_losses == pytest.approx(ddp.metrics.train_losses, rel=1e-5)
     assert mine.metrics.eval_losses == pytest.approx(ddp.metrics.eval_losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_custom_launcher_starts_the_agents(folder: Path) -> None:
+    (record,) = run_example("cluster=mine", cwd=folder)
+    assert record.config["cluster"]["_target_"] == "my_package.launcher.Nice"
 
 
 @pytest.mark.slow

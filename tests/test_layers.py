@@ -31,7 +31,6 @@ LIGHT = (
     "distexp.memory",
     "distexp.resolve",
     "hydra_plugins.distexp_plugin.launcher",
-    "hydra_plugins.distexp_plugin.slurm",
 )
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "pyarrow", "altair", "vl_convert")
 

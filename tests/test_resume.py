@@ -15,6 +15,7 @@ import pytest
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.main import main as cli
 from distexp.cli.overrides import parse, plain_value
+from distexp.config import Command
 from distexp.launch.trust.own_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
@@ -156,8 +157,8 @@ def test_a_stored_key_of_another_command_does_not_prevent_a_resume() -> None:
     """Earlier versions ignored such keys. A search needs them."""
     ignored = ["train.seed=1", "choose.budget_min=5", "forecast.memory='off'"]
     assert merge(ignored, []) == ["--multirun", "train.seed=1"]
-    search = ["--multirun", "choose.only=true", "choose.budget_min=5"]
-    assert merge(search, ["choose.gpus=[1]"]) == [*search, "choose.gpus=[1]"]
+    search = ["--multirun", "choose.budget_min=5"]
+    assert merge(search, ["choose.gpus=[1]"], Command.CHOOSE) == [*search, "choose.gpus=[1]"]
 
 
 def test_a_folder_of_sweeps_is_refused_with_the_newest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

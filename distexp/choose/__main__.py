@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distexp.cli.run import main as run
+from distexp.config import Command
 from distexp.config.key_info import is_key
 from distexp.exceptions import run_until_pipe_closes
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     output = ["choose.output=json"] if JSON in given else []
     name = [] if any(text.startswith(NAME) for text in given) else ["name=choose"]
-    return run(["choose.only=true", *output, *name, *(with_brackets(text) for text in given if text != JSON)])
+    return run([with_brackets(text) for text in given if text != JSON], Command.CHOOSE, [*output, *name])
 
 
 def with_brackets(argument: str) -> str:

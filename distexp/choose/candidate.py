@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
+from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
 
 COMPLETED = "completed"
@@ -125,6 +126,11 @@ class Candidate:
     def on_cpus(self) -> bool:
         """Return whether its workers have no GPUs."""
         return self.config is not None and self.config.cluster.device == "cpu"
+
+    @property
+    def queues(self) -> bool:
+        """Return whether its trials wait in a queue, so that several may run at the same time."""
+        return self.config is not None and launcher_traits(self.config).queues
 
     @property
     def completed(self) -> tuple[Trial, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distexp.config import Config, ConfigError
+from distexp.resolve.resources import launcher_traits
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
     nodes, per_node = base.cluster.nodes, base.cluster.workers_per_node or 1
     if not gpus:
         return [ClusterSize(nodes, per_node)]
-    is_one_machine = base.cluster.launcher == "local" and nodes == 1
+    is_one_machine = launcher_traits(base).runs_here and nodes == 1
     errors = [
         f"choose.gpus={number} is no multiple of the {per_node} workers of a node: use {number // per_node * per_node}"
         for number in gpus

@@ -33,11 +33,11 @@ from distexp.choose.single_reference import fitting_singles
 from distexp.choose.space import make_space
 from distexp.choose.state import SearchState
 from distexp.choose.trial_budget import expected_gpu_seconds
-from distexp.choose.trial_launcher import TrialLauncher
 from distexp.choose.trial_outcome import add_trial
 from distexp.choose.trials import Trials
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.cell import Cell, MakeCell
+from distexp.launch.launcher import TrialLauncher
 from distexp.launch.sweep_dir import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.runs.command_text import suggest_command
@@ -130,8 +130,8 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
     most = max((candidate.workers for candidate in waiting), default=1)
     objective, budget = settings.objective, settings.budget_gpu_s(most)
     reserved = partial(check_gpu_seconds, outcome.candidates, singles, objective)
-    on_slurm = any(_runs_on_slurm(candidate) for candidate in waiting)
-    rules = rules_for(on_cpus=any(candidate.on_cpus for candidate in waiting), on_slurm=on_slurm)
+    in_queue = any(candidate.queues for candidate in waiting)
+    rules = rules_for(on_cpus=any(candidate.on_cpus for candidate in waiting), on_slurm=in_queue)
     outcome.result = search(outcome.candidates, trials.try_all, objective, budget, rules, reserved_gpu_s=reserved)
     checker = LossChecker(outcome.candidates, trials, singles)
     for candidate in ranked(outcome.candidates, settings.objective)[:MAX_CHECKED]:
@@ -143,10 +143,6 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
             _prefer_reference(outcome, trials, budget - used)
             return
         outcome.rejected.append(Rejected(candidate, check))
-
-
-def _runs_on_slurm(candidate: Candidate) -> bool:
-    return candidate.config is not None and candidate.config.cluster.launcher == "slurm"
 
 
 def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> None:

@@ -20,7 +20,7 @@ from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.strategies.base import reference_name
 from distexp.system.units import format_amount
 
-SET_BY_COMMAND = ("choose.", "hydra.", "plan.only=", "plan.output=", "plan.timeout_s=", "name=choose")
+SET_BY_COMMAND = ("choose.", "hydra.", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
 
 SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")

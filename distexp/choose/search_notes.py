@@ -8,6 +8,7 @@ from distexp.choose.space import base_config, kept_micro_batch
 from distexp.config import Config
 from distexp.launch.cell import MakeCell
 from distexp.plan.verdict import memory_to_fit_mib
+from distexp.resolve.resources import launcher_traits
 from distexp.system.hardware import visible_gpus
 
 HOW_TO_NAME_MEMORY = {
@@ -39,7 +40,7 @@ def _device_notes(config: Config, settings: Settings) -> list[str]:
     """Return that the trials run on CPUs, unless the command requests it."""
     cluster = config.cluster
     requested = any("cluster.device=" in text for text in settings.command)
-    if cluster.launcher != "local" or cluster.device != "cpu" or requested or visible_gpus():
+    if not launcher_traits(config).runs_here or cluster.device != "cpu" or requested or visible_gpus():
         return []
     return ["this machine has no GPU that can be used: the trials run on its CPUs"]
 

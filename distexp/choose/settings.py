@@ -13,13 +13,14 @@ from distexp.config.choose_section import ChooseConfig
 from distexp.config.override_text import sets_key
 from distexp.launch.cell import Cell
 from distexp.measure.energy.cpu_reader import POWERCAP, can_read_energy
+from distexp.resolve.resources import launcher_traits
 
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
 """Limits of a scale that would give candidates with other micro-batches another global batch."""
 OWN_KEYS = ("choose.", "hydra.", "sweep.")
-PREDICT_ONLY = "plan.only=true"
+DRY_RUN = "choose.dry_run=true"
 """Override of a dry run for the GPUs of another machine. Without it, this machine must have as many GPUs."""
 
 SECONDS_PER_MINUTE = 60.0
@@ -79,7 +80,7 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
         raise ConfigError(errors)
     command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
     if section.dry_run and _names_gpu(cell):
-        command.append(PREDICT_ONLY)
+        command.append(DRY_RUN)
     return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
 
 
@@ -89,7 +90,7 @@ def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
         return ""
     if section.objective == Objective.COST:
         return "choose.objective=cost needs GPUs, because a run on CPUs has no price: use throughput"
-    if section.objective == Objective.ENERGY and config.cluster.launcher == "local" and not can_read_energy():
+    if section.objective == Objective.ENERGY and launcher_traits(config).runs_here and not can_read_energy():
         return f"choose.objective=energy: the energy of these CPUs cannot be read (RAPL, {POWERCAP}): use throughput"
     return ""
 

@@ -56,6 +56,5 @@ def _startup_s(startups: Sequence[float], candidate: Candidate) -> float:
 
     The longest start-up of local trials does not count: the first trial imports the libraries for all of them.
     """
-    on_slurm = candidate.config is not None and candidate.config.cluster.launcher == "slurm"
-    usual = sorted(startups) if on_slurm else sorted(startups)[:-1]
+    usual = sorted(startups) if candidate.queues else sorted(startups)[:-1]
     return median(usual) if usual else min([STARTUP_S, *startups])

@@ -24,7 +24,6 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
     total, train = steps + EXCLUDED_STEPS, config.train
     limit = max(budget_min, SHORTEST_LIMIT_MIN)
     found = [
-        "choose.only=true",  # The report shows such a run as a trial.
         f"train.max_steps={total}",
         f"train.num_epochs={total}",  # A small data set has fewer steps in an epoch.
         f"train.measure_after_step={EXCLUDED_STEPS}",

@@ -13,12 +13,12 @@ from distexp.choose.candidate import COMPLETED, Candidate, Trial
 from distexp.choose.command_overrides import with_overrides, without_other_strategy
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.state import SearchState, StoredTrial
-from distexp.choose.trial_launcher import TrialRunner
 from distexp.choose.trial_metrics import gpu_seconds, read_record, training_gpu_seconds, trial_of
 from distexp.choose.trial_overrides import trial_overrides
 from distexp.config import Config
 from distexp.launch.assigned_runs import AssignedRun, make_run_info
 from distexp.launch.cell import Cell, MakeCell
+from distexp.launch.launcher import TrialRunner
 from distexp.launch.run_dir_claim import claim_run_dir, run_dir_for
 from distexp.runs.error_files import SUBMISSION_REFUSED
 from distexp.runs.failure_text import join_errors

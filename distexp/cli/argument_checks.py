@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from itertools import dropwhile
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -26,21 +25,18 @@ RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--
 RUN_NAMES = ("train", "start", "launch", "fit", "benchmark")
 """Commands of other programs that start a training."""
 
-ADDED = (
-    ("plan.only=true", "plan.output=json"),
-    ("choose.only=true", "choose.output=json", "name=choose"),
-    ("preflight.enabled=true", "preflight.only=true", "name=preflight", "measure.enabled=false"),
-)
-"""Overrides that the commands plan, choose and preflight put in front of those that the user has typed."""
-
 VALUE_OPTIONS = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
 """Options of Hydra whose value may have the name of a command."""
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
+def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) -> None:
     """Check for unknown commands, options and short keys, and for spaces inside overrides.
 
     Hydra's own parser would print a page of usage instead of the error.
+
+    Args:
+        arguments: What the user has typed after the command.
+        may_name_command: Whether no command was typed, so that the first argument may be meant as one.
 
     Raises:
         ConfigError: with every error.
@@ -54,7 +50,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         _option_errors(known, unknown, arguments)
         or _space_errors(overrides)
         or [_explain_position(name, arguments) for name in overrides if name in COMMANDS]
-        or _first_argument_errors(overrides, arguments)
+        or (_first_argument_errors(overrides, arguments) if may_name_command else [])
         or list(short_key_errors(overrides))
     )
     if errors:
@@ -150,15 +146,9 @@ def _raise_error(message: str) -> NoReturn:
 
 def _explain_position(command: str, arguments: Sequence[str]) -> str:
     """Return the error for a command that is not the first argument, as in ``distexp strategy=ddp plan``."""
-    typed = _without_added(arguments)
+    typed = list(arguments)
     del typed[_position_of(command, typed)]
     return f"{command} is a command, which must come first: type {shlex.join(['distexp', command, *typed])}"
-
-
-def _without_added(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that the user has typed, without those that a command has put in front of them."""
-    added = next((added for added in ADDED if added[0] == arguments[0]), ())
-    return list(dropwhile(added.__contains__, arguments))
 
 
 def _position_of(command: str, arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from distexp.cli.argument_checks import check_arguments, split_options
 from distexp.cli.command_keys import ignored_keys
 from distexp.cli.overrides import add_plus_prefix, home_message, parse, plain_value, quote_choice
 from distexp.cli.strategy_sweeps import strategy_sweep_warning
-from distexp.config import ConfigError
+from distexp.config import Command, ConfigError
 from distexp.config.key_info import takes_list
 from distexp.config.paths import config_groups, options_of
 
@@ -29,6 +29,8 @@ RESERVED_KEYS = {
     "hydra/launcher": "choose the launcher with cluster=",
     "hydra.launcher": "choose the launcher with cluster=",
     "cluster.launcher": "choose the launcher with cluster=",
+    "cluster._target_": "choose the launcher with cluster=",
+    "command": "type the name of the command first, as in distexp plan",
     "hydra/sweeper": "add cells with sweep.cells",
     "hydra.mode": "leave it out",
     "hydra.output_subdir": "leave it out",
@@ -42,23 +44,30 @@ RENAMED_KEYS = ("scaling=", "scaling.name=", "sweep.cells=")
 """Keys whose old values are still accepted."""
 
 
-def normalize_arguments(arguments: Sequence[str]) -> list[str]:
+def normalize_arguments(
+    arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequence[str] = ()
+) -> list[str]:
     """Return the arguments for Hydra: choices quoted, new keys marked, and every run a sweep.
 
     The overrides come first, because Hydra's parser accepts no option between them.
 
+    Args:
+        arguments: What the user has typed after the command.
+        command: The command.
+        added: Overrides that the command puts in front of the typed ones.
+
     Raises:
         ConfigError: with every error of the arguments.
     """
-    check_arguments(arguments)
+    check_arguments(arguments, may_name_command=command == Command.TRAIN)
     given, options = split_options(arguments)
     groups = config_groups()
-    overrides = [quote_choice(add_plus_prefix(replace_renamed_values(text)), groups) for text in given]
+    overrides = [quote_choice(add_plus_prefix(replace_renamed_values(text)), groups) for text in (*added, *given)]
     if any(option.split("=")[0] in HYDRA_FLAGS for option in options):
         check_single_run(overrides)
         return [*overrides, *options]
     parsed = parse(overrides)
-    check_sweep(parsed, multirun=bool({"-m", "--multirun"} & set(options)))
+    check_sweep(parsed, command, multirun=bool({"-m", "--multirun"} & set(options)))
     if warning := strategy_sweep_warning(parsed):
         print(f"distexp: warning: {warning}", file=sys.stderr)
     rest = [option for option in options if option not in ("-m", "--multirun", "-r", "--run")]
@@ -74,7 +83,7 @@ def replace_renamed_values(argument: str) -> str:
     return argument
 
 
-def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
+def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bool) -> None:
     """Check for overrides that Hydra would ignore or misunderstand silently.
 
     Raises:
@@ -91,14 +100,14 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
         errors.append("train.seed and repeats both repeat each cell: set one seed, or leave repeats out")
     if swept and not multirun and "experiment" not in by_key:
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
-        errors.append(f"{shown} is a sweep: {_sweep_hint(swept, by_key)}")
+        errors.append(f"{shown} is a sweep: {_sweep_hint(swept, by_key, command)}")
     if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or _repeats(by_key)):
         errors.append(
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
         )
     errors += _output_dir_errors(by_key)
     errors += _model_name_errors(by_key)
-    errors += [error for _, error in ignored_keys(overrides)]
+    errors += [error for _, error in ignored_keys(overrides, command)]
     errors += [f"{key} cannot be set: {hint}" for key, hint in RESERVED_KEYS.items() if key in by_key]
     errors += [
         f"{override.input_line} is not an option: leave it out"
@@ -109,11 +118,11 @@ def check_sweep(overrides: Sequence[Override], *, multirun: bool) -> None:
         raise ConfigError(errors)
 
 
-def _sweep_hint(swept: Sequence[str], by_key: Mapping[str, Override]) -> str:
+def _sweep_hint(swept: Sequence[str], by_key: Mapping[str, Override], command: Command) -> str:
     """Return what to type instead of several values without ``--multirun``."""
-    if "choose.only" in by_key and not set(swept) <= VARIED_BY_CHOOSE:
+    if command == Command.CHOOSE and not set(swept) <= VARIED_BY_CHOOSE:
         return "choose is for one training, so set one value"
-    if "choose.only" in by_key:
+    if command == Command.CHOOSE:
         entries = ",".join(f'"{by_key[key].input_line}"' for key in swept).replace("'", "")
         return (
             "choose is for one training, so set one value. To vary what keeps the training, use choose.space: write "

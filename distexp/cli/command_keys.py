@@ -8,6 +8,7 @@ from typing import NamedTuple
 from hydra.core.override_parser.types import Override
 
 from distexp.cli.overrides import plain_value
+from distexp.config import Command
 from distexp.config.key_info import sections
 
 
@@ -16,38 +17,35 @@ class Reader(NamedTuple):
 
     Attributes:
         command: How it is typed.
-        switches: Keys that are true if it runs.
+        commands: Those that run it.
     """
 
     command: str
-    switches: tuple[str, ...]
+    commands: tuple[Command, ...]
 
     def example(self, key: str, override: str) -> str:
         """Return what to type for a key instead of an override."""
-        if key.endswith(".only"):
-            return self.command
         return f"{self.command} {'--json' if key.endswith('.output') else override}"
 
 
-CHOOSE = Reader("distexp choose", ("choose.only",))
-FORECAST = Reader("distexp forecast RUN", ("forecast.only", "plan.only"))
-PLAN = Reader("distexp plan", ("plan.only",))
+CHOOSE = Reader("distexp choose", (Command.CHOOSE,))
+FORECAST = Reader("distexp forecast RUN", (Command.FORECAST,))
+PLAN = Reader("distexp plan", (Command.PLAN, Command.FORECAST))
 
 READERS: Mapping[str, Reader] = {"choose": CHOOSE, "forecast": FORECAST, "plan.output": PLAN}
 """Sections and keys with the only command that reads them. The other keys of ``plan`` are for runs too."""
 
 
-def ignored_keys(overrides: Sequence[Override]) -> Iterator[tuple[Override, str]]:
+def ignored_keys(overrides: Sequence[Override], command: Command) -> Iterator[tuple[Override, str]]:
     """Yield each override that a command would ignore, with its error. An override with the default is none.
 
     Args:
         overrides: What the user has typed, and what a sub-command has added.
+        command: The command that gets them.
     """
-    last = {_key(override): override.value() for override in overrides}
-    true = {key for key, value in last.items() if value is True}
     for override in overrides:
         reader, text = reader_of(_key(override)), str(override.input_line)
-        if reader is not None and not true.issuperset(reader.switches) and _differs(override):
+        if reader is not None and command not in reader.commands and _differs(override):
             hint = f"type {reader.example(_key(override), text)}, or leave it out"
             yield override, f"{text} is for {reader.command} and has no effect here: {hint}"
 

@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.errors import explain, explain_os_error
-from distexp.config import ConfigError, register_schema
+from distexp.config import Command, ConfigError, register_schema
 from distexp.config.paths import conf_dir
 from distexp.exceptions import (
     TRACE_VARIABLE,
@@ -33,12 +33,18 @@ from distexp.launch.trust.config_loader import use_checked_loader
 from distexp.launch.trust.secret_checks import check_arguments_for_secrets
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit code; 2 if it is wrong, after printing every error."""
+def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequence[str] = ()) -> int:
+    """Run a command line and return its exit code; 2 if it is wrong, after printing every error.
+
+    Args:
+        arguments: What the user has typed after the command.
+        command: The command.
+        added: Overrides that the command puts in front of the typed ones.
+    """
     wants_trace = os.environ.get(TRACE_VARIABLE) == "1"
     os.environ[TRACE_VARIABLE] = "1"  # Hydra then raises its errors instead of printing them
     try:
-        return _run_hydra(arguments)
+        return _run_hydra(arguments, command, added)
     except (ConfigError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if wants_trace:
             raise
@@ -55,14 +61,14 @@ def main(arguments: Sequence[str]) -> int:
             del os.environ[TRACE_VARIABLE]
 
 
-def _run_hydra(arguments: Sequence[str]) -> int:
+def _run_hydra(arguments: Sequence[str], command: Command, added: Sequence[str]) -> int:
     check_arguments_for_secrets(arguments)
-    register_schema()
+    register_schema(command)
     use_checked_loader()
     Plugins.instance()  # before the current folder is searched, so that Hydra loads no plugin from there
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # so that custom packages are found as with `python -m`
-    sys.argv = [sys.argv[0], *normalize_arguments(arguments)]
+    sys.argv = [sys.argv[0], *normalize_arguments(arguments, command, added)]
     try:
         with interruptions_kept():
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()

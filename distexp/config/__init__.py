@@ -7,6 +7,7 @@ from distexp.config.measure_sections import MeasureConfig, PreflightConfig, Trac
 from distexp.config.plan_section import PlanConfig
 from distexp.config.scale_sections import ScaleConfig, ScalingConfig
 from distexp.config.schema import (
+    Command,
     Config,
     ConfigError,
     EngineConfig,
@@ -22,6 +23,7 @@ from distexp.config.strategy_sections import DDPConfig, DeepSpeedConfig, FSDPCon
 
 __all__ = [
     "ClusterConfig",
+    "Command",
     "Config",
     "ConfigError",
     "DDPConfig",

@@ -32,5 +32,4 @@ class ChooseConfig:
         "ones, and then only the listed keys vary. Empty: all usual keys.",
     )
     dry_run: bool = key(False, "Print the candidates, the planned trials and their cost. Start nothing.")
-    only: bool = key(False, "Search and start no other run. Set by `distexp choose`.")
     output: str = key("table", "Output of `distexp choose`. Its option `--json` sets it.", choices=("table", "json"))

@@ -18,7 +18,9 @@ class ClusterConfig:
     """Where a run starts, and its resources. Some keys are for Slurm only."""
 
     name: str = key("local", "Name of the cluster.")
-    launcher: str = key("local", "Set by `cluster=`, together with `hydra/launcher`.", choices=("local", "slurm"))
+    _target_: str = key(
+        "distexp.launch.local.launcher.LocalLauncher", "Launcher: what starts the runs. Set by `cluster=`."
+    )
     nodes: int = key(1, "Nodes. On one machine more than one are simulated.", at_least=1)
     workers_per_node: int | None = key(
         None, "Workers per node.", at_least=1, null="one per GPU, or 2 without GPUs (1 on Slurm)"

@@ -37,6 +37,5 @@ class ForecastConfig:
         "than 32 nodes use the upper level.",
         at_least=1,
     )
-    only: bool = key(False, "Forecast and do not train. Set by `distexp forecast`.")
     output: str = key("table", "Output of `distexp forecast`. Its option `--json` sets it.", choices=("table", "json"))
     run: str | None = key(None, "Directory of the profiled run. Set by `distexp forecast`.", null="none")

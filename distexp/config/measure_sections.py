@@ -36,7 +36,6 @@ class PreflightConfig:
     """Communication bandwidth test before training."""
 
     enabled: bool = key(False, "Whether to run the test.")
-    only: bool = key(False, "Run the test and do not train.")
     min_busbw_gbps: float | None = key(
         None, "Lowest accepted bus bandwidth of the largest all-reduce.", unit="GB/s", at_least=0,
         null="5 on GPUs, no limit on CPUs",

@@ -42,5 +42,4 @@ class PlanConfig:
         above=0,
         null="no limit",
     )
-    only: bool = key(False, "Predict and do not train. Set by `distexp plan`.")
     output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))

@@ -10,6 +10,7 @@ involve several keys are in ``resolve``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
@@ -196,11 +197,22 @@ class SweepConfig:
     )
 
 
+class Command(StrEnum):
+    """What a command does with its cells. Each has its entry, which is the only one that names it."""
+
+    TRAIN = "train"
+    PLAN = "plan"
+    CHOOSE = "choose"
+    FORECAST = "forecast"
+    PREFLIGHT = "preflight"
+
+
 @dataclass
 class Config:
     """The whole configuration."""
 
     name: str = key("distexp", "Folder of the results.")
+    command: str = key("train", "Command of distexp that uses it, and that sets it.", choices=tuple(map(str, Command)))
     exercise: str | None = key(None, "Exercise whose table the report fills. Set by its preset.")
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -231,9 +243,25 @@ class Config:
     repeats: int = key(1, "Runs of each cell, with the seeds `train.seed`, `train.seed` + 1, ...", at_least=1)
     trusted_packages: list[str] = key([], "Packages whose `_target_` may be imported; set on the command line only.")
 
+    @property
+    def is_preflight(self) -> bool:
+        """Whether the workers only measure the machines, and train nothing."""
+        return self.command == Command.PREFLIGHT
 
-def register_schema() -> None:
-    """Register the schema with Hydra under the name that ``conf/config.yaml`` extends."""
+    @property
+    def is_prediction(self) -> bool:
+        """Whether nothing is started, for example to plan for GPUs that this machine does not have."""
+        names_gpu = self.plan.gpu is not None or self.plan.gpu_memory_gb is not None
+        plans_search = self.command == Command.CHOOSE and self.choose.dry_run and names_gpu
+        return self.command in (Command.PLAN, Command.FORECAST) or plans_search
+
+
+def register_schema(command: Command = Command.TRAIN) -> None:
+    """Register the schema with Hydra under the name that ``conf/config.yaml`` extends.
+
+    Args:
+        command: Default of the key ``command``, which no user sets.
+    """
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=Config(command=str(command)))

@@ -49,7 +49,7 @@ def run_title(spec: RunSpec) -> str:
     config = spec.config
     workers = format_count(spec.world_size, f"{config.cluster.device} worker")
     nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
-    if config.preflight.only:
+    if config.is_preflight:
         return f"preflight with {workers}{nodes}"
     engine = "" if config.engine.name == "native" else f", {config.engine.name}"
     model = model_label(config.model.name, config.scale.name)

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distexp.config import ConfigError
+from distexp.config import Command, ConfigError
 from distexp.exceptions import run_until_pipe_closes
 from distexp.explain.output import print_comparison, print_explanations
 from distexp.explain.profiled_runs import read_profiled_run, read_profiled_runs
 from distexp.runs.listing import format_runs
-from distexp.runs.sweep_dirs import CHOOSE, PREFLIGHT, choose_newest_sweep
+from distexp.runs.sweep_dirs import choose_newest_sweep
 
 DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
 make them faster. With two runs: why B is slower than A, part by part.
@@ -57,7 +57,7 @@ def choose_directories(given: Sequence[Path]) -> list[Path]:
     numbers = {path for path in given if str(path).isdecimal() and not path.is_dir()}
     if given and not numbers:
         return list(given)
-    newest = choose_newest_sweep(leave_out=(PREFLIGHT, CHOOSE))
+    newest = choose_newest_sweep(leave_out=(Command.PREFLIGHT, Command.CHOOSE))
     for number in sorted(numbers):
         if not (newest / number).is_dir():
             raise ConfigError(_describe_missing_run(newest, number))

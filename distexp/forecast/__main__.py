@@ -13,12 +13,12 @@ from hydra.errors import HydraException
 from distexp.cli.errors import explain
 from distexp.cli.overrides import is_override
 from distexp.cli.run import main as run_command
-from distexp.config import ConfigError
+from distexp.config import Command, ConfigError
 from distexp.exceptions import run_until_pipe_closes
 from distexp.forecast.arguments import forecast_arguments
 from distexp.forecast.profiled_run import ProfiledRun, find_profiled_run
 from distexp.runs.json_files import read_json
-from distexp.runs.sweep_dirs import CHOOSE, PREFLIGHT, choose_newest_sweep
+from distexp.runs.sweep_dirs import choose_newest_sweep
 
 USAGE = """usage: distexp forecast [RUN] [KEY=VALUE ...] [--json]
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"distexp: {message}", file=sys.stderr)
         return 2
     _enter_directory_of(run)
-    return run_command([*folders, *composed])
+    return run_command([*folders, *composed], Command.FORECAST)
 
 
 def _split_config_dir(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -88,7 +88,9 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
             f"{len(directories)} directories ({' '.join(directories)}): give the directory of one profiled run, as in "
             "distexp forecast RUN cluster.nodes=2"
         )
-    directory = Path(directories[0]) if directories else choose_newest_sweep(leave_out=(PREFLIGHT, CHOOSE))
+    directory = (
+        Path(directories[0]) if directories else choose_newest_sweep(leave_out=(Command.PREFLIGHT, Command.CHOOSE))
+    )
     return find_profiled_run(directory.absolute()), overrides
 
 

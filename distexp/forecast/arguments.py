@@ -61,7 +61,7 @@ def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool)
     output = ["plan.output=json", "forecast.output=json"] if as_json else []
     return [
         *kept, *fixed, *map(_absolute, added), *output, f"sweep.cells={cells}",
-        "plan.only=true", "forecast.only=true", f'forecast.run="{run.directory}"',
+        f'forecast.run="{run.directory}"',
     ]  # fmt: skip
 
 

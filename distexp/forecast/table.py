@@ -10,6 +10,7 @@ from rich.text import Text
 from distexp.forecast.size_row import SizeRow
 from distexp.forecast.target import TO_MEASURE
 from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
+from distexp.resolve.resources import launcher_traits
 from distexp.runs.listing import format_count
 from distexp.runs.record_sections import Predicted
 from distexp.runs.step_parts import PARTS
@@ -240,7 +241,7 @@ def _threads(rows: Sequence[SizeRow], profiled_threads: int | None) -> Iterator[
 def _cores(rows: Sequence[SizeRow]) -> Iterator[str]:
     """Yield a warning if this machine has fewer CPU cores than a size has local workers."""
     configs = [row.cell.config for row in rows if row.forecast and row.cell.config is not None]
-    local = [config for config in configs if config.cluster.device == "cpu" and config.cluster.launcher == "local"]
+    local = [config for config in configs if config.cluster.device == "cpu" and launcher_traits(config).runs_here]
     most, cores = max((config.cluster.world_size for config in local), default=0), cpu_count()
     if most > cores:
         machine = f"This machine has {format_count(cores, 'CPU core')}."

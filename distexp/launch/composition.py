@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
@@ -31,10 +31,35 @@ Adjust = Callable[[DictConfig, Sequence[str]], None]
 """Function that changes the composed configuration of a cell before it is resolved. It may raise ConfigError."""
 
 
+class CellRules(NamedTuple):
+    """What a command accepts in its cells.
+
+    Attributes:
+        may_be_invalid: A command with one cell does not end if it is invalid.
+        sizes_vary: The command varies the keys of ``train``, so it keeps none that was typed.
+        keeps_accumulation: A typed number of accumulation steps may be replaced by that of a stored run.
+    """
+
+    may_be_invalid: bool = False
+    sizes_vary: bool = False
+    keeps_accumulation: bool = False
+
+
 def compose_cells(
-    context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], adjust: Adjust | None = None
+    context: HydraContext,
+    master: DictConfig,
+    overrides: Sequence[Sequence[str]],
+    adjust: Adjust | None = None,
+    rules: CellRules = CellRules(),  # noqa: B008
 ) -> list[Cell]:
     """Compose and resolve every cell, before any run starts. Return them in the given order.
+
+    Args:
+        context: Hydra's configuration loader and callbacks.
+        master: Configuration of the command, with Hydra's node.
+        overrides: The overrides of each cell.
+        adjust: Changes a composed cell before it is resolved.
+        rules: What the command accepts.
 
     Raises:
         ConfigError: if there is one cell only, and it is invalid, or if a key of ``plan`` has no effect.
@@ -45,19 +70,19 @@ def compose_cells(
     shared = set.intersection(*(set(cell.overrides) for cell in cells))
     for cell in cells:
         cell.varied = [text for text in cell.overrides if text not in shared]
-    if errors := _command_errors(cells, master):
+    typed = {key for key in _keys_of_command(master) if not (rules.sizes_vary and key.startswith("train."))}
+    if errors := _command_errors(cells, typed, rules, resumes=master.sweep.resume):
         raise ConfigError(errors)
-    warnings = () if master.sweep.resume else lowered_values(cells, _keys_of_command(master))
+    warnings = () if master.sweep.resume else lowered_values(cells, typed)
     for warning in warnings:
         print(f"distexp: warning: {warning}", file=sys.stderr)
     return cells
 
 
 def _keys_of_command(master: DictConfig) -> set[str]:
-    """Return the keys that the command itself sets, without those of a preset and those that a search sets."""
+    """Return the keys that the command itself sets, without those of a preset."""
     overrides = cast(list[str], OmegaConf.to_container(master.hydra.overrides.task))  # does not resolve ${...}
-    keys = {key_of(text) for text in overrides}
-    return {key for key in keys if not (master.choose.only and key.startswith("train."))}
+    return {key_of(text) for text in overrides}
 
 
 def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:
@@ -77,16 +102,13 @@ def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -
     return cells
 
 
-def _command_errors(cells: Sequence[Cell], master: DictConfig) -> list[str]:
+def _command_errors(cells: Sequence[Cell], typed: set[str], rules: CellRules, *, resumes: bool) -> list[str]:
     """Return the errors for which a command is refused."""
+    invalid = cells[0].errors if len(cells) == 1 and not rules.may_be_invalid else []
     # Earlier versions stored overrides that they ignored.
-    ignored = [] if master.sweep.resume else ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
-    prints_errors = master.plan.only and master.plan.output == "json"
-    # A search changes strategy and sizes, so a candidate may be valid even if the cell is not.
-    must_be_valid = len(cells) == 1 and not prints_errors and not master.choose.only
-    keeps_stored = master.sweep.resume or master.forecast.only
-    replaced = [] if keeps_stored else replaced_accumulation(cells, _keys_of_command(master))
-    return [*(cells[0].errors if must_be_valid else []), *ignored, *replaced]
+    ignored = [] if resumes else ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
+    replaced = [] if resumes or rules.keeps_accumulation else replaced_accumulation(cells, typed)
+    return [*invalid, *ignored, *replaced]
 
 
 def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None = None) -> MakeCell:

@@ -81,7 +81,7 @@ def _predict_checked(cells: Sequence[Cell], planner: Planner) -> None:
 def _mode(cell: Cell) -> str:
     """Return ``check`` or ``warn``; empty for a cell that is not predicted."""
     config = cell.config
-    if config is None or config.preflight.only or searches_micro_batch(config):
+    if config is None or config.is_preflight or searches_micro_batch(config):
         return ""
     return config.plan.name if config.plan.name in (CHECK, WARN) else ""
 

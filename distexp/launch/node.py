@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from distexp.resolve.resources import launcher_traits
 from distexp.runs.spec import RunSpec
 from distexp.system.hardware import Gpu, visible_gpus
 
@@ -18,7 +19,7 @@ DEBUG_VARIABLES = {
 
 def is_simulated(spec: RunSpec) -> bool:
     """Return whether all nodes of a run are on this machine."""
-    return spec.config.cluster.launcher == "local"
+    return launcher_traits(spec.config).runs_here
 
 
 def node_gpus(spec: RunSpec, node: int) -> tuple[Gpu, ...]:

@@ -57,4 +57,4 @@ def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
 
 def _may_need_operators(spec: RunSpec) -> bool:
     """Return whether a run trains with a strategy of distexp. Custom ones are not imported: they may import torch."""
-    return spec.config.strategy._target_.startswith(f"{PACKAGE.name}.") and not spec.config.preflight.only
+    return spec.config.strategy._target_.startswith(f"{PACKAGE.name}.") and not spec.config.is_preflight

@@ -96,7 +96,7 @@ def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
     """
     is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
     memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"]
-    dropped = ("plan.gpu", "plan.only", "plan.search_timeout_s", "plan=")
+    dropped = ("plan.gpu", "plan.search_timeout_s", "plan=")
     given = [text for text in spec.run.overrides if not text.startswith(dropped)]
     if searches_micro_batch(spec.config):  # A search runs on the GPU, so it is not predicted.
         key = "train.micro_batch_size"

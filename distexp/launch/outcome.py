@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from distexp.checkpoints.folder import remove_unfinished
-from distexp.launch.failures import Cause, classify_failure, current_phase
+from distexp.launch.failures import classify_failure, current_phase
 from distexp.launch.record_measurements import add_explanation, add_strategy, add_traces
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs import attempts
@@ -45,7 +46,7 @@ def finalize_run(
     *,
     stopped_status: str = "killed",
 ) -> RunRecord:
-    """Write the record of a run and return it.
+    """Classify how a run ended, write its record and return it.
 
     Args:
         spec: The run.
@@ -63,42 +64,63 @@ def finalize_run(
         error = RunError("Stopped", stopped, current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started)
     elif record is None:
-        record = _classified_record(spec, directory, codes, started)
-    try:
-        add_traces(record, spec, directory)
-    except (OSError, ValueError) as failure:  # The record of a finished training matters more than its memory.
-        print(f"distexp: {directory} has no memory or energy in its record: {failure}", file=sys.stderr)
-    add_strategy(record, spec)
-    add_explanation(record, spec)
-    record.predicted = read_prediction(directory)
+        cause = classify_failure(directory, codes, spec)
+        record = failed_record(spec, directory, cause.status, cause.error, started)
+    complete(record, spec, directory)
     attempts.finalize(record)
     record.write(directory)
     return record
 
 
+def complete(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add to a record what each step knows. A step that fails prints why: the record matters more."""
+    for step in STEPS:
+        try:
+            step.add(record, spec, directory)
+        except Exception as failure:
+            reason = f"{type(failure).__name__}: {failure}"
+            print(f"distexp: {step.failed.format(directory=directory)}: {reason}", file=sys.stderr)
+
+
+class Step(NamedTuple):
+    """A step between the classification of a run and the writing of its record.
+
+    Attributes:
+        failed: What is missing if it fails, for a message.
+        add: Adds something to a record.
+    """
+
+    failed: str
+    add: Callable[[RunRecord, RunSpec, Path], None]
+
+
+def add_advice(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add what would have fit, if the run was out of GPU memory."""
+    if record.status != "oom_gpu" or record.error is None or record.error.memory is None:
+        return
+    from distexp.launch import oom_advice  # It needs the planner.
+
+    oom_advice.add_advice(record.error.memory, spec, directory)
+
+
+def add_prediction(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add the memory that was predicted before the start."""
+    record.predicted = read_prediction(directory)
+
+
+STEPS = (
+    Step("{directory} has no advice in its record", add_advice),
+    Step("{directory} has no memory or energy in its record", add_traces),
+    Step("the record has no strategy section", add_strategy),
+    Step("the profiled step has no explanation", add_explanation),  # Its advice depends on the measured memory.
+    Step("{directory} has no prediction in its record", add_prediction),
+)
+"""What completes a record, in this order."""
+
+
 def _completed_record(directory: Path, codes: Mapping[int, int]) -> RunRecord | None:
     """Return what rank 0 wrote, if all agents succeeded."""
     return read_result(directory) if all(code == 0 for code in codes.values()) else None
-
-
-def _classified_record(spec: RunSpec, directory: Path, codes: Mapping[int, int], started: float) -> RunRecord:
-    """Return the record of a run that failed, with the cause, and with advice if it was out of GPU memory."""
-    cause = classify_failure(directory, codes, spec)
-    record = failed_record(spec, directory, cause.status, cause.error, started)
-    _add_advice(cause, spec, directory)
-    return record
-
-
-def _add_advice(cause: Cause, spec: RunSpec, directory: Path) -> None:
-    """Add what would have fit to the error of a run that was out of GPU memory."""
-    if cause.status != "oom_gpu" or cause.error.memory is None:
-        return
-    from distexp.launch.oom_advice import add_advice  # It needs the planner.
-
-    try:
-        add_advice(cause.error.memory, spec, directory)
-    except Exception as failure:  # The record matters more than the advice.
-        print(f"distexp: {directory} has no advice in its record: {failure}", file=sys.stderr)
 
 
 def read_result(directory: Path) -> RunRecord | None:

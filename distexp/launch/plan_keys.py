@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from distexp.cli.overrides import parse, plain_value
-from distexp.config import Config, PlanConfig
+from distexp.config import Command, Config, PlanConfig
 from distexp.config.batch_sizes import searches_micro_batch
 from distexp.runs.command_text import format_override
 
@@ -98,11 +98,8 @@ def _situation(config: Config) -> str:
     """Return which rules hold for a cell."""
     memory = config.forecast.memory
     situations = {
-        "distexp choose": config.choose.only,
-        f"forecast.memory={memory}": config.forecast.only and memory != "predict",
-        "distexp forecast": config.forecast.only,
-        "distexp plan": config.plan.only,
-        "distexp preflight": config.preflight.only,
+        f"forecast.memory={memory}": config.command == Command.FORECAST and memory != "predict",
+        f"distexp {config.command}": config.command != Command.TRAIN,
         "auto": searches_micro_batch(config),
     }
     return next((name for name, holds in situations.items() if holds), f"plan={config.plan.name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from distexp.explain.explanation import explain
@@ -30,24 +29,17 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     add_evidence(record, spec, directory)
 
 
-def add_strategy(record: RunRecord, spec: RunSpec) -> None:
+def add_strategy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     """Add what the strategy states for the report, if no worker did."""
-    try:
-        record.strategy = record.strategy or load_strategy(spec.config).report_traits(spec.config)
-    except Exception as error:  # any: custom code runs here, and the record matters more
-        print(f"distexp: the record has no strategy section: {type(error).__name__}: {error}", file=sys.stderr)
+    record.strategy = record.strategy or load_strategy(spec.config).report_traits(spec.config)
 
 
-def add_explanation(record: RunRecord, spec: RunSpec) -> None:
+def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     """Add the bottleneck of the profiled step, if there is one, with the advice of the strategy.
 
     Its advice depends on the measured memory, so call it after ``add_traces``.
     """
-    try:
-        found = explain(record, load_strategy(spec.config)) if record.metrics.step_breakdown else None
-    except Exception as error:  # any: the training is finished, and its record matters more
-        print(f"distexp: the profiled step has no explanation: {type(error).__name__}: {error}", file=sys.stderr)
-        return
+    found = explain(record, load_strategy(spec.config)) if record.metrics.step_breakdown else None
     record.metrics.explanation = None if found is None else found.to_json()
 
 

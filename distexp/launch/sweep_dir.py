@@ -69,5 +69,6 @@ def write_sweep_files(master: DictConfig, sweep_dir: Path, cells: int) -> None:
     if not path.exists():
         OmegaConf.save(master, path)
     if not (sweep_dir / COMMAND).exists():
-        write_json(sweep_dir / COMMAND, {"words": sys.argv[1:], "directory": os.getcwd(), "cells": cells})
+        command = {"command": master.command, "words": sys.argv[1:], "directory": os.getcwd(), "cells": cells}
+        write_json(sweep_dir / COMMAND, command)
         remember_file(sweep_dir / COMMAND)

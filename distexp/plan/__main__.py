@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distexp.cli.run import main as run
+from distexp.config import Command
 from distexp.exceptions import run_until_pipe_closes
 
 USAGE = """usage: distexp plan [--json] [--multirun] [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     output = ["plan.output=json"] if JSON in given else []
-    return run(["plan.only=true", *output, *(text for text in given if text != JSON)])
+    return run([text for text in given if text != JSON], Command.PLAN, output)
 
 
 if __name__ == "__main__":

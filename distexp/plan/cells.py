@@ -36,7 +36,7 @@ class PlannedCell:
     def overrides(self) -> list[str]:
         """Return the overrides as typed, without those that the command adds."""
         typed = map(format_override, self.cell.overrides)
-        return [text for text in typed if not text.startswith(("plan.only=", "plan.output="))]
+        return [text for text in typed if not text.startswith("plan.output=")]
 
     @property
     def title(self) -> str:

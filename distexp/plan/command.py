@@ -29,6 +29,7 @@ from distexp.plan.table import (
 )
 from distexp.plan.training_lines import full_data_override, sample_notes, sharding_notes, training_lines
 from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
+from distexp.resolve.resources import launcher_traits
 from distexp.runs.json_files import nan_to_none
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import format_memory
@@ -116,7 +117,7 @@ def _format_error(kind: str, error: float) -> str:
 def _is_for_unnamed_gpus(config: Config) -> bool:
     """Return whether a prediction is for local GPUs, and the user has not named them."""
     is_named = config.plan.gpu is not None or config.plan.gpu_memory_gb is not None
-    return config.cluster.launcher == "local" and config.cluster.device == "cuda" and not is_named
+    return launcher_traits(config).runs_here and config.cluster.device == "cuda" and not is_named
 
 
 def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:

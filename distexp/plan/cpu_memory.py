@@ -8,6 +8,7 @@ same libraries. ``docs/results/plan.md`` compares the predictions with measured 
 from __future__ import annotations
 
 from distexp.config import Config
+from distexp.resolve.resources import launcher_traits
 from distexp.strategies.base import load_strategy
 from distexp.strategies.memory_traits import UNMEASURED_ON_CPUS, CpuMemory
 from distexp.system.units import MIB
@@ -60,7 +61,7 @@ def error_bound(config: Config, node_mib: float) -> float | None:
 
 def simulated_nodes(config: Config) -> int:
     """Return how many nodes of a run share the memory of one machine."""
-    return config.cluster.nodes if config.cluster.launcher == "local" else 1
+    return config.cluster.nodes if launcher_traits(config).runs_here else 1
 
 
 def reason_not_measured(config: Config) -> str:

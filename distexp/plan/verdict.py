@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
+from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
 from distexp.strategies.memory_traits import GPU_ERROR_BOUND
 from distexp.system.cgroups import usable_memory
@@ -23,7 +24,7 @@ LARGER_MACHINE = {
 def memory_to_fit_mib(config: Config) -> float | None:
     """Return the memory to plan for; None if it is unknown: that of the GPU, or for a run on CPUs that of a node.
 
-    A job on Slurm runs on another machine, so this one does not count.
+    This machine does not count if the run starts on another one, as a job on Slurm does.
     """
     return host_memory_mib(config) if config.cluster.device == "cpu" else gpu_memory_mib(config)
 
@@ -32,7 +33,7 @@ def host_memory_mib(config: Config) -> float | None:
     """Return the memory of a node for a run on CPUs; None if it is unknown."""
     if config.plan.host_memory_gb is not None:
         return config.plan.host_memory_gb * MIB_PER_GB
-    if config.cluster.launcher == "slurm":
+    if not launcher_traits(config).runs_here:
         return None if config.cluster.memory_gb is None else config.cluster.memory_gb * MIB_PER_GB
     return usable_memory() / MIB
 
@@ -50,14 +51,15 @@ def _gpu_mib(config: Config) -> float | None:
         return config.plan.gpu_memory_gb * MIB_PER_GB
     if config.plan.gpu is not None:
         return GPU_MODELS[config.plan.gpu]
-    if config.cluster.launcher == "slurm" or not visible_gpus():
+    if not launcher_traits(config).runs_here or not visible_gpus():
         return None
     return min(gpu.total_mib for gpu in visible_gpus()) * USABLE_SHARE
 
 
 def planned_gpu(config: Config) -> str | None:
     """Return the name of the GPU to plan for; None if it is unknown."""
-    if config.plan.gpu is not None or config.cluster.launcher == "slurm" or config.plan.gpu_memory_gb is not None:
+    is_named = config.plan.gpu is not None or config.plan.gpu_memory_gb is not None
+    if is_named or not launcher_traits(config).runs_here:
         return config.plan.gpu
     return visible_gpus()[0].name if visible_gpus() else None
 

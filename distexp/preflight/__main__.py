@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distexp.cli.run import main as run
+from distexp.config import Command
 from distexp.exceptions import run_until_pipe_closes
 
 USAGE = """usage: distexp preflight [KEY=VALUE ...]
@@ -15,7 +16,7 @@ would have, as in cluster.nodes=2 cluster.workers_per_node=4. Measure also a
 large matrix product with precision=bf16, fp16 or fp32, and store its TFLOP/s:
 later runs report their speed as a fraction of it."""
 
-FORCED = ("preflight.enabled=true", "preflight.only=true", "name=preflight", "measure.enabled=false")
+ADDED = ("preflight.enabled=true", "name=preflight", "measure.enabled=false")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(given):
         print(USAGE)
         return 0
-    return run([*FORCED, *given])
+    return run(given, Command.PREFLIGHT, [text for text in ADDED if text not in given])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from distexp.config import ConfigError
+from distexp.config import Command, ConfigError
 from distexp.console.terminal import make_console
 from distexp.exceptions import run_until_pipe_closes
 from distexp.report.compare import Comparison
@@ -26,7 +26,7 @@ from distexp.report.files import PAGE, write_files
 from distexp.report.overview_table import OverviewTable
 from distexp.runs.full_disk import describe_disk_error
 from distexp.runs.run_dir import RECORD, REPORT
-from distexp.runs.sweep_dirs import PREFLIGHT, choose_newest_sweep
+from distexp.runs.sweep_dirs import choose_newest_sweep
 
 DIRECTORY_HELP = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if not options.directories and not options.compare:
         try:
-            options.directories = [choose_newest_sweep(leave_out=(PREFLIGHT,))]
+            options.directories = [choose_newest_sweep(leave_out=(Command.PREFLIGHT,))]
         except ConfigError as error:
             return _print_error(str(error))
     missing = [path for path in (*options.directories, *(options.compare or ())) if not path.is_dir()]

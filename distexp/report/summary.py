@@ -91,7 +91,7 @@ def _is_on_cpu(group: RunGroup) -> bool:
 
 def are_trials(rows: Sequence[Row]) -> bool:
     """Return whether all runs are trials of ``distexp choose``."""
-    return all((row.record.config.get("choose") or {}).get("only") for row in rows)
+    return all(row.record.config.get("command") == "choose" for row in rows)
 
 
 def _trials(overview: Overview) -> Iterator[str]:

@@ -68,7 +68,7 @@ def same_task(config: Config) -> bool:
 def check_sizes(config: Config) -> Iterator[str]:
     """Yield an error for texts or micro-batches that are too long or too large."""
     samples = config.dataset.train_size
-    if samples is None and not (config.plan.only or config.preflight.only):  # A prediction needs no samples.
+    if samples is None and not (config.is_prediction or config.is_preflight):  # A prediction needs no samples.
         samples = GENERATED_TRAIN_SIZES.get(config.dataset._target_)
     errors = [check_sequence_length(config.dataset, config.model)]
     smallest = 1 if searches_micro_batch(config) else config.train.micro_batch

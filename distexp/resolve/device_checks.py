@@ -10,7 +10,7 @@ from distexp.config import Config
 def check_device(config: Config) -> Iterator[str]:
     """Yield an error for each setting that needs a GPU, if the run has none."""
     on_gpu = config.cluster.device == "cuda"
-    if config.cluster.gpu_memory_limit_gb is not None and not (on_gpu or config.plan.only):
+    if config.cluster.gpu_memory_limit_gb is not None and not (on_gpu or config.is_prediction):
         yield (
             f"cluster.gpu_memory_limit_gb={config.cluster.gpu_memory_limit_gb:g} needs a GPU, but this run is on "
             "cpu: leave it out"

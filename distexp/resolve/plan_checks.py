@@ -13,14 +13,14 @@ from distexp.system.gpu_models import GPU_MODELS
 def check_plan(config: Config) -> Iterator[str]:
     """Yield an error for an unknown GPU model, for two memories, and for a micro-batch that is not known yet."""
     plan = config.plan
-    if searches_micro_batch(config) and (plan.only or plan.name == "check"):
+    if searches_micro_batch(config) and (config.is_prediction or plan.name == "check"):
         hint = (
             "type train.micro_batch_size=1, and the output has the largest size that fits"
-            if plan.only
+            if config.is_prediction
             else "type a number, or leave plan=check out, because the search finds a size that fits"
         )
         yield f"a prediction of memory needs a number of samples, but train.micro_batch_size=auto: {hint}"
-    if plan.only or plan.name == "check":
+    if config.is_prediction or plan.name == "check":
         yield from _check_kind_of_memory(config)
     if plan.gpu is not None and plan.gpu not in GPU_MODELS:
         near = get_close_matches(plan.gpu.lower(), GPU_MODELS, n=3, cutoff=0.4) or list(GPU_MODELS)

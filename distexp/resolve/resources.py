@@ -1,92 +1,104 @@
-"""Resources of a run: device, workers, GPUs and CPU threads."""
+"""Resources of a run: device, workers, GPUs and CPU threads. The launcher of the configuration decides them."""
 
 from __future__ import annotations
 
-from distexp.config import Config
-from distexp.config.cluster_section import sbatch_name
-from distexp.resolve.strategy_steps import needs_one_worker
-from distexp.system.hardware import cpu_count, visible_gpus
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import ClassVar, TypeVar
+
+from distexp.config import ClusterConfig, Config, ConfigError
+from distexp.config.custom_code import PAGE, check_not_abstract, shorten_errors
+from distexp.config.field_info import info_of
+from distexp.config.targets import check_target, locate
 
 MIN_BUSBW_GBPS = 5.0
 """Default limit of the preflight on GPUs; an interconnect that is slower than this is broken."""
 
-CPU_WORKERS = 2
-SLURM_CPUS_PER_WORKER = 4
-"""As in the scripts of the workshop. The nodes of a cluster have at least as many cores per GPU."""
+
+class LauncherTraits(ABC):
+    """What a launcher states about its machines. ``distexp.launch.launcher.Launcher`` also starts runs on them."""
+
+    runs_here: ClassVar[bool] = False
+    """Whether this machine runs all nodes, so that its GPUs, CPU cores and memory are those of a run."""
+
+    queues: ClassVar[bool] = False
+    """Whether runs wait in a queue. Then several may run at the same time, and each one imports the libraries."""
+
+    shares_start: ClassVar[bool] = False
+    """Whether it supports ``sweep.shared_start=true``."""
+
+    reads: ClassVar[Collection[str]] = ()
+    """Names of the keys of ``cluster`` that it uses although they are for Slurm, such as ``dry_run``."""
+
+    @abstractmethod
+    def decide_resources(self, config: Config) -> list[str]:
+        """Set device, workers per node and threads that the user left open. Return the errors."""
+
+    def key_errors(self, config: Config) -> Iterator[str]:
+        """Yield an error for each key of ``cluster`` that this launcher ignores, or does not support."""
+        cluster, defaults = config.cluster, ClusterConfig()
+        for spec in fields(ClusterConfig):
+            value = getattr(cluster, spec.name)
+            is_ignored = info_of(spec).slurm_only and spec.name not in self.reads
+            if is_ignored and value != getattr(defaults, spec.name):
+                yield f"cluster.{spec.name}={value} is for Slurm only: leave it out, or choose cluster=slurm"
+        if config.sweep.shared_start and not self.shares_start:
+            yield "sweep.shared_start=true is for local sweeps only: leave it out, or choose cluster=local"
+
+
+Traits = TypeVar("Traits", bound=LauncherTraits)
+
+
+def launcher_traits(config: Config) -> LauncherTraits:
+    """Return what the launcher of a configuration states about its machines.
+
+    Raises:
+        ConfigError: ``cluster._target_`` is not a launcher, or is in a package that is not trusted.
+    """
+    return find_launcher(config.cluster._target_, config.trusted_packages, LauncherTraits)  # type: ignore[type-abstract]
+
+
+def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Traits:
+    """Return the launcher with a dotted name.
+
+    Args:
+        target: Dotted name of the class.
+        trusted: Packages from which it may be imported.
+        kind: Its base class.
+
+    Raises:
+        ConfigError: It is not a launcher, or is in a package that is not trusted.
+    """
+    if error := check_target(target, trusted):
+        raise ConfigError(error)
+    launcher = _make(target)
+    if not isinstance(launcher, kind):
+        raise ConfigError(_wrong_class(target))
+    return launcher
+
+
+@cache
+def _make(target: str) -> LauncherTraits:
+    found = locate(target)
+    if not (isinstance(found, type) and issubclass(found, LauncherTraits)):
+        raise ConfigError(_wrong_class(target))
+    check_not_abstract(found, LauncherTraits, f"cluster._target_={target}")
+    with shorten_errors(target, "the constructor"):
+        return found()
+
+
+def _wrong_class(target: str) -> str:
+    return (
+        f"cluster._target_={target} is not a launcher: derive the class from distexp.launch.launcher.Launcher, "
+        f"as in {PAGE}"
+    )
 
 
 def decide_resources(config: Config) -> list[str]:
-    """Decide device, workers and threads, and return the errors.
-
-    On Slurm this machine is not inspected, because the job runs on another one.
-    """
-    if config.cluster.launcher == "slurm":
-        _decide_slurm(config)
-        errors = _slurm_errors(config)
-    else:
-        _decide_local(config)
-        errors = _local_errors(config)
+    """Decide device, workers and threads as the launcher does, and return the errors."""
+    errors = launcher_traits(config).decide_resources(config)
     if config.cluster.device == "cuda" and config.preflight.min_busbw_gbps is None:
         config.preflight.min_busbw_gbps = MIN_BUSBW_GBPS
     return errors
-
-
-def _decide_local(config: Config) -> None:
-    cluster, gpus = config.cluster, visible_gpus()
-    if cluster.device == "auto":
-        cluster.device = "cuda" if gpus or _is_for_other_gpus(config) else "cpu"
-    on_gpu = cluster.device == "cuda"
-    if cluster.workers_per_node is None:
-        available = (len(gpus) if on_gpu else CPU_WORKERS) // cluster.nodes
-        cluster.workers_per_node = 1 if needs_one_worker(config) else max(1, available)
-    if cluster.cpus_per_worker is None:
-        # Simulated nodes share the cores of one machine. Tiny models need one thread only. Then runs with different
-        # numbers of workers have the same number of threads per worker, and their speeds can be compared.
-        tiny = config.scale.name == "tiny" and not on_gpu
-        cluster.cpus_per_worker = 1 if tiny else max(1, cpu_count() // cluster.world_size)
-
-
-def _is_for_other_gpus(config: Config) -> bool:
-    """Return whether nothing is run, so that this machine need not have the GPUs."""
-    names_gpu = config.plan.gpu is not None or config.plan.gpu_memory_gb is not None
-    return config.plan.only or (config.choose.only and config.choose.dry_run and names_gpu)
-
-
-def _local_errors(config: Config) -> list[str]:
-    """Return an error if this machine has too few GPUs. A prediction is for GPUs that it need not have."""
-    cluster, gpus = config.cluster, visible_gpus()
-    if _is_for_other_gpus(config) or cluster.device != "cuda":
-        return []
-    if not gpus:
-        return ["cluster.device=cuda needs a GPU, but this machine has none: choose cluster.device=cpu"]
-    if cluster.world_size > len(gpus):
-        return [
-            f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} needs "
-            f"{cluster.world_size} GPUs, but this machine has {len(gpus)}: lower one of them, or choose "
-            "cluster.device=cpu"
-        ]
-    return []
-
-
-def _decide_slurm(config: Config) -> None:
-    cluster = config.cluster
-    if cluster.device == "auto":
-        cluster.device = "cuda"
-    if cluster.workers_per_node is None:
-        cluster.workers_per_node = 1 if needs_one_worker(config) else (cluster.gpus_per_node or 1)
-    if cluster.gpus_per_node is None and cluster.device == "cuda" and "gres" not in map(sbatch_name, cluster.sbatch):
-        cluster.gpus_per_node = cluster.workers_per_node
-    if cluster.cpus_per_worker is None:
-        cluster.cpus_per_worker = SLURM_CPUS_PER_WORKER
-
-
-def _slurm_errors(config: Config) -> list[str]:
-    """Return an error if a node has fewer GPUs than workers."""
-    cluster = config.cluster
-    gpus, workers = cluster.gpus_per_node, cluster.workers_per_node
-    if cluster.device != "cuda" or gpus is None or workers is None or gpus >= workers:
-        return []
-    return [
-        f"cluster.gpus_per_node={gpus} is less than cluster.workers_per_node={workers}, but every worker needs a GPU: "
-        "raise the first, lower the second, or choose cluster.device=cpu"
-    ]

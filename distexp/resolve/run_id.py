@@ -17,7 +17,7 @@ from distexp.config.weights_source import loads_from_source, weights_source_key
 from distexp.resolve.fingerprints import checkpoint_fingerprint, fingerprint, model_fingerprint
 
 IRRELEVANT = (
-    *("name", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels", "plan"),
+    *("name", "command", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels", "plan"),
     *("choose", "forecast", "profile", "repeats", "trusted_packages"),
 )
 """Sections and keys that do not change the training, or that only set values of other keys."""

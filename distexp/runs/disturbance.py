@@ -97,7 +97,7 @@ def _share_of_cores(record: RunRecord) -> float | None:
     if not percents or environment is None or not environment.cpu_count or built is None or not built.world_size:
         return None
     nodes = _num_nodes(record)
-    simulated = nodes if _is_local(record) else 1  # Nodes on this machine share its cores.
+    simulated = nodes if _is_one_machine(record) else 1  # Its nodes share the cores.
     threads = threads_per_worker(record) * built.world_size * simulated / nodes
     cores = min(threads, environment.cpu_count, environment.cpu_limit or threads)
     used = sum(percents) * simulated / len(percents) if simulated > 1 else max(percents)
@@ -119,13 +119,14 @@ def _num_nodes(record: RunRecord) -> int:
     return int(number_of(_cluster(record), "nodes") or 1)
 
 
-def _is_local(record: RunRecord) -> bool:
-    return bool(_cluster(record).get("launcher", "local") == "local")
+def _is_one_machine(record: RunRecord) -> bool:
+    """Return whether all nodes of a run were simulated on one machine."""
+    return len(set(record.run.hosts)) <= 1
 
 
 def _uses_network(record: RunRecord) -> bool:
     """Return whether workers wait for messages of other machines, which leaves their cores unused."""
-    return not _is_local(record) and _num_nodes(record) > 1
+    return not _is_one_machine(record)
 
 
 def _wait_policy(record: RunRecord) -> str:

@@ -7,20 +7,17 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from distexp.config import ConfigError
+from distexp.config import Command, ConfigError
 from distexp.runs.json_files import read_json
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import CHOICE, COMMAND, OUTPUTS
 
-PREFLIGHT, CHOOSE = "preflight.only=true", "choose.only=true"
-"""Arguments by which the launcher knows that it runs these commands."""
 
-
-def choose_newest_sweep(*, leave_out: Collection[str] = ()) -> Path:
+def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
     """Return the newest sweep below ``multirun_outputs/``, and print which one it is to stderr.
 
     Args:
-        leave_out: Commands whose directories are no sweeps here, ``PREFLIGHT`` or ``CHOOSE``.
+        leave_out: Commands whose directories are no sweeps here.
 
     Raises:
         ConfigError: if there is none.
@@ -30,28 +27,27 @@ def choose_newest_sweep(*, leave_out: Collection[str] = ()) -> Path:
     if newest is None:
         raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
     sweep_dir = newest.parent
-    names = " and ".join(command.partition(".")[0] for command in leave_out)
+    names = " and ".join(leave_out)
     skipped = "" if newest is files[0] else f" (later directories of {names} do not count)"
     print(f"newest sweep: {sweep_dir}{skipped}", file=sys.stderr)
     return sweep_dir
 
 
-def _is_of(command_file: Path, commands: Collection[str]) -> bool:
+def _is_of(command_file: Path, commands: Collection[Command]) -> bool:
     """Return whether a sweep was started by one of these commands. A damaged file is of none."""
     try:
         content = read_json(command_file)
     except (OSError, ValueError):
         return False
-    arguments = content.get("words") if isinstance(content, dict) else None
-    return any(command in (arguments or ()) for command in commands)
+    return isinstance(content, dict) and content.get("command") in commands
 
 
 def describe_no_training(record: RunRecord) -> str:
     """Return what a run is that trains nothing for the user, and what to give instead; empty if it is a training."""
-    sections = {name: record.config.get(name) or {} for name in ("choose", "preflight")}
-    if sections["choose"].get("only"):
+    command = record.config.get("command")
+    if command == Command.CHOOSE:
         return f"is a search of distexp choose: run the command of its winner ({CHOICE}) with profile=true"
-    if sections["preflight"].get("only"):
+    if command == Command.PREFLIGHT:
         return "is a preflight: give the directory of a training with profile=true"
     return ""
 

@@ -40,6 +40,7 @@ def start_module(
     output: IO[str] | None = None,
     death_signal: signal.Signals = signal.SIGKILL,
     inherited: Sequence[int] = (),
+    command: Callable[[Sequence[str]], Sequence[str]] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module`` in a new session, with this distexp on its PYTHONPATH.
 
@@ -53,13 +54,15 @@ def start_module(
         output: File for stdout and stderr; None inherits both.
         death_signal: Signal for the child when this process dies.
         inherited: File descriptors that the child gets too.
+        command: Returns the whole command, from the arguments of Python; None: this Python.
 
     Returns:
         The child process.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
+    python = ("-m", module, *arguments)
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, *python] if command is None else command(python),
         env={**env, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=output,

@@ -63,7 +63,7 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     if spec.config.preflight.enabled:
         events.set_phase("preflight")
         run_preflight(spec.config.preflight, context, spec.config.precision.name)
-    record = preflight_record(spec, context) if spec.config.preflight.only else train(spec, context, events)
+    record = preflight_record(spec, context) if spec.config.is_preflight else train(spec, context, events)
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))

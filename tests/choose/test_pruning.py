@@ -21,7 +21,7 @@ from distexp.strategies.base import load_strategy
 from tests.helpers.planning import composed
 from tests.helpers.runs import resolve_cell
 
-COMMAND = ("plan.only=true", "cluster.workers_per_node=2", "train.global_batch_size=32", "kernels=reference")
+COMMAND = ("command=plan", "cluster.workers_per_node=2", "train.global_batch_size=32", "kernels=reference")
 MIB_PER_GB = 1024
 STATES, SAMPLE = 8.0, 1.0
 

@@ -47,7 +47,7 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found == document(tmp_path)
     config = launcher.ran[0]
     assert (config.train.log_every, config.train.measure_after_step, config.train.max_steps) == (1, 3, 8)
-    assert {(config.choose.only, config.cluster.timeout_min) for config in launcher.ran} == {(True, 20.0)}
+    assert {(config.command, config.cluster.timeout_min) for config in launcher.ran} == {("choose", 20.0)}
     assert {config.train.global_batch_size for config in launcher.ran} == {8}
     assert {config.train.seed for config in launcher.ran} == {42}
     run_search(tmp_path, again, *FEW)

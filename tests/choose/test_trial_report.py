@@ -17,7 +17,7 @@ def test_short_trials_have_no_ranking() -> None:
     runs = [record(0, peak=2000.0), record(1, strategy="fsdp", speed=50.0, peak=1000.0)]
     assert "Fastest" in summary(*runs)
     for number, run in enumerate(runs):
-        run.config["choose"] = {"only": True}
+        run.config["command"] = "choose"
         run.metrics.total_steps = 8 + 5 * number
     found = summary(*runs)
     assert "These are trials of distexp choose with 8 to 13 steps each. Their speeds are rough." in found

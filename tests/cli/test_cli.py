@@ -15,6 +15,7 @@ from distexp import __version__
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.commands import COMMANDS
 from distexp.cli.main import main
+from distexp.config import Command
 from distexp.help import main as help_main
 from distexp.runs.record import RunRecord
 from tests.helpers.forked_cli import run_forked
@@ -232,7 +233,7 @@ WRONG = {  # command lines, with a part of their message
     "plan plan.search_timeout_s=5": "has no effect in distexp plan, which predicts every change: leave it out\n",
     "choose plan=off": "plan=off has no effect in distexp choose, which always predicts: leave it out\n",
     "--multirun plan=off,warn plan.timeout_s=5": "plan.timeout_s=5 has no effect with plan=warn, which only",
-    "forecast.only=true": "has no effect here: type distexp forecast RUN, or leave it out\n",
+    "command=plan": "command cannot be set: type the name of the command first, as in distexp plan\n",
     "plan.output=json": "plan.output=json is for distexp plan and has no effect here: type distexp plan --json, or",
     "dataset=squad dataset.path=/nowhere": "dataset.path=/nowhere does not exist: correct the path, or use a hub id",
     "dataset=squad dataset.path=./nowhere": "dataset.path=./nowhere does not exist",
@@ -293,7 +294,7 @@ def test_an_output_folder_may_start_with_a_tilde() -> None:
 def test_a_key_of_another_command_is_accepted_with_its_default() -> None:
     defaults = ["choose.budget_min=10", "choose.objective='throughput'", "forecast.network=null", "plan.output=table"]
     assert normalize_arguments(defaults)[1:] == defaults
-    assert "choose.budget_min=5" in normalize_arguments(["choose.only=true", "choose.budget_min=5"])
+    assert "choose.budget_min=5" in normalize_arguments(["choose.budget_min=5"], Command.CHOOSE)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.helpers.runs import make_spec
             "bloom_tiny on squad_sample, deepspeed ZeRO-2, offloaded, fp32, 4 cpu workers on 2 nodes",
         ),
         (("model=bloom_560m", "scale=tiny"), "tiny stand-in for bloom_560m on squad_sample, ddp, fp32, 2 cpu workers"),
-        (("preflight.only=true",), "preflight with 2 cpu workers"),
+        (("command=preflight",), "preflight with 2 cpu workers"),
     ],
 )
 def test_the_title_names_model_data_strategy_and_workers(overrides: tuple[str, ...], title: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from distexp.explain.explanation import explain
 from distexp.launch import record_measurements
+from distexp.launch.outcome import complete
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import Strategy
 from tests.helpers.profiled_records import (
@@ -90,14 +91,14 @@ def test_a_run_without_a_profile_has_no_explanation() -> None:
 
 
 def test_an_error_of_the_explanation_keeps_the_record(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: RunRecord, strategy: Strategy) -> None:
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr(record_measurements, "explain", fail)
     found = profiled(COMPUTE_BOUND, **GPU)
-    record_measurements.add_explanation(found, make_spec("strategy=ddp"))
+    complete(found, make_spec(), tmp_path)
     assert found.metrics.explanation is None
     assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err
 

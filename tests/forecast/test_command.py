@@ -48,7 +48,7 @@ def sweep(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def cells() -> list[Cell]:
     """Return 1, 2 and 4 nodes of 2 workers, as Hydra composes them."""
-    shared = ("plan.only=true", "strategy=ddp", "cluster.device=cpu", "cluster.workers_per_node=2")
+    shared = ("command=plan", "strategy=ddp", "cluster.device=cpu", "cluster.workers_per_node=2")
     with composed(shared, *((f"cluster.nodes={count}",) for count in (1, 2, 4))) as (found, _):
         return found
 

@@ -13,14 +13,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import HydraContext, RunMode
 
 from distexp.cli.overrides import quote_choice
-from distexp.config import Config, register_schema
+from distexp.config import Command, Config, register_schema
 from distexp.config.paths import conf_dir, config_groups
 from distexp.launch.cell import Cell, MakeCell
-from distexp.launch.composition import cell_maker, compose_cells
+from distexp.launch.composition import CellRules, cell_maker, compose_cells
 from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Outcome, Planner
 
+COMMAND = "command="
 STATES_MIB, SAMPLE_MIB, OVERHEAD_MIB = 4_000.0, 1_000.0, 500.0
 
 
@@ -31,12 +32,13 @@ def composed(
     """Compose the cells of a command, and yield them with the function that composes variants.
 
     Args:
-        shared: Overrides of all cells.
+        shared: Overrides of all cells. ``command=NAME`` is the command.
         cells: Further overrides of each cell.
         config_dir: Folder of custom options, as with ``--config-dir``.
     """
-    register_schema()
-    fixed = [quote_choice(text, config_groups()) for text in shared]
+    command = next((text.removeprefix(COMMAND) for text in shared if text.startswith(COMMAND)), Command.TRAIN)
+    register_schema(Command(command))
+    fixed = [quote_choice(text, config_groups()) for text in shared if not text.startswith(COMMAND)]
     lists = [[*fixed, *(quote_choice(text, config_groups()) for text in cell)] for cell in cells or ([],)]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         search_path = GlobalHydra.instance().config_loader().get_search_path()
@@ -44,10 +46,11 @@ def composed(
             search_path.prepend("command-line", f"file://{config_dir}", "schema")
         loader = CheckedConfigLoader(search_path)
         vars(GlobalHydra.instance().hydra)["config_loader"] = loader
-        search = [text for text in shared if text == "choose.only=true"]
-        master = loader.load_configuration("config", ["hydra.sweep.dir=somewhere", *search], RunMode.MULTIRUN)
+        searches = command == Command.CHOOSE
+        master = loader.load_configuration("config", ["hydra.sweep.dir=somewhere"], RunMode.MULTIRUN)
+        rules = CellRules(may_be_invalid=searches, sizes_vary=searches)
         context = HydraContext(config_loader=loader, callbacks=Callbacks())
-        yield compose_cells(context, master, lists), cell_maker(context, master)
+        yield compose_cells(context, master, lists, rules=rules), cell_maker(context, master)
 
 
 def linear_estimate(config: Config) -> Estimate:

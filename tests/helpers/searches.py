@@ -12,17 +12,17 @@ from pathlib import Path
 from rich.console import Console
 
 from distexp.choose.command import run_choose
-from distexp.choose.trial_launcher import TrialLauncher, TrialRunner
 from distexp.config import Config
 from distexp.launch.assigned_runs import AssignedRun
 from distexp.launch.git_state import GitState
+from distexp.launch.launcher import TrialLauncher, TrialRunner
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS, RECORD, SPEC
 from tests.helpers.planning import FormulaPlanner, composed
 
-BASE = ("model=bloom_tiny", "dataset=squad_sample", "train.global_batch_size=8", "choose.only=true")
+BASE = ("model=bloom_tiny", "dataset=squad_sample", "train.global_batch_size=8", "command=choose")
 
 
 def usual_speed(config: Config) -> float:

@@ -28,7 +28,7 @@ from distexp.config.paths import conf_dir
 from distexp.exceptions import SweepInterrupted
 from distexp.launch import parallel_composition
 from distexp.launch.cell_composer import CellComposer
-from distexp.launch.composition import compose_cells
+from distexp.launch.composition import CellRules, compose_cells
 from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.system.signals import handle_signals
 
@@ -213,8 +213,9 @@ def test_a_search_keeps_the_global_batch(
     hydra: tuple[HydraContext, DictConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     context, master = hydra
-    master.choose.only, master.hydra.overrides.task = True, ["train.global_batch_size=64"]
-    compose_cells(context, master, [["train.global_batch_size=64", "scale=tiny", "choose.only=true"]])
+    master.hydra.overrides.task = ["train.global_batch_size=64"]
+    cells = [["train.global_batch_size=64", "scale=tiny", "command=choose"]]
+    compose_cells(context, master, cells, rules=CellRules(may_be_invalid=True, sizes_vary=True))
     assert capsys.readouterr().err == "", "its candidates are not limited by the scale"
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError
 from distexp.launch import memory_check
@@ -17,7 +16,7 @@ from distexp.launch.assigned_runs import AssignedRun, make_run_info, write_inval
 from distexp.launch.git_state import GitState
 from distexp.launch.memory_check import predict_runs
 from distexp.launch.outcome import finalize_run
-from distexp.launch.plan_runs import plan_runs
+from distexp.launch.plan_runs import predict_before_start
 from distexp.plan.estimate import Estimate, arithmetic_estimate
 from distexp.plan.planner import Outcome
 from distexp.resolve.run_id import run_id
@@ -143,7 +142,7 @@ def test_planner_is_imported_only_for_what_it_may_predict(
     called = []
     monkeypatch.setattr(memory_check, "predict_runs", lambda *cells: called.append(cells))
     with composed([*SLURM, f"plan={mode}"]) as (cells, make):
-        plan_runs(cells, OmegaConf.create({"plan": {"only": False}}), make)
+        predict_before_start(cells, make)
     assert bool(called) == predicts
 
 
@@ -151,7 +150,7 @@ def test_run_without_a_home_directory_is_not_predicted(monkeypatch: pytest.Monke
     refused = ConfigError("this user has no home directory")
     monkeypatch.setattr("distexp.launch.plan_runs.cache_dir", Mock(side_effect=refused))
     with composed(["cluster.device=cpu"]) as (cells, make):
-        assert plan_runs(cells, OmegaConf.create({"plan": {"only": False}}), make) is False
+        assert predict_before_start(cells, make) is None
 
 
 def test_prediction_is_no_part_of_the_run_id() -> None:

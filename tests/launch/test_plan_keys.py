@@ -10,25 +10,23 @@ from tests.helpers.runs import resolve_cell
 CPU = "cluster.device=cpu"
 
 USED = (
-    ("plan.only=true", "plan.timeout_s=5", "plan.host_memory_gb=4"),
-    ("plan.only=true", "plan=warn", "plan.search_timeout_s=30"),  # the defaults
-    ("choose.only=true", "plan.timeout_s=5", "plan.host_memory_gb=4"),
-    ("plan.only=true", "forecast.only=true", "plan.timeout_s=5"),
+    ("command=plan", "plan.timeout_s=5", "plan.host_memory_gb=4"),
+    ("command=plan", "plan=warn", "plan.search_timeout_s=30"),  # the defaults
+    ("command=choose", "plan.timeout_s=5", "plan.host_memory_gb=4"),
+    ("command=forecast", "plan.timeout_s=5"),
     ("plan=check", "plan.timeout_s=5", "plan.search_timeout_s=5", "plan.host_memory_gb=4"),
     ("plan=warn", "plan.host_memory_gb=4"),
     ("experiment=memory/parts", "plan.search_timeout_s=5", "scale=tiny"),  # which has plan=check
 )
 
 IGNORED = {
-    ("plan.only=true", "plan.search_timeout_s=5"): "in distexp plan, which predicts every change: leave it out",
-    ("plan.only=true", "plan=check"): "in distexp plan, which starts no run: leave it out",
-    ("plan.only=true", "forecast.only=true", "plan=off"): "in distexp forecast, which starts no run: leave it out",
-    ("plan.only=true", "forecast.only=true", "forecast.memory='off'", "plan.timeout_s=5"): (
-        "with forecast.memory=off: leave it out"
-    ),
-    ("choose.only=true", "plan=off"): "in distexp choose, which always predicts: leave it out",
-    ("choose.only=true", "plan.search_timeout_s=5"): "set choose.budget_min to limit the trials, or leave it out",
-    ("preflight.only=true", "plan=check"): "in distexp preflight, which trains nothing: leave it out",
+    ("command=plan", "plan.search_timeout_s=5"): "in distexp plan, which predicts every change: leave it out",
+    ("command=plan", "plan=check"): "in distexp plan, which starts no run: leave it out",
+    ("command=forecast", "plan=off"): "in distexp forecast, which starts no run: leave it out",
+    ("command=forecast", "forecast.memory='off'", "plan.timeout_s=5"): ("with forecast.memory=off: leave it out"),
+    ("command=choose", "plan=off"): "in distexp choose, which always predicts: leave it out",
+    ("command=choose", "plan.search_timeout_s=5"): "set choose.budget_min to limit the trials, or leave it out",
+    ("command=preflight", "plan=check"): "in distexp preflight, which trains nothing: leave it out",
     ("plan=off", "plan.host_memory_gb=4"): "with plan=off: use plan=warn or plan=check, or leave it out",
     ("plan=off", "plan.timeout_s=5"): "with plan=off: use plan=check, or leave it out",
     ("++plan.timeout_s=5",): "with plan=warn, which only uses predictions in the cache",

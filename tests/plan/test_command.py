@@ -35,7 +35,7 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-PLAN = ("plan.only=true", "dataset=squad")
+PLAN = ("command=plan", "dataset=squad")
 
 
 def printed(capsys: pytest.CaptureFixture[str], shared: tuple[str, ...], *cells: tuple[str, ...]) -> str:
@@ -174,7 +174,7 @@ def test_json_has_the_fields_of_predicted(capsys: pytest.CaptureFixture[str]) ->
 
 def test_command_prints_one_json_document_and_writes_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
-    config = resolve_cell("plan.only=true", "strategy=single", "plan.gpu=a100-80gb")
+    config = resolve_cell("command=plan", "strategy=single", "plan.gpu=a100-80gb")
     store_estimate(config, linear_estimate(config))
     (tmp_path / "here").mkdir()
     done = run_forked("plan", "--json", "strategy=single", "plan.gpu=a100-80gb", cwd=tmp_path / "here")
@@ -201,7 +201,7 @@ def test_training_that_cannot_be_traced_shows_the_model_states(capsys: pytest.Ca
 
 def bounded(*overrides: str, **mib: float) -> Estimate:
     """Return an estimate with the errors of a configuration."""
-    config = resolve_cell("plan.only=true", *overrides)
+    config = resolve_cell("command=plan", *overrides)
     return Estimate(error_bound=gpu_error_bound(config), **mib)
 
 
@@ -249,11 +249,11 @@ def test_verdict_leaves_room_for_the_error(memory: float, verdict: str) -> None:
 
 
 def test_search_stops_at_a_micro_batch_that_is_invalid() -> None:
-    config = resolve_cell("plan.only=true", "strategy=single", "train.micro_batch_size=4")
+    config = resolve_cell("command=plan", "strategy=single", "train.micro_batch_size=4")
 
     def compose(overrides: Sequence[str]) -> Config | str:
         size = int(overrides[0].partition("=")[2])
-        return resolve_cell("plan.only=true", "strategy=single", *overrides) if size <= 24 else "too few samples"
+        return resolve_cell("command=plan", "strategy=single", *overrides) if size <= 24 else "too few samples"
 
     planner = FormulaPlanner()
     found = Search(config, compose, planner.estimate, 1e6).largest_micro_batch(linear_estimate(config))
@@ -262,7 +262,7 @@ def test_search_stops_at_a_micro_batch_that_is_invalid() -> None:
 
 @pytest.mark.parametrize(("memory_mib", "largest"), [(11_000, 4), (19_000, 12), (30_000, 24), (5_300, None)])
 def test_sizes_keep_the_global_batch(memory_mib: float, largest: int | None) -> None:
-    fixed = ("plan.only=true", "strategy=single", "train.global_batch_size=24")
+    fixed = ("command=plan", "strategy=single", "train.global_batch_size=24")
 
     def several_cost_more(config: Config) -> Estimate:
         return replace(linear_estimate(config), overhead_mib=500.0 if config.train.micro_batch == 24 else 2_000.0)
@@ -280,7 +280,7 @@ def test_sizes_keep_the_global_batch(memory_mib: float, largest: int | None) -> 
 @pytest.mark.parametrize(("first", "memory_mib", "largest"), [(120, 21_000, 15), (240, 21_000, 15), (120, 90_000, 80)])
 def test_search_starts_far_above_what_fits(first: int, memory_mib: float, largest: int) -> None:
     """A step of a single micro-batch needs less than one of 120 samples."""
-    shared = resolve_cell("plan.only=true", "strategy=single", "train.global_batch_size=240")
+    shared = resolve_cell("command=plan", "strategy=single", "train.global_batch_size=240")
 
     def whole_needs_less(config: Config) -> Estimate:
         estimate = linear_estimate(config)
@@ -349,7 +349,7 @@ def test_the_number_that_decides_is_a_column(capsys: pytest.CaptureFixture[str])
 def test_on_cpus_the_memory_of_all_processes_decides(capsys: pytest.CaptureFixture[str]) -> None:
     """The tensors of a worker are 8 MiB, and the processes of both simulated nodes need 8 GB."""
     tensors = Estimate(peak_allocated_mib=8.0, step_mib=8 * 1024.0, host_mib=4 * 1024.0, on_cpu=True, error_bound=0.15)
-    shared = ["plan.only=true", "cluster.device=cpu", "cluster.nodes=2", "strategy=ddp", "plan.host_memory_gb=16"]
+    shared = ["command=plan", "cluster.device=cpu", "cluster.nodes=2", "strategy=ddp", "plan.host_memory_gb=16"]
     with composed(shared) as (found, make):
         run_plan(found, make, FormulaPlanner(lambda config: tensors))
     text = capsys.readouterr().out
@@ -403,7 +403,7 @@ def test_a_large_training_on_sample_data_has_a_note(
     capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], hint: str | None, peak_mib: float
 ) -> None:
     estimate = Estimate(peak_allocated_mib=peak_mib, step_mib=peak_mib)
-    with composed(["plan.only=true", "strategy=single", "plan.gpu=a100-80gb", *overrides]) as (found, make):
+    with composed(["command=plan", "strategy=single", "plan.gpu=a100-80gb", *overrides]) as (found, make):
         run_plan(found, make, FormulaPlanner(lambda config: estimate))
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert [note.endswith(str(hint)) for note in notes] == ([True] if hint and peak_mib > 1024 else [])
@@ -418,7 +418,7 @@ def test_sizes_of_the_full_data_are_those_of_the_configuration(sample: str, full
 
 def test_changes_start_with_the_smallest_and_keep_the_global_batch() -> None:
     config = resolve_cell(
-        "plan.only=true", "zero_stage=1", "cluster.workers_per_node=4", "train.micro_batch_size=8",
+        "command=plan", "zero_stage=1", "cluster.workers_per_node=4", "train.micro_batch_size=8",
         "train.gradient_accumulation_steps=2",
     )  # fmt: skip
     assert list(candidate_overrides(config)) == [
@@ -438,7 +438,7 @@ def test_changes_start_with_the_smallest_and_keep_the_global_batch() -> None:
 
 def test_another_micro_batch_of_a_model_with_batch_norms_comes_last() -> None:
     config = resolve_cell(
-        "plan.only=true", "model=resnet_tiny", "strategy=ddp", "cluster.workers_per_node=2", "train.micro_batch_size=8"
+        "command=plan", "model=resnet_tiny", "strategy=ddp", "cluster.workers_per_node=2", "train.micro_batch_size=8"
     )
     changes = list(candidate_overrides(config))
     sizes = [any(text.startswith("train.micro_batch_size=") for text in change) for change in changes]
@@ -447,7 +447,7 @@ def test_another_micro_batch_of_a_model_with_batch_norms_comes_last() -> None:
 
 
 def test_what_a_change_replaces_must_be_removed_from_the_command() -> None:
-    config = resolve_cell("plan.only=true", "strategy=ddp", "cluster.workers_per_node=2")
+    config = resolve_cell("command=plan", "strategy=ddp", "cluster.workers_per_node=2")
     changes = [ConfigChange(("train.micro_batch_size=1",), Estimate()), ConfigChange(("zero_stage=3",), Estimate())]
     command = ["train.micro_batch_size=2", "strategy=ddp", "deepspeed.zero_stage=1"]
     assert list(change_notes(command, changes, config)) == [
@@ -458,7 +458,7 @@ def test_what_a_change_replaces_must_be_removed_from_the_command() -> None:
 
 def test_all_changes_of_fsdp_together_have_the_smallest_micro_batch() -> None:
     config = resolve_cell(
-        "plan.only=true", "strategy=fsdp", "train.micro_batch_size=4", "train.gradient_accumulation_steps=2"
+        "command=plan", "strategy=fsdp", "train.micro_batch_size=4", "train.gradient_accumulation_steps=2"
     )
     changes = list(candidate_overrides(config))
     assert changes[1] == ("train.micro_batch_size=8", "train.gradient_accumulation_steps=1")
@@ -480,7 +480,7 @@ def test_the_largest_micro_batch_that_fits_and_keeps_the_global_batch_is_a_chang
 ) -> None:
     size, steps = batch
     config = resolve_cell(
-        "plan.only=true", f"strategy={strategy}", f"train.micro_batch_size={size}",
+        "command=plan", f"strategy={strategy}", f"train.micro_batch_size={size}",
         f"train.gradient_accumulation_steps={steps}",
     )  # fmt: skip
     changes = candidate_overrides(config, LargestMicroBatch(largest))
@@ -509,7 +509,7 @@ def test_change_replaces_a_key_that_was_typed(typed: str, change: str) -> None:
 
 
 def test_plans_are_for_gpus_that_this_machine_lacks() -> None:
-    config = resolve_cell("plan.only=true", "strategy=fsdp", "cluster.nodes=4", "cluster.workers_per_node=8",
+    config = resolve_cell("command=plan", "strategy=fsdp", "cluster.nodes=4", "cluster.workers_per_node=8",
                           "precision=fp16", "plan.gpu=h200-141gb")  # fmt: skip
     assert (config.cluster.device, config.cluster.world_size) == ("cuda", 32)
     assert gpu_memory_mib(config) == 143_073
@@ -518,9 +518,9 @@ def test_plans_are_for_gpus_that_this_machine_lacks() -> None:
 @pytest.mark.parametrize("gpu", ["plan.gpu=h100-80gb", "plan.gpu_memory_gb=80", "plan.gpu=null"])
 @pytest.mark.parametrize(("limit_gb", "mib"), [(5, 5 * 1024), (79.0, 79 * 1024)])
 def test_a_limit_of_the_memory_counts_for_each_gpu(gpu: str, limit_gb: float, mib: float) -> None:
-    limited = ("plan.only=true", "strategy=single", gpu, f"cluster.gpu_memory_limit_gb={limit_gb}", "cluster=slurm")
+    limited = ("command=plan", "strategy=single", gpu, f"cluster.gpu_memory_limit_gb={limit_gb}", "cluster=slurm")
     assert gpu_memory_mib(resolve_cell(*limited)) == mib
-    more = resolve_cell("plan.only=true", "strategy=single", "plan.gpu=v100-16gb", "cluster.gpu_memory_limit_gb=40")
+    more = resolve_cell("command=plan", "strategy=single", "plan.gpu=v100-16gb", "cluster.gpu_memory_limit_gb=40")
     assert gpu_memory_mib(more) == 16_148, "the limit is more than the GPU has"
 
 

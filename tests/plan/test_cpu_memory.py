@@ -15,7 +15,7 @@ from distexp.plan.verdict import host_memory_mib
 from tests.helpers.planning import FormulaPlanner, composed
 from tests.helpers.runs import resolve_cell
 
-CPU = ("cluster.device=cpu", "plan.only=true")
+CPU = ("cluster.device=cpu", "command=plan")
 WIDE = (
     *("model=gpt", "model.hidden_size=512", "model.num_layers=4", "model.num_heads=8", "model.ff_dim=2048"),
     *("model.vocab_size=30000", "model.seq_length=64", "dataset.max_length=32", "train.micro_batch_size=2"),
@@ -96,7 +96,7 @@ def test_run_without_a_trusted_error_is_not_refused(capsys: pytest.CaptureFixtur
 
 def test_memory_is_that_of_the_node() -> None:
     assert (host_memory_mib(resolve_cell(*CPU)) or 0) > 100, "that of this machine"
-    slurm = ("cluster=slurm", "cluster.device=cpu", "plan.only=true")
+    slurm = ("cluster=slurm", "cluster.device=cpu", "command=plan")
     assert host_memory_mib(resolve_cell(*slurm)) is None
     assert host_memory_mib(resolve_cell(*slurm, "cluster.memory_gb=16")) == 16 * 1024
     assert simulated_nodes(resolve_cell(*CPU, "cluster.nodes=2", "strategy=ddp")) == 2
@@ -104,7 +104,7 @@ def test_memory_is_that_of_the_node() -> None:
 
 
 def test_cache_distinguishes_cpu_and_gpu() -> None:
-    gpu = resolve_cell("plan.only=true", "strategy=single")
+    gpu = resolve_cell("command=plan", "strategy=single")
     cpu = resolve_cell(*CPU, "strategy=single", f"cluster.cpus_per_worker={gpu.cluster.cpus_per_worker}")
     assert cache_path(cpu) != cache_path(gpu)
     assert cache_path(cpu) == cache_path(replace(cpu))

@@ -54,7 +54,7 @@ def test_estimate_of_a_trace_has_peaks_parts_and_overheads() -> None:
 def test_size_of_the_model_is_that_of_all_shards_in_any_precision() -> None:
     """Rank 0 makes the whole model in fp32, also if each worker then has a half of it in bf16."""
     config = resolve_cell(
-        "plan.only=true", "model=resnet_tiny", "zero_stage=1", "precision=bf16", "cluster.workers_per_node=2"
+        "command=plan", "model=resnet_tiny", "zero_stage=1", "precision=bf16", "cluster.workers_per_node=2"
     )
     whole = count_parameters(config)
     assert whole is not None
@@ -81,7 +81,7 @@ def test_memories_that_look_equal_have_more_digits(most_mib: float, text: str) -
 def test_model_states_of_a_model_that_is_not_traced() -> None:
     # 16 bytes per parameter with AdamW in fp32, a quarter of them on each of 4 workers.
     config = resolve_cell(
-        "plan.only=true", "model=gpt", "model.tokenizer=byte", "sharding=full_shard", "cluster.workers_per_node=4"
+        "command=plan", "model=gpt", "model.tokenizer=byte", "sharding=full_shard", "cluster.workers_per_node=4"
     )
     found = arithmetic_estimate(config, "a reason")
     assert not found.traced
@@ -96,7 +96,7 @@ def test_model_states_of_a_model_that_is_not_traced() -> None:
 
 @pytest.mark.parametrize("cache", ["cpu", "gpu"])
 def test_parameters_are_counted_without_decoding_images(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve_cell("plan.only=true", "model=resnet_tiny", "strategy=single")
+    config = resolve_cell("command=plan", "model=resnet_tiny", "strategy=single")
     config.dataset.cache, config.dataset.num_workers = cache, 2
     seen: list[DatasetConfig] = []
 
@@ -112,18 +112,18 @@ def test_parameters_are_counted_without_decoding_images(cache: str, monkeypatch:
 
 def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
-    config = resolve_cell("plan.only=true", "strategy=single")
+    config = resolve_cell("command=plan", "strategy=single")
     estimate = linear_estimate(config)
     assert read_estimate(config) is None
     store_estimate(config, estimate)
     assert read_estimate(config) == estimate
-    same = resolve_cell("plan.only=true", "strategy=single", "train.seed=7", "train.max_steps=3", "plan.gpu=h100-80gb")
+    same = resolve_cell("command=plan", "strategy=single", "train.seed=7", "train.max_steps=3", "plan.gpu=h100-80gb")
     assert read_estimate(same) == estimate
     for changed in (
         "train.micro_batch_size=2", "precision=bf16", "train.activation_checkpointing=true", "train.save_model=true",
         "plan.gpu=a100-80gb",  # its cuBLAS takes less
     ):  # fmt: skip
-        assert read_estimate(resolve_cell("plan.only=true", "strategy=single", changed)) is None
+        assert read_estimate(resolve_cell("command=plan", "strategy=single", changed)) is None
     monkeypatch.setattr(cache, "library_versions", lambda: {"torch": "99"})
     assert read_estimate(config) is None
 
@@ -131,7 +131,7 @@ def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkey
 @pytest.mark.parametrize("varies", ["dataset.padding=longest", "train.logits=targets"])
 @pytest.mark.parametrize("chosen", ["train.max_steps=3", "train.num_epochs=2", "train.seed=7"])
 def test_cache_distinguishes_what_chooses_the_texts_if_their_lengths_count(varies: str, chosen: str) -> None:
-    shared = ("plan.only=true", "strategy=single", "dataset=squad", varies)
+    shared = ("command=plan", "strategy=single", "dataset=squad", varies)
     assert cache_path(resolve_cell(*shared)) != cache_path(resolve_cell(*shared, chosen))
 
 
@@ -142,7 +142,7 @@ def test_cache_distinguishes_the_code_of_custom_packages(
     (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / module).write_text("LAYERS = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = resolve_cell("plan.only=true", "strategy=single")
+    config = resolve_cell("command=plan", "strategy=single")
     assert cache.custom_packages(config) == []
     config.model._target_ = "own_model.build"
     assert cache.custom_packages(config) == ["own_model"]
@@ -156,7 +156,7 @@ def test_cache_distinguishes_the_code_of_custom_packages(
 
 def test_damaged_cache_is_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path))
-    config = resolve_cell("plan.only=true", "strategy=single")
+    config = resolve_cell("command=plan", "strategy=single")
     cache_path(config).parent.mkdir(parents=True)
     for text in ("{", '{"phase": 3}', "[]"):
         cache_path(config).write_text(text)

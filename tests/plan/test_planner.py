@@ -41,7 +41,7 @@ def refuse(*arguments: object) -> NoReturn:
 
 
 def test_estimates_come_from_a_process_and_then_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = ("plan.only=true", "strategy=single", "train.micro_batch_size=2")
+    tiny = ("command=plan", "strategy=single", "train.micro_batch_size=2")
     configs = [resolve_cell(*tiny), resolve_cell(*tiny, "model.num_layers=1"), resolve_cell(*tiny)]
     advanced = []
     children = psutil.Process().children(recursive=True)  # of other tests, such as those of torch's compiler
@@ -66,21 +66,21 @@ def test_estimate_without_a_trace_is_not_cached(monkeypatch: pytest.MonkeyPatch)
     outcomes = [Estimate(notes=["not traced: no network"]), Estimate(peak_allocated_mib=1.0)]
     left = list(outcomes)
     monkeypatch.setattr(Planner, "trace", lambda _, configs, advance: [left.pop(0) for _ in configs])
-    config = resolve_cell("plan.only=true", "strategy=single")
+    config = resolve_cell("command=plan", "strategy=single")
     with Planner() as planner:
         assert [planner.estimate([config])[0] for _ in range(3)] == [*outcomes, outcomes[1]]
 
 
 def test_simulated_nodes_share_no_estimate_with_nodes_of_slurm() -> None:
     """On CPUs the former are processes of one machine, and their memory counts together."""
-    words = ("plan.only=true", "strategy=ddp", "cluster.device=cpu", "cluster.nodes=2", "cluster.workers_per_node=2")
+    words = ("command=plan", "strategy=ddp", "cluster.device=cpu", "cluster.nodes=2", "cluster.workers_per_node=2")
     assert cache_path(resolve_cell(*words)) != cache_path(resolve_cell(*words, "cluster=slurm"))
 
 
 def test_all_look_for_an_estimate_under_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A V100 has a smaller cuBLAS workspace, so its estimates are in other files."""
     v100 = Gpu(0, "GPU-1", "Tesla V100-SXM2-16GB", 16_384.0)
-    config = resolve_cell("plan.only=true", "strategy=single", "train.micro_batch_size=4")
+    config = resolve_cell("command=plan", "strategy=single", "train.micro_batch_size=4")
     elsewhere = cache_path(config)
     monkeypatch.setattr(verdict, "visible_gpus", lambda: (v100,))
     estimate = Estimate(step_mib=1_000.0, peak_allocated_mib=900.0)
@@ -132,7 +132,7 @@ def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job(process: EndedProcess, tmp_path: Path, seconds: float, reason: str = "") -> TraceJob:
     """Return a job whose deadline is in some seconds of the stopped clock."""
-    config = resolve_cell("plan.only=true", "strategy=single")
+    config = resolve_cell("command=plan", "strategy=single")
     path = tmp_path / "result0.json"
     return TraceJob(cast("BaseProcess", process), config, path, NOW_S + seconds, reason)
 
@@ -187,7 +187,7 @@ def test_job_with_a_result_is_done(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_prediction_that_takes_too_long_is_stopped() -> None:
-    config = resolve_cell("plan.only=true", "strategy=single", "plan.timeout_s=0.001")
+    config = resolve_cell("command=plan", "strategy=single", "plan.timeout_s=0.001")
     with started_server(1) as server:
         (outcome,) = server.trace([config], lambda: None)
     assert isinstance(outcome, Estimate)
@@ -201,5 +201,5 @@ def test_prediction_that_takes_too_long_is_stopped() -> None:
 def test_process_that_dies_is_reported() -> None:
     with started_server(1) as server:
         os.kill(server.process.pid, signal.SIGKILL)
-        (outcome,) = server.trace([resolve_cell("plan.only=true")], lambda: None)
+        (outcome,) = server.trace([resolve_cell("command=plan")], lambda: None)
     assert outcome == "the process that traces failed: it wrote no message"

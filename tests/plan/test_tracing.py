@@ -181,14 +181,14 @@ def test_the_largest_micro_batch_has_the_most_targets() -> None:
 
 def test_images_in_gpu_memory_are_part_of_the_peak() -> None:
     small = ("model=resnet_tiny", "model.depths=[1,1,1,1]", "strategy=single", "train.micro_batch_size=2")
-    size = ("dataset.train_size=24", "dataset.eval_size=8", "plan.only=true")
+    size = ("dataset.train_size=24", "dataset.eval_size=8", "command=plan")
     cpu, gpu = (trace_step(resolve_cell(*small, *size, f"dataset.cache={place}")) for place in ("cpu", "gpu"))
     assert sizes(gpu, "setup")["batch"] - sizes(cpu, "setup")["batch"] == (24 + 8) * 3 * 32 * 32
     assert gpu.notes == ("dataset.cache=gpu: the images count as temporaries",)
 
 
 def test_gradients_of_graphs_live_as_long_as_the_model() -> None:
-    trace = traced("strategy=single", "train.compile=graphs", "plan.only=true")
+    trace = traced("strategy=single", "train.compile=graphs", "command=plan")
     assert sizes(trace, "setup")["gradients"] == sizes(trace, "optimizer")["gradients"] == 4 * PARAMETERS
     assert trace.notes[0].startswith("train.compile=graphs: predicted without graphs")
 

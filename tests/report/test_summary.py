@@ -111,5 +111,5 @@ def test_the_cards_of_the_page_name_no_best_trial_of_a_search() -> None:
     runs = [record(0, peak=9.0), record(1, strategy="fsdp", speed=400.0, peak=20.0)]
     assert {"fastest", "lowest peak GPU memory"} <= {tile.name for tile in build_tiles(Overview.from_records(runs))}
     for run in runs:
-        run.config["choose"]["only"] = True
+        run.config["command"] = "choose"
     assert {tile.name for tile in build_tiles(Overview.from_records(runs))} == {"completed runs"}

@@ -26,7 +26,7 @@ def test_a_proposed_micro_batch_keeps_the_global_batch(samples: int, hint: str) 
 def test_a_generated_data_set_has_too_few_samples_for_many_workers(workers: int, is_valid: bool) -> None:
     """The sample of SQuAD has 512 questions, and the default micro-batch is 8."""
     words = (f"cluster.workers_per_node={workers}", "cluster.device=cpu")
-    assert resolve_cell(*words, "plan.only=true").cluster.world_size == workers, "a prediction needs no samples"
+    assert resolve_cell(*words, "command=plan").cluster.world_size == workers, "a prediction needs no samples"
     if is_valid:
         assert resolve_cell(*words).cluster.world_size == workers
     else:

@@ -33,14 +33,15 @@ def test_simulated_nodes_have_equal_parts_of_the_cores() -> None:
     assert starved_share(on_cores([60.0, 60.0], **two_nodes)) == pytest.approx(0.6)
     assert starved_share(on_cores([90.0, 90.0], **two_nodes)) is None
     assert starved_share(on_cores([60.0], **two_nodes)) == pytest.approx(0.6), "the trace of a node is missing"
-    assert starved_share(on_cores([60.0, 50.0], cluster__launcher="slurm", **two_nodes)) is None, "4 of 8 cores"
+    real = on_cores([60.0, 50.0], **two_nodes)
+    real.run.hosts = ["node-a", "node-b"]
+    assert starved_share(real) is None, "4 of 8 cores"
 
 
 @pytest.mark.parametrize(
     ("key", "value", "share"),
     [
         ("nodes", None, 0.3),
-        ("launcher", None, 0.3),
         ("workers_per_node", None, 0.3),
         ("cpus_per_worker", "auto", None),
         ("device", None, None),

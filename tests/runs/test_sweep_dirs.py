@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from distexp.config import ConfigError
+from distexp.config import Command, ConfigError
 from distexp.explain.__main__ import main as explain
 from distexp.forecast.__main__ import main as forecast
 from distexp.runs.run_dir import COMMAND
-from distexp.runs.sweep_dirs import CHOOSE, PREFLIGHT, choose_newest_sweep
+from distexp.runs.sweep_dirs import choose_newest_sweep
 from tests.helpers.records import record
 
 
 def write_sweeps(place: Path) -> None:
     """Write three sweeps: a training, then a search, then a preflight."""
-    arguments = {"distexp/a": ["strategy=ddp"], "choose/b": [CHOOSE], "preflight/c": [PREFLIGHT]}
-    for age, (name, words) in enumerate(arguments.items()):
+    commands = {"distexp/a": "train", "choose/b": "choose", "preflight/c": "preflight"}
+    for age, (name, command) in enumerate(commands.items()):
         path = place / "multirun_outputs" / name / COMMAND
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"words": ["--multirun", *words], "cells": 1}))
+        path.write_text(json.dumps({"command": command, "words": ["--multirun"], "cells": 1}))
         os.utime(path, (1e9 + age, 1e9 + age))
 
 
@@ -31,7 +31,7 @@ def test_preflights_and_searches_are_left_out(
 ) -> None:
     write_sweeps(tmp_path)
     monkeypatch.chdir(tmp_path)
-    left_out: list[tuple[str, ...]] = [(), (PREFLIGHT,), (PREFLIGHT, CHOOSE)]
+    left_out: list[tuple[Command, ...]] = [(), (Command.PREFLIGHT,), (Command.PREFLIGHT, Command.CHOOSE)]
     found = [choose_newest_sweep(leave_out=commands).parent.name for commands in left_out]
     assert found == ["preflight", "choose", "distexp"]
     assert capsys.readouterr().err.splitlines() == [
@@ -44,24 +44,24 @@ def test_preflights_and_searches_are_left_out(
 def test_without_a_training_there_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "multirun_outputs" / "preflight" / "c" / COMMAND
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"words": [PREFLIGHT]}))
+    path.write_text(json.dumps({"command": "preflight", "words": []}))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no sweep below multirun_outputs/"):
-        choose_newest_sweep(leave_out=(PREFLIGHT,))
+        choose_newest_sweep(leave_out=(Command.PREFLIGHT,))
     path.write_text("{")
-    assert choose_newest_sweep(leave_out=(PREFLIGHT,)).name == "c", "what reads the damaged file reports it"
+    assert choose_newest_sweep(leave_out=(Command.PREFLIGHT,)).name == "c", "what reads the damaged file reports it"
 
 
 @pytest.mark.parametrize(
-    ("section", "error"),
+    ("command", "error"),
     [("choose", "run the command of its winner"), ("preflight", "give the directory of a training")],
 )
 def test_the_hint_for_a_search_or_a_preflight_starts_no_other_one(
-    section: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = record(0)
-    run.config[section] = {"only": True}
+    run.config["command"] = command
     run.write(tmp_path)
-    for command in (explain, forecast):
-        assert command([str(tmp_path)]) == 2
+    for main in (explain, forecast):
+        assert main([str(tmp_path)]) == 2
         assert error in capsys.readouterr().err

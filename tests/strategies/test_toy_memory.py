@@ -124,8 +124,8 @@ def test_advice_after_running_out_of_memory_names_its_option(tmp_path: Path, mon
 
 def test_the_bounds_of_its_prediction_are_known() -> None:
     assert reason_not_measured(resolve_cell(*TOY, *TINY)) == ""
-    found = make_estimate(resolve_cell(*TOY, *WIDE, "plan.only=true"))
-    fewer = make_estimate(resolve_cell(*TOY, *WIDE, "plan.only=true", "strategy.options.copies=4"))
+    found = make_estimate(resolve_cell(*TOY, *WIDE, "command=plan"))
+    fewer = make_estimate(resolve_cell(*TOY, *WIDE, "command=plan", "strategy.options.copies=4"))
     assert found.traced
     assert found.error_bound is not None
     assert (found.host_mib or 0) > (fewer.host_mib or 0), "smaller copies"

@@ -6,52 +6,50 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from distexp.runs.existing import ExistingRun, ExistingRuns
+from distexp.launch.launcher import CancelError, Cancelled
+from distexp.runs.command_text import suggest_command
+from distexp.runs.existing import ExistingRun
 from distexp.runs.local_state import local_state
 from distexp.runs.owner import Owner, read_agent, read_launcher
-from distexp.runs.run_state import RunState
 
 TIMEOUT_S, POLL_S = 30.0, 0.1
 """A launcher needs a few seconds to end its workers and to write the record."""
 
 
-@dataclass(frozen=True)
-class Cancelled:
-    """Result of cancelling the local runs of a sweep.
-
-    Attributes:
-        runs: Runs that were running on this machine.
-        left: Runs of them that have not ended in time.
-        elsewhere: Runs that another machine seems to run, each with its host.
-    """
-
-    runs: list[RunState]
-    left: list[RunState]
-    elsewhere: list[tuple[RunState, str]]
-
-
-def cancel_local(sweep_dir: Path) -> Cancelled:
-    """End the launchers of a sweep on this machine, and wait for their runs.
+def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
+    """End the launchers of runs on this machine, and wait for the runs.
 
     A launcher ends its workers, writes the record of its run, and starts no other run.
 
     Raises:
-        PermissionError: if a launcher belongs to another user.
+        CancelError: a launcher belongs to another user.
     """
-    found = ExistingRuns.read(sweep_dir).runs
-    active = [(run, state) for run in found if (state := local_state(run)).is_active]
-    here = [(run, state) for run, state in active if _is_here(run)]
+    active = [run for run in found if local_state(run).is_active]
+    here = [run for run in active if _is_here(run)]
     launchers = [launcher for run in found if (launcher := read_launcher(run.directory)) is not None]
     for pid in {launcher.pid for launcher in launchers if launcher.is_alive}:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    left = _wait([run for run, _ in here], launchers)
-    elsewhere = [(state, _host(run)) for run, state in active if not _is_here(run)]
-    return Cancelled([state for _, state in here], left, elsewhere)
+        _end(pid)
+    left = _wait(here, launchers)
+    status, cancel = suggest_command("status", sweep_dir), suggest_command("cancel", sweep_dir)
+    return Cancelled(
+        len(here) - len(left),
+        [f"run {number} is still ending: check again with {status}" for number in left],
+        [
+            f"run {run.number} was started on {_host(run)}: cancel it there with {cancel}"
+            for run in active if run not in here
+        ],
+    )  # fmt: skip
+
+
+def _end(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        raise CancelError("the runs belong to another user, who can cancel them") from None
 
 
 def _is_here(run: ExistingRun) -> bool:
@@ -64,12 +62,12 @@ def _host(run: ExistingRun) -> str:
     return launcher.host if launcher is not None else "an unknown machine"
 
 
-def _wait(runs: Sequence[ExistingRun], launchers: Sequence[Owner]) -> list[RunState]:
-    """Wait for the end of all processes; return the runs that are left."""
+def _wait(runs: Sequence[ExistingRun], launchers: Sequence[Owner]) -> list[int]:
+    """Wait for the end of all processes; return the numbers of the runs that are left."""
     deadline = time.monotonic() + TIMEOUT_S
     owners = [*launchers, *(agent for run in runs if (agent := read_agent(run.directory)) is not None)]
     while any(owner.is_alive for owner in owners) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     alive = {run.directory for run in runs if (agent := read_agent(run.directory)) is not None and agent.is_alive}
     alive |= {run.directory for run in runs if (own := read_launcher(run.directory)) is not None and own.is_alive}
-    return [local_state(run) for run in runs if run.directory in alive]
+    return [run.number for run in runs if run.directory in alive]

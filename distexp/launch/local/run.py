@@ -7,8 +7,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from distexp.config import Config
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, is_closed_output
 from distexp.launch import oom
@@ -33,7 +35,17 @@ HANG_GRACE_S = 4.0
 """Time that the other agents get to detect a hang too, and to write the stacks of their workers."""
 
 
-def run_locally(spec: RunSpec, directory: Path, screen: Screen, shared_start: SharedStart | None = None) -> RunRecord:
+AgentCommand = Callable[[Config, Sequence[str]], Sequence[str]]
+"""Function that returns the command for the agents of a run, from its configuration and the arguments of Python."""
+
+
+def run_locally(
+    spec: RunSpec,
+    directory: Path,
+    screen: Screen,
+    shared_start: SharedStart | None = None,
+    agent_command: AgentCommand | None = None,
+) -> RunRecord:
     """Run a spec on this machine with one agent per node, and return its record.
 
     Args:
@@ -41,6 +53,7 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen, shared_start: Sh
         directory: Directory of the run.
         screen: What shows the run.
         shared_start: Start-up that this run shares with others; None if it imports the libraries itself.
+        agent_command: Returns the command of an agent; None: this Python.
 
     Raises:
         InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
@@ -57,7 +70,7 @@ def run_locally(spec: RunSpec, directory: Path, screen: Screen, shared_start: Sh
     with tracked(spec, directory) as tracking, interrupts_raised(), stop_signals_forwarded(directory) as received:
         try:
             for node in range(spec.nodes):
-                agents.append(_start_agent(spec, directory, node, shared_start))
+                agents.append(_start_agent(spec, directory, node, shared_start, agent_command))
             with screen.follow(spec, directory) as live:
                 _watch(agents, live.refresh)
         except InterruptedRunError as error:
@@ -83,7 +96,7 @@ def _raise_interruption(interruption: InterruptedRunError | None, signals: Seque
 
 
 def _start_agent(
-    spec: RunSpec, directory: Path, node: int, shared_start: SharedStart | None
+    spec: RunSpec, directory: Path, node: int, shared_start: SharedStart | None, agent_command: AgentCommand | None
 ) -> subprocess.Popen[bytes]:
     """Start the agent of a node, with a connection to the shared start-up process if there is one."""
     connection = None if shared_start is None else shared_start.connect(spec, directory, node)
@@ -96,6 +109,7 @@ def _start_agent(
             env=os.environ,
             death_signal=signal.SIGTERM,
             inherited=[socket.fileno() for socket in sockets],
+            command=None if agent_command is None else partial(agent_command, spec.config),
         )
     finally:
         for socket in sockets:  # Only the agent keeps its connection, so that the shared process notices its end.

@@ -12,7 +12,7 @@ from hydra.types import HydraContext
 
 from distexp.console.screen import Screen
 from distexp.launch.assigned_runs import AssignedRun, write_invalid
-from distexp.launch.local.run import run_locally
+from distexp.launch.local.run import AgentCommand, run_locally
 from distexp.launch.local.shared_start import SharedStart
 from distexp.runs.command_text import format_override
 from distexp.runs.existing import DONE
@@ -32,11 +32,13 @@ class CellRunner:
         context: Hydra's configuration loader and callbacks.
         screen: What shows the runs.
         shared_start: Start-up that the runs share; None if each imports the libraries itself.
+        agent_command: Returns the command of an agent; None: this Python.
     """
 
     context: HydraContext
     screen: Screen
     shared_start: SharedStart | None = None
+    agent_command: AgentCommand | None = None
 
     def run_if_free(self, run: AssignedRun) -> JobReturn | None:
         """Run a cell, unless another command runs it or has just finished it."""
@@ -82,7 +84,8 @@ class CellRunner:
             return record
         self.screen.run_header(run.info.number, " ".join(map(format_override, run.cell.varied)))
         run.cell.write_prediction(run.directory)
-        return run_locally(RunSpec(run.cell.config, run.info), run.directory, self.screen, self.shared_start)
+        spec = RunSpec(run.cell.config, run.info)
+        return run_locally(spec, run.directory, self.screen, self.shared_start, self.agent_command)
 
 
 def show_if_done(screen: Screen, directory: Path) -> bool:

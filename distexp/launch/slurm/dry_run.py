@@ -11,7 +11,7 @@ from rich.console import Console
 from distexp.config import Config
 from distexp.console.plain_text import print_plain
 from distexp.launch.cell import Cell
-from distexp.launch.slurm.invalid_printer import InvalidPrinter
+from distexp.launch.prepare import InvalidPrinter
 from distexp.launch.slurm.script import JobArray
 from distexp.launch.slurm.submission import group_by_resources
 from distexp.runs.command_text import format_override

@@ -1,136 +1,156 @@
-"""Slurm launcher: compose a sweep, prepare the directories of its runs, submit and follow them."""
+"""Launcher of ``cluster=slurm``: each run is an element of a job array, with a task on each node."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra.core.utils import JobReturn
-from hydra.types import HydraContext
 from omegaconf import DictConfig
-from rich.console import Console
 
-from distexp.config import ConfigError
-from distexp.console.plain_text import print_plain
-from distexp.exceptions import SweepInterrupted
-from distexp.launch.cell import Cell, MakeCell
-from distexp.launch.composition import cell_maker, compose_cells
-from distexp.launch.plan_runs import plan_runs
-from distexp.launch.slurm import client
-from distexp.launch.slurm.dry_run import print_scripts
-from distexp.launch.slurm.follow import follow
-from distexp.launch.slurm.prepare import prepare_runs
-from distexp.launch.slurm.submission import submit_runs
-from distexp.launch.slurm.submitit_keys import apply_submitit_options
-from distexp.launch.snapshot import take_snapshot
-from distexp.launch.sweep_dir import locked_sweep_dir
-from distexp.runs.command_text import suggest_command
+from distexp.config import ClusterConfig, Config
+from distexp.config.cluster_section import sbatch_name
+from distexp.launch import ledger
+from distexp.launch.launcher import Cancelled, Launcher, Sweep, TrialLauncher
+from distexp.resolve.strategy_steps import needs_one_worker
+from distexp.runs.existing import ExistingRun
+from distexp.runs.run_state import RunState
 
-NOT_CONFIGURED = "configuration source"
-"""Part of the error message of Slurm's commands if Slurm is installed but not configured."""
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
+    from rich.console import Console
 
+CPUS_PER_WORKER = 4
+"""As in the scripts of the workshop. The nodes of a cluster have at least as many cores per GPU."""
 
-def run_sweep(
-    context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], given: Mapping[str, Any]
-) -> list[JobReturn]:
-    """Submit every cell, and follow the runs unless ``cluster.wait=false``.
-
-    Args:
-        context: Hydra's configuration loader and callbacks.
-        master: Configuration of the command, with Hydra's node.
-        overrides: The overrides of each cell.
-        given: Options under ``hydra.launcher``.
-
-    Returns:
-        Nothing: the jobs run without Hydra.
-    """
-    adjust = partial(apply_submitit_options, given)
-    cells = compose_cells(context, master, overrides, adjust)
-    make = cell_maker(context, master, adjust)
-    first = cells[0].composed
-    # Predictions may take minutes, so what would stop the submission is checked before them.
-    max_array_size = 0 if _submits_nothing(master, first) else _check_slurm()
-    if master.choose.only:
-        _search(cells, master, make, max_array_size)
-    elif plan_runs(cells, master, make):
-        pass  # The prediction was all to do.
-    elif first.cluster.dry_run:
-        print_scripts(cells, Path(master.hydra.sweep.dir).absolute(), Console())
-    else:
-        _start_sweep(cells, master, max_array_size, Console())
-    return []
+KEYS_OF_SBATCH_OPTIONS = {
+    "array": "cluster.array_parallelism",
+    "nodes": "cluster.nodes",
+    "ntasks": "cluster.nodes",
+    "ntasks-per-node": "cluster.workers_per_node",
+    "gpus-per-node": "cluster.gpus_per_node",
+    "cpus-per-task": "cluster.cpus_per_worker",
+    "mem": "cluster.memory_gb",
+    "time": "cluster.timeout_min",
+    "partition": "cluster.partition",
+    "constraint": "cluster.constraint",
+    "account": "cluster.account",
+    "qos": "cluster.qos",
+    "reservation": "cluster.reservation",
+    "exclusive": "cluster.exclusive",
+    "signal": "cluster.signal_delay_s",
+    "requeue": "cluster.requeue",
+    "chdir": None,
+    "output": None,
+    "error": None,
+    "open-mode": None,
+}
+"""Options of sbatch that distexp sets, with the keys that change them; None if no key does."""
 
 
-def _submits_nothing(master: DictConfig, first: DictConfig) -> bool:
-    """Return whether a command only prints something.
+class SlurmLauncher(Launcher):
+    """Launcher of ``cluster=slurm``. This machine is not inspected, because the jobs run on others."""
 
-    Args:
-        master: Configuration of the command.
-        first: Configuration of its first cell.
-    """
-    return bool(first.cluster.dry_run or master.plan.only or (master.choose.only and master.choose.dry_run))
+    queues = True
+    reads = frozenset(spec.name for spec in fields(ClusterConfig))
+
+    def adjust(self, options: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
+        """Move the options of Hydra's submitit launcher into the ``cluster`` section."""
+        from distexp.launch.slurm.submitit_keys import apply_submitit_options
+
+        apply_submitit_options(options, composed, overrides)
+
+    def key_errors(self, config: Config) -> Iterator[str]:
+        """Yield an error for each option that distexp sets itself, and for a setting of local sweeps."""
+        yield from super().key_errors(config)
+        yield from _sbatch_errors(config.cluster)
+
+    def decide_resources(self, config: Config) -> list[str]:
+        """Decide what the user left open. A node has as many GPUs as workers."""
+        cluster = config.cluster
+        if cluster.device == "auto":
+            cluster.device = "cuda"
+        if cluster.workers_per_node is None:
+            cluster.workers_per_node = 1 if needs_one_worker(config) else (cluster.gpus_per_node or 1)
+        if (
+            cluster.gpus_per_node is None
+            and cluster.device == "cuda"
+            and "gres" not in map(sbatch_name, cluster.sbatch)
+        ):
+            cluster.gpus_per_node = cluster.workers_per_node
+        if cluster.cpus_per_worker is None:
+            cluster.cpus_per_worker = CPUS_PER_WORKER
+        return _gpu_errors(cluster)
+
+    def check(self) -> None:
+        """Check that Slurm is configured on this machine, and answers."""
+        from distexp.launch.slurm.sweep import max_array_size
+
+        max_array_size()
+
+    def start(self, sweep: Sweep) -> list[JobReturn]:
+        """Submit every cell, and follow the runs unless ``cluster.wait=false``. The jobs run without Hydra."""
+        from distexp.launch.slurm.sweep import start_sweep
+
+        start_sweep(sweep, self.follow)
+        return []
+
+    def print_dry_run(self, sweep: Sweep) -> None:
+        """Print the sbatch files."""
+        from rich.console import Console
+
+        from distexp.launch.slurm.dry_run import print_scripts
+
+        print_scripts(sweep.cells, Path(sweep.master.hydra.sweep.dir).absolute(), Console())
+
+    def trials(self, sweep: Sweep, label: Callable[[Config], str]) -> TrialLauncher:
+        """Return what submits a job array for each batch of trials."""
+        from distexp.launch.slurm.sweep import SlurmTrials, max_array_size, trusted_packages
+
+        submits_nothing = sweep.master.choose.dry_run or sweep.cells[0].composed.cluster.dry_run
+        return SlurmTrials(0 if submits_nothing else max_array_size(), trusted_packages(sweep.cells))
+
+    def claimed(self, sweep_dir: Path) -> Collection[int]:
+        """Return the numbers of the runs in the ledger."""
+        return ledger.latest(sweep_dir).keys()
+
+    def states(self, sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[RunState]:
+        """Return the states of all runs in the ledger."""
+        from distexp.launch.slurm.status import poll
+
+        return poll(sweep_dir)
+
+    def cancel(self, sweep_dir: Path, runs: Sequence[ExistingRun]) -> Cancelled:
+        """Cancel the jobs of all runs in the ledger."""
+        from distexp.launch.slurm.cancel import cancel_jobs
+
+        return cancel_jobs(sweep_dir)
+
+    def follow(self, sweep_dir: Path, console: Console) -> None:
+        """Show the runs until the last has ended. The records of finished ones are read once."""
+        from distexp.launch.follow import follow
+        from distexp.launch.slurm.status import FinishedRuns, poll
+
+        finished: FinishedRuns = {}
+        follow(lambda: poll(sweep_dir, finished), len(self.claimed(sweep_dir)), sweep_dir, console)
 
 
-def _check_slurm() -> int:
-    """Return Slurm's MaxArraySize.
-
-    Raises:
-        ConfigError: If this machine has no configured Slurm.
-        OSError: If Slurm does not answer.
-    """
-    if not client.has_sbatch():
-        raise ConfigError(
-            "cluster=slurm needs sbatch, which is not on this machine's PATH: log in to the cluster, or print the "
-            "sbatch files with cluster.dry_run=true"
-        )
-    try:
-        return client.max_array_size()
-    except client.SlurmError as error:
-        if NOT_CONFIGURED in str(error):
-            raise ConfigError(
-                f"cluster=slurm: Slurm is not configured on this machine ({error}): log in to a node of the cluster, "
-                "or use cluster=local; distexp doctor shows details"
-            ) from None
-        raise OSError(f"Slurm does not answer ({error}); nothing was submitted: try again later") from None
+def _sbatch_errors(cluster: ClusterConfig) -> Iterator[str]:
+    """Yield an error for each option of sbatch that distexp sets itself."""
+    for option in cluster.sbatch:
+        name = sbatch_name(option)
+        if name in KEYS_OF_SBATCH_OPTIONS:
+            key = KEYS_OF_SBATCH_OPTIONS[name]
+            yield f"cluster.sbatch may not set {option}: " + (f"set {key} instead" if key else "distexp sets it")
 
 
-def _search(cells: Sequence[Cell], master: DictConfig, make: MakeCell, max_array_size: int) -> None:
-    """Run ``distexp choose`` with trials on Slurm."""
-    from distexp.choose.command import run_choose
-    from distexp.launch.slurm.choose import SlurmTrials
-
-    run_choose(cells, master, make, SlurmTrials(max_array_size, _trusted_packages(cells)))
-
-
-def _start_sweep(cells: Sequence[Cell], master: DictConfig, max_array_size: int, console: Console) -> None:
-    """Submit the runs of a sweep, and follow them unless ``cluster.wait=false``."""
-    sweep_dir = _submit_sweep(cells, master, max_array_size, console)
-    print_plain(console, f"sweep: {sweep_dir}")
-    if cells[0].composed.cluster.wait:
-        follow(sweep_dir, console)
-    else:
-        print_plain(console, f"status: {suggest_command('status', sweep_dir)}")
-
-
-def _submit_sweep(cells: Sequence[Cell], master: DictConfig, max_array_size: int, console: Console) -> Path:
-    """Prepare and submit the runs of a sweep; return its directory.
-
-    Raises:
-        SweepInterrupted: On Ctrl-C.
-    """
-    with locked_sweep_dir(master, len(cells)) as claimed:
-        sweep_dir = claimed.absolute()
-        try:
-            snapshot = take_snapshot(sweep_dir, _trusted_packages(cells), partial(print_plain, console))
-            prepared = list(prepare_runs(cells, sweep_dir, snapshot, console, resume=master.sweep.resume))
-        except KeyboardInterrupt:
-            hint = suggest_command("resume", sweep_dir)
-            raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
-        submit_runs(prepared, sweep_dir, snapshot.folder, max_array_size, console)
-    return sweep_dir
-
-
-def _trusted_packages(cells: Sequence[Cell]) -> list[str]:
-    return list(cells[0].composed.trusted_packages)
+def _gpu_errors(cluster: ClusterConfig) -> list[str]:
+    """Return an error if a node has fewer GPUs than workers."""
+    gpus, workers = cluster.gpus_per_node, cluster.workers_per_node
+    if cluster.device != "cuda" or gpus is None or workers is None or gpus >= workers:
+        return []
+    return [
+        f"cluster.gpus_per_node={gpus} is less than cluster.workers_per_node={workers}, but every worker needs a GPU: "
+        "raise the first, lower the second, or choose cluster.device=cpu"
+    ]

@@ -14,8 +14,8 @@ from distexp.config import Config
 from distexp.console.plain_text import print_plain
 from distexp.exceptions import SweepInterrupted
 from distexp.launch import ledger
+from distexp.launch.prepare import PreparedRun
 from distexp.launch.slurm import client
-from distexp.launch.slurm.prepare import PreparedRun
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.launch.unsuccessful_records import failed_record
 from distexp.runs.command_text import suggest_command

@@ -18,8 +18,7 @@ CLASS_KEYS = frozenset({"_target_", "()", "class"})
 
 KNOWN_CLASSES = frozenset(
     {
-        "hydra_plugins.distexp_plugin.launcher.LocalLauncher",
-        "hydra_plugins.distexp_plugin.slurm.SlurmLauncher",
+        "hydra_plugins.distexp_plugin.launcher.DistexpLauncher",
         "hydra_plugins.distexp_plugin.sweeper.DistexpSweeper",
         "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
         "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",

@@ -16,7 +16,7 @@ from distexp.runs.record import RunRecord
 
 TRAINING_KEYS = frozenset({"nodes", "workers_per_node", "device"})
 SUBMISSION_KEYS = frozenset(
-    {"name", "launcher", "gpus_per_node", "timeout_min", "hang_timeout_min", "account", "qos", "reservation"}
+    {"name", "_target_", "gpus_per_node", "timeout_min", "hang_timeout_min", "account", "qos", "reservation"}
     | {"signal_delay_s", "requeue", "array_parallelism", "wait", "dry_run"}
 )
 """Keys of ``cluster`` that no metric depends on: how a job is submitted, and how long it may run."""

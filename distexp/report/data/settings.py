@@ -23,7 +23,8 @@ from distexp.report.data.setting_names import SEED, WORKERS, short_name, usual_o
 from distexp.runs.record import RunRecord
 
 NOT_A_SETTING = (
-    *("name", "exercise", "scale", "sweep", "repeats", "profile", "plan", "choose", "forecast", "trusted_packages"),
+    *("name", "command", "exercise", "scale", "sweep", "repeats", "profile", "plan", "choose", "forecast"),
+    "trusted_packages",
     *("cluster", "offload"),
 )
 """Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""

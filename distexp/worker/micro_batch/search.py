@@ -38,7 +38,7 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
         torch.OutOfMemoryError: no size fits on the GPU.
         MemoryError: no size fits on the CPU.
     """
-    if not searches_micro_batch(spec.config) or spec.config.preflight.only:
+    if not searches_micro_batch(spec.config) or spec.config.is_preflight:
         return spec, None
     events.set_phase("search")
     connection = open_store(spec)

@@ -9,7 +9,7 @@ import pytest
 from distexp.choose.state import SearchState
 from distexp.exceptions import SweepFailedError
 from distexp.launch import ledger
-from distexp.launch.slurm.choose import SlurmTrials
+from distexp.launch.slurm.sweep import SlurmTrials
 from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import CHOICE
 from tests.helpers.fake_slurm import calls, fake_slurm

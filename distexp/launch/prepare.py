@@ -1,8 +1,8 @@
-"""Preparation of runs before their submission: each gets its directory with the files that its job reads."""
+"""Preparation of runs for a queue: each gets its directory with the files that its job reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,16 +11,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from distexp.console.invalid_cells import InvalidCells
 from distexp.console.plain_text import print_plain
 from distexp.console.progress import show_progress
 from distexp.launch.assigned_runs import AssignedRun, ExistingRunRules, assign_run_dirs, write_invalid
 from distexp.launch.cell import Cell
-from distexp.launch.slurm.invalid_printer import InvalidPrinter
-from distexp.launch.slurm.status import poll
-from distexp.launch.snapshot import Snapshot
+from distexp.launch.git_state import GitState
 from distexp.runs import attempts
 from distexp.runs.existing import DONE, ExistingRun
-from distexp.runs.failure_text import failure_text
+from distexp.runs.failure_text import failure_text, join_errors
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import HYDRA
 from distexp.runs.spec import RunSpec
@@ -35,7 +34,14 @@ class PreparedRun:
 
 
 def prepare_runs(
-    cells: Sequence[Cell], sweep_dir: Path, snapshot: Snapshot, console: Console, *, resume: bool
+    cells: Sequence[Cell],
+    sweep_dir: Path,
+    code: GitState,
+    console: Console,
+    *,
+    active: Collection[int],
+    resume: bool,
+    snapshot: str | None = None,
 ) -> Iterator[PreparedRun]:
     """Give each cell its directory, and write the spec of its run.
 
@@ -44,11 +50,12 @@ def prepare_runs(
     Args:
         cells: All cells of the sweep.
         sweep_dir: Directory of the sweep.
-        snapshot: Copy of the code that the runs use.
+        code: Git state of the code.
         console: Where to report runs that are skipped or invalid.
+        active: Numbers of the runs that are in the queue, or run.
         resume: Whether the directory may hold runs of an earlier command.
+        snapshot: Copy of the code that the runs use, relative to the directory of the sweep.
     """
-    active = {run.number for run in poll(sweep_dir) if run.is_active} if resume else set()
 
     def should_skip(run: ExistingRun) -> bool:
         skipped = run.number in active or run.status in DONE
@@ -57,7 +64,7 @@ def prepare_runs(
         return skipped
 
     rules = ExistingRunRules(should_skip, warn=partial(print_plain, console), active=active)
-    runs = assign_run_dirs(cells, sweep_dir, snapshot.git, rules, resume=resume, snapshot=snapshot.folder.name)
+    runs = assign_run_dirs(cells, sweep_dir, code, rules, resume=resume, snapshot=snapshot)
     invalid = InvalidPrinter(cells, console)
     with show_progress("preparing", len(cells)) as advance:
         for run in runs:
@@ -93,3 +100,23 @@ def write_hydra_files(composed: DictConfig, directory: Path) -> None:
     for name, part in parts.items():
         # The same YAML as OmegaConf.save writes, ten times as fast: a sweep may have hundreds of runs.
         (folder / f"{name}.yaml").write_text(yaml.dump(part, Dumper=yaml.CSafeDumper, sort_keys=False))
+
+
+class InvalidPrinter:
+    """Printer of why cells are invalid: one line for all cells with the same reason."""
+
+    def __init__(self, cells: Sequence[Cell], console: Console, prefix: str = "") -> None:
+        """Collect the reasons.
+
+        Args:
+            cells: All cells of the sweep.
+            console: Where to print.
+            prefix: Start of each line.
+        """
+        self._reasons = InvalidCells(join_errors(cell.errors) for cell in cells if cell.config is None)
+        self._console, self._prefix = console, prefix
+
+    def print(self, number: int, reason: str) -> None:
+        """Print why a run is invalid, unless the reason was printed before."""
+        if label := self._reasons.label(number, reason):
+            print_plain(self._console, f"{self._prefix}{label}: invalid: {reason}")

@@ -1,0 +1,130 @@
+"""What each command does with the cells of its command line. Hydra's launcher plugin calls it.
+
+``DISPATCH`` is the only place that asks which command was typed, in order to do something else. Every command composes
+its cells itself, with its own rules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hydra.core.utils import JobReturn
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+
+from distexp.config import Command
+from distexp.launch.cell import Cell, MakeCell
+from distexp.launch.composition import Adjust, CellRules, cell_maker, compose_cells
+from distexp.launch.launcher import Launcher, Sweep
+from distexp.launch.plan_runs import predict_before_start
+from distexp.launch.trust.packages import packages_trusted_by_user
+from distexp.resolve.resources import find_launcher
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line as Hydra has parsed it.
+
+    Attributes:
+        context: Hydra's configuration loader and callbacks.
+        master: Configuration of the command, with Hydra's node.
+        overrides: The overrides of each cell.
+        launcher: Launcher of the configuration.
+        adjust: Changes a composed cell before it is resolved.
+    """
+
+    context: HydraContext
+    master: DictConfig
+    overrides: Sequence[Sequence[str]]
+    launcher: Launcher
+    adjust: Adjust
+
+    def compose(self, rules: CellRules) -> list[Cell]:
+        """Return all cells."""
+        return compose_cells(self.context, self.master, self.overrides, self.adjust, rules)
+
+    @property
+    def make(self) -> MakeCell:
+        """The function that composes a variant of a cell."""
+        return cell_maker(self.context, self.master, self.adjust)
+
+
+def start_runs(line: CommandLine) -> list[JobReturn]:
+    """Run every cell, or print what would be started (``cluster.dry_run=true``)."""
+    cells = line.compose(CellRules())
+    dry_run = cells[0].composed.cluster.dry_run
+    if not dry_run:  # Predictions may take minutes, so what would stop the start is checked before them.
+        line.launcher.check()
+    predict_before_start(cells, line.make)
+    sweep = Sweep(line.context, line.master, cells)
+    if not dry_run:
+        return line.launcher.start(sweep)
+    line.launcher.print_dry_run(sweep)
+    return []
+
+
+def plan(line: CommandLine) -> list[JobReturn]:
+    """Predict the memory of every cell, and print it."""
+    from distexp.plan.command import run_plan
+
+    run_plan(line.compose(CellRules(may_be_invalid=_prints_json(line))), line.make)
+    return []
+
+
+def forecast(line: CommandLine) -> list[JobReturn]:
+    """Print the forecast of the profiled run for the size of every cell."""
+    from distexp.forecast.command import run_forecast
+
+    run_forecast(line.compose(CellRules(may_be_invalid=_prints_json(line), keeps_accumulation=True)))
+    return []
+
+
+def _prints_json(line: CommandLine) -> bool:
+    """Return whether the output is for programs, which get the errors of a cell too."""
+    return bool(line.master.plan.output == "json")
+
+
+def choose(line: CommandLine) -> list[JobReturn]:
+    """Search for the best configuration. A candidate has other sizes, so it may be valid even if the cell is not."""
+    from distexp.choose.command import run_choose
+    from distexp.choose.labels import config_label
+
+    cells = line.compose(CellRules(may_be_invalid=True, sizes_vary=True))
+    if not (cells[0].composed.cluster.dry_run or line.master.choose.dry_run):
+        line.launcher.check()
+    trials = line.launcher.trials(Sweep(line.context, line.master, cells), config_label)
+    run_choose(cells, line.master, line.make, trials)
+    return []
+
+
+DISPATCH: Mapping[Command, Callable[[CommandLine], list[JobReturn]]] = {
+    Command.TRAIN: start_runs,
+    Command.PREFLIGHT: start_runs,
+    Command.PLAN: plan,
+    Command.FORECAST: forecast,
+    Command.CHOOSE: choose,
+}
+
+
+def run_cells(
+    context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], options: Mapping[str, Any]
+) -> list[JobReturn]:
+    """Run the command that was typed.
+
+    Args:
+        context: Hydra's configuration loader and callbacks.
+        master: Configuration of the command, with Hydra's node.
+        overrides: The overrides of each cell.
+        options: The options under ``hydra.launcher``.
+
+    Raises:
+        ConfigError: The launcher cannot be imported, or is in a package that is not trusted.
+    """
+    trusted = packages_trusted_by_user(sys.argv[1:])
+    launcher = find_launcher(master.cluster._target_, trusted, Launcher)  # type: ignore[type-abstract]
+    line = CommandLine(context, master, overrides, launcher, partial(launcher.adjust, options))
+    return DISPATCH[Command(master.command)](line)
