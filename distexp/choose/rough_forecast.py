@@ -12,6 +12,7 @@ from distexp.choose.candidate import Candidate, Status
 from distexp.choose.communication import communication_s
 from distexp.choose.machine_speeds import MachineSpeeds, read_machine_speeds
 from distexp.config import Config
+from distexp.hardware.facts import facts
 from distexp.plan.estimate import Estimate
 from distexp.resolve.parameter_count import parameter_count
 from distexp.system.units import MIB
@@ -32,8 +33,6 @@ HIDDEN_SHARE = 0.7
 
 MIN_EXPOSED_SHARE = 0.1
 """Share of the communication that is never hidden: that of the first and the last layers."""
-
-CPU_OPTIMIZER_GB_PER_S = 15.0
 
 LAUNCH_FACTORS = {"single": 1.0, "ddp": 1.4, "fsdp": 3.0}
 ZERO_LAUNCH_FACTORS = {0: 1.8, 1: 1.8, 2: 2.6, 3: 9.0}
@@ -147,8 +146,8 @@ def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     values = work.parameters / _shards(config)
     if not config.offload.enabled:
         return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
-    moved = values * (4 + _compute_bytes(config)) / (speeds.host_link_gb_per_s * GB)
-    return moved + values * ADAMW_BYTES / (CPU_OPTIMIZER_GB_PER_S * GB)
+    moved = values * (4 + _compute_bytes(config)) / (facts().gpu_to_cpu_gb_per_s * GB)
+    return moved + values * ADAMW_BYTES / (facts().cpu.adam_gb_per_s * GB)
 
 
 def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -> float:

@@ -9,9 +9,8 @@ from distexp.explain.host_headroom import free_cores, images_fit
 from distexp.explain.memory_headroom import fits
 from distexp.explain.slow_rank import had_no_core, slow_part
 from distexp.explain.step_profile import StepProfile
+from distexp.hardware.facts import gpu_facts
 
-OLD_GPUS = ("V100", "T4", "P100", "RTX 20", "TITAN", "Quadro RTX")
-"""GPUs without fast bf16."""
 CORES_ARE_THE_CAUSE = 0.5
 """Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself."""
 
@@ -129,8 +128,8 @@ def _against_host(profile: StepProfile) -> Overrides:
 
 def _against_compute(profile: StepProfile) -> Overrides:
     environment = profile.record.environment
-    name = (environment.gpu_name or "") if environment else ""
-    if profile.on_gpu and profile.setting("precision.name") == "fp32" and not any(old in name for old in OLD_GPUS):
+    has_bf16 = gpu_facts(environment.gpu_name if environment else None).has_bf16
+    if profile.on_gpu and profile.setting("precision.name") == "fp32" and has_bf16:
         yield "precision=bf16"
     if profile.shares()["other_kernels"] >= MANY_OTHER_KERNELS:
         yield from _fused_kernels(profile)
