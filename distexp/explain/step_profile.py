@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from distexp.runs.entry_values import number_of
-from distexp.runs.noise import speed_noise, step_noise
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import HIDDEN, PARTS
+from distexp.statistics.noise import speed_noise, step_noise
 
 COMPUTE = ("matmul", "other_kernels")
 """Parts in which kernels run."""

@@ -101,6 +101,27 @@ class Cpu:
 
 
 @dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of processes, with the keys of ``facts.yaml``."""
+
+    started_node_mib: float
+    started_worker_mib: float
+    gpu_node_mib: float
+    transformers_mib: float
+    setup_worker_mib: float
+    images_mib: float
+    cpu_adam_mib: float
+    compile_mib: Mapping[str, float]
+    loader_mib: float
+    loader_batches: int
+    cpu_node_mib: float
+    cpu_loader_mib: float
+    cuda_context_mib: float
+    cudnn_mib: float
+    communicator_mib: float
+
+
+@dataclass(frozen=True)
 class Facts:
     """All facts of ``facts.yaml``, with its keys."""
 
@@ -115,6 +136,7 @@ class Facts:
     gpus_of_efa_node: int
     nodes_per_leaf: int
     cpu: Cpu
+    processes: ProcessMemory
 
     def link(self, name: str, gb_per_s: float) -> Link:
         """Return a link, such as ``NVLink 4``, by the bandwidth of its datasheet."""
@@ -146,12 +168,13 @@ def facts() -> Facts:
             "links": {name: LinkKind(**kind) for name, kind in content["links"].items()},
             "networks": {name: NetworkCards(**cards) for name, cards in content["networks"].items()},
             "cpu": Cpu(**content["cpu"]),
+            "processes": ProcessMemory(**content["processes"]),
         }
     )
 
 
 def gpu_facts(name: str | None) -> Gpu:
-    """Return the facts of a GPU, with the defaults of unknown ones for those that nobody knows.
+    """Return the facts of a GPU, with the defaults of unknown ones for those that are unknown.
 
     Args:
         name: Value of ``plan.gpu``, or the name that torch or NVML reports. None for an unknown GPU.

@@ -1,22 +1,13 @@
 """GPU memory that a trace does not contain: what nvidia-smi shows in addition to torch's reserved memory.
 
-The constants are differences of NVML's peak and torch's reserved peak, from the records in
-``docs/results`` (H200, torch 2.11, CUDA 13.0, NCCL 2.28). ``tests/plan/test_overheads.py`` compares them with these
-records. Other GPUs have not been measured.
+The constants by strategy are from the same records as those in ``hardware/facts.yaml``, with which
+``tests/plan/test_overheads.py`` compares them.
 """
 
 from __future__ import annotations
 
 from distexp.config import Config
-
-CONTEXT_MIB = 1309.0
-"""CUDA context and loaded kernels, from ``deepspeed/baseline``: one GPU, no communication."""
-
-CUDNN_MIB = 22.0
-"""Kernels of convolutions, from ``ddp_multi_gpu/0``: ResNet-50 on one GPU."""
-
-COMMUNICATOR_MIB = 286.0
-"""The first NCCL communicator of several GPUs, from ``fsdp_sharding_two_gpus`` and ``ddp_multi_gpu/1``."""
+from distexp.hardware.facts import facts
 
 REPLICATE_MIB = 390.0
 """The communicator that FSDP's ``no_shard`` adds for the replicas, from ``fsdp_sharding/0``."""
@@ -33,8 +24,9 @@ DEEPSPEED_SEVERAL_MIB = 384.0
 
 def overhead_mib(config: Config) -> dict[str, float]:
     """Return the MiB per GPU that NVML reports beyond torch's reserved memory, by part."""
+    known = facts().processes
     return {
-        "context": CONTEXT_MIB + (CUDNN_MIB if config.model.task == "image_classification" else 0.0),
+        "context": known.cuda_context_mib + (known.cudnn_mib if config.model.task == "image_classification" else 0.0),
         "communicators": _communicators_mib(config),
     }
 
@@ -47,4 +39,4 @@ def _communicators_mib(config: Config) -> float:
         return 0.0
     extra = {"no_shard": REPLICATE_MIB, "hybrid_shard": HYBRID_MIB}
     sharding = config.fsdp.sharding if config.strategy.name == "fsdp" else None
-    return COMMUNICATOR_MIB + extra.get(sharding or "", 0.0)
+    return facts().processes.communicator_mib + extra.get(sharding or "", 0.0)

@@ -1,1 +1,1 @@
-"""Tests of the facts of hardware."""
+"""Tests of ``distexp.hardware``."""
