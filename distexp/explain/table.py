@@ -9,8 +9,8 @@ from rich.text import Text
 
 from distexp.explain.profile_comparison import ProfileComparison
 from distexp.explain.step_profile import RankStep, StepProfile
-from distexp.report.columns import ALWAYS, Column, build_table, fit_columns
 from distexp.runs.step_parts import HIDDEN, PARTS
+from distexp.tables.columns import ALWAYS, Column, build_table, fit_columns
 
 BAR_WIDTH = 24
 BAR, HALF = "█", "▌"

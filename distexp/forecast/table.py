@@ -9,12 +9,12 @@ from rich.text import Text
 
 from distexp.forecast.size_row import SizeRow
 from distexp.forecast.target import TO_MEASURE
-from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.listing import format_count
 from distexp.runs.record_sections import Predicted
 from distexp.runs.step_parts import PARTS
 from distexp.system.hardware import cpu_count
 from distexp.system.units import format_amount, format_memory
+from distexp.tables.columns import ALWAYS, Column, fitted_table
 
 EXPOSED = "exposed_communication"
 
@@ -91,10 +91,7 @@ def sizes_table(rows: Sequence[SizeRow], workers: str, width: int) -> list[Table
     found: list[Table | Text] = []
     forecast = [row for row in rows if row.forecast is not None]
     if forecast:
-        shown, hidden = fit_columns(_known(_columns(forecast, workers)), width)
-        found.append(build_table(shown))
-        if hidden:
-            found.append(hidden_columns_note(hidden, "Print them with --json."))
+        found += fitted_table(_known(_columns(forecast, workers)), width, "Print them with --json.")
     found += [Text(f"{_size(row)}: {row.error}", style="yellow") for row in rows if row.error]
     return found
 

@@ -81,11 +81,9 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
     deaths = signal_deaths(directory)
     if deaths and (first is None or _is_peer_loss(first)):
         return _signal_cause(directory, deaths[0].signal, f"rank {deaths[0].rank}", phase, deaths[0].rank)
-    return (
-        _silent_cause(directory, phase)
-        if first is None
-        else Cause(out_of_memory_status(first.type, first.message) or "failed", first)
-    )
+    if first is None:
+        return _silent_cause(directory, phase)
+    return Cause(out_of_memory_status(first.type, first.message) or "failed", first)
 
 
 def _is_peer_loss(error: RunError) -> bool:
