@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distexp.config import Config, ConfigError
-from distexp.config.batch_sizes import samples_per_worker
+from distexp.config.batch_sizes import divisors, samples_per_worker
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, connect_to_store, join, sub_store
@@ -41,7 +41,7 @@ from distexp.system.processes import die_with_parent
 from distexp.system.seeding import seed_everything
 from distexp.system.units import MIB
 from distexp.worker.compile_cache import use_compile_cache
-from distexp.worker.micro_batch.sizes import SizeSearch, divisors
+from distexp.worker.micro_batch.sizes import SizeSearch
 from distexp.worker.micro_batch.trial import SizeTrials, config_of_round, micro_batches_per_step
 
 POLL_S = 0.05
