@@ -49,8 +49,8 @@ def read_machine_speeds(config: Config) -> MachineSpeeds:
     if config.cluster.device == "cpu":
         cores = config.cluster.cpus_per_worker or 1
         stored = stored_tflops(f"cpu of {platform.node()} {cores} threads", precision)
-        cpu, link = facts().cpu, links["loopback"].step_gb_per_s
-        return MachineSpeeds(stored or cpu.tflops_per_core * cores, cpu.memory_gb_per_s, link, network)
+        tflops, link = stored or facts().cpu_tflops_per_core * cores, links["loopback"].step_gb_per_s
+        return MachineSpeeds(tflops, facts().cpu_memory_gb_per_s, link, network)
     name = planned_gpu(config) or ""
     gpu, peak = gpu_facts(name), peak_tflops(name, precision)
     tflops = stored_tflops(name, precision) or (REACHED_SHARE * peak if peak else UNKNOWN_GPU_TFLOPS)

@@ -147,7 +147,7 @@ def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     if not config.offload.enabled:
         return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
     moved = values * (4 + _compute_bytes(config)) / (facts().gpu_to_cpu_gb_per_s * GB)
-    return moved + values * ADAMW_BYTES / (facts().cpu.adam_gb_per_s * GB)
+    return moved + values * ADAMW_BYTES / (facts().cpu_adam_gb_per_s * GB)
 
 
 def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -> float:

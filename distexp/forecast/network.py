@@ -25,7 +25,7 @@ class Network:
     name: str = field(default_factory=lambda: facts().usual_networks["gpu"])
     rail_optimized: bool = True
     oversubscription: float = 1.0
-    latency: Latency = field(default_factory=lambda: facts().latency("network"))
+    latency: Latency = field(default_factory=lambda: facts().links["network"].latency)
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -66,5 +66,5 @@ class Network:
 def usual_network(gpu_name: str | None) -> Network:
     """Return the network that is assumed between nodes with this GPU; None: CPUs, whose gloo uses TCP."""
     if gpu_name is None:
-        return Network(facts().usual_networks["cpu"], latency=facts().latency("loopback"))
+        return Network(facts().usual_networks["cpu"], latency=facts().links["loopback"].latency)
     return Network()

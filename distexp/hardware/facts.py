@@ -74,13 +74,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class LinkKind:
-    """Efficiency and latencies of a kind of link, with the keys of ``facts.yaml``."""
+    """Efficiency and latency of a kind of link, with the keys of ``facts.yaml``."""
 
     efficiency: float
-    fast_us: float
-    simple_us: float
-    simple_tree_us: float
     step_gb_per_s: float
+    latency: Latency
 
 
 @dataclass(frozen=True)
@@ -89,15 +87,6 @@ class NetworkCards:
 
     gb_per_s: float
     cards: int | None
-
-
-@dataclass(frozen=True)
-class Cpu:
-    """Speeds of a CPU, with the keys of ``facts.yaml``."""
-
-    tflops_per_core: float
-    memory_gb_per_s: float
-    adam_gb_per_s: float
 
 
 @dataclass(frozen=True)
@@ -135,21 +124,19 @@ class Facts:
     usual_networks: Mapping[str, str]
     gpus_of_efa_node: int
     nodes_per_leaf: int
-    cpu: Cpu
+    cpu_tflops_per_core: float
+    cpu_memory_gb_per_s: float
+    cpu_adam_gb_per_s: float
     processes: ProcessMemory
 
     def link(self, name: str, gb_per_s: float) -> Link:
         """Return a link, such as ``NVLink 4``, by the bandwidth of its datasheet."""
-        return Link(name, self.link_kind(name).efficiency * gb_per_s * 1e9, self.latency(name))
+        kind = self.link_kind(name)
+        return Link(name, kind.efficiency * gb_per_s * 1e9, kind.latency)
 
     def link_kind(self, name: str) -> LinkKind:
         """Return the kind of a link, such as ``NVLink`` of ``NVLink 4``."""
         return self.links[name.split(maxsplit=1)[0]]
-
-    def latency(self, name: str) -> Latency:
-        """Return the latency of a link."""
-        kind = self.link_kind(name)
-        return Latency(1e-6 * kind.fast_us, 1e-6 * kind.simple_us, 1e-6 * kind.simple_tree_us)
 
 
 @cache
@@ -165,9 +152,11 @@ def facts() -> Facts:
         **content
         | {
             "gpus": tuple(Gpu(**entry) for entry in content["gpus"]),
-            "links": {name: LinkKind(**kind) for name, kind in content["links"].items()},
+            "links": {
+                name: LinkKind(**kind | {"latency": Latency(**kind["latency"])})
+                for name, kind in content["links"].items()
+            },
             "networks": {name: NetworkCards(**cards) for name, cards in content["networks"].items()},
-            "cpu": Cpu(**content["cpu"]),
             "processes": ProcessMemory(**content["processes"]),
         }
     )
@@ -187,12 +176,9 @@ def gpu_facts(name: str | None) -> Gpu:
 
 def _find(name: str | None) -> Gpu | None:
     """Return the entry of a GPU. A name may match several ones; the longest match is the most specific one."""
-    parts = name_parts(name)
-    for gpu in facts().gpus:
-        if name in gpu.memory_mib:
-            return gpu
-    best = max(facts().gpus, key=lambda gpu: gpu.match(parts))
-    return best if best.match(parts) else None
+    parts, gpus = name_parts(name), facts().gpus
+    best = next((gpu for gpu in gpus if name in gpu.memory_mib), None) or max(gpus, key=lambda gpu: gpu.match(parts))
+    return best if name in best.memory_mib or best.match(parts) else None
 
 
 def name_parts(name: str | None) -> set[str]:

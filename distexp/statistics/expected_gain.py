@@ -10,27 +10,26 @@ tested with measured sweeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import exp, log, sqrt
 from statistics import NormalDist, fmean
-from typing import Protocol
 
 STANDARD_NORMAL = NormalDist()
 
 
-class UsualErrors(Protocol):
-    """Errors of forecasts that are usual before the first trial, and their weights in trials."""
+@dataclass(frozen=True)
+class UsualErrors:
+    """Errors of the forecasts that are usual before the first trial.
 
-    @property
-    def usual_error(self) -> float:
-        """Standard deviation of the logarithm of score / forecast."""
+    Attributes:
+        usual_error: Error that is expected, as a standard deviation of the logarithm of score / forecast.
+        usual_error_trials: Weight of the usual error next to the measured ones, in trials.
+        usual_scale_trials: Weight of a forecast that is exact on average, next to the measured scales, in trials.
+    """
 
-    @property
-    def usual_error_trials(self) -> int:
-        """Weight of the usual error next to the measured ones."""
-
-    @property
-    def usual_scale_trials(self) -> int:
-        """Weight of a forecast that is exact on average, next to the measured scales."""
+    usual_error: float = 0.2
+    usual_error_trials: int = 1
+    usual_scale_trials: int = 1
 
 
 def expected_gain(

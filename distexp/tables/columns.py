@@ -5,7 +5,7 @@ Required columns are never hidden. If they do not fit next to each other, they c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -47,6 +47,13 @@ class Column:
     def first_rows(self, count: int) -> Column:
         """Return the column with its first cells only."""
         return Column(self.title, self.cells[:count], self.importance, self.right)
+
+
+def cell(value: float | None, shown: str | Callable[[float], str]) -> str:
+    """Return a number by a format such as ``,.2f``, or by a function; a dash if it is unknown."""
+    if value is None:
+        return "-"
+    return format(value, shown) if isinstance(shown, str) else shown(value)
 
 
 def setting_title(name: str) -> str:

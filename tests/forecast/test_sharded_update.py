@@ -31,7 +31,7 @@ MACHINE = MachineCurves(
         for layout in LAYOUTS
         for size in (1, 10**12)
     ),
-    Link("test", 50e9, facts().latency("NVLink")),
+    Link("test", 50e9, facts().links["NVLink"].latency),
     Network("infiniband-ndr-400g"),
 )
 GROUPS = ((60_000_000, 40_000_000), (1000, 1000))

@@ -34,7 +34,7 @@ from tests.helpers.records import record
 SIZE = 100_000_000
 MACHINE = MachineCurves(
     tuple(CurvePoint("all_reduce", 2, 1, size, seconds) for size, seconds in ((1000, 1e-5), (SIZE, 0.004))),
-    Link("test", 50e9, facts().latency("NVLink")),
+    Link("test", 50e9, facts().links["NVLink"].latency),
     Network("infiniband-ndr-400g"),
 )
 """Two workers reduce 100 MB in 4 ms."""
