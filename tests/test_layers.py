@@ -54,7 +54,7 @@ def test_checks_of_all_trainers_and_strategies_do_not_import_torch() -> None:
 
 
 def test_report_knows_nothing_of_the_worker() -> None:
-    own = {"distexp.runs", "distexp.report", "distexp.config"}
+    own = {"distexp.runs", "distexp.report", "distexp.config", "distexp.statistics", "distexp.tables"}
     allowed = own | {
         "distexp.console.terminal",
         "distexp.exceptions",

@@ -12,6 +12,7 @@ from distexp.plan.cpu_memory import simulated_nodes, step_reserve
 from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, describe_verdict, memory_to_fit_mib, predict
 from distexp.resolve.parameter_count import parameter_count
+from distexp.statistics.memory_line import MemoryLine
 from distexp.system.units import MIB
 
 PER_SAMPLE = ("activations", "logits")
@@ -148,9 +149,9 @@ class FamilyMemory:
         if not needed or least is None or self.memory_mib is None:
             return
         shrinking = self.workers_in_memory * self._reserve * _sum_of_parts(estimate, *PER_SAMPLE, "temporaries")
+        line = MemoryLine(member.micro_batch, _without_reserve(estimate, needed), shrinking / member.micro_batch)
         for smaller in (other for other in self.members if other.micro_batch < member.micro_batch):
-            saved = shrinking * (1 - smaller.micro_batch / member.micro_batch)
-            if (_without_reserve(estimate, needed) - saved) * least / needed > self.memory_mib:
+            if line.at(smaller.micro_batch) * least / needed > self.memory_mib:
                 self._verdicts.setdefault(smaller.micro_batch, DOES_NOT_FIT)
 
     def decide(self) -> None:
@@ -176,7 +177,9 @@ class FamilyMemory:
         if nearest is None or nearest.estimate is None or nearest.expected_mib is None:
             return None
         shrunk = self.workers_of_node * self._reserve * _sum_of_parts(nearest.estimate, *PER_SAMPLE)
-        return nearest.expected_mib - shrunk * (1 - member.micro_batch / nearest.micro_batch)
+        return MemoryLine(nearest.micro_batch, nearest.expected_mib, shrunk / nearest.micro_batch).at(
+            member.micro_batch
+        )
 
     def _reason(self, member: Candidate) -> str:
         """Return why a member does not fit."""

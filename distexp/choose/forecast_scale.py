@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from math import exp, log
+from statistics import fmean, median
 
 from distexp.choose.axis_keys import CHECKPOINTING
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.expected_gain import exact_scale, expected_gain, least_gain
 from distexp.choose.fitting import allowed_if_too_close
 from distexp.choose.search_rules import SearchRules
+from distexp.statistics.expected_gain import expected_gain
 
 
 def best_score(candidates: Sequence[Candidate], objective: Objective) -> float | None:
@@ -115,3 +116,34 @@ def _may_be_best_of_kernels(
 def without_checkpointing(candidate: Candidate) -> tuple[str, ...]:
     """Return the family of a candidate, the same with checkpointing and without."""
     return tuple(text for text in candidate.family if not text.startswith(f"{CHECKPOINTING}="))
+
+
+def exact_scale(candidates: Sequence[Candidate], objective: Objective) -> float | None:
+    """Return score / forecast if the forecasts have no error: the score of a second of step time, on average.
+
+    None if no step time was measured.
+
+    Args:
+        candidates: All candidates. Those that were tried show how the score depends on the step time.
+        objective: The objective of the search. The forecast of memory is in the unit of its score.
+    """
+    if objective is Objective.MEMORY:
+        return 1.0
+    logarithms = [
+        log(score / step_s)
+        for candidate in candidates
+        if candidate.status is Status.TRIED
+        and (score := candidate.score(objective))
+        and (step_s := candidate.measured_time(objective))
+    ]
+    return exp(fmean(logarithms)) if logarithms else None
+
+
+def least_gain(candidates: Sequence[Candidate], rules: SearchRules) -> float:
+    """Return the expected improvement for which a trial is worth its cost, relative to the best score.
+
+    It is the smaller one of ``least_gain`` and of ``gain_of_sweep`` divided by the number of candidates that may be
+    tried: in a large space a trial costs a smaller part of the sweep.
+    """
+    fitting = sum(candidate.status is not Status.PRUNED for candidate in candidates)
+    return min(rules.least_gain, rules.gain_of_sweep / max(1, fitting))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import nan
+from pathlib import Path
 from typing import Any
 
 from distexp.choose.candidate import COMPLETED, Candidate, Status, Trial
 from distexp.choose.labels import label
-from distexp.choose.loss_comparison import LossComparison, compare_losses, read_losses
 from distexp.choose.search_result import PlannedTrial
 from distexp.choose.trials import Trials
 from distexp.config.batch_sizes import depends_on_micro_batch
 from distexp.plan.verdict import FITS
 from distexp.resolve.run_id import run_id
+from distexp.runs.entry_values import number_of
+from distexp.runs.jsonl import read_entries
+from distexp.runs.run_dir import METRICS
+from distexp.statistics.same_training import LossComparison, compare_trials
 from distexp.strategies.base import load_strategy, reference_name
 
 NO_DROPOUT = "model.dropout=0"
@@ -166,10 +171,19 @@ def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: st
     for trial, other in pairs:
         if trial.directory is None or other.directory is None:
             continue
-        found = compare_losses(read_losses(trial.directory), read_losses(other.directory), precision)
+        found = compare_trials(read_losses(trial.directory), read_losses(other.directory), precision)
         if found is not None:
             return found
     return None
+
+
+def read_losses(run_dir: Path) -> list[float]:
+    """Return the loss of each step of a run with ``train.log_every=1``; empty if it logged none.
+
+    A loss that is not finite is logged as null.
+    """
+    losses = [number_of(entry, "loss") for entry in read_entries(run_dir / METRICS) if "loss" in entry]
+    return [nan if loss is None else loss for loss in losses]
 
 
 def _only_completed(trials: Sequence[Trial]) -> list[Trial]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distexp.choose.candidate import OUT_OF_MEMORY, Candidate, Status
-from distexp.system.gpu_models import gpus_with
+from distexp.hardware.facts import gpus_with
 from distexp.system.units import MIB_PER_GB
 
 

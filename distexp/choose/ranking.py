@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from distexp.choose.candidate import Candidate, Objective, Status
 from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
-from distexp.runs.noise import CPU_MEMORY_MIB, SINGLE_CPU_RUN, Deviation, distinct_ratio
+from distexp.statistics.noise import CPU_MEMORY_MIB, SINGLE_CPU_RUN, Deviation, distinct_ratio
 
 
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from distexp.choose.candidate import Candidate, Objective
 from distexp.choose.ranking import by_score, deviation_of_a_step
 from distexp.choose.search_rules import SearchRules
-from distexp.runs.noise import Deviation
+from distexp.statistics.noise import Deviation
 
 
 def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> list[Candidate]:

@@ -16,7 +16,7 @@ from distexp.choose.ranking import Margin, margin_between, ranked
 from distexp.choose.settings import Settings
 from distexp.plan.cells import replace_overrides
 from distexp.runs.copyable_command import copyable_override, shell_quote
-from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
+from distexp.statistics.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.strategies.base import reference_name
 from distexp.system.units import format_amount
 

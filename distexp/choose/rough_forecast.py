@@ -12,6 +12,7 @@ from distexp.choose.candidate import Candidate, Status
 from distexp.choose.communication import communication_s
 from distexp.choose.machine_speeds import MachineSpeeds, read_machine_speeds
 from distexp.config import Config
+from distexp.hardware.facts import facts
 from distexp.plan.estimate import Estimate
 from distexp.resolve.parameter_count import parameter_count
 from distexp.strategies.base import load_strategy
@@ -33,8 +34,6 @@ HIDDEN_SHARE = 0.7
 
 MIN_EXPOSED_SHARE = 0.1
 """Share of the communication that is never hidden: that of the first and the last layers."""
-
-CPU_OPTIMIZER_GB_PER_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     values = work.parameters / communication.optimizer_shards(cluster.world_size, cluster.nodes)
     if not config.offload.enabled:
         return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
-    moved = values * (4 + _compute_bytes(config)) / (speeds.host_link_gb_per_s * GB)
-    return moved + values * ADAMW_BYTES / (CPU_OPTIMIZER_GB_PER_S * GB)
+    moved = values * (4 + _compute_bytes(config)) / (facts().gpu_to_cpu_gb_per_s * GB)
+    return moved + values * ADAMW_BYTES / (facts().cpu_adam_gb_per_s * GB)
 
 
 def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from distexp.statistics.expected_gain import UsualErrors
+
 
 @dataclass(frozen=True)
-class SearchRules:
-    """Numbers that decide how thorough a search is.
+class SearchRules(UsualErrors):
+    """Numbers that decide how thorough a search is, and the usual errors of its forecasts.
 
     Attributes:
         steps: Measured steps of a first trial.
@@ -33,10 +35,6 @@ class SearchRules:
             part of an exhaustive sweep, so a smaller improvement is worth it.
         contradiction: Factor by which a first trial must be worse than its scaled forecast to be repeated.
         disturbed: Factor by which it must then be worse than its repeat to be left out of the mean.
-        usual_error: Error of the forecasts that is expected before the first trial, as a standard deviation of the
-            logarithm of score / forecast.
-        usual_error_trials: Weight of the usual error next to the measured ones, in trials.
-        usual_scale_trials: Weight of a forecast that is exact on average, next to the measured scales, in trials.
     """
 
     steps: int = 5
@@ -55,9 +53,6 @@ class SearchRules:
     same_kernels: float = 0.2
     least_gain: float = 0.01
     gain_of_sweep: float = 0.25
-    usual_error: float = 0.2
-    usual_error_trials: int = 1
-    usual_scale_trials: int = 1
     contradiction: float = 4.0
     disturbed: float = 2.0
 

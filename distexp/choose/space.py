@@ -23,7 +23,7 @@ from distexp.choose.cluster_sizes import ClusterSize, cluster_sizes
 from distexp.choose.command_overrides import with_overrides
 from distexp.choose.strategy_choices import Kinds, StrategyChoice, strategy_choices
 from distexp.config import Config, ConfigError, KernelsConfig
-from distexp.config.batch_sizes import depends_on_micro_batch
+from distexp.config.batch_sizes import depends_on_micro_batch, divisors
 from distexp.config.override_text import key_of
 from distexp.console.progress import show_progress
 from distexp.launch.cell import Cell, MakeCell
@@ -87,7 +87,7 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
         return None
     counts = {size.workers for size in cluster_sizes(base, gpus)}
     common = gcd(*(samples // workers for workers in counts if samples % workers == 0))
-    return max(size for size in range(1, base.train.micro_batch + 1) if common % size == 0)
+    return max(divisors(common, base.train.micro_batch))
 
 
 def _check_global_batch(samples: int, sizes: Sequence[ClusterSize]) -> None:
@@ -191,8 +191,7 @@ def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
     total = base.train.global_batch_size or 0
     if total % size.workers:
         return [1]  # invalid, with the reason
-    whole = total // size.workers
-    return [number for number in range(1, whole + 1) if whole % number == 0]
+    return divisors(total // size.workers)
 
 
 def _set_config(candidate: Candidate, cell: Cell) -> None:

@@ -17,6 +17,7 @@ from distexp.choose.search_result import PlannedTrial
 from distexp.choose.untried import NOT_TRIED
 from distexp.runs.listing import format_count
 from distexp.system.units import MIB_PER_GB, format_amount
+from distexp.tables.columns import cell
 
 MAX_LISTED = 6
 """Most candidates without a trial that a table lists. More are counted by their reason."""
@@ -73,11 +74,11 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None, e
         cells = [
             f"{'*' if candidate is winner else '=' if candidate in equal else ' '} {row_label(candidate)}",
             str(candidate.workers),
-            _failure(candidate) or _speed(found.samples_per_second),
+            _failure(candidate) or cell(found.samples_per_second, ",.1f"),
             _gb(found.peak_allocated_mib),
             _gb(candidate.expected_mib),
-            *([_amount(found.j_per_sample)] if energy else []),
-            *([_amount(price_of_many)] if price else []),
+            *([cell(found.j_per_sample, format_amount)] if energy else []),
+            *([cell(price_of_many, format_amount)] if price else []),
             "+".join(f"({trial.steps})" if trial.disturbed else str(trial.steps) for trial in candidate.trials),
         ]
         table.add_row(*map(Text, cells), style="bold" if candidate is winner else "")
@@ -128,7 +129,7 @@ def planned_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Ta
     for trial, cost in zip(planned, costs, strict=True):
         candidate = trial.candidate
         cells = (row_label(candidate), str(candidate.workers), str(trial.steps), _gb(candidate.expected_mib))
-        table.add_row(*map(Text, cells), Text(_amount(candidate.forecast_s)), Text(f"{cost:,.0f}"))
+        table.add_row(*map(Text, cells), Text(cell(candidate.forecast_s, format_amount)), Text(f"{cost:,.0f}"))
     return table
 
 
@@ -147,13 +148,5 @@ def _failure(candidate: Candidate) -> str:
     return next((trial.status for trial in reversed(candidate.trials) if trial.status != COMPLETED), "")
 
 
-def _speed(samples_per_second: float | None) -> str:
-    return "-" if samples_per_second is None else f"{samples_per_second:,.1f}"
-
-
-def _amount(value: float | None) -> str:
-    return "-" if value is None else format_amount(value)
-
-
 def _gb(mib: float | None) -> str:
-    return "-" if mib is None else f"{mib / MIB_PER_GB:,.2f}"
+    return cell(None if mib is None else mib / MIB_PER_GB, ",.2f")

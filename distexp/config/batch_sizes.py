@@ -29,6 +29,12 @@ def samples_per_worker(config: Config) -> int:
     return config.train.global_batch_size // config.cluster.world_size
 
 
+def divisors(number: int, limit: int | None = None) -> list[int]:
+    """Return the divisors of a number up to a limit, in ascending order: the micro-batches that keep a global batch."""
+    largest = number if limit is None else min(number, limit)
+    return [size for size in range(1, largest + 1) if number % size == 0]
+
+
 def with_micro_batch(config: Config, size: int, accumulation: int | None = None) -> Config:
     """Return a configuration with a micro-batch size.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distexp.config import DatasetConfig, ModelConfig
+from distexp.config.batch_sizes import divisors
 
 
 def check_sequence_length(dataset: DatasetConfig, model: ModelConfig) -> str | None:
@@ -53,7 +54,7 @@ def _fitting_sizes(samples: int, workers: int, micro_batch_size: int) -> str:
 
 def _divisor(whole: int, largest: int) -> str:
     """Return the largest micro-batch up to a limit that divides the samples of a worker, as an alternative."""
-    divisor = next((size for size in range(min(whole, largest), 0, -1) if whole % size == 0), None)
+    divisor = max(divisors(whole, largest), default=None)
     return f"train.micro_batch_size={divisor}, or " if divisor else ""
 
 

@@ -23,8 +23,7 @@ from distexp.console.invalid_cells import InvalidCells
 from distexp.console.operator_build import build_message
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
 from distexp.console.sweep_progress import SweepProgress
-from distexp.report.exercise_tables import build_exercise_tables
-from distexp.report.overview_table import build_overview_table
+from distexp.report.overview_table import build_exercise_tables, build_overview_table
 from distexp.runs.command_text import suggest_command
 from distexp.runs.error_files import ERROR_HEADING
 from distexp.runs.failure_text import failure_text

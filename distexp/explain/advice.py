@@ -12,10 +12,9 @@ from distexp.explain.host_headroom import free_cores, images_fit
 from distexp.explain.memory_headroom import fits
 from distexp.explain.slow_rank import had_no_core, slow_part
 from distexp.explain.step_profile import StepProfile
+from distexp.hardware.facts import gpu_facts
 from distexp.strategies.memory_traits import ADAMW_STATES, Advice
 
-OLD_GPUS = ("V100", "T4", "P100", "RTX 20", "TITAN", "Quadro RTX")
-"""GPUs without fast bf16."""
 CORES_ARE_THE_CAUSE = 0.5
 """Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself."""
 
@@ -112,8 +111,8 @@ def _against_host(step: AdvisedStep) -> Alternatives:
 
 def _against_compute(step: AdvisedStep) -> Alternatives:
     environment = step.record.environment
-    name = (environment.gpu_name or "") if environment else ""
-    if step.on_gpu and step.setting("precision.name") == "fp32" and not any(old in name for old in OLD_GPUS):
+    has_bf16 = gpu_facts(environment.gpu_name if environment else None).has_bf16
+    if step.on_gpu and step.setting("precision.name") == "fp32" and has_bf16:
         yield Advice("precision=bf16", "the matrix units of the GPU are faster in 16 bits")
     if step.shares()["other_kernels"] >= MANY_OTHER_KERNELS:
         yield from _fused_kernels(step)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distexp.runs.entry_values import number_of
-from distexp.runs.noise import speed_noise, step_noise
 from distexp.runs.record import RunRecord
 from distexp.runs.step_parts import HIDDEN, PARTS
+from distexp.statistics.noise import speed_noise, step_noise
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.memory_traits import MemoryTraits
 

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from distexp.explain.profile_comparison import ProfileComparison
 from distexp.explain.step_profile import RankStep, StepProfile
-from distexp.report.columns import ALWAYS, Column, build_table, fit_columns
 from distexp.runs.step_parts import HIDDEN, PARTS
+from distexp.tables.columns import ALWAYS, Column, build_table, cell, fit_columns
 
 BAR_WIDTH = 24
 BAR, HALF = "█", "▌"
@@ -47,7 +47,7 @@ def _rank_column(rank: RankStep, shown: Sequence[str], num_others: int) -> Colum
     """Return the times of a rank: its parts, their sum, and others. In a narrow terminal, rank 0 stays longest."""
     others = (rank.parts[HIDDEN], rank.without_core_ms)[:num_others]
     times = (*(rank.parts[name] for name in shown), rank.step_ms, *others)
-    return Column(f"rank {rank.rank}\nms", tuple(map(_format, times)), 80 if rank.rank else 95)
+    return Column(f"rank {rank.rank}\nms", tuple(cell(time, ",.2f") for time in times), 80 if rank.rank else 95)
 
 
 def comparison_table(comparison: ProfileComparison, width: int) -> Table:
@@ -69,10 +69,6 @@ def comparison_table(comparison: ProfileComparison, width: int) -> Table:
 
 def _title(name: str) -> str:
     return PARTS[name]
-
-
-def _format(time: float | None) -> str:
-    return "-" if time is None else f"{time:,.2f}"
 
 
 def _bar(fraction: float) -> str:

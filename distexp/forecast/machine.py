@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError
 from distexp.config.forecast_section import ForecastConfig
 from distexp.data.cache import cache_dir
-from distexp.forecast.links import Link, Network, intra_node_link, usual_network
+from distexp.forecast.network import Network, usual_network
+from distexp.hardware.facts import Link, intra_node_link
 from distexp.runs.json_files import read_json, write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Environment
@@ -54,7 +55,7 @@ class MachineCurves:
 
     points: tuple[CurvePoint, ...]
     intra: Link
-    network: Network = field(default_factory=Network)
+    network: Network
 
     def curve(self, kind: str, ranks: int, nodes: int) -> list[CurvePoint]:
         """Return the points of a kind and a layout, by size."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from distexp.forecast.calibration import Calibration, calibrate
 from distexp.forecast.collectives import MEASURED, MODEL, SCALED, collective_time
 from distexp.forecast.communication import add_replication, group_layout, plan_communication
-from distexp.forecast.links import NODES_PER_LEAF
 from distexp.forecast.machine import MachineCurves, machine_of
 from distexp.forecast.measured_step import MeasuredStep, read_measured_step
 from distexp.forecast.micro_batches import with_micro_batches
@@ -20,6 +19,7 @@ from distexp.forecast.sharded_update import shard_update, update_share
 from distexp.forecast.simulate import Scales, SimulatedStep, extrapolate, simulate
 from distexp.forecast.target import TO_MEASURE, Forecast, Target
 from distexp.forecast.uncertainty import HOST_SPREAD, HostChange, describe_distance, describe_limit, interval_of
+from distexp.hardware.facts import facts
 from distexp.runs.step_model import Collective, Item
 from distexp.strategies.step_collectives import StepCommunication
 
@@ -192,8 +192,8 @@ class Forecaster:
         network = self.machine.network
         if target.nodes > 1 and network.oversubscription > 1 and not network.uses_upper_level(target.nodes):
             yield (
-                f"up to {NODES_PER_LEAF} nodes, forecast.oversubscription={network.oversubscription:g} has no effect, "
-                "because GPUs of the same index are taken to share a switch. If they do not, set "
+                f"up to {facts().nodes_per_leaf} nodes, forecast.oversubscription={network.oversubscription:g} has no "
+                "effect, because GPUs of the same index are taken to share a switch. If they do not, set "
                 "forecast.rail_optimized=false"
             )
 

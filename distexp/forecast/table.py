@@ -9,13 +9,13 @@ from rich.text import Text
 
 from distexp.forecast.size_row import SizeRow
 from distexp.forecast.target import TO_MEASURE
-from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.listing import format_count
 from distexp.runs.record_sections import Predicted
 from distexp.runs.step_parts import PARTS
 from distexp.system.hardware import cpu_count
 from distexp.system.units import format_amount, format_memory
+from distexp.tables.columns import ALWAYS, Column, cell, fitted_table
 
 EXPOSED = "exposed_communication"
 
@@ -92,10 +92,7 @@ def sizes_table(rows: Sequence[SizeRow], workers: str, width: int) -> list[Table
     found: list[Table | Text] = []
     forecast = [row for row in rows if row.forecast is not None]
     if forecast:
-        shown, hidden = fit_columns(_known(_columns(forecast, workers)), width)
-        found.append(build_table(shown))
-        if hidden:
-            found.append(hidden_columns_note(hidden, "Print them with --json."))
+        found += fitted_table(_known(_columns(forecast, workers)), width, "Print them with --json.")
     found += [Text(f"{_size(row)}: {row.error}", style="yellow") for row in rows if row.error]
     return found
 
@@ -113,13 +110,13 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("ms/step", lambda row: _ms(row.forecast.step_time_s if row.forecast else None), ALWAYS),
         column("interval", _interval, 95),
         column("samples/s", lambda row: f"{row.samples_per_second or 0:,.1f}", ALWAYS),
-        column("effi-\nciency", lambda row: _percent(row.efficiency), ALWAYS),
-        column("exposed\ncommunication", lambda row: _percent(row.share(EXPOSED)), 60),
+        column("effi-\nciency", lambda row: cell(row.efficiency, ".0%"), ALWAYS),
+        column("exposed\ncommunication", lambda row: cell(row.share(EXPOSED), ".0%"), 60),
         column("bottleneck", _bottleneck, 70, right=False),
         column("memory", _memory, 80),
         column("verdict", _verdict, 75, right=False),
-        column("J/\nsample", lambda row: _number(row.j_per_sample), 65),
-        column("price per\n1M samples", lambda row: _number(row.price), 64),
+        column("J/\nsample", lambda row: cell(row.j_per_sample, format_amount), 65),
+        column("price per\n1M samples", lambda row: cell(row.price, format_amount), 64),
         column("measured\nms/step", lambda row: _ms(row.measured.measured_s if row.measured else None), 98),
         column("error", lambda row: f"{row.measured.relative:+.1%}" if row.measured else "-", 97),
     ]
@@ -150,14 +147,6 @@ def _interval(row: SizeRow) -> str:
     return f"{_ms(row.forecast.low_s)} to {_ms(row.forecast.high_s)}" if row.forecast else "-"
 
 
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{fraction:.0%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else format_amount(value)
-
-
 def _bottleneck(row: SizeRow) -> str:
     if row.bottleneck is None:
         return "-"
@@ -169,7 +158,7 @@ def _memory(row: SizeRow) -> str:
     """Return the memory of a worker as nvidia-smi shows it, or of a node for a run on CPUs."""
     memory = row.memory or Predicted()
     mib = memory.nvidia_smi_mib or memory.host_peak_mib or memory.peak_allocated_mib
-    return "-" if mib is None else format_memory(mib)
+    return cell(mib, format_memory)
 
 
 def _verdict(row: SizeRow) -> str:

@@ -11,7 +11,7 @@ from distexp.forecast.measured_step import MeasuredStep
 from distexp.forecast.simulate import SimulatedStep
 from distexp.forecast.target import Target
 from distexp.runs.entry_values import number_of
-from distexp.runs.noise import SINGLE_CPU_RUN
+from distexp.statistics.noise import SINGLE_CPU_RUN
 
 UNCERTAINTY = {MEASURED: 0.15, SCALED: 0.3, MODEL: 0.6}
 """Relative error of the exposed communication that the interval assumes, by the source of its duration."""

@@ -13,6 +13,7 @@ from distexp.launch.exit_codes import HANG_CODE, TIMEOUT_CODE, decode_group_sign
 from distexp.launch.hang import hang_error
 from distexp.launch.oom import oom_killed
 from distexp.runs.error_files import read_rank_errors
+from distexp.runs.out_of_memory import out_of_memory_status
 from distexp.runs.phases import read_phase_events
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import EVENTS, worker_exits_paths
@@ -23,9 +24,6 @@ PEER_LOSS = re.compile(
     re.IGNORECASE,
 )
 """Errors of a rank whose peer has died."""
-
-GPU_OOM = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory")
-HOST_OOM = re.compile(r"^MemoryError|can't allocate memory|Cannot allocate memory|std::bad_alloc|\[Errno 12\]")
 
 
 class Cause(NamedTuple):
@@ -83,21 +81,13 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
     deaths = signal_deaths(directory)
     if deaths and (first is None or _is_peer_loss(first)):
         return _signal_cause(directory, deaths[0].signal, f"rank {deaths[0].rank}", phase, deaths[0].rank)
-    return _silent_cause(directory, phase) if first is None else Cause(_error_status(first), first)
+    if first is None:
+        return _silent_cause(directory, phase)
+    return Cause(out_of_memory_status(first.type, first.message) or "failed", first)
 
 
 def _is_peer_loss(error: RunError) -> bool:
     return bool(PEER_LOSS.search(error.message) or PEER_LOSS.search(error.type))
-
-
-def _error_status(error: RunError) -> str:
-    """Return the status of a run that an error of a worker has ended."""
-    text = f"{error.type}: {error.message}"
-    if GPU_OOM.search(text):
-        return "oom_gpu"
-    if error.type == "MemoryError" or HOST_OOM.search(text) or HOST_OOM.search(error.message):
-        return "oom_host"
-    return "failed"
 
 
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:

@@ -16,12 +16,12 @@ from distexp import __version__
 from distexp.config import Config, TrainConfig
 from distexp.config.paths import PACKAGE
 from distexp.data.cache import cache_dir
+from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.plan.cpu_memory import simulated_nodes
 from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.run_id import run_id
 from distexp.runs.json_files import read_json, write_json
-from distexp.system.gpu_models import cublas_workspace, multiprocessors
 
 SOURCES = (
     *("config", "data", "distributed", "engines", "models", "plan", "resolve", "strategies", "system", "training"),
@@ -67,7 +67,7 @@ def cache_path(config: Config) -> Path:
         "custom": [package_hash(name) for name in custom_packages(config)],
         "versions": library_versions(),
         "workspace": cublas_workspace(planned_gpu(config)),
-        "multiprocessors": multiprocessors(planned_gpu(config)),
+        "multiprocessors": gpu_facts(planned_gpu(config)).multiprocessors,
         "simulated_nodes": simulated_nodes(config),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]

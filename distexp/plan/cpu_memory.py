@@ -1,13 +1,14 @@
 """Memory of the processes on one node of a run on CPUs: tensors, Python and the libraries.
 
-The constants come from runs with torch 2.13 and transformers 5.17 on Linux, with no other program that uses them. The
-memory is the sum of proportional set sizes, as the sampler measures it. So it is less next to programs that map the
-same libraries. ``docs/results/plan.md`` compares the predictions with measured runs.
+The memory is the sum of proportional set sizes, as the sampler measures it. So it is less next to programs that map the
+same libraries. ``docs/results/plan.md`` compares the predictions with measured runs. The constants by strategy are from
+the same runs as those in ``hardware/facts.yaml``.
 """
 
 from __future__ import annotations
 
 from distexp.config import Config
+from distexp.hardware.facts import facts
 from distexp.resolve.resources import launcher_traits
 from distexp.strategies.base import load_strategy
 from distexp.strategies.memory_traits import UNMEASURED_ON_CPUS, CpuMemory
@@ -18,12 +19,6 @@ CPU_ERROR_BOUND = 0.15
 
 BASE_ERROR_MIB = 200.0
 """Error of the memory of Python and the libraries, which is most of the memory of a tiny model."""
-
-NODE_MIB = 720.0
-"""Launcher, agent, and the process that forks the workers, with what all workers share."""
-
-LOADER_MIB = 50.0
-"""One process of the data loader (``dataset.num_workers``)."""
 
 
 def node_peak_mib(
@@ -39,7 +34,9 @@ def node_peak_mib(
         tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
     """
     workers = config.cluster.workers_per_node or 1
-    base = NODE_MIB + workers * (_cpu_memory(config).worker_mib + config.dataset.num_workers * LOADER_MIB)
+    known = facts().processes
+    worker_mib = _cpu_memory(config).worker_mib + config.dataset.num_workers * known.cpu_loader_mib
+    base = known.cpu_node_mib + workers * worker_mib
     saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model
     whole = 4 * (parameters + tied_parameters) / MIB  # rank 0 builds the model before it is sharded
     return round(base + max(workers * (states_mib + step_reserve(config) * step_mib) + saved, whole), 1)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from distexp.config import Config
-from distexp.config.batch_sizes import samples_per_worker
+from distexp.config.batch_sizes import divisors, samples_per_worker
 from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import TOO_CLOSE, verdict_of
+from distexp.statistics.memory_line import MemoryLine
 
 LARGEST_MICRO_BATCH = 1 << 20
 MAX_ROUNDS = 5
@@ -99,8 +100,7 @@ class MicroBatchSizes:
     def _sizes(self) -> Sequence[int]:
         if self.config.train.global_batch_size is None:
             return range(1, LARGEST_MICRO_BATCH + 1)
-        whole = samples_per_worker(self.config)
-        return [size for size in range(1, whole + 1) if whole % size == 0]
+        return divisors(samples_per_worker(self.config))
 
     def _fit(self, sizes: Sequence[int]) -> list[int]:
         """Return those of some sizes that fit, up to the first that does not."""
@@ -145,11 +145,10 @@ class MicroBatchSizes:
         known = self._nearest(low, low if high is None else high)
         if len(known) < 2:
             return (1, (high or 2) // 2) if low == 0 else (2 * low, 4 * low)
-        (small, less), (large, more) = known
-        slope = (more - less) / (large - small)
-        if slope <= 0:
+        line = MemoryLine.through(*known)
+        if line.mib_per_sample <= 0:
             return (2 * low, 4 * low) if high is None else ()
-        size = int(small + (self.memory_mib - less) / slope)
+        size = line.largest_size(self.memory_mib)
         return size, size + 1
 
     def _nearest(self, low: int, high: int) -> list[tuple[int, float]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.config import Config
-from distexp.config.batch_sizes import depends_on_micro_batch
+from distexp.config.batch_sizes import depends_on_micro_batch, divisors
 from distexp.config.override_text import key_of
 from distexp.plan.estimate import Estimate
 from distexp.plan.micro_batches import MICRO_BATCH, Compose, EstimateAll, LargestMicroBatch, MicroBatchSizes
@@ -156,7 +156,7 @@ def _fitting_divisors(config: Config, largest: LargestMicroBatch) -> list[int]:
     """Return the largest micro-batch that fits and keeps the global batch; also 1 if the run does not accumulate."""
     steps = config.train.gradient_accumulation_steps
     samples = config.train.micro_batch * steps
-    size = max(size for size in range(1, (largest.size or 1) + 1) if samples % size == 0)
+    size = max(divisors(samples, largest.size or 1))
     # The first accumulation keeps gradients between micro-batches. Then the size may be too large.
     return [size, 1] if steps == 1 else [size]
 

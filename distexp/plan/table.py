@@ -13,11 +13,11 @@ from distexp.plan.cells import PlannedCell, smallest_change
 from distexp.plan.micro_batches import LargestMicroBatch
 from distexp.plan.search import ConfigChange
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, LARGER_MACHINE, TOO_CLOSE, describe_verdict, predict, verdict_of
-from distexp.report.columns import ALWAYS, Column, build_table, fit_columns, hidden_columns_note
 from distexp.runs.command_text import format_override
 from distexp.runs.listing import join_first
 from distexp.runs.record_sections import Predicted
 from distexp.system.units import format_memory
+from distexp.tables.columns import ALWAYS, Column, build_table, fitted_table
 
 STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
 NOT_TRACED = "not traced:"
@@ -33,11 +33,7 @@ def cells_table(cells: Sequence[PlannedCell], width: int) -> list[Table | Text]:
     planned = [cell for cell in cells if cell.predicted is not None]
     found: list[Table | Text] = []
     if planned:
-        shown, hidden = fit_columns(_columns(planned), width)
-        table = build_table(shown)
-        found.append(table)
-        if hidden:
-            found.append(hidden_columns_note(hidden, "Print them with --json."))
+        found += fitted_table(_columns(planned), width, "Print them with --json.")
     return [*found, *(Text(line, style="yellow") for line in _error_lines(cells))]
 
 

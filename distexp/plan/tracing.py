@@ -24,6 +24,7 @@ from distexp.data.base import Batch, Samples
 from distexp.data.decoded_images import decoded_bytes
 from distexp.data.images import ImageFiles, channel_statistics
 from distexp.distributed.context import Context
+from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.models.attention import clear_caches
 from distexp.models.blueprint import Blueprint
 from distexp.models.introspection import find_embeddings
@@ -41,7 +42,6 @@ from distexp.plan.traced_ddp import TracedDDP, traced_ddp
 from distexp.plan.untraced import describe_failure
 from distexp.strategies.base import load_strategy
 from distexp.strategies.torch_model import TorchModel
-from distexp.system.gpu_models import cublas_workspace, multiprocessors
 from distexp.system.torch_internals.fsdp import fsdp_device
 from distexp.system.torch_internals.grouped_products import grouped_products_of_any_precision
 from distexp.system.torch_internals.modes import FakeMode, make_fake_mode, without_fake_mode
@@ -132,7 +132,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
     batch = largest_batch(config, data)
     evaluated = evaluation_batch(config, data) if _needs_evaluation(config) else None
     fake_mode = make_fake_mode()
-    kernels = KernelBuffers(multiprocessors(config.plan.gpu)) if on_gpu else None
+    kernels = KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
     recorder = StorageRecorder(fake_mode, kernels)
 
     def start_backward() -> None:

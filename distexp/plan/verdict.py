@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from distexp.config import Config
+from distexp.hardware.facts import facts, gpus_with, planned_gpus
 from distexp.plan.estimate import Estimate
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
 from distexp.strategies.memory_traits import GPU_ERROR_BOUND
 from distexp.system.cgroups import usable_memory
-from distexp.system.gpu_models import GPU_MODELS, USABLE_SHARE, gpus_with
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import MIB, MIB_PER_GB, format_memory
 
@@ -50,10 +50,10 @@ def _gpu_mib(config: Config) -> float | None:
     if config.plan.gpu_memory_gb is not None:
         return config.plan.gpu_memory_gb * MIB_PER_GB
     if config.plan.gpu is not None:
-        return GPU_MODELS[config.plan.gpu]
+        return planned_gpus()[config.plan.gpu]
     if not launcher_traits(config).runs_here or not visible_gpus():
         return None
-    return min(gpu.total_mib for gpu in visible_gpus()) * USABLE_SHARE
+    return min(gpu.total_mib for gpu in visible_gpus()) * facts().usable_share
 
 
 def planned_gpu(config: Config) -> str | None:

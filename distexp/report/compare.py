@@ -7,21 +7,13 @@ from dataclasses import dataclass
 
 from distexp.report.data.failures import failure_reason
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
-from distexp.report.data.repeats import (
-    RunGroup,
-    Spread,
-    difference_noise,
-    format_metric,
-    group_by_settings,
-    group_repeats,
-    is_within_noise,
-    share_deviations,
-)
+from distexp.report.data.repeats import RunGroup, format_metric, group_by_settings, group_repeats, share_deviations
 from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED
 from distexp.report.data.settings import format_setting, format_settings
 from distexp.report.data.text import format_noise
 from distexp.report.data.varying import varying_settings
+from distexp.statistics.noise import Spread, difference_noise, is_within_noise
 
 MIN_SPEED_RATIO = 0.95
 MAX_MEMORY_RATIO = 1.05

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.report.columns import (
+from distexp.report.compare import LOSSES, Comparison, Pair
+from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
+from distexp.report.data.overview import DISTURBED_MARK
+from distexp.report.data.repeats import format_metric
+from distexp.report.data.settings import MAX_LENGTH, format_setting
+from distexp.runs.listing import format_count
+from distexp.tables.columns import (
     ALWAYS,
     Column,
     build_table,
@@ -17,12 +23,6 @@ from distexp.report.columns import (
     setting_title,
     split_columns,
 )
-from distexp.report.compare import LOSSES, Comparison, Pair
-from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
-from distexp.report.data.overview import DISTURBED_MARK
-from distexp.report.data.repeats import format_metric
-from distexp.report.data.settings import MAX_LENGTH, format_setting
-from distexp.runs.listing import format_count
 
 DISTURBED_NOTE = (
     "Another program slowed one of the two runs down. If this is B, its lower speed does not count as a regression."

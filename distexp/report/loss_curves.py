@@ -11,9 +11,8 @@ from itertools import combinations
 from distexp.report.traces import RunTrace
 from distexp.runs.entry_values import number_of
 from distexp.runs.record import RunRecord
+from distexp.statistics.same_training import whole_training_bound
 
-SAME_LOSS = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
-"""Largest relative difference of the same training: strategies sum in different orders."""
 MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
 OVERLAPPING = 0.02  # distance of two curves, relative to the axis
 
@@ -54,7 +53,7 @@ class LossCurve:
     @property
     def tolerance(self) -> float:
         """Largest relative difference to a run of the same training."""
-        return SAME_LOSS.get(self.trace.row.settings["precision"], max(SAME_LOSS.values()))
+        return whole_training_bound(self.trace.row.settings["precision"])
 
 
 def _evaluation_losses(trace: RunTrace) -> Losses:

@@ -10,7 +10,16 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.report.columns import (
+from distexp.report.data.memory_parts import build_parts_table, has_small_parts
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import RunGroup, format_metric
+from distexp.report.data.rows import rows_from_records
+from distexp.report.data.settings import MAX_LENGTH, format_setting
+from distexp.report.exercises import exercise_tables, quiz_columns
+from distexp.report.same_training import describe_same_training
+from distexp.report.summary import summarize
+from distexp.runs.record import FAILURES, RunRecord
+from distexp.tables.columns import (
     ALWAYS,
     Column,
     build_table,
@@ -19,19 +28,11 @@ from distexp.report.columns import (
     setting_title,
     split_columns,
 )
-from distexp.report.data.memory_parts import build_parts_table, has_small_parts
-from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import RunGroup, format_metric
-from distexp.report.data.rows import rows_from_records
-from distexp.report.data.settings import MAX_LENGTH, format_setting
-from distexp.report.exercise_tables import ExerciseTables, render_text_table, without_wide_labels
-from distexp.report.exercises import quiz_columns
-from distexp.report.same_training import describe_same_training
-from distexp.report.summary import summarize
-from distexp.runs.record import FAILURES, RunRecord
+from distexp.tables.text_table import render_text_table, without_wide_labels
 
 MAX_ROWS = 200  # on a terminal
 MAX_NOTES = 20
+WORKSHOP = "The workshop explains the exercises: docs/workshop.md"
 SETTING_IMPORTANCE = (ALWAYS - 2, 94, 92, 88)
 """Importance of the first settings, relative to the metrics; the others are hidden before any metric."""
 
@@ -71,6 +72,27 @@ class OverviewTable:
     @property
     def _where(self) -> str:
         return f"in {self.results}" if self.results else "not shown"
+
+
+@dataclass(frozen=True)
+class ExerciseTables:
+    """Tables of the exercises that the runs belong to, on a terminal."""
+
+    overview: Overview
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if all(row.record.status == "invalid" for row in self.overview.rows):
+            return  # the notes on the runs list the errors already
+        tables = list(exercise_tables(self.overview))
+        for table in tables:
+            yield from render_text_table(table, console.width)
+        if tables:
+            yield Text(WORKSHOP, style="dim")
+
+
+def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
+    """Return the tables of exercises, as printed after a single run."""
+    return ExerciseTables(Overview.from_records(records))
 
 
 def build_overview_table(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> OverviewTable:

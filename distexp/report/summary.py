@@ -10,7 +10,7 @@ from distexp.report.data.energy_totals import energy_totals
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
 from distexp.report.data.overview import NOISE_MARK, Overview
 from distexp.report.data.ranking import RankedGroup, Ranking, group_by_task, memory_metric, rank_by_metric
-from distexp.report.data.repeats import RunGroup, difference_noise
+from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.scaling_remarks import remark_on_scaling
 from distexp.report.data.settings import global_batch
@@ -21,7 +21,7 @@ from distexp.runs.entry_values import number_of
 from distexp.runs.listing import join_first
 from distexp.runs.missing_cost import missing_costs
 from distexp.runs.model_label import STAND_IN, record_model_label
-from distexp.runs.noise import SINGLE_CPU_RUN, distinct_ratio
+from distexp.statistics.noise import SINGLE_CPU_RUN, difference_noise, distinct_ratio
 
 MAX_TASKS = 4
 SAME = 0.005  # relative difference

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from distexp.config import Config
 from distexp.config.batch_sizes import searches_micro_batch
-from distexp.system.gpu_models import GPU_MODELS
+from distexp.hardware.facts import planned_gpus
 
 
 def check_plan(config: Config) -> Iterator[str]:
@@ -22,8 +22,8 @@ def check_plan(config: Config) -> Iterator[str]:
         yield f"a prediction of memory needs a number of samples, but train.micro_batch_size=auto: {hint}"
     if config.is_prediction or plan.name == "check":
         yield from _check_kind_of_memory(config)
-    if plan.gpu is not None and plan.gpu not in GPU_MODELS:
-        near = get_close_matches(plan.gpu.lower(), GPU_MODELS, n=3, cutoff=0.4) or list(GPU_MODELS)
+    if plan.gpu is not None and plan.gpu not in planned_gpus():
+        near = get_close_matches(plan.gpu.lower(), planned_gpus(), n=3, cutoff=0.4) or list(planned_gpus())
         yield f"plan.gpu={plan.gpu} is not a known GPU: use {', '.join(near)}, or set plan.gpu_memory_gb"
     if plan.gpu is not None and plan.gpu_memory_gb is not None:
         yield f"plan.gpu={plan.gpu} and plan.gpu_memory_gb={plan.gpu_memory_gb:g} both set the memory: leave one out"

@@ -1,7 +1,11 @@
-"""Texts about ``error.memory`` of a record: what was in GPU memory when an allocation failed, and what would fit."""
+"""Errors that mean that memory is full, and texts about ``error.memory`` of a record.
+
+``error.memory`` has what was in GPU memory when an allocation failed, and what would fit.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +16,26 @@ PARTS_WITHOUT_LABEL = ("unknown", "rest")
 
 MAX_TENSORS = 3
 """Largest tensors in a text; the record has more."""
+
+GPU_IS_FULL = re.compile(
+    r"OutOfMemoryError|Tried to allocate|STATUS_ALLOC_FAILED|(?i:(cuda|nccl|hip)\b[^\n]*out of memory)"
+)
+"""Texts of torch's allocator, also inside of an error of its compiler; of cuBLAS and cuDNN; and of CUDA and NCCL."""
+
+HOST_IS_FULL = re.compile(r"MemoryError|std::bad_alloc|\[Errno 12\]|(?i:(can't|cannot) allocate memory|out of memory)")
+
+
+def out_of_memory_status(error_type: str, message: str) -> str | None:
+    """Return ``oom_gpu`` or ``oom_host`` for an error that means that memory is full; None for another error.
+
+    Args:
+        error_type: Name of the exception.
+        message: Its text.
+    """
+    text = f"{error_type}: {message}"
+    if GPU_IS_FULL.search(text):
+        return "oom_gpu"
+    return "oom_host" if HOST_IS_FULL.search(text) else None
 
 
 def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
 from distexp.distributed.context import Context
+from distexp.hardware.facts import facts
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
 from distexp.strategies.ds_communication import ZeroCommunication, read_zero_options
@@ -46,9 +47,6 @@ COMMUNICATORS_MIB = 388.0
 
 MORE_COMMUNICATORS_MIB = 384.0
 """What DeepSpeed adds on several GPUs, from ``deepspeed/two_gpu_stages``."""
-
-CPU_ADAM_MIB = 400.0
-"""What a worker needs in addition if DeepSpeed updates the weights on the CPU."""
 
 SEVERAL_ZERO3 = 0.08
 """Largest error of the predicted GPU memory of ZeRO-3 on several GPUs: 2 % less in one of three runs.
@@ -188,7 +186,7 @@ class DeepSpeed(Strategy):
 
     def host_worker_mib(self, config: Config) -> float:
         """Return the measured memory, with that of the CPU optimizer."""
-        return 1460.0 + (CPU_ADAM_MIB if config.offload.enabled else 0.0)
+        return 1460.0 + (facts().processes.cpu_adam_mib if config.offload.enabled else 0.0)
 
     def gpu_memory_error(self, config: Config) -> float:
         """Return a larger error for stage 3 on several GPUs."""

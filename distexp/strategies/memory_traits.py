@@ -3,9 +3,8 @@
 ``Strategy`` inherits all of it. The defaults are for a custom strategy that states nothing: its step is traced as it
 is, its memory was not measured, and it has no advice.
 
-The constants of a GPU are differences of NVML's peak and torch's reserved peak, from the records in ``docs/results``
-(H200, torch 2.11, CUDA 13.0, NCCL 2.28). ``tests/plan/test_overheads.py`` compares them with these records. Other GPUs
-have not been measured.
+The constants of the strategies are from the same records as those in ``hardware/facts.yaml``.
+``tests/plan/test_overheads.py`` compares them with these records.
 """
 
 from __future__ import annotations
@@ -15,15 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from distexp.config import Config
-
-CONTEXT_MIB = 1309.0
-"""CUDA context and loaded kernels, from ``deepspeed/baseline``: one GPU, no communication."""
-
-CUDNN_MIB = 22.0
-"""Kernels of convolutions, from ``ddp_multi_gpu/0``: ResNet-50 on one GPU."""
-
-COMMUNICATOR_MIB = 286.0
-"""The first NCCL communicator of several GPUs, from ``fsdp_sharding_two_gpus`` and ``ddp_multi_gpu/1``."""
+from distexp.hardware.facts import facts
 
 GPU_ERROR_BOUND = 0.05
 """Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""
@@ -100,8 +91,9 @@ class MemoryTraits:
 
     def overhead_mib(self, config: Config) -> dict[str, float]:
         """Return the MiB per GPU that NVML reports beyond torch's reserved memory, by part."""
+        known, uses_images = facts().processes, config.model.task == "image_classification"
         return {
-            "context": CONTEXT_MIB + (CUDNN_MIB if config.model.task == "image_classification" else 0.0),
+            "context": known.cuda_context_mib + (known.cudnn_mib if uses_images else 0.0),
             "communicators": self.communicators_mib(config),
         }
 
@@ -111,7 +103,7 @@ class MemoryTraits:
 
     def communicators_mib(self, config: Config) -> float:
         """Return the MiB per GPU of the communicators of NCCL."""
-        return COMMUNICATOR_MIB if config.cluster.world_size > 1 else 0.0
+        return facts().processes.communicator_mib if config.cluster.world_size > 1 else 0.0
 
     def host_worker_mib(self, config: Config) -> float:
         """Return the CPU memory of a worker on a GPU: Python, torch, the host side of CUDA, and the libraries."""

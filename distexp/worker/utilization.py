@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from distexp.config import Config
 from distexp.data.base import TaskData
+from distexp.hardware.facts import peak_tflops
 from distexp.measure.flops import training_flops
 from distexp.preflight.matrix_ceiling import stored_ceiling
 from distexp.runs.record import RunRecord
-from distexp.system.gpu_models import peak_tflops
 from distexp.training.metrics_logger import MetricsLogger
 
 TERA = 1e12

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
-from distexp.choose.expected_gain import exact_scale, expected_gain, least_gain
 from distexp.choose.fitting import probably_fits
+from distexp.choose.forecast_scale import exact_scale, least_gain
 from distexp.choose.search_rules import DEFAULT_RULES, rules_for
 from distexp.runs.record_sections import Predicted
+from distexp.statistics.expected_gain import expected_gain
 
 NO_PRIOR = replace(DEFAULT_RULES, usual_error=0.0, usual_error_trials=0, usual_scale_trials=0)
 
@@ -54,8 +55,8 @@ def test_the_exact_scale_is_the_score_of_a_second() -> None:
 
 
 def test_without_step_times_the_forecasts_are_scaled_by_the_trials() -> None:
-    known = expected_gain(1.0, 0.02, [0.02, 0.021], exact=0.02, rules=DEFAULT_RULES)
-    assert expected_gain(1.0, 0.02, [0.02, 0.021], exact=None, rules=DEFAULT_RULES) == pytest.approx(known, rel=0.2)
+    known = expected_gain(1.0, 0.02, [0.02, 0.021], exact=0.02, usual=DEFAULT_RULES)
+    assert expected_gain(1.0, 0.02, [0.02, 0.021], exact=None, usual=DEFAULT_RULES) == pytest.approx(known, rel=0.2)
 
 
 def test_a_trial_of_a_large_space_is_worth_a_smaller_gain() -> None:

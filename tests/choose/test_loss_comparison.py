@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distexp.choose.candidate import Candidate, Trial
-from distexp.choose.loss_check import dropout_overrides
-from distexp.choose.loss_comparison import compare_losses, read_losses
+from distexp.choose.loss_check import dropout_overrides, read_losses
+from distexp.statistics.same_training import compare_trials
 from tests.helpers.runs import resolve_cell
 
 
@@ -26,14 +26,14 @@ from tests.helpers.runs import resolve_cell
     ],
 )
 def test_losses_are_equal_within_the_bounds_of_the_precision(losses: list[float], precision: str, equal: bool) -> None:
-    found = compare_losses(losses, [3.0, 2.0], precision)
+    found = compare_trials(losses, [3.0, 2.0], precision)
     assert found is not None
     assert (found.steps, found.equal) == (2, equal)
 
 
 def test_runs_with_other_numbers_of_steps_are_not_compared() -> None:
-    assert compare_losses([1.0, 2.0], [1.0], "fp32") is None
-    assert compare_losses([], [], "fp32") is None
+    assert compare_trials([1.0, 2.0], [1.0], "fp32") is None
+    assert compare_trials([], [], "fp32") is None
 
 
 def test_losses_of_a_run_are_read(tmp_path: Path) -> None:

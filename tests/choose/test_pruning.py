@@ -266,7 +266,9 @@ def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: 
     prune(candidates, Counted())
     set_forecasts(
         candidates,
-        lambda config: MachineSpeeds(tflops=100.0, memory_gb_per_s=1000.0, link_gb_per_s=100.0, launch_s=1e-3),
+        lambda config: MachineSpeeds(
+            tflops=100.0, memory_gb_per_s=1000.0, link_gb_per_s=100.0, network_gb_per_s=20.0, launch_s=1e-3
+        ),
     )
     family = [
         candidate
@@ -284,8 +286,8 @@ def test_members_without_an_estimate_get_the_forecast_of_their_family(space_of: 
 
 
 WORK = Work(flops=1e13, operations=1000, written_bytes=1e9, parameters=1e9)
-FAST, SLOW_LINK = MachineSpeeds(100.0, 2000.0, 200.0), MachineSpeeds(100.0, 2000.0, 5.0)
-LAUNCHES = MachineSpeeds(1000.0, 2000.0, 200.0, launch_s=1e-3)
+FAST, SLOW_LINK = (MachineSpeeds(100.0, 2000.0, link, network_gb_per_s=20.0) for link in (200.0, 5.0))
+LAUNCHES = MachineSpeeds(1000.0, 2000.0, 200.0, network_gb_per_s=20.0, launch_s=1e-3)
 ACCUMULATED = "train.gradient_accumulation_steps=8"
 TWO = ("cluster.workers_per_node=2", "cluster.device=cpu", "precision=bf16")
 

@@ -10,9 +10,9 @@ import pytest
 from distexp.config.paths import options_of
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
-from distexp.report.data.text_table import TextTable
 from distexp.report.exercises import exercise_tables
 from distexp.runs.record import RunRecord
+from distexp.tables.text_table import TextTable
 from tests.helpers.presets import cells_of
 from tests.helpers.runs import HELPERS, make_spec, run_distexp, torchrun
 

@@ -19,8 +19,9 @@ from distexp.forecast.collectives import (
     ring_time,
     tree_time,
 )
-from distexp.forecast.links import NODES_PER_LEAF, Network, intra_node_link, usual_network
 from distexp.forecast.machine import CurvePoint, MachineCurves, points_of_preflight, store_points, stored_points
+from distexp.forecast.network import Network, usual_network
+from distexp.hardware.facts import facts, intra_node_link
 
 H200 = intra_node_link("NVIDIA H200")
 MB = 1_000_000
@@ -113,7 +114,10 @@ def test_a_reduce_uses_the_curve_of_reduce_scatter() -> None:
 
 
 def test_a_slower_upper_level_of_the_network_matters_beyond_a_leaf() -> None:
-    layout_small, layout_large = GroupLayout(64, 8, 8), GroupLayout(8 * 2 * NODES_PER_LEAF, 2 * NODES_PER_LEAF, 8)
+    layout_small, layout_large = (
+        GroupLayout(64, 8, 8),
+        GroupLayout(8 * 2 * facts().nodes_per_leaf, 2 * facts().nodes_per_leaf, 8),
+    )
     fast = machine()
     rails = machine(network=Network("infiniband-ndr-400g", oversubscription=4))
     mixed = machine(network=Network("infiniband-ndr-400g", rail_optimized=False, oversubscription=4))

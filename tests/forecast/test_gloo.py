@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from distexp.forecast.links import Network, intra_node_link
 from distexp.forecast.machine import MachineCurves
 from distexp.forecast.measured_step import read_measured_step
+from distexp.forecast.network import Network
 from distexp.forecast.steps import Forecaster, forecast_steps
 from distexp.forecast.target import Target
+from distexp.hardware.facts import intra_node_link
 from distexp.runs.step_model import BACKWARD, FORWARD, Collective, Item, Segment
 from tests.helpers.runs import make_spec, torchrun
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from distexp.forecast.links import NVLINK, Link, Network
 from distexp.forecast.machine import CurvePoint, MachineCurves
+from distexp.forecast.network import Network
 from distexp.forecast.sharded_update import SMALL_PARAMETER_S, UpdateShare, shard_update, update_share
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import Forecast, Target
+from distexp.hardware.facts import Link, facts
 from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Item, Parameters, Segment, StepModel, write_step_model
@@ -31,7 +32,7 @@ MACHINE = MachineCurves(
         for layout in LAYOUTS
         for size in (1, 10**12)
     ),
-    Link("test", 50e9, NVLINK),
+    Link("test", 50e9, facts().links["NVLink"].latency),
     Network("infiniband-ndr-400g"),
 )
 GROUPS = ((60_000_000, 40_000_000), (1000, 1000))

@@ -11,11 +11,12 @@ import pytest
 
 from distexp.config import ConfigError
 from distexp.config.forecast_section import ForecastConfig
-from distexp.forecast.links import NVLINK, Link, Network
 from distexp.forecast.machine import CurvePoint, MachineCurves, load_machine, store_points
 from distexp.forecast.measured_step import expected_maximum
+from distexp.forecast.network import Network
 from distexp.forecast.steps import forecast_steps
 from distexp.forecast.target import PARTS, Target
+from distexp.hardware.facts import Link, facts
 from distexp.runs.record import RunRecord
 from distexp.runs.step_model import (
     BACKWARD,
@@ -33,7 +34,7 @@ from tests.helpers.records import record
 SIZE = 100_000_000
 MACHINE = MachineCurves(
     tuple(CurvePoint("all_reduce", 2, 1, size, seconds) for size, seconds in ((1000, 1e-5), (SIZE, 0.004))),
-    Link("test", 50e9, NVLINK),
+    Link("test", 50e9, facts().links["NVLink"].latency),
     Network("infiniband-ndr-400g"),
 )
 """Two workers reduce 100 MB in 4 ms."""

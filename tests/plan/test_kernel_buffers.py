@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from distexp.hardware.facts import gpu_facts
 from distexp.plan.kernel_buffers import KernelBuffers
 from distexp.plan.recorder import GPU, StorageRecorder
-from distexp.system.gpu_models import multiprocessors
 from distexp.system.torch_internals.modes import make_fake_mode
 from distexp.system.units import MIB
 
@@ -48,4 +48,4 @@ def test_a_backward_pass_has_the_buffers_of_its_kernels() -> None:
 
 def test_gpus_have_the_multiprocessors_of_their_model() -> None:
     names = "a100-80gb", "NVIDIA H200", "NVIDIA A10", "h20", None
-    assert [multiprocessors(name) for name in names] == [108, 132, 72, 78, 132]
+    assert [gpu_facts(name).multiprocessors for name in names] == [108, 132, 72, 78, 132]

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from distexp.distributed.context import Context
+from distexp.hardware.facts import cublas_workspace
 from distexp.plan.batches import largest_batch
 from distexp.plan.cuda_semantics import cuda_autocast
 from distexp.plan.estimate import make_estimate
 from distexp.plan.replay import repeated_blocks
 from distexp.plan.step_trace import PARTS, PHASES, StepTrace
 from distexp.plan.tracing import trace_step
-from distexp.system.gpu_models import LARGE_WORKSPACE, SMALL_WORKSPACE
 from distexp.system.units import MIB
 from distexp.worker.build import load_data
 from tests.helpers.runs import resolve_cell
@@ -53,13 +53,14 @@ def test_states_of_one_worker_are_those_of_the_arithmetic() -> None:
     assert after["gradients"] == 4 * PARAMETERS
     assert before["batch"] == 3 * 2 * 16 * 8  # ids, mask and labels
     assert all(event.part in PARTS and event.phase in PHASES for event in trace.events)
-    assert [event.bytes for event in trace.events if event.block < 0] == [LARGE_WORKSPACE] * 2
+    assert [event.bytes for event in trace.events if event.block < 0] == [cublas_workspace(None)] * 2
 
 
 def test_workspaces_of_older_gpus_are_smaller() -> None:
     events = trace_step(resolve_cell(*TINY, "strategy=single", "plan.gpu=a100-80gb")).history
+    workspace = cublas_workspace("a100-80gb")
     assert [(event.bytes, event.phase) for event in events if event.block < 0] == [
-        (SMALL_WORKSPACE, "forward"), (SMALL_WORKSPACE, "backward"),
+        (workspace, "forward"), (workspace, "backward"),
     ]  # fmt: skip
 
 

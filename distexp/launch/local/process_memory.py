@@ -1,8 +1,6 @@
 """Refusal of local runs whose processes alone need more memory than this machine has.
 
-Without this check the kernel ends processes, also those of other programs. The values are lower bounds. They were
-measured with ``scale=tiny``, ``strategy=ddp`` and torch 2.13: 430 MiB for each further node of two workers, and 17 MiB
-for each further worker. A node has an agent and a process that imports torch and forks the workers.
+Without this check the kernel ends processes, also those of other programs. The values are lower bounds.
 """
 
 from __future__ import annotations
@@ -10,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from distexp.config import Config, ConfigError
+from distexp.hardware.facts import facts
 from distexp.launch.cell import Cell
 from distexp.runs.record import INVALID_ID
 from distexp.system.cgroups import usable_memory
 from distexp.system.units import MIB, format_memory
-
-NODE_MIB = 390.0
-WORKER_MIB = 15.0
 
 
 def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
@@ -39,7 +35,7 @@ def process_memory_error(config: Config, memory_mib: float) -> str | None:
     """Return why the processes of a local run do not fit into the memory of this machine; None if they fit."""
     cluster = config.cluster
     workers = cluster.workers_per_node or 1
-    node_mib = NODE_MIB + workers * WORKER_MIB
+    node_mib = _node_mib(workers)
     if cluster.nodes * node_mib <= memory_mib:
         return None
     total = cluster.nodes * workers
@@ -51,10 +47,15 @@ def process_memory_error(config: Config, memory_mib: float) -> str | None:
     )
 
 
+def _node_mib(workers: int) -> float:
+    """Return the memory of a node with so many workers, before any model."""
+    return facts().processes.started_node_mib + workers * facts().processes.started_worker_mib
+
+
 def _what_fits(workers: int, memory_mib: float) -> str:
     """Return the most nodes that fit, with as many workers each or with one, and what else to use."""
     for per_node in dict.fromkeys((workers, 1)):
-        if nodes := int(memory_mib // (NODE_MIB + per_node * WORKER_MIB)):
+        if nodes := int(memory_mib // _node_mib(per_node)):
             fewer = "" if per_node == workers else f" cluster.workers_per_node={per_node}"
             return f"use at most cluster.nodes={nodes}{fewer}, or cluster=slurm on a cluster"
     return "use a larger machine, or cluster=slurm on a cluster"

@@ -17,6 +17,7 @@ from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.measure.memory.saved_tensors import storage_sizes
 from distexp.measure.memory.step_parts import COMMUNICATION, Frame, is_communication, specific_frames
 from distexp.measure.memory.step_recording import ALLOCATED, frames_of, has_history, known_parts
+from distexp.runs.out_of_memory import out_of_memory_status
 from distexp.system.torch_internals.memory import on_out_of_memory, start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 
@@ -83,9 +84,8 @@ def watch_out_of_memory(device: torch.device, read: ReadTensors) -> None:
 
 def report_of(error: BaseException) -> dict[str, Any] | None:
     """Return the report of the allocation that an error is about; None for another error."""
-    # The compiler of torch puts the error into one of its own types.
-    is_out_of_memory = isinstance(error, torch.OutOfMemoryError) or "Tried to allocate" in str(error)
-    return _watches[0].report if _watches and is_out_of_memory else None
+    is_full = out_of_memory_status(type(error).__name__, str(error)) == "oom_gpu"
+    return _watches[0].report if _watches and is_full else None
 
 
 class FirstStepStacks:

@@ -11,7 +11,6 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.scaling import ScalingSeries, make_forecast_series
 from distexp.report.data.settings import world_size
-from distexp.report.data.text_table import TextTable
 from distexp.runs.entry_values import number_of
 from distexp.runs.forecast import StoredForecast, cap_efficiency, read_forecasts
 from distexp.runs.forecast_errors import (
@@ -24,6 +23,7 @@ from distexp.runs.forecast_errors import (
     store_error,
 )
 from distexp.runs.record import RunRecord
+from distexp.tables.text_table import TextTable
 
 MAX_ROWS = 40
 MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")

@@ -9,7 +9,7 @@ from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS_TO
 from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import memory_metric
 from distexp.report.data.repeats import RunGroup, format_metric
-from distexp.report.data.text_table import TextTable
+from distexp.tables.text_table import TextTable
 
 TITLE = "Memory of one worker by part (MiB)"
 NOTE = (

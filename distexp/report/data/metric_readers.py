@@ -11,8 +11,8 @@ from typing import Any
 from distexp.runs.device_entries import device_values, mean_or_none
 from distexp.runs.memory_parts import tensor_entries
 from distexp.runs.model_states import ideal_states_mib
-from distexp.runs.noise import step_noise
 from distexp.runs.record import RunRecord
+from distexp.statistics.noise import step_noise
 
 ReadMetric = Callable[[RunRecord], float | None]
 """A function that returns a metric of a run, or None if it was not measured."""

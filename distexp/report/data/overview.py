@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distexp.report.data.failures import failure_notes
 from distexp.report.data.metrics import EFFICIENCY, NOISE, SPEED, SPEEDUP, TABLE_METRICS, Metric
-from distexp.report.data.repeats import RunGroup, group_repeats, is_within_noise, share_deviations
+from distexp.report.data.repeats import RunGroup, group_repeats, share_deviations
 from distexp.report.data.rows import Row, rows_from_records
 from distexp.report.data.scaling import ScalingSeries, add_efficiency, find_scaling_series
 from distexp.report.data.setting_names import SEED
@@ -15,6 +15,7 @@ from distexp.report.data.settings import MAX_LENGTH, format_setting, format_sett
 from distexp.report.data.speedup import add_speedup, exceeds_workers
 from distexp.report.data.varying import varying_settings
 from distexp.runs.record import RunRecord
+from distexp.statistics.noise import is_within_noise
 
 MAX_SETTINGS = 4  # in a description of a run
 NOISE_MARK = "~"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
-from distexp.report.data.text_table import NOT_MEASURED, TextTable
 from distexp.runs.entry_values import number_of, texts_of
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak
 from distexp.runs.record import RunRecord
+from distexp.tables.text_table import NOT_MEASURED, TextTable
 
 RESERVE, CONTEXT = "reserve_mib", "context_mib"
 TITLES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
-from distexp.report.data.text_table import TextTable
+from distexp.tables.text_table import TextTable
 
 TITLE = "Predicted and measured memory (MiB)"
 NOTE = "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak."

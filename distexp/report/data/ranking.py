@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import RunGroup, Spread, is_within_noise
+from distexp.report.data.repeats import RunGroup
+from distexp.statistics.noise import Spread, is_within_noise
 
 
 @dataclass(frozen=True)

@@ -15,31 +15,13 @@ from distexp.report.data.rows import Row
 from distexp.report.data.setting_names import SEED, short_name
 from distexp.report.data.settings import format_setting, task_name, training_key
 from distexp.report.data.varying import varying_settings
-from distexp.runs.noise import CPU_MEMORY_MIB, Deviation, pool_deviations, speed_noise
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean of a metric over the runs of a group.
-
-    Attributes:
-        deviation: Sample standard deviation; None for a single value.
-        noise: Half of the 95 % confidence interval of the mean; None if unknown.
-    """
-
-    mean: float
-    deviation: float | None
-    noise: float | None = None
-
-    def format_as(self, metric: Metric) -> str:
-        """Return the text of a table cell."""
-        return metric.format_value(self.mean, self.deviation)
+from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, pool_deviations, speed_noise
 
 
 def format_metric(groups: Sequence[RunGroup], metric: Metric) -> tuple[str, ...]:
     """Return the cells of a column; a dash if a group was not measured."""
     spreads = (group.metric(metric.name) for group in groups)
-    return tuple("-" if spread is None else spread.format_as(metric) for spread in spreads)
+    return tuple("-" if spread is None else metric.format_value(spread.mean, spread.deviation) for spread in spreads)
 
 
 @dataclass(frozen=True)
@@ -213,16 +195,3 @@ def _pool(groups: Sequence[RunGroup]) -> dict[str, Deviation]:
         return {}
     pooled = {name: pool_deviations(group.values(name) for group in repeated) for name in METRICS_BY_NAME}
     return {name: deviation for name, deviation in pooled.items() if deviation is not None}
-
-
-def is_within_noise(one: Spread, other: Spread) -> bool | None:
-    """Return whether a difference is within the noise; None if the noise is unknown."""
-    noise = difference_noise(one, other)
-    return None if noise is None else abs(one.mean - other.mean) <= noise
-
-
-def difference_noise(one: Spread, other: Spread) -> float | None:
-    """Return the noise of a difference of two independent means; None if unknown."""
-    if one.noise is None or other.noise is None:
-        return None
-    return math.hypot(one.noise, other.noise)

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from distexp.report.data.metrics import SPEED, SPEEDUP
-from distexp.report.data.repeats import RunGroup, Spread, is_within_noise
+from distexp.report.data.repeats import RunGroup
 from distexp.report.data.scaling import MAX_TRUSTED_EFFICIENCY, THREADS, WORLD, threads_per_worker
 from distexp.report.data.scaling_work import world_of
 from distexp.report.data.setting_names import WORKERS, is_strategy_option
+from distexp.statistics.noise import Spread, is_within_noise
 
 
 def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:

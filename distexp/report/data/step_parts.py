@@ -10,9 +10,9 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.settings import global_batch
-from distexp.report.data.text_table import NOT_MEASURED, TextTable
 from distexp.runs.entry_values import number_of, texts_of
 from distexp.runs.step_parts import PARTS
+from distexp.tables.text_table import NOT_MEASURED, TextTable
 
 STEP, HIDDEN, WAITING = "step_ms", "hidden_communication_ms", "waiting_ms"
 STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}

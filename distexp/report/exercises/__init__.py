@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distexp.report.data.overview import Overview
-from distexp.report.data.text_table import TextTable
 from distexp.report.exercises.fill import fill_table
 from distexp.report.exercises.layout import load_layouts
+from distexp.tables.text_table import TextTable
 
 
 def quiz_columns(overview: Overview) -> frozenset[str]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_settings
-from distexp.report.data.text_table import TextTable
 from distexp.report.exercises.columns import Reasons, format_row
 from distexp.report.exercises.layout import Layout, RowKey
 from distexp.report.exercises.notes import describe_scale, table_notes
+from distexp.tables.text_table import TextTable
 
 PRINTED = "printed in the workshop"
 MAX_SETTINGS = 4  # in the label of a row

@@ -11,9 +11,9 @@ import altair as alt
 import vl_convert
 
 from distexp.report.data.overview import Overview
-from distexp.report.data.text_table import TextTable
 from distexp.report.figures.theme import LIGHT, apply_palette, chart_config
 from distexp.report.traces import RunTrace
+from distexp.tables.text_table import TextTable
 
 VEGALITE = "6.4"  # version that altair writes and vl_convert draws
 SINGLE_WIDTH = 640  # pixels of the only panel in a file

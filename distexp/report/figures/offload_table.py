@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import RunGroup, group_by_settings, is_within_noise
+from distexp.report.data.repeats import RunGroup, group_by_settings
 from distexp.report.data.setting_names import SEED
 from distexp.report.data.settings import MAX_LENGTH, format_setting
 from distexp.report.data.text import format_change
-from distexp.report.data.text_table import TextTable
+from distexp.statistics.noise import is_within_noise
+from distexp.tables.text_table import TextTable
 
 OFFLOADS = (False, True, "pinned")
 """Values of ``offload``. The first one that was run is the baseline."""

@@ -10,13 +10,13 @@ import altair as alt
 from distexp.report.data.forecasts import ForecastCurve, build_forecast_table, find_curves, find_forecasts
 from distexp.report.data.metrics import SPEED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import is_within_noise
 from distexp.report.data.scaling import FORECAST, ScalingPoint, ScalingSeries
 from distexp.report.figures.base import Figure, Panel
 from distexp.report.figures.scaling_forecast import draw_forecasts, forecast_rows
 from distexp.report.figures.scaling_table import build_nodes_table, build_scaling_table
 from distexp.report.figures.theme import MAX_COLORS, color, inline_data
 from distexp.report.traces import RunTrace
+from distexp.statistics.noise import is_within_noise
 
 KINDS = ("strong", "weak", "mixed", FORECAST)
 NOT_CONSTANT = "neither the total work nor the work per worker is constant"

@@ -8,9 +8,9 @@ from dataclasses import replace
 from distexp.report.data.metrics import COMMUNICATION, EXPOSED, MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import memory_metric
-from distexp.report.data.repeats import is_within_noise
 from distexp.report.data.scaling import ScalingPoint, ScalingSeries
-from distexp.report.data.text_table import TextTable
+from distexp.statistics.noise import is_within_noise
+from distexp.tables.text_table import TextTable
 
 MAX_ROWS = 40
 SHAPE = "nodes x workers per node"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from distexp.report.data.rows import Row
-from distexp.report.data.text_table import TextTable
 from distexp.runs.copyable_command import copyable_command
 from distexp.runs.listing import join_first
+from distexp.tables.text_table import TextTable
 
 MAX_COMMANDS = 200
 Cells = tuple[str, ...]

@@ -11,12 +11,12 @@ from distexp.report.data.energy_totals import energy_totals
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.ranking import memory_metric, rank_by_metric
-from distexp.report.data.repeats import difference_noise
 from distexp.report.data.scaling import ScalingSeries
 from distexp.report.data.scaling_remarks import explain_doubt
 from distexp.report.data.text import format_noise, name_runs
 from distexp.report.summary import are_trials
 from distexp.runs.record import FAILURES
+from distexp.statistics.noise import difference_noise
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 import traceback
@@ -26,13 +25,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from distexp.config import Config, ConfigError
-from distexp.config.batch_sizes import samples_per_worker
+from distexp.config.batch_sizes import divisors, samples_per_worker
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, connect_to_store, join, sub_store
 from distexp.models.blueprint import Blueprint
 from distexp.runs.heartbeat import record_progress
 from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TriedSize
+from distexp.runs.out_of_memory import out_of_memory_status
 from distexp.runs.run_dir import search_log_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.typed_values import parse_dataclass
@@ -41,7 +41,7 @@ from distexp.system.processes import die_with_parent
 from distexp.system.seeding import seed_everything
 from distexp.system.units import MIB
 from distexp.worker.compile_cache import use_compile_cache
-from distexp.worker.micro_batch.sizes import SizeSearch, divisors
+from distexp.worker.micro_batch.sizes import SizeSearch
 from distexp.worker.micro_batch.trial import SizeTrials, config_of_round, micro_batches_per_step
 
 POLL_S = 0.05
@@ -55,8 +55,6 @@ SAVED = "whole saves MiB"
 """Key of the store: ``SizeSearch.whole_saves_mib``."""
 
 FP32_BYTES = 4
-
-MEMORY_ERROR = re.compile(r"out of memory|STATUS_ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,8 @@ class Round:
             code = 0
         except BaseException as error:
             traceback.print_exception(error)
-            code = MEMORY_CODE if ran_out_of_memory(error) else 1
+            is_full = out_of_memory_status(type(error).__name__, str(error)) is not None
+            code = MEMORY_CODE if is_full else 1
             messages = error.errors if isinstance(error, ConfigError) else None
             content = {
                 "code": code,
@@ -296,11 +295,6 @@ def needs_new_process(config: Config, first: int, size: int) -> bool:
     steps = [micro_batches_per_step(config, micro_batch_size) for micro_batch_size in (first, size)]
     is_fixed = load_strategy(config).fixes_accumulation or bool(config.train.fused_update)
     return config.train.compiled != "none" or (is_fixed and steps[0] != steps[1])
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the memory of the GPU or of the machine is full."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(MEMORY_ERROR.search(str(error)))
 
 
 def _raise_first(ends: Sequence[dict[str, Any]]) -> NoReturn:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distexp.runs.micro_batch import FITS, TriedSize
+from distexp.statistics.memory_line import MemoryLine
 
 MIN_GAIN = 0.01
 """Relative gain in speed below which a size counts as no faster."""
@@ -23,11 +24,6 @@ FIRST_COMPILED = 4
 
 USABLE_SHARE = 0.95
 """Fraction of the memory that a size may need. The rest is for fragmentation."""
-
-
-def divisors(number: int, limit: int) -> list[int]:
-    """Return the divisors of a number up to a limit, in ascending order."""
-    return [size for size in range(1, min(number, limit) + 1) if number % size == 0]
 
 
 def ladder(sizes: Sequence[int]) -> list[int]:
@@ -161,8 +157,8 @@ class SizeSearch:
         if not known:
             return None
         last, peak, base = known[-1]
-        before, peak_before = known[-2][:2] if len(known) > 1 else (0, base)
-        return peak + (peak - peak_before) / (last - before) * (size - last)
+        before = known[-2][:2] if len(known) > 1 else (0, base)
+        return MemoryLine.through((last, peak), before).at(size)
 
 
 def _speed(candidate: TriedSize) -> float:

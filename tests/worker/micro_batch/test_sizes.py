@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from distexp.config.batch_sizes import divisors
 from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, describe_search
-from distexp.worker.micro_batch.sizes import SizeSearch, divisors, ladder
+from distexp.worker.micro_batch.sizes import SizeSearch, ladder
 
 USABLE = 1000.0
 

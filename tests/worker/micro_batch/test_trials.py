@@ -28,7 +28,6 @@ from distexp.worker.micro_batch.processes import (
     SearchError,
     allowed_sizes,
     needs_new_process,
-    ran_out_of_memory,
     whole_saves_mib,
 )
 from distexp.worker.micro_batch.search import nothing_fits
@@ -185,19 +184,6 @@ def test_a_round_that_ended_in_time_has_its_candidates(tmp_path: Path) -> None:
     search = conclude(tmp_path, ENDED_BY_OTHERS, ENDED_BY_OTHERS)
     assert [candidate.micro_batch_size for candidate in search.tried] == [1]
     assert search.next_size() == 2
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("x"), True),
-        (MemoryError(), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (RuntimeError("Connection closed by peer"), False),
-    ],
-)
-def test_errors_for_lack_of_memory_are_recognized(error: Exception, expected: bool) -> None:
-    assert ran_out_of_memory(error) == expected
 
 
 @pytest.mark.parametrize(

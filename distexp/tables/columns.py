@@ -5,7 +5,7 @@ Required columns are never hidden. If they do not fit next to each other, they c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -47,6 +47,13 @@ class Column:
     def first_rows(self, count: int) -> Column:
         """Return the column with its first cells only."""
         return Column(self.title, self.cells[:count], self.importance, self.right)
+
+
+def cell(value: float | None, shown: str | Callable[[float], str]) -> str:
+    """Return a number by a format such as ``,.2f``, or by a function; a dash if it is unknown."""
+    if value is None:
+        return "-"
+    return format(value, shown) if isinstance(shown, str) else shown(value)
 
 
 def setting_title(name: str) -> str:
@@ -106,10 +113,20 @@ def hidden_columns_note(hidden: Sequence[Column], hint: str) -> Text:
     return Text(f"Hidden columns (terminal too narrow): {names}. {hint}", style="dim")
 
 
+def empty_table(gap: int = GAP) -> Table:
+    """Return a table without columns, in the style of all tables, with some spaces between two columns."""
+    return Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
+
+
+def fitted_table(columns: Sequence[Column], width: int, hint: str) -> list[Table | Text]:
+    """Return the table of the columns that fit into a width, and the line that lists the others, if any."""
+    shown, hidden = fit_columns(columns, width)
+    return [build_table(shown), *([hidden_columns_note(hidden, hint)] if hidden else [])]
+
+
 def build_table(columns: Sequence[Column], status_styles: Sequence[str] = ()) -> Table:
     """Return a rich table; ``status_styles`` has the color of each row's status."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, GAP - 1, 0, 0), pad_edge=False,
-                  show_edge=False)  # fmt: skip
+    table = empty_table()
     for column in columns:
         table.add_column(Text(column.title), justify="right" if column.right else "left", no_wrap=True,
                          vertical="bottom")  # fmt: skip

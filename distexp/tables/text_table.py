@@ -1,49 +1,59 @@
-"""Tables of exercises on a terminal.
+"""Small tables of texts, for the terminal, the page and ``results.md``.
 
-Titles and cells wrap between words if the terminal is narrow. Columns that do not fit continue below.
+On a terminal, titles and cells wrap between words if it is narrow. Columns that do not fit continue below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from distexp.report.columns import GAP, split_widths
-from distexp.report.data.overview import Overview
-from distexp.report.data.text_table import TextTable
-from distexp.report.exercises import exercise_tables
-from distexp.runs.record import RunRecord
+from distexp.tables.columns import GAP, empty_table, split_widths
 
 MIN_GAP = 1
-WORKSHOP = "The workshop explains the exercises: docs/workshop.md"
 SHORT_TEXT = 7  # characters of a text that is kept in one line
+
+NOT_MEASURED = "-"
+"""Cell of a value that a run does not have."""
 
 
 @dataclass(frozen=True)
-class ExerciseTables:
-    """Tables of the exercises that the runs belong to."""
+class TextTable:
+    """A small table of texts.
 
-    overview: Overview
+    Attributes:
+        note: Text below the table.
+        reasons: Numbered texts below the table, to which cells such as ``invalid [1]`` refer.
+        num_labels: Number of columns that name the rows.
+    """
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if all(row.record.status == "invalid" for row in self.overview.rows):
-            return  # the notes on the runs list the errors already
-        tables = list(exercise_tables(self.overview))
-        for table in tables:
-            yield from render_text_table(table, console.width)
-        if tables:
-            yield Text(WORKSHOP, style="dim")
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    reasons: tuple[str, ...] = ()
+    num_labels: int = 1
 
+    @classmethod
+    def from_columns(
+        cls, title: str, columns: Mapping[str, Sequence[str]], note: str = "", *, num_labels: int = 1
+    ) -> TextTable:
+        """Build a table from its columns by header. A column without any value is left out.
 
-def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
-    """Return the tables of exercises, as printed after a single run."""
-    return ExerciseTables(Overview.from_records(records))
+        Args:
+            title: Title of the table.
+            columns: Cells of each column, as many as there are rows.
+            note: Text below the table.
+            num_labels: Number of columns that name the rows.
+        """
+        kept = {header: cells for header, cells in columns.items() if set(cells) != {NOT_MEASURED}}
+        labels = [header for header in list(columns)[:num_labels] if header in kept]
+        return cls(title, tuple(kept), tuple(zip(*kept.values(), strict=True)), note, num_labels=len(labels))
 
 
 def render_text_table(table: TextTable, width: int) -> RenderResult:
@@ -79,7 +89,7 @@ def without_wide_labels(table: TextTable, width: int) -> TextTable:
 def _render_block(columns: Sequence[Sequence[str]], words: Sequence[int], width: int) -> Table:
     """Return a table of columns, each of which starts with its title."""
     gap, widths = _column_widths(columns, words, width)
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
+    table = empty_table(gap)
     for (title, *_), column_width in zip(columns, widths, strict=True):
         table.add_column(Text(title), vertical="bottom", overflow="fold", width=column_width)
     for cells in list(zip(*columns, strict=True))[1:]:

@@ -50,6 +50,20 @@ class Deviation:
         return t_quantile(self.degrees_of_freedom) * self.relative / math.sqrt(count)
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Mean of a metric over several runs.
+
+    Attributes:
+        deviation: Sample standard deviation; None for a single value.
+        noise: Half of the 95 % confidence interval of the mean; None if unknown.
+    """
+
+    mean: float
+    deviation: float | None
+    noise: float | None = None
+
+
 def t_quantile(degrees_of_freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution, to 1 %.
 
@@ -99,3 +113,16 @@ def speed_noise(steps: float | None, device: object, *, repeats: float | None = 
     """
     floor = SINGLE_CPU_RUN if repeats is None and device == "cpu" else None
     return max((noise for noise in (steps, repeats, floor) if noise is not None), default=None)
+
+
+def is_within_noise(one: Spread, other: Spread) -> bool | None:
+    """Return whether a difference is within the noise; None if the noise is unknown."""
+    noise = difference_noise(one, other)
+    return None if noise is None else abs(one.mean - other.mean) <= noise
+
+
+def difference_noise(one: Spread, other: Spread) -> float | None:
+    """Return the noise of a difference of two independent means; None if unknown."""
+    if one.noise is None or other.noise is None:
+        return None
+    return math.hypot(one.noise, other.noise)
