@@ -185,11 +185,11 @@ class DeepSpeedAdapter(HFAdapter):
         if self.masters is not None:
             ds_initialization.restore_masters(engine, self.masters)
             self.masters = None
-        step, logger = engine.step, trainer.inputs.logger
+        step, watchers = engine.step, trainer.inputs.logger.watchers
         without_norm = ds_initialization.keeps_plain_gradients(self.config)
 
         def observed_step() -> None:
-            logger.before_update()
+            watchers.before_update()
             if without_norm:
                 engine._global_grad_norm = ds_initialization.unpartitioned_norm(engine)
             step()

@@ -63,10 +63,9 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return self.optimizer
 
     def training_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
-        """Run one micro-batch, and count its activations in the first step."""
-        self.inputs.logger.parts.start_forward()
-        with self.inputs.logger.parts.count_activations(model):
-            loss: Tensor = super().training_step(model, *arguments, **keywords)
+        """Run one micro-batch."""
+        self.inputs.logger.watchers.start_forward()
+        loss: Tensor = super().training_step(model, *arguments, **keywords)
         return loss
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
