@@ -203,7 +203,9 @@ class MetricsLogger:
         first = self.plan.train.measure_after_step
         durations = self.clock.durations()[first : first + self.counts.measured_steps]
         totals = self.counts.total(self.context.device)
-        self._emit_counts(totals)
+        # They belong to the energy of the measured steps.
+        tokens = {"measured_tokens": totals.measured_tokens} if totals.measured_tokens else {}
+        self.events.emit(measured_samples=self.counts.measured_samples, **tokens)
         self.measured_work = totals.measured_work
         self.history.reduce()
         metrics.train_loss = sum(self.history.losses) / len(self.history.losses)
@@ -217,12 +219,6 @@ class MetricsLogger:
         steps = MeasuredSteps(durations, self.counts.data_waits_s, totals.sizes_differ)
         self.metrics = self.watchers.add_summaries(steps, metrics, self.memory)
         return self.metrics
-
-    def _emit_counts(self, totals: TotalCounts) -> None:
-        """Write the counts that belong to the energy of the measured steps."""
-        self.events.emit(measured_samples=self.counts.measured_samples)
-        if totals.measured_tokens:
-            self.events.emit(measured_tokens=totals.measured_tokens)
 
     def _add_speed(self, durations: list[float], totals: TotalCounts) -> None:
         """Add step times and throughput.

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from distexp.measure.memory.gpu_conditions import ConditionsReader
+from distexp.runs.memory_trace import MemorySample
 from distexp.system.nvml import nvml_session
 from distexp.system.units import MIB
 
 Warn = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class GpuReading:
-    """State of a GPU at one time; a value is None if NVML does not report it."""
-
-    index: int
-    used_mib: float | None = None  # by all processes
-    total_mib: float | None = None
-    utilization_pct: float | None = None
-    power_w: float | None = None
-    job_mib: float | None = None  # by the processes of this job
-    energy_j: float | None = None
-    source: str = ""
-    other_mib: float | None = None  # by other jobs
-    sm_clock_mhz: float | None = None
-    clock_reasons: float | None = None
-    pcie_pct: float | None = None
-    ecc_errors: float | None = None
 
 
 class GpuReader:
@@ -64,20 +46,18 @@ class GpuReader:
         """Shut NVML down."""
         self._session.close()
 
-    def read(self, pids: Collection[int]) -> list[GpuReading]:
-        """Return one reading per GPU; ``pids`` are the processes of this job."""
-        return [self._read(index, handle, pids) for index, handle in self._handles.items()]
-
-    def _read(self, index: int, handle: Any, pids: Collection[int]) -> GpuReading:
+    def read(self, empty: MemorySample, pids: Collection[int]) -> MemorySample:
+        """Return the sample of a GPU, given one without values, and the processes of this job."""
+        index, nvml = empty.index, self._nvml
+        handle = self._handles[index]
         if handle is None:
-            return GpuReading(index)
-        nvml = self._nvml
+            return empty
         memory, source = self._memory(index, handle)
         busy = self._query(f"utilization of GPU {index}", partial(nvml.nvmlDeviceGetUtilizationRates, handle))
         job_mib, other_mib = self._job_and_other_mib(index, handle, pids)
         milliwatts, millijoules = self._power_and_energy(index, handle)
-        return GpuReading(
-            index=index,
+        return replace(
+            empty,
             used_mib=None if memory is None else memory.used / MIB,
             total_mib=None if memory is None else memory.total / MIB,
             utilization_pct=None if busy is None else float(busy.gpu),

@@ -11,10 +11,11 @@ from distexp.measure.profiling.breakdown import StepParts
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace, TraceCollective
 from distexp.measure.profiling.collective_waits import Transfer
 from distexp.measure.profiling.cpu_waits import waits_for_gpu
-from distexp.measure.profiling.fsdp_hooks import HookCollective, UnitSize, collectives_of_hooks
+from distexp.measure.profiling.fsdp_hooks import HookCollective, collectives_of_hooks
 from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
 from distexp.measure.profiling.phases import StepPhases, find_phases
 from distexp.runs.step_model import FORWARD, OPTIMIZER, Collective, Item, Segment
+from distexp.system.torch_internals.fsdp import FSDPUnitSize
 
 CHUNKS = 24
 """Segments of a pass without collectives, so that a forecast can insert some."""
@@ -44,7 +45,7 @@ class ProfiledStep:
     transfers: Sequence[Transfer]
     workers: int
     micro_batches: int
-    units: Mapping[str, UnitSize]
+    units: Mapping[str, FSDPUnitSize]
 
 
 def items_of(step: ProfiledStep) -> tuple[Item, ...]:
