@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from distexp.measure.memory.gpu_conditions import ConditionsReader
@@ -36,8 +35,7 @@ class GpuReader:
         self._nvml: Any = self._session.enter_context(nvml_session())
         self._excludes_reserved = hasattr(self._nvml, "nvmlMemory_v2")
         self._handles = {
-            index: self._query(f"handle of GPU {index}", partial(self._nvml.nvmlDeviceGetHandleByIndex, index))
-            for index in indices
+            index: self._query(f"handle of GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in indices
         }
         self._conditions = {index: ConditionsReader(self._nvml, handle) for index, handle in self._handles.items()}
         self._partitioned = {index for index, handle in self._handles.items() if self._uses_mig(handle)}
@@ -48,12 +46,11 @@ class GpuReader:
 
     def read(self, empty: MemorySample, pids: Collection[int]) -> MemorySample:
         """Return the sample of a GPU, given one without values, and the processes of this job."""
-        index, nvml = empty.index, self._nvml
-        handle = self._handles[index]
+        index, handle = empty.index, self._handles[empty.index]
         if handle is None:
             return empty
         memory, source = self._memory(index, handle)
-        busy = self._query(f"utilization of GPU {index}", partial(nvml.nvmlDeviceGetUtilizationRates, handle))
+        busy = self._query(f"utilization of GPU {index}", "nvmlDeviceGetUtilizationRates", handle)
         job_mib, other_mib = self._job_and_other_mib(index, handle, pids)
         milliwatts, millijoules = self._power_and_energy(index, handle)
         return replace(
@@ -71,12 +68,11 @@ class GpuReader:
 
     def _power_and_energy(self, index: int, handle: Any) -> tuple[int | None, int | None]:
         """Return mW and mJ; None if other users share the GPU with MIG, because both are of the whole GPU."""
-        nvml = self._nvml
         if index in self._partitioned:
             return None, None
         return (
-            self._query(f"power of GPU {index}", partial(nvml.nvmlDeviceGetPowerUsage, handle)),
-            self._query(f"energy of GPU {index}", partial(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)),
+            self._query(f"power of GPU {index}", "nvmlDeviceGetPowerUsage", handle),
+            self._query(f"energy of GPU {index}", "nvmlDeviceGetTotalEnergyConsumption", handle),
         )
 
     def _uses_mig(self, handle: Any) -> bool:
@@ -91,11 +87,13 @@ class GpuReader:
         if self._excludes_reserved:
             info = self._query(
                 f"memory without the driver's reserve of GPU {index}",
-                partial(nvml.nvmlDeviceGetMemoryInfo, handle, version=nvml.nvmlMemory_v2),
+                "nvmlDeviceGetMemoryInfo",
+                handle,
+                version=nvml.nvmlMemory_v2,
             )
             if info is not None:
                 return info, "nvml"
-        info = self._query(f"memory of GPU {index}", partial(nvml.nvmlDeviceGetMemoryInfo, handle))
+        info = self._query(f"memory of GPU {index}", "nvmlDeviceGetMemoryInfo", handle)
         return info, "" if info is None else "nvml_with_reserve"
 
     def _job_and_other_mib(self, index: int, handle: Any, pids: Collection[int]) -> tuple[float | None, float | None]:
@@ -104,9 +102,7 @@ class GpuReader:
         In a container, NVML may list no processes, or list them with the pids of the host. Its list is used once it
         has contained one of our pids, on any GPU.
         """
-        listed = self._query(
-            f"processes of GPU {index}", partial(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-        )
+        listed = self._query(f"processes of GPU {index}", "nvmlDeviceGetComputeRunningProcesses", handle)
         if listed is None:
             return None, None
         ours = [process.usedGpuMemory for process in listed if process.pid in pids]
@@ -116,10 +112,10 @@ class GpuReader:
             return None, None
         return _total_mib(ours), _total_mib(others)
 
-    def _query(self, what: str, function: Callable[[], Any]) -> Any:
+    def _query(self, what: str, function: str, *arguments: Any, **keywords: Any) -> Any:
         """Return the result of a query, or None after one warning. The other values of the GPU remain available."""
         try:
-            return function()
+            return getattr(self._nvml, function)(*arguments, **keywords)
         except Exception as error:
             if what not in self._refused:
                 self._refused.add(what)

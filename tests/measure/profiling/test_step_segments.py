@@ -16,6 +16,7 @@ from distexp.measure.profiling.collective_waits import durations_of, split_colle
 from distexp.measure.profiling.cpu_waits import cpu_busy_ms
 from distexp.measure.profiling.fsdp_hooks import collectives_of_hooks
 from distexp.measure.profiling.phases import find_phases
+from distexp.measure.profiling.rank_summary import MedianStep
 from distexp.measure.profiling.step_segments import ProfiledStep, items_of
 from distexp.runs.step_model import (
     BACKWARD,
@@ -62,7 +63,7 @@ def items(trace: GPUTrace, folder: Path, *, workers: int = 2, micro_batches: int
     read = read_trace(trace.write(folder / "trace.json"), on_gpu=True)
     transfers = split_collectives(read.collectives, [durations_of(read.collectives)])
     parts = split_step(read, step_windows(read)[0], transfers)
-    return items_of(ProfiledStep(read, 0, parts, transfers, workers, micro_batches, {}))
+    return items_of(ProfiledStep(read, MedianStep(0, transfers, parts), workers, micro_batches, {}))
 
 
 def total(found: tuple[Item, ...], phase: str, micro_batch: int) -> tuple[float, float, int]:
