@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from benchmarks.commands import Record, Run
 from benchmarks.watching import Shift, estimate_shift
@@ -94,15 +95,10 @@ class ProfiledMiddle(TimedSteps):
     def train(
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
-        """Train with another window of the profiler, which its logger chooses when the training starts."""
-        start, logger = inputs.logger.start, inputs.logger
-
-        def start_with_middle() -> None:
-            start()
-            logger.profiler.window = middle_window(inputs.plan.total_steps)
-
-        logger.start = start_with_middle  # type: ignore[method-assign]
-        return super().train(build_model, config, context, inputs)
+        """Train with another window of the profiler."""
+        middle = middle_window(inputs.plan.total_steps)
+        with patch.object(ProfileWindow, "of", lambda *_, **__: middle):
+            return super().train(build_model, config, context, inputs)
 
 
 def middle_window(total_steps: int) -> ProfileWindow:

@@ -12,6 +12,7 @@ from pathlib import Path
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.engines.native import Native
+from distexp.measure.rank_times import RankTimesWatch
 from distexp.runs.record_sections import Built
 from distexp.runs.step_times import StepTime, read_step_times
 from distexp.strategies.base import EvaluableModel
@@ -43,7 +44,8 @@ class PairedWatching(Native):
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
         """Train with the schedule of ``RandomPairs``."""
-        inputs.logger.waits.is_due = RandomPairs(config.train.seed)
+        (ranks,) = (one for one in inputs.logger.watchers.members if isinstance(one, RankTimesWatch))
+        ranks.waits.is_due = RandomPairs(config.train.seed)
         return super().train(build_model, config, context, inputs)
 
 

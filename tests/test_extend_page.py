@@ -23,6 +23,7 @@ WORKERS = {
     "strategy=ddp,mine": ("cluster.workers_per_node=2",),
     "cluster=mine": ("strategy=single",),
     "tracker=mine": ("strategy=single",),
+    "measure.watchers=": ("strategy=single", "train.measure_after_step=1"),
 }
 """Further overrides of each command, by the option that it shows."""
 
@@ -88,3 +89,9 @@ def test_a_custom_tracker_gets_the_metrics(folder: Path) -> None:
     run_example("tracker=mine", cwd=folder)
     (path,) = folder.glob("multirun_outputs/distexp/*/0/tracker.csv")
     assert "2,train/loss," in path.read_text()
+
+
+@pytest.mark.slow
+def test_the_summary_of_a_custom_watcher_is_in_the_record(folder: Path) -> None:
+    (record,) = run_example("measure.watchers=", cwd=folder)
+    assert record.metrics.watchers == {"my_package.watcher.UnmeasuredSteps": {"unmeasured": 1, "measured": 1}}

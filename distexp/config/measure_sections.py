@@ -18,6 +18,9 @@ class MeasureConfig:
         "Whether to watch for slow ranks: how long each rank waits for the others in some steps. "
         "If false, no method of torch is replaced.",
     )
+    watchers: list[str] = key(
+        [], "Custom measurements of the training: classes that extend `Watcher`, from `trusted_packages`."
+    )
 
 
 @dataclass

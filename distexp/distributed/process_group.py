@@ -142,7 +142,9 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 
 def gather_to_all(value: T) -> list[T]:
-    """Return the values of all ranks, in rank order; a collective."""
+    """Return the values of all ranks, in rank order; a collective. Without a process group there is one rank."""
+    if not dist.is_initialized():
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered

@@ -18,12 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers.utils import logging
 
 from distexp.config import Config
-from distexp.config.targets import locate
 from distexp.distributed.context import Context
 from distexp.models.blocks import find_blocks
 from distexp.models.blueprint import Blueprint
 from distexp.strategies import ds_initialization
-from distexp.strategies.base import Strategy
 from distexp.strategies.ds_config import uses_autocast
 from distexp.strategies.ds_stage0 import repair_16_bits
 from distexp.strategies.fsdp_mesh import mesh_shape, sharding_of
@@ -185,11 +183,11 @@ class DeepSpeedAdapter(HFAdapter):
         if self.masters is not None:
             ds_initialization.restore_masters(engine, self.masters)
             self.masters = None
-        step, logger = engine.step, trainer.inputs.logger
+        step, watchers = engine.step, trainer.inputs.logger.watchers
         without_norm = ds_initialization.keeps_plain_gradients(self.config)
 
         def observed_step() -> None:
-            logger.before_update()
+            watchers.before_update()
             if without_norm:
                 engine._global_grad_norm = ds_initialization.unpartitioned_norm(engine)
             step()
@@ -199,14 +197,6 @@ class DeepSpeedAdapter(HFAdapter):
     def weights(self, wrapped: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter and buffer in full; a collective."""
         return ds_initialization.unpartitioned_weights(wrapped)
-
-
-def build_adapter(strategy: Strategy, blueprint: Blueprint, config: Config, context: Context) -> HFAdapter:
-    """Build the adapter that a strategy names."""
-    target = strategy.own_hf_adapter()
-    assert target is not None, "HFTrainer.validate refuses strategies without one"
-    adapter: HFAdapter = locate(target)(blueprint, config, context)
-    return adapter
 
 
 @contextmanager

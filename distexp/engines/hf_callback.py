@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 from distexp.engines.base import check_built
 from distexp.engines.hf_evaluable import HFEvaluableModel
 from distexp.engines.hf_loop import DistexpTrainer
-from distexp.engines.model_watches import watch_model
 from distexp.runs.record_sections import Built
 from distexp.strategies.model_tensors import innermost_optimizer
 from distexp.system.seeding import seed_everything
@@ -36,7 +35,7 @@ class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         self._check_built(self.built)
         trainer.adapter.start(trainer)
         optimizer = getattr(trainer.model_wrapped, "optimizer", trainer.optimizer)
-        watch_model(trainer.model_wrapped, optimizer, self.inputs.logger)
+        self.inputs.logger.follow(trainer.model_wrapped, optimizer)
         seed_everything(trainer.config.train.seed + trainer.context.rank)
         self.inputs.logger.start()
 
@@ -60,7 +59,7 @@ class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Measure the memory before the update."""
         if not self.trainer.adapter.steps_itself:  # otherwise the update is over, and HFAdapter.start observes it
-            self.inputs.logger.before_update()
+            self.inputs.logger.watchers.before_update()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the step."""

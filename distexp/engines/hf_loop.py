@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer
 
 from distexp.config import Config
+from distexp.config.targets import locate
 from distexp.data.base import Batch
 from distexp.data.loader import StepData
 from distexp.distributed.context import Context
-from distexp.engines.hf_adapters import build_adapter
+from distexp.engines.hf_adapters import HFAdapter
 from distexp.engines.hf_arguments import training_arguments
 from distexp.engines.hf_step_loader import StepLoader
 from distexp.models.blueprint import Blueprint
@@ -33,7 +34,9 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.config, self.context, self.inputs = config, context, inputs
         self.task, self.unwrapped = config.model.task, blueprint.model
         self.strategy = load_strategy(config)
-        self.adapter = build_adapter(self.strategy, blueprint, config, context)
+        target = self.strategy.own_hf_adapter()
+        assert target is not None, "HFTrainer.validate refuses strategies without one"
+        self.adapter: HFAdapter = locate(target)(blueprint, config, context)
         self.step: StepData | None = None
         self.contributions: list[Tensor] = []  # of this rank to loss and accuracy, one for each micro-batch
         self.gradient_norm: Tensor | float | None = None  # of the last step, before clipping
@@ -63,10 +66,9 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return self.optimizer
 
     def training_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
-        """Run one micro-batch, and count its activations in the first step."""
-        self.inputs.logger.parts.start_forward()
-        with self.inputs.logger.parts.count_activations(model):
-            loss: Tensor = super().training_step(model, *arguments, **keywords)
+        """Run one micro-batch."""
+        self.inputs.logger.watchers.start_forward()
+        loss: Tensor = super().training_step(model, *arguments, **keywords)
         return loss
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:

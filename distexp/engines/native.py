@@ -32,14 +32,13 @@ class Native:
         """Build and check the model, resume from the newest checkpoint, and train."""
         from distexp.checkpoints.manager import CheckpointManager
         from distexp.data.loader import StopRequestedError
-        from distexp.engines.model_watches import watch_model
         from distexp.runs.stop_request import StopRequest
         from distexp.strategies.weight_types import explained_buffer_types
         from distexp.training.loop import fit
 
         model, built = _build(build_model, config, context)
         optimizer = getattr(model, "optimizer", getattr(model.module, "optimizer", None))
-        watch_model(model.module, optimizer, inputs.logger)
+        inputs.logger.follow(model.module, optimizer)
         checkpoints = CheckpointManager(inputs, model, built, config, context)
         checkpoints.resume()
         stop_request = StopRequest(context.run_dir, enabled=context.rank == 0)

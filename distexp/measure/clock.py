@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Any
 
@@ -64,7 +64,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def quantiles(durations: list[float]) -> dict[str, float] | None:
+def quantiles(durations: Sequence[float]) -> dict[str, float] | None:
     """Return median, 90th percentile and maximum of durations, or None if there are none."""
     if not durations:
         return None

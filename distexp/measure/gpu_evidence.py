@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distexp.runs.memory_trace import GPU, MemorySample, read_memory_trace
+from distexp.runs.memory_trace import GPU, MemorySample, group_by_device, read_memory_trace
 from distexp.runs.phases import phase_intervals, read_phase_events
 
 TRAINING = frozenset({"warmup", "train"})
@@ -87,11 +87,7 @@ def _gpus(path: Path) -> list[list[MemorySample]]:
         samples = read_memory_trace(path).samples
     except (OSError, ValueError):
         return []
-    devices: dict[int, list[MemorySample]] = {}
-    for sample in samples:
-        if sample.kind == GPU:
-            devices.setdefault(sample.index, []).append(sample)
-    return list(devices.values())
+    return [device for (kind, _), device in group_by_device(samples).items() if kind == GPU]
 
 
 def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:

@@ -65,7 +65,7 @@ class SlowRankWatch:
         self.on_gpu = context.device.type == "cuda"
         self.state = "one worker" if context.world_size == 1 else "on" if enabled else "off"
         self.enabled = self.state == "on"
-        self.is_due: Callable[[int], bool] = _is_due_on_gpu if self.on_gpu else _is_due_on_cpu
+        self.is_due: Callable[[int], bool] = _is_due_on_gpu if self.on_gpu else lambda _: True
         self.watching = False
         self.steps = 0  # measured steps
         self._stream = torch.cuda.current_stream(context.device) if self.on_gpu and self.enabled else None
@@ -202,10 +202,6 @@ class SlowRankWatch:
                 oldest = next(iter(self._waits_s))
                 del self._waits_s[oldest]
                 self._without_core_s.pop(oldest, None)
-
-
-def _is_due_on_cpu(step: int) -> bool:
-    return True
 
 
 def _is_due_on_gpu(step: int) -> bool:

@@ -58,7 +58,6 @@ class RankTimes:
         without_core_s: Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
         watched_p50_s: Median duration of its watched ordinary steps; None if there is none.
         unwatched_p50_s: Median duration of its other ordinary steps; None if there is none.
-        median_data_wait_s: Median time that it waited for its data, over all measured steps.
         on_cpu: Whether it trains on a CPU.
         includes_cpu_work: Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
     """
@@ -71,7 +70,6 @@ class RankTimes:
     without_core_s: Sequence[float] = ()
     watched_p50_s: float | None = None
     unwatched_p50_s: float | None = None
-    median_data_wait_s: float = 0.0
     on_cpu: bool = False
     includes_cpu_work: bool = False
     host: str = field(default_factory=socket.gethostname)

@@ -17,7 +17,7 @@ KEYS_OF_VARIABLES = {"OMP_NUM_THREADS": "cluster.cpus_per_worker", "DS_ACCELERAT
 def check_targets(config: Config) -> Iterator[str]:
     """Yield an error for each ``_target_`` in a package that the user does not trust."""
     sections = (config.model, config.dataset, config.strategy, config.engine, config.tracker, config.cluster)
-    for target in filter(None, (section._target_ for section in sections)):
+    for target in filter(None, (*(section._target_ for section in sections), *config.measure.watchers)):
         error = check_target(target, config.trusted_packages)
         if error:
             yield error

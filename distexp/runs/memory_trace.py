@@ -72,6 +72,14 @@ class MemoryTrace:
     notes: list[str] = field(default_factory=list)
 
 
+def group_by_device(samples: Iterable[MemorySample]) -> dict[tuple[str, int], list[MemorySample]]:
+    """Return the samples of each device, by its kind and index."""
+    devices: dict[tuple[str, int], list[MemorySample]] = {}
+    for sample in samples:
+        devices.setdefault((sample.kind, sample.index), []).append(sample)
+    return devices
+
+
 class MemoryTraceWriter:
     """Appends whole samples to a file. Each is on disk at once, so that a killed run keeps its trace."""
 

@@ -159,6 +159,7 @@ class Metrics:
             ".cuda_graph_skips": "Graphs for which torch did not record a CUDA graph.",
         },
     )
+    watchers: dict[str, Any] | None = key(None, "Summaries of `measure.watchers`, by the name of the class.")
     micro_batch_search: dict[str, Any] | None = key(
         None,
         "Search of `train.micro_batch_size=auto`, before the training.",

@@ -25,9 +25,8 @@ def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable
         model.module.train()
         logger.start_steps()
         for step in inputs.training.iter_steps(epoch, plan.steps_of(epoch, logger.steps)):
-            with logger.parts.count_activations(model.module):
-                contribution = train_step(model, step, logger.parts.start_forward)
-            logger.before_update()
+            contribution = train_step(model, step, logger.watchers.start_forward)
+            logger.watchers.before_update()
             rate = plan.learning_rate(logger.steps)
             with annotate(OPTIMIZER):
                 norm = model.step(rate)

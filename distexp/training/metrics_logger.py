@@ -5,39 +5,31 @@ Rank 0 writes one line to ``metrics.jsonl`` every ``train.log_every`` steps.
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distexp.data.loader import StepData
 from distexp.data.workload import Workload
 from distexp.distributed.context import Context
-from distexp.distributed.process_group import gather_to_all, sum_over_ranks
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
-from distexp.measure.compilation import CompileWatch
-from distexp.measure.memory.allocator import AllocatorWatch
-from distexp.measure.memory.oom import FirstStepStacks
-from distexp.measure.memory.parts import PartsWatch
-from distexp.measure.memory.step_recording import StepRecording, has_history
-from distexp.measure.ordinary_steps import OrdinarySteps, median_duration_s, save_step_times
-from distexp.measure.profiling.overhead import remove_overhead
-from distexp.measure.profiling.profile_window import ProfileWindow
-from distexp.measure.profiling.profiler import StepProfiler
-from distexp.measure.slow_rank_watch import SlowRankWatch
-from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
+from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
+from distexp.measure.watcher import PROFILE, TRAIN, WARMUP, MeasuredSteps, Step, Watcher
 from distexp.runs.events import Events
 from distexp.runs.heartbeat import Heartbeat
 from distexp.runs.jsonl import append_line
 from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS
+from distexp.strategies.model_tensors import read_model_tensors
 from distexp.training.loss_history import LossHistory
 from distexp.training.schedule import StepPlan
 from distexp.training.step_counts import StepCounts, TotalCounts
+from distexp.training.watchers import Watchers
 
 
 @dataclass(frozen=True)
@@ -58,38 +50,24 @@ class MetricsLogger:
     Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
     """
 
-    def __init__(self, plan: StepPlan, context: Context, events: Events, *, watch_slow_ranks: bool = True) -> None:
-        self.plan, self.device, self.events = plan, context.device, events
-        self.rank, self.world_size = context.rank, context.world_size
-        self.clock = StepClock(context.device)
-        self.steps = self.samples = 0
-        self.counts = StepCounts()
+    def __init__(self, plan: StepPlan, context: Context, events: Events, watchers: Sequence[Watcher]) -> None:
+        self.plan, self.context, self.events, self.watchers = plan, context, events, Watchers(watchers)
+        self.clock, self.counts = StepClock(context.device), StepCounts()
+        self.history = LossHistory(allows_nan=plan.train.on_nan == "record")
+        self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
+        self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
+        self.memory: dict[str, Any] = {}  # what the watchers add to that section of the record, after ``finish``
         self.measured_work = Workload()  # of all ranks, after ``finish``
-        self.stopped: RunError | None = None  # why the training ended before its last step
+        self.window: ProfileWindow | None = None  # the steps of the phase ``profile``
+        self.steps = self.samples = 0
+        self.started, self.runtime_s = time.perf_counter(), 0.0  # the latter of earlier attempts, up to the checkpoint
+        self.data_wait_s = 0.0
         self.resumed_at = 0  # the step that this attempt resumed from
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
+        self.stopped: RunError | None = None  # why the training ended before its last step
         self.logged = 0  # last step written to metrics.jsonl
         self.has_warned = False  # that a step had no gradient
-        self.runtime_s = 0.0  # of earlier attempts, up to the checkpoint
-        self.data_wait_s = 0.0
-        self.history = LossHistory(allows_nan=plan.train.on_nan == "record")
-        self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
-        self.started = time.perf_counter()
-        self.allocator = AllocatorWatch(context.device, context.rank)
-        # On a GPU, counting would keep the parameters that ZeRO-3 and FSDP gather until the backward pass.
-        eager_on_cpu = context.device.type == "cpu" and not plan.train.compile
-        self.parts = PartsWatch(context.rank, counts_activations=eager_on_cpu)
-        self.waits = SlowRankWatch(context, enabled=watch_slow_ranks)
-        self.ordinary_steps = OrdinarySteps()
-        self.compilation = CompileWatch(enabled=bool(plan.train.compile))
-        self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
-        cuda_graphs = plan.train.compiled == "graphs"
-        self.profiler = StepProfiler(context, plan.train.profile_steps, cuda_graphs=cuda_graphs)
-        self.profiler.micro_batches = plan.train.gradient_accumulation_steps
-        unmeasured = plan.train.profile_steps > 0 and plan.train.measure_after_step > 1
-        self.first_stacks = FirstStepStacks(context.device, enabled=unmeasured)
-        self.run_dir = context.run_dir
-        self.path = self.run_dir / METRICS
+        self.path = context.run_dir / METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
 
     def state(self) -> dict[str, Any]:
@@ -126,70 +104,56 @@ class MetricsLogger:
         if changes:
             self.events.emit(changes=changes)
 
+    def follow(self, module: nn.Module, optimizer: Any) -> None:
+        """Let the watchers measure a distributed model. Call it as soon as the model is built.
+
+        Args:
+            module: the wrapped module.
+            optimizer: torch's optimizer, or what wraps it; None if there is none.
+        """
+        self.watchers.follow(module, partial(read_model_tensors, module, optimizer))
+
     def start(self) -> None:
         """Start the run time; call it before the first step."""
-        total, per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
-        self.profiler.window = ProfileWindow.of(self.plan.train, total=total, per_epoch=per_epoch, done=self.steps)
+        self.window = self.plan.profile_window(self.steps)
         self.started = time.perf_counter() - self.runtime_s
-        self.compilation.start()
-        self.first_stacks.start()
+        self.watchers.start(self.steps)
 
     def start_steps(self) -> None:
         """Start the step clock; call it before steps that follow anything else."""
+        phase = self._phase(self.steps)
+        self._set_phase(phase)
+        self.watchers.start_steps(phase)
         self.clock.restart()
-        self.ordinary_steps.restart()
-        self.profiler.mark_interrupted("a checkpoint was written")
-        self._set_phase("profile" if self.profiler.running else "train" if self._warmed_up() else "warmup")
-        self.waits.start_step(measured=self._is_measured())
 
-    def before_update(self) -> None:
-        """Measure the memory between the backward pass and the update."""
-        self.allocator.before_update()
-        self.parts.before_update()
-
-    def record_step(self, step: StepData, contribution: Tensor, norm: Tensor, rate: float) -> None:
+    def record_step(self, data: StepData, contribution: Tensor, norm: Tensor, rate: float) -> None:
         """Record a finished step.
 
         Args:
-            step: the data of the step.
+            data: the data of the step.
             contribution: this rank's contribution to mean loss and accuracy, shape (2,).
             norm: the global gradient norm before clipping.
             rate: the learning rate.
         """
-        self.first_stacks.stop()
-        measured, watched = self._is_measured(), self.waits.watching
-        self.waits.end_step(measured=measured)
-        self.clock.mark()
-        self.waits.start_step(measured=self._is_measured(1) and not self._ends_epoch(1))
-        if self.parts.after_update(timed=measured):
-            # Ranks that read their recording longer would make the others wait in the first profiled step.
-            sum_over_ranks(torch.zeros(1, device=self.device)).item()
-        self.profiler.step()
-        self.heartbeat.beat()
-        self.allocator.sample()
-        if measured:
-            self.ordinary_steps.end_step(self.counts.measured_steps, watched=watched)
-        self.counts.add(step, warmed_up=self._warmed_up(), measured=measured)
+        phase, next_phase = self._phase(self.steps), self._phase(self.steps + 1)
         self.steps += 1
+        measured, next_measured = phase == TRAIN, next_phase == TRAIN and not self._ends_epoch()
+        step = Step(self.steps, measured, next_measured)
+        self.watchers.end_step(step)
+        self.clock.mark()
+        self.watchers.after_step(step)
+        self.heartbeat.beat()
+        self.counts.add(data, warmed_up=phase != WARMUP, measured=measured)
         self.events.advance(self.steps)
-        self.samples += step.num_samples
-        self.data_wait_s += step.wait_s
-        self.history.add(contribution, step.normalizer)
+        self.samples += data.num_samples
+        self.data_wait_s += data.wait_s
+        self.history.add(contribution, data.normalizer)
         if self.steps % self.plan.train.log_every == 0 or self.steps == self.plan.total_steps:
             self._write_line(norm, rate)
-        if self.profiler.window is not None and self.steps == self.profiler.window.steps_before:
-            self._start_profile()
-        elif self.steps - self.resumed_at == self.plan.train.measure_after_step:
-            self._set_phase("train")
-
-    def _start_profile(self) -> None:
-        """Start the profiler. Its warm-up counts in no metric."""
-        self._set_phase("profile")
-        self.profiler.start()
-        if has_history(self.device):
-            self.parts.record_step(StepRecording(self.device, self.allocator.keep_peaks))
-        self.clock.restart()
-        self.waits.start_step(measured=False)
+        if phase != next_phase == PROFILE:
+            self.start_steps()
+        elif phase == WARMUP != next_phase:
+            self._set_phase(next_phase)
 
     def end_epoch(self, evaluation: Evaluation | None, *, has_accuracy: bool) -> None:
         """Record the training of an epoch, and the evaluation after it.
@@ -232,39 +196,29 @@ class MetricsLogger:
 
     def finish(self) -> Metrics:
         """Return the metrics of the whole training."""
-        synchronize(self.device)
+        synchronize(self.context.device)
         metrics = self.metrics
         metrics.train_runtime = runtime = self._runtime()
         metrics.train_samples_per_second_overall = self.samples / runtime
-        durations = self._measured_durations()
-        totals = self.counts.total(self.device)
-        self._emit_counts(totals)
+        first = self.plan.train.measure_after_step
+        durations = self.clock.durations()[first : first + self.counts.measured_steps]
+        totals = self.counts.total(self.context.device)
+        # They belong to the energy of the measured steps.
+        tokens = {"measured_tokens": totals.measured_tokens} if totals.measured_tokens else {}
+        self.events.emit(measured_samples=self.counts.measured_samples, **tokens)
         self.measured_work = totals.measured_work
         self.history.reduce()
         metrics.train_loss = sum(self.history.losses) / len(self.history.losses)
         metrics.data_wait_s, metrics.padding_share = self.data_wait_s, totals.padding_share
         self._add_speed(durations, totals)
-        ranks = self._rank_times(durations) if durations else []
         if self._file is not None:
             self._file.close()
-        self.parts.cancel()
-        ranks = self._add_profile(ranks, sizes_differ=totals.sizes_differ)
-        metrics.slow_rank_watch = self.waits.state
-        if ranks:
-            metrics.step_times_by_rank, metrics.stragglers = step_times(ranks), find_stragglers(ranks)
-        metrics.compile = self.compilation.summary()
-        return metrics
-
-    def _measured_durations(self) -> list[float]:
-        """Return the seconds of the measured steps."""
-        first = self.plan.train.measure_after_step
-        return self.clock.durations()[first : first + self.counts.measured_steps]
-
-    def _emit_counts(self, totals: TotalCounts) -> None:
-        """Write the counts that belong to the energy of the measured steps."""
-        self.events.emit(measured_samples=self.counts.measured_samples)
-        if totals.measured_tokens:
-            self.events.emit(measured_tokens=totals.measured_tokens)
+        self.watchers.stop()
+        if self.window is not None and self.steps >= self.window.steps_before:
+            self.events.set_phase(PROFILE)  # What follows may need much memory.
+        steps = MeasuredSteps(durations, self.counts.data_waits_s, totals.sizes_differ)
+        self.metrics = self.watchers.add_summaries(steps, metrics, self.memory)
+        return self.metrics
 
     def _add_speed(self, durations: list[float], totals: TotalCounts) -> None:
         """Add step times and throughput.
@@ -280,74 +234,24 @@ class MetricsLogger:
             metrics.train_steps_per_second = len(durations) / seconds
             metrics.tokens_per_second = totals.measured_tokens / seconds if totals.measured_tokens else None
 
-    def _add_profile(self, ranks: list[RankTimes], *, sizes_differ: bool) -> list[RankTimes]:
-        """Add the parts of the profiled step, if there is one.
+    def _phase(self, done: int) -> str:
+        """Return the phase of the step after so many steps. Only the steps of the phase ``train`` are measured."""
+        if done - self.resumed_at < self.plan.train.measure_after_step:
+            return WARMUP
+        first = self.window.steps_before if self.window is not None else self.plan.total_steps
+        profiled = self.window is not None and first <= done < first + WARMUP_STEPS + self.window.steps
+        return PROFILE if profiled else TRAIN
 
-        Args:
-            ranks: Step times of the ranks; empty if no step was measured.
-            sizes_differ: Whether the batches of some rank have different sizes.
-
-        Returns:
-            The step times, with what the profile adds to them.
-        """
-        if self.profiler.has_started:
-            self.events.set_phase("profile")
-        profiled = self.profiler.finish()
-        if not profiled:
-            return ranks
-        metrics = self.metrics
-        metrics.communication, metrics.step_breakdown = profiled.communication, profiled.breakdown
-        if not ranks or not profiled.breakdown:
-            return ranks
-        median_s = (metrics.step_time_s or {})["p50"]
-        metrics.step_breakdown = [
-            remove_overhead(entry, median_s, data_wait_s=times.median_data_wait_s, sizes_differ=sizes_differ)
-            for entry, times in zip(profiled.breakdown, ranks, strict=True)
-        ]
-        return [include_cpu_work(*pair) for pair in zip(ranks, profiled.breakdown, strict=True)]
-
-    def _is_measured(self, ahead: int = 0) -> bool:
-        """Return whether the current step, or one ahead of it, counts for the speed."""
-        return self._warmed_up(ahead) and not self.profiler.running
-
-    def _ends_epoch(self, ahead: int) -> bool:
-        """Return whether an evaluation follows the step that is so many ahead."""
-        step = self.steps + ahead
-        return step % self.plan.steps_per_epoch == 0 or step >= self.plan.total_steps
-
-    def _rank_times(self, durations: list[float]) -> list[RankTimes]:
-        """Return the step times of all ranks, and write those of this rank. A collective."""
-        waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
-        own = [durations[step] - wait_s for step, wait_s in waits.items()]
-        ordinary = self.ordinary_steps.times(durations)
-        if self.waits.enabled:
-            save_step_times(self.run_dir, self.rank, ordinary)
-        data_waits = [self.counts.data_waits_s[step] for step in waits]
-        without_core = [self.waits.without_core_s(step) for step in waits]
-        times = RankTimes(
-            self.rank,
-            quantiles(durations) or {},
-            own_s=own,
-            durations_s=[durations[step] for step in waits],
-            data_wait_s=data_waits,
-            without_core_s=without_core,
-            watched_p50_s=median_duration_s(ordinary, watched=True),
-            unwatched_p50_s=median_duration_s(ordinary, watched=False),
-            median_data_wait_s=statistics.median(self.counts.data_waits_s),
-            on_cpu=self.device.type == "cpu",
-            includes_cpu_work=self.device.type == "cpu",
-        )
-        return gather_to_all(times) if self.world_size > 1 else [times]
-
-    def _warmed_up(self, ahead: int = 0) -> bool:
-        return self.steps + ahead - self.resumed_at >= self.plan.train.measure_after_step
+    def _ends_epoch(self) -> bool:
+        """Return whether an evaluation follows the latest step."""
+        return self.steps % self.plan.steps_per_epoch == 0 or self.steps >= self.plan.total_steps
 
     def _set_phase(self, phase: str) -> None:
         self.events.set_phase(phase, step=self.steps, total_steps=self.plan.total_steps)
 
     def _runtime(self) -> float:
-        """Return the run time in seconds so far, without the overhead of the profiler."""
-        return time.perf_counter() - self.started - self.profiler.overhead_s
+        """Return the run time in seconds so far, without the overhead of the watchers."""
+        return time.perf_counter() - self.started - self.watchers.overhead_s
 
     def _write_line(self, norm: Tensor, rate: float) -> None:
         self.history.reduce()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distexp.config import TrainConfig
+from distexp.measure.profiling.profile_window import ProfileWindow
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class StepPlan:
         """
         before = epoch * self.steps_per_epoch
         return range(max(0, done - before), min(self.steps_per_epoch, self.total_steps - before))
+
+    def profile_window(self, done: int) -> ProfileWindow | None:
+        """Return the steps to profile after ``done`` steps; None if no step can be profiled."""
+        return ProfileWindow.of(self.train, total=self.total_steps, per_epoch=self.steps_per_epoch, done=done)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""

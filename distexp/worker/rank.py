@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +22,6 @@ from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
-from distexp.measure.memory.oom import watch_out_of_memory
 from distexp.models.export import save_model
 from distexp.preflight.run import run_preflight
 from distexp.runs import attempts
@@ -35,6 +35,7 @@ from distexp.system.seeding import seed_everything
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
+from distexp.training.watchers import build_watchers
 from distexp.worker.build import build_model, load_data, make_loaders, model_factory
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.micro_batch.processes import ModelParts
@@ -115,7 +116,6 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     data = load_data(config, context)
     inputs = make_inputs(spec, data, context, events)
     logger = inputs.logger
-    watch_out_of_memory(context.device, logger.parts.read_tensors)
     model, built = run_trainer(config, data, context, inputs)
     complete_built(built, config, data, model.module)
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
@@ -141,7 +141,7 @@ def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events)
     training, evaluation = make_loaders(spec.config, data, context)
     training.on_batch = evaluation.on_batch = events.advance
     plan = StepPlan(spec.config.train, training.steps_per_epoch)
-    logger = MetricsLogger(plan, context, events, watch_slow_ranks=spec.config.measure.slow_ranks)
+    logger = MetricsLogger(plan, context, events, build_watchers(plan, spec.config.measure, context))
     return TrainingInputs(training, evaluation, plan, logger, spec.run.id)
 
 
@@ -154,6 +154,11 @@ def run_trainer(
         ConfigError: a custom trainer returned something else.
     """
     build = partial(build_model, config, data, context)
-    returned = load_trainer(config).train(build, config, context, inputs)
+    try:
+        returned = load_trainer(config).train(build, config, context, inputs)
+    except BaseException:
+        with suppress(Exception):  # A broken device must not hide the error.
+            inputs.logger.watchers.stop()
+        raise
     check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
     return returned

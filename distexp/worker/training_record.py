@@ -13,7 +13,6 @@ from distexp.data.image_cache import describe_cache
 from distexp.data.loader import ShardedLoader
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
-from distexp.distributed.process_group import gather_to_all
 from distexp.models.dropout import largest_dropout
 from distexp.models.head import describe_head
 from distexp.models.introspection import read_attention
@@ -64,18 +63,10 @@ def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, l
     add_search(record, context.run_dir)
     if config.train.compiled == "graphs" and context.rank == 0:
         print_graph_skips(record.metrics)
-    add_memory(record, logger)
+    record.memory |= logger.memory
     if context.rank == 0:
         add_flops(record, config, data, logger)
     return record
-
-
-def add_memory(record: RunRecord, logger: MetricsLogger) -> None:
-    """Add the peaks of torch's allocator and the parts of the memory, of all ranks."""
-    peaks = gather_to_all(logger.allocator.summary())
-    record.memory["torch"] = [entry for entry in peaks if entry is not None]
-    parts = gather_to_all(logger.parts.summary())
-    record.memory["parts"] = [entry for entries in parts for entry in entries]
 
 
 def print_graph_skips(metrics: Metrics) -> None:

@@ -22,16 +22,16 @@ def add_flops(record: RunRecord, config: Config, data: TaskData, logger: Metrics
     if speed is None:
         return
     try:
-        flops = training_flops(config, data, logger.measured_work, logger.device)
+        flops = training_flops(config, data, logger.measured_work, logger.context.device)
     except Exception as error:  # any: the code of the model raises it, and the training is finished
         print(f"note: the FLOPs of the model are not counted: {type(error).__name__}: {error}", flush=True)
         return
-    per_sample, world_size = TERA * logger.counts.measured_samples, logger.world_size
+    per_sample, world_size = TERA * logger.counts.measured_samples, logger.context.world_size
     metrics.model_tflops_per_sample = flops.model / per_sample
     metrics.executed_tflops_per_sample = flops.executed / per_sample
     metrics.tflops_per_device = metrics.model_tflops_per_sample * speed / world_size
     metrics.executed_tflops_per_device = metrics.executed_tflops_per_sample * speed / world_size
-    metrics.matrix_ceiling_tflops = stored_ceiling(logger.device, config.precision.name)
+    metrics.matrix_ceiling_tflops = stored_ceiling(logger.context.device, config.precision.name)
     gpu_name = record.environment.gpu_name if record.environment else None
     if peak := peak_tflops(gpu_name, config.precision.name):
         metrics.mfu = metrics.tflops_per_device / peak

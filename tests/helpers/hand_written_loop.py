@@ -22,6 +22,7 @@ from distexp.training.inputs import TrainingInputs
 from distexp.training.loop import fit
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
+from distexp.training.watchers import build_watchers
 from distexp.worker.build import build_model, load_data, make_loaders, model_factory
 from tests.helpers.runs import resolve_cell
 
@@ -66,7 +67,8 @@ class NativeLoop:
     def train_epoch(self) -> float:
         """Train one epoch; return the time of its steps in seconds."""
         plan = StepPlan(self.config.train, self.training.steps_per_epoch)
-        logger = MetricsLogger(plan, self.context, Events(self.context.run_dir, enabled=True))
+        watchers = build_watchers(plan, self.config.measure, self.context)
+        logger = MetricsLogger(plan, self.context, Events(self.context.run_dir, enabled=True), watchers)
         started = time.perf_counter()
         fit(self.model, TrainingInputs(self.training, self.evaluation, plan, logger, run_id=""))
         logger.finish()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 
 from distexp.measure.compilation import CompileWatch
+from distexp.measure.watcher import MeasuredSteps
+
+NO_STEPS = MeasuredSteps([], [], sizes_differ=False)
 
 
 def test_compilations_are_timed_and_counted() -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda x: (x * 2).sum(), backend="eager", dynamic=False)
     watch = CompileWatch(enabled=True)
-    watch.start()
+    watch.start(0)
     for length in (3, 3, 4):
         compiled(torch.ones(length))
-    summary = watch.summary()
-    assert summary is not None
+    watch.stop()
+    summary = watch.summary(NO_STEPS)["compile"]
     assert summary["graphs"] == 2
     assert summary["recompilations"] == 1
     assert summary["seconds"] > 0
@@ -26,5 +29,5 @@ def test_compilations_are_timed_and_counted() -> None:
 
 def test_nothing_is_reported_if_nothing_is_compiled() -> None:
     watch = CompileWatch(enabled=False)
-    watch.start()
-    assert watch.summary() is None
+    watch.start(0)
+    assert watch.summary(NO_STEPS) == {}

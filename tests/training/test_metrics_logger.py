@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distexp.config import TrainConfig
+from distexp.config import MeasureConfig, TrainConfig
 from distexp.data.base import Batch, Sample
 from distexp.data.images import collate_images
 from distexp.data.loader import StepData
@@ -19,11 +19,13 @@ from distexp.data.targets import TargetTokens
 from distexp.data.text import TextCollate
 from distexp.data.workload import measure_workload
 from distexp.distributed.context import Context
+from distexp.measure.profiling.profiler import StepProfiler
 from distexp.measure.profiling.step_analysis import ProfileResult
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.schedule import StepPlan
+from distexp.training.watchers import build_watchers
 
 
 def text_samples(*lengths: int) -> list[Sample]:
@@ -36,7 +38,8 @@ def record(
     """Return the metrics of a training with these micro-batches, and the parts of a profiled step."""
     context = Context(0, 1, 0, 1, 1, torch.device("cpu"), folder)
     plan = StepPlan(TrainConfig(num_epochs=1, measure_after_step=warmup), len(steps))
-    logger = MetricsLogger(plan, context, Events(folder, enabled=False))
+    watchers = build_watchers(plan, MeasureConfig(), context)
+    logger = MetricsLogger(plan, context, Events(folder, enabled=False), watchers)
     logger.start()
     logger.start_steps()
     for batches in steps:
@@ -48,7 +51,8 @@ def record(
             0.1,
         )
     if breakdown is not None:
-        logger.profiler.finish = lambda: ProfileResult({}, [breakdown])  # type: ignore[method-assign]
+        (profiler,) = (watcher for watcher in watchers if isinstance(watcher, StepProfiler))
+        profiler.finish = lambda: ProfileResult({}, [breakdown])  # type: ignore[method-assign]
     return logger.finish()
 
 

@@ -43,7 +43,7 @@ def data(config: Config, tmp_path: Path) -> TaskData:
 def logger(config: Config, tmp_path: Path) -> MetricsLogger:
     """Return the logger of a finished training."""
     context = Context(0, WORKERS, 0, 1, WORKERS, CPU, tmp_path)
-    logger = MetricsLogger(StepPlan(config.train, 1), context, Events(tmp_path, enabled=False))
+    logger = MetricsLogger(StepPlan(config.train, 1), context, Events(tmp_path, enabled=False), [])
     logger.measured_work, logger.counts.measured_samples = DONE, SAMPLES
     return logger
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distexp.measure.energy.curves import Curve, Span, counter_curve, energy_in, power_curve
-from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
+from distexp.runs.memory_trace import CPU, GPU, MemorySample, group_by_device, read_memory_trace
 from distexp.runs.phases import phase_intervals, read_phase_events
 
 TRAINING = frozenset({"train"})
@@ -45,7 +45,7 @@ def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:
         events: File with the phases of the run.
     """
     try:
-        nodes = [_by_device(read_memory_trace(path).samples) for path in traces]
+        nodes = [group_by_device(read_memory_trace(path).samples) for path in traces]
     except (OSError, ValueError):
         return TraceEnergy()
     gpus = _devices(nodes, GPU)
@@ -66,13 +66,6 @@ def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:
 def counter_or_power(samples: Samples) -> Curve:
     """Return the energy of a device by its counter or, if it has none, by its power."""
     return counter_curve(samples) or power_curve(samples)
-
-
-def _by_device(samples: Samples) -> dict[tuple[str, int], Samples]:
-    devices: dict[tuple[str, int], Samples] = {}
-    for sample in samples:
-        devices.setdefault((sample.kind, sample.index), []).append(sample)
-    return devices
 
 
 def _devices(nodes: Sequence[dict[tuple[str, int], Samples]], kind: str) -> list[Samples]:

@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 
+from distexp.distributed.process_group import gather_to_all
+from distexp.measure.watcher import MeasuredSteps, Step, Watcher
 from distexp.system.units import MIB
 
 PEAKS = ("peak_allocated_mib", "peak_reserved_mib")
 
 
-class AllocatorWatch:
+class AllocatorWatch(Watcher):
     """Samples of allocated memory after each step and before each update, and the allocator's peaks."""
+
+    section = "memory"
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device, self.rank = device, rank
@@ -24,8 +28,8 @@ class AllocatorWatch:
         if self.device.type == "cuda":
             self.states = torch.cuda.memory_allocated(self.device)
 
-    def sample(self) -> None:
-        """Record the allocated memory after a step; takes microseconds and does not synchronize."""
+    def after_step(self, step: Step) -> None:
+        """Record the allocated memory; takes microseconds and does not synchronize."""
         if self.device.type == "cuda":
             self.total += torch.cuda.memory_allocated(self.device)
             self.samples += 1
@@ -38,8 +42,11 @@ class AllocatorWatch:
         peaks = allocator_peaks(self.device, self.rank)
         return peaks | {name: max(peaks[name], self._kept.get(name, 0.0)) for name in PEAKS}
 
-    def summary(self) -> dict[str, Any] | None:
-        """Return an entry of ``memory.torch`` in MiB, or None on the CPU."""
+    def summary(self, steps: MeasuredSteps) -> dict[str, Any]:
+        """Return ``memory.torch`` in MiB, which is empty on the CPU. A collective."""
+        return {"torch": [entry for entry in gather_to_all(self._entry()) if entry is not None]}
+
+    def _entry(self) -> dict[str, Any] | None:
         if self.device.type != "cuda":
             return None
         average = self.total / self.samples / MIB if self.samples else None

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from distexp.measure.memory.gpu_conditions import ConditionsReader
+from distexp.runs.memory_trace import MemorySample
 from distexp.system.nvml import nvml_session
 from distexp.system.units import MIB
 
 Warn = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class GpuReading:
-    """State of a GPU at one time; a value is None if NVML does not report it."""
-
-    index: int
-    used_mib: float | None = None  # by all processes
-    total_mib: float | None = None
-    utilization_pct: float | None = None
-    power_w: float | None = None
-    job_mib: float | None = None  # by the processes of this job
-    energy_j: float | None = None
-    source: str = ""
-    other_mib: float | None = None  # by other jobs
-    sm_clock_mhz: float | None = None
-    clock_reasons: float | None = None
-    pcie_pct: float | None = None
-    ecc_errors: float | None = None
 
 
 class GpuReader:
@@ -54,8 +35,7 @@ class GpuReader:
         self._nvml: Any = self._session.enter_context(nvml_session())
         self._excludes_reserved = hasattr(self._nvml, "nvmlMemory_v2")
         self._handles = {
-            index: self._query(f"handle of GPU {index}", partial(self._nvml.nvmlDeviceGetHandleByIndex, index))
-            for index in indices
+            index: self._query(f"handle of GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in indices
         }
         self._conditions = {index: ConditionsReader(self._nvml, handle) for index, handle in self._handles.items()}
         self._partitioned = {index for index, handle in self._handles.items() if self._uses_mig(handle)}
@@ -64,20 +44,17 @@ class GpuReader:
         """Shut NVML down."""
         self._session.close()
 
-    def read(self, pids: Collection[int]) -> list[GpuReading]:
-        """Return one reading per GPU; ``pids`` are the processes of this job."""
-        return [self._read(index, handle, pids) for index, handle in self._handles.items()]
-
-    def _read(self, index: int, handle: Any, pids: Collection[int]) -> GpuReading:
+    def read(self, empty: MemorySample, pids: Collection[int]) -> MemorySample:
+        """Return the sample of a GPU, given one without values, and the processes of this job."""
+        index, handle = empty.index, self._handles[empty.index]
         if handle is None:
-            return GpuReading(index)
-        nvml = self._nvml
+            return empty
         memory, source = self._memory(index, handle)
-        busy = self._query(f"utilization of GPU {index}", partial(nvml.nvmlDeviceGetUtilizationRates, handle))
+        busy = self._query(f"utilization of GPU {index}", "nvmlDeviceGetUtilizationRates", handle)
         job_mib, other_mib = self._job_and_other_mib(index, handle, pids)
         milliwatts, millijoules = self._power_and_energy(index, handle)
-        return GpuReading(
-            index=index,
+        return replace(
+            empty,
             used_mib=None if memory is None else memory.used / MIB,
             total_mib=None if memory is None else memory.total / MIB,
             utilization_pct=None if busy is None else float(busy.gpu),
@@ -91,12 +68,11 @@ class GpuReader:
 
     def _power_and_energy(self, index: int, handle: Any) -> tuple[int | None, int | None]:
         """Return mW and mJ; None if other users share the GPU with MIG, because both are of the whole GPU."""
-        nvml = self._nvml
         if index in self._partitioned:
             return None, None
         return (
-            self._query(f"power of GPU {index}", partial(nvml.nvmlDeviceGetPowerUsage, handle)),
-            self._query(f"energy of GPU {index}", partial(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)),
+            self._query(f"power of GPU {index}", "nvmlDeviceGetPowerUsage", handle),
+            self._query(f"energy of GPU {index}", "nvmlDeviceGetTotalEnergyConsumption", handle),
         )
 
     def _uses_mig(self, handle: Any) -> bool:
@@ -111,11 +87,13 @@ class GpuReader:
         if self._excludes_reserved:
             info = self._query(
                 f"memory without the driver's reserve of GPU {index}",
-                partial(nvml.nvmlDeviceGetMemoryInfo, handle, version=nvml.nvmlMemory_v2),
+                "nvmlDeviceGetMemoryInfo",
+                handle,
+                version=nvml.nvmlMemory_v2,
             )
             if info is not None:
                 return info, "nvml"
-        info = self._query(f"memory of GPU {index}", partial(nvml.nvmlDeviceGetMemoryInfo, handle))
+        info = self._query(f"memory of GPU {index}", "nvmlDeviceGetMemoryInfo", handle)
         return info, "" if info is None else "nvml_with_reserve"
 
     def _job_and_other_mib(self, index: int, handle: Any, pids: Collection[int]) -> tuple[float | None, float | None]:
@@ -124,9 +102,7 @@ class GpuReader:
         In a container, NVML may list no processes, or list them with the pids of the host. Its list is used once it
         has contained one of our pids, on any GPU.
         """
-        listed = self._query(
-            f"processes of GPU {index}", partial(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-        )
+        listed = self._query(f"processes of GPU {index}", "nvmlDeviceGetComputeRunningProcesses", handle)
         if listed is None:
             return None, None
         ours = [process.usedGpuMemory for process in listed if process.pid in pids]
@@ -136,10 +112,10 @@ class GpuReader:
             return None, None
         return _total_mib(ours), _total_mib(others)
 
-    def _query(self, what: str, function: Callable[[], Any]) -> Any:
+    def _query(self, what: str, function: str, *arguments: Any, **keywords: Any) -> Any:
         """Return the result of a query, or None after one warning. The other values of the GPU remain available."""
         try:
-            return function()
+            return getattr(self._nvml, function)(*arguments, **keywords)
         except Exception as error:
             if what not in self._refused:
                 self._refused.add(what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -42,26 +42,20 @@ def read_memory_log(path: Path) -> MemoryTrace:
     filled = [line for line in lines if line.strip()]
     if not filled:
         raise ValueError(f"{path} is empty{' (except for an incomplete line)' if notes else ''}: {EXPECTED}")
-    trace = read_memory_trace(path) if is_memory_trace(filled[0]) else _reader(filled)(path, lines, notes)
+    first = filled[0].strip()
+    if is_memory_trace(filled[0]):
+        trace = read_memory_trace(path)
+    elif first.startswith("elapsed_time,"):
+        trace = _read_psrecord_csv(path, lines, notes)
+    elif (first.startswith("#") and "Real" in first) or _floats(first.split(), minimum=4):
+        trace = _read_psrecord(path, lines, notes)
+    elif "memory.used" in first or _STAMP.match(first):
+        trace = _read_nvidia_smi(path, lines, notes)
+    else:
+        raise ValueError(f"{path} has an unknown format: {EXPECTED}")
     if not trace.samples:
         raise ValueError(f"{path} has no samples: {EXPECTED}")
     return trace
-
-
-def _reader(filled: Sequence[str]) -> Callable[[Path, Sequence[str], list[str]], MemoryTrace]:
-    """Return the reader for a file, chosen by its first line."""
-    first = filled[0].strip()
-    if first.startswith("elapsed_time,"):
-        return _read_psrecord_csv
-    if (first.startswith("#") and "Real" in first) or _floats(first.split(), minimum=4):
-        return _read_psrecord
-    if "memory.used" in first or _STAMP.match(first):
-        return _read_nvidia_smi
-    return _refuse_format
-
-
-def _refuse_format(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
-    raise ValueError(f"{path} has an unknown format: {EXPECTED}")
 
 
 def _floats(cells: Sequence[str], minimum: int) -> list[float] | None:

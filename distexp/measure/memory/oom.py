@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from distexp.measure.memory.model_tensors import ModelTensors
+from distexp.measure.memory.model_tensors import ModelTensors, ReadTensors
 from distexp.measure.memory.saved_tensors import storage_sizes
 from distexp.measure.memory.step_parts import COMMUNICATION, Frame, is_communication, specific_frames
 from distexp.measure.memory.step_recording import ALLOCATED, frames_of, has_history, known_parts
+from distexp.measure.watcher import Step, Watcher
 from distexp.runs.out_of_memory import out_of_memory_status
 from distexp.system.torch_internals.memory import on_out_of_memory, start_memory_history, stop_memory_history
 from distexp.system.units import MIB
@@ -26,8 +27,6 @@ MAX_TENSORS = 8
 
 REST, UNKNOWN = "rest", "unknown"
 """Activations and temporaries, which only a recorded step separates; and all memory while there is no model."""
-
-ReadTensors = Callable[[], ModelTensors | None]
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,51 @@ class UsedBlock:
     requested: int = 0
 
 
-class OutOfMemoryWatch:
-    """Keeps a report of the latest allocation of this process that failed.
+class OutOfMemoryWatch(Watcher):
+    """Keeps a report of the latest allocation of this process that failed, also while the model is built.
 
     Args:
-        read: returns the tensors of the model; None while there is no model.
+        device: the device. On a CPU there is no report.
+        records_stacks: whether to record the Python stacks of the first step's allocations, so that a report has
+            source lines. The first step must count in no metric.
     """
 
-    def __init__(self, read: ReadTensors) -> None:
-        self.read = read
+    def __init__(self, device: torch.device, *, records_stacks: bool = False) -> None:
+        self.device = device
+        self.read: ReadTensors | None = None
         self.report: dict[str, Any] | None = None
+        self._records_stacks, self._recording = records_stacks and has_history(device), False
+        if has_history(device):
+            if not _watches:  # torch cannot remove an observer
+                on_out_of_memory(_observe)
+            _watches[:] = [self]
+
+    def follow(self, module: nn.Module, read: ReadTensors) -> None:
+        """Describe the tensors of the model in a report."""
+        self.read = read
+
+    def start(self, done: int) -> None:
+        """Record the stacks. Blocks in use keep theirs, so the history needs no entries."""
+        if self._records_stacks:
+            self._recording = True
+            start_memory_history(1)
+
+    def end_step(self, step: Step) -> None:
+        """End the recording after the first step."""
+        if self._recording:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the recording."""
+        if self._recording:
+            self._recording = False
+            stop_memory_history(self.device.index or 0)
 
     def observe(self, device: int, requested: int, total: int, free: int) -> None:
         """Keep a report; torch calls this before it raises the error, and an error here would replace that one."""
         try:
             segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            tensors = None if self.read is None else self.read()
             reserved = torch.cuda.memory_reserved(device)
             self.report = {
                 "requested_mib": requested / MIB,
@@ -62,54 +91,24 @@ class OutOfMemoryWatch:
                 "reserved_mib": reserved / MIB,
                 "free_mib": min(free, total - reserved) / MIB,  # With a limit, torch passes it as the total.
                 "total_mib": total / MIB,
-                **describe_blocks(used_blocks(segments, device), self.read(), running_frames()),
+                **describe_blocks(used_blocks(segments, device), tensors, running_frames()),
             }
         except Exception as error:
             print(f"note: the memory is not described: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 _watches: list[OutOfMemoryWatch] = []
+"""The watch of the latest training of this process."""
 
 
-def watch_out_of_memory(device: torch.device, read: ReadTensors) -> None:
-    """Keep a report of failed allocations on a GPU, in place of an earlier watch; do nothing on a CPU."""
-    if not has_history(device):
-        return
-    if _watches:
-        _watches[0].read = read
-        return
-    _watches.append(OutOfMemoryWatch(read))
-    on_out_of_memory(_watches[0].observe)
+def _observe(device: int, requested: int, total: int, free: int) -> None:
+    _watches[0].observe(device, requested, total, free)
 
 
 def report_of(error: BaseException) -> dict[str, Any] | None:
     """Return the report of the allocation that an error is about; None for another error."""
     is_full = out_of_memory_status(type(error).__name__, str(error)) == "oom_gpu"
     return _watches[0].report if _watches and is_full else None
-
-
-class FirstStepStacks:
-    """Records the Python stacks of the first step's allocations, so that a report has source lines.
-
-    Args:
-        enabled: whether to record. The first step must count in no metric.
-    """
-
-    def __init__(self, device: torch.device, *, enabled: bool) -> None:
-        self.device, self._due = device, enabled and has_history(device)
-        self._running = False
-
-    def start(self) -> None:
-        """Record from now on, once. Blocks in use keep their stacks, so the history needs no entries."""
-        if self._due:
-            self._due, self._running = False, True
-            start_memory_history(1)
-
-    def stop(self) -> None:
-        """End the recording."""
-        if self._running:
-            self._running = False
-            stop_memory_history(self.device.index or 0)
 
 
 def used_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> Iterator[UsedBlock]:

@@ -2,63 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from distexp.measure.memory.model_tensors import ModelTensors
+from distexp.distributed.process_group import gather_to_all, sum_over_ranks
+from distexp.measure.memory.model_tensors import ReadTensors
 from distexp.measure.memory.saved_tensors import SavedTensorCounter, storage_sizes
 from distexp.measure.memory.step_recording import StepRecording
+from distexp.measure.watcher import PROFILE, MeasuredSteps, Step, Watcher
 from distexp.system.units import MIB
 
 
-class PartsWatch:
+class PartsWatch(Watcher):
     """Sizes of the parts, read from the tensors in the first step, which is not timed.
 
     Parameters and gradients are those between the backward pass and the update.
 
-    Attributes:
-        read: Returns the tensors of the model. The trainer sets it.
+    Args:
+        rank: This rank.
+        counts_activations: Whether to count what the first step saves for the backward pass.
+        make_recording: Makes the recording of the step before the profiled ones; None: the device has none.
     """
 
-    def __init__(self, rank: int, *, counts_activations: bool) -> None:
-        self.rank, self.counts_activations = rank, counts_activations
-        self.read: Callable[[], ModelTensors] | None = None
+    section = "memory"
+
+    def __init__(
+        self, rank: int, *, counts_activations: bool, make_recording: Callable[[], StepRecording] | None = None
+    ) -> None:
+        self.rank, self.counts_activations, self.make_recording = rank, counts_activations, make_recording
+        self.read: ReadTensors | None = None
         self.parameters: int | None = None  # bytes
         self.gradients: int | None = None
         self.optimizer_states: int | None = None
-        self.activations: int | None = None
         self.recording: StepRecording | None = None
         self.peaks: list[dict[str, Any]] = []  # of the recorded step
+        self._module: nn.Module | None = None
+        self._counter: SavedTensorCounter | None = None
+        self._counting = ExitStack()
 
-    def read_tensors(self) -> ModelTensors | None:
-        """Return the tensors of the model; None if it is not built yet."""
-        return self.read() if self.read is not None else None
+    def follow(self, module: nn.Module, read: ReadTensors) -> None:
+        """Keep the model."""
+        self._module, self.read = module, read
 
-    def record_step(self, recording: StepRecording) -> None:
-        """Record the next step."""
-        if self.read is not None:
-            self.recording = recording
-            recording.start(self.read)
+    def start_steps(self, phase: str) -> None:
+        """Record the first step of the phase ``profile``, which is not timed."""
+        if phase == PROFILE and self.make_recording is not None and self.read is not None:
+            self.recording, self.make_recording = self.make_recording(), None
+            self.recording.start(self.read)
 
     def start_forward(self) -> None:
-        """Mark the start of a micro-batch."""
+        """Mark the start of a micro-batch. In the first step, start to count activations."""
         if self.recording is not None:
             self.recording.start_forward()
-
-    def count_activations(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return the context for the micro-batches of a step."""
-        is_due = self.read is not None and self.parameters is None
-        return self._count(module) if is_due and self.counts_activations else nullcontext()
-
-    @contextmanager
-    def _count(self, module: nn.Module) -> Iterator[None]:
-        counter = SavedTensorCounter()
-        with counter.count(module):
-            yield
-        self.activations = max(self.activations or 0, counter.peak_bytes)
+        if self._counter is None and self.counts_activations and self._module is not None:
+            self._counter = SavedTensorCounter()
+            self._counting.enter_context(self._counter.count(self._module))
 
     def before_update(self) -> None:
         """Measure parameters and gradients, once."""
@@ -66,43 +68,39 @@ class PartsWatch:
             self.recording.start_update()
         if self.read is None or self.parameters is not None:
             return
+        self._counting.close()
         tensors = self.read()
         parameters = storage_sizes(iter(tensors.parameters))
-        gradients = storage_sizes(iter(tensors.gradients))
         self.parameters = sum(parameters.values())
-        self.gradients = sum(size for key, size in gradients.items() if key not in parameters)
+        self.gradients = _size_outside(parameters, tensors.gradients)
 
-    def after_update(self, *, timed: bool) -> bool:
-        """Measure the optimizer states after the first update.
+    def after_step(self, step: Step) -> None:
+        """Measure the optimizer states after the first update, and read the recording if there is one.
 
         With fp16 the loss scaling may skip the first updates, so the next ones are measured until one is timed.
-
-        Returns:
-            Whether this step was recorded. To read the recording took time.
         """
-        self._measure_states(timed=timed)
-        if self.recording is None:
-            return False
-        self.peaks = self.recording.finish()
-        self.recording = None
-        return True
+        if self.read is not None and not (self.optimizer_states or (step.measured and self.optimizer_states == 0)):
+            tensors = self.read()
+            self.optimizer_states = _size_outside(storage_sizes(iter(tensors.parameters)), tensors.optimizer_states)
+        if self.recording is not None:
+            recording, self.recording = self.recording, None
+            self.peaks = recording.finish()
+            # Ranks that read their recording longer would make the others wait in the first profiled step.
+            sum_over_ranks(torch.zeros(1, device=recording.device)).item()
 
-    def _measure_states(self, *, timed: bool) -> None:
-        if self.read is None or self.optimizer_states or (timed and self.optimizer_states is not None):
-            return
-        tensors = self.read()
-        parameters = storage_sizes(iter(tensors.parameters))
-        states = storage_sizes(iter(tensors.optimizer_states))
-        self.optimizer_states = sum(size for key, size in states.items() if key not in parameters)
-
-    def cancel(self) -> None:
-        """End the recording of a step that was not finished."""
+    def stop(self) -> None:
+        """End what has not ended, because the training stopped in that step."""
+        self._counting.close()
         if self.recording is not None:
             self.recording.cancel()
             self.recording = None
 
-    def summary(self) -> list[dict[str, Any]]:
-        """Return the entries of ``memory.parts`` in MiB: the tensors, then the peaks of the recorded step."""
+    def summary(self, steps: MeasuredSteps) -> dict[str, Any]:
+        """Return ``memory.parts`` of all ranks. A collective."""
+        return {"parts": [entry for entries in gather_to_all(self.entries()) for entry in entries]}
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries of this rank in MiB: the tensors, then the peaks of the recorded step."""
         if self.parameters is None:
             return []
         tensors = {
@@ -111,9 +109,14 @@ class PartsWatch:
             "parameters_mib": _mib(self.parameters),
             "gradients_mib": _mib(self.gradients),
             "optimizer_states_mib": _mib(self.optimizer_states),
-            "activations_mib": _mib(self.activations),
+            "activations_mib": _mib(None if self._counter is None else self._counter.peak_bytes),
         }
         return [tensors, *({"rank": self.rank, **peak} for peak in self.peaks)]
+
+
+def _size_outside(parameters: Mapping[int, int], tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors that share no storage with parameters."""
+    return sum(size for key, size in storage_sizes(iter(tensors)).items() if key not in parameters)
 
 
 def _mib(size: int | None) -> float | None:

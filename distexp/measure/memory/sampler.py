@@ -13,7 +13,7 @@ from types import TracebackType
 
 from distexp.measure.energy.cpu_reader import CpuEnergyReader
 from distexp.measure.memory.cost_limit import CostLimit
-from distexp.measure.memory.gpu_reader import GpuReader, GpuReading
+from distexp.measure.memory.gpu_reader import GpuReader
 from distexp.measure.memory.process_tree import ProcessTree
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTraceWriter
 from distexp.runs.phases import PhaseTail
@@ -178,8 +178,9 @@ class Sampler:
             source=tree.memory.source if tree.memory else "",
             compiler_mib=tree.memory.compiler_mib if tree.memory else None,
         )
-        for gpu in self._read_gpus(tree.pids):
-            yield MemorySample(unix_time_s=now, phase=phase, kind=GPU, **vars(gpu))
+        for index in self._gpu_indices:
+            empty = MemorySample(now, phase, GPU, index, used_mib=None)
+            yield empty if self._gpus is None else self._gpus.read(empty, tree.pids)
 
     def _phase(self, now: float) -> str:
         try:
@@ -187,11 +188,6 @@ class Sampler:
         except OSError as error:
             self._warn("phase", f"{self._tail.path} cannot be read ({error}): samples have no phase")
             return ""
-
-    def _read_gpus(self, pids: frozenset[int]) -> list[GpuReading]:
-        if self._gpus is None:
-            return [GpuReading(index) for index in self._gpu_indices]
-        return self._gpus.read(pids)
 
     def _warn(self, key: str, text: str) -> None:
         if key not in self._warned:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from distexp.runs.device_entries import UNCOUNTED_CPU_PHASES
-from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
+from distexp.runs.memory_trace import CPU, GPU, MemorySample, group_by_device, read_memory_trace
 from distexp.runs.phases import PhaseEvent, phase_at, read_phase_events
 from distexp.runs.run_dir import EVENTS, memory_trace_path
 
@@ -70,7 +71,7 @@ def summarize(traces: Sequence[Path], events: Path | None = None) -> Summary:
     summary = Summary({GPU: [], CPU: []}, {GPU: [], CPU: []}, [])
     for position, path in enumerate(traces):
         node = node_of(path, position)
-        by_device = _group_by_device(_samples(path, events, summary.notes))
+        by_device = group_by_device(_samples(path, events, summary.notes))
         by_device.setdefault((CPU, 0), [])
         for (kind, index), samples in sorted(by_device.items()):
             device: Entry = {"node": node} if kind == CPU else {"node": node, "index": index}
@@ -115,13 +116,6 @@ def join_phases(samples: Iterable[MemorySample], events: Sequence[PhaseEvent]) -
     return [replace(sample, phase=phase_at(events, sample.unix_time_s) or sample.phase) for sample in samples]
 
 
-def _group_by_device(samples: Iterable[MemorySample]) -> dict[tuple[str, int], list[MemorySample]]:
-    devices: dict[tuple[str, int], list[MemorySample]] = {}
-    for sample in samples:
-        devices.setdefault((sample.kind, sample.index), []).append(sample)
-    return devices
-
-
 def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     if kind == GPU:  # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
         counted = list(takewhile(_is_not_profiling, filter(_is_not_searching, samples)))
@@ -162,8 +156,8 @@ def _utilization(samples: Sequence[MemorySample]) -> Entry:
     counted = filter(_is_not_profiling, filter(_is_not_searching, samples))
     values = _known(counted, lambda sample: sample.utilization_pct)
     return {
-        "average_pct": _mean(values) if values else None,
-        "phases": _by_phase(samples, lambda sample: sample.utilization_pct, _mean),
+        "average_pct": fmean(values) if values else None,
+        "phases": _by_phase(samples, lambda sample: sample.utilization_pct, fmean),
     }
 
 
@@ -173,10 +167,6 @@ def _is_not_searching(sample: MemorySample) -> bool:
 
 def _is_not_profiling(sample: MemorySample) -> bool:
     return sample.phase != PROFILING_PHASE
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _known(samples: Iterable[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:

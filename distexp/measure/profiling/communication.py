@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from distexp.measure.profiling.intervals import Interval, clip, intersection_length, merge, total_length
@@ -76,16 +77,12 @@ def combine_shares(ranks: Sequence[CommunicationShares | str], window: ProfileWi
     exposed = [shares.exposed_share for shares in known if shares.exposed_share is not None]
     kinds = sorted({kind for shares in known for kind in shares.by_collective})
     return entry | {
-        "share": _mean([shares.share for shares in known]),
-        "exposed_share": _mean(exposed) if exposed else None,
-        "step_s": _mean([shares.step_s for shares in known]),
-        "by_collective": {kind: _mean([shares.by_collective.get(kind, 0.0) for shares in known]) for kind in kinds},
+        "share": fmean(shares.share for shares in known),
+        "exposed_share": fmean(exposed) if exposed else None,
+        "step_s": fmean(shares.step_s for shares in known),
+        "by_collective": {kind: fmean(shares.by_collective.get(kind, 0.0) for shares in known) for kind in kinds},
         "ranks": [
             {"rank": rank, "share": shares.share, "exposed_share": shares.exposed_share}
             for rank, shares in enumerate(known)
         ],
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -12,20 +12,12 @@ from dataclasses import dataclass
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK
 from distexp.measure.profiling.intervals import Interval
 from distexp.measure.profiling.phases import StepPhases
+from distexp.system.torch_internals.fsdp import FSDPUnitSize
 
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
 
 HOOK = re.compile(rf"{FSDP_HOOK}(\w+)(?: \(([^)]*)\)| for ([^\[]*?))?(?: \[.*\])?$")
 """FSDP::pre_forward (layers.0), FSDP::backward_prefetch for layers.1, FSDP::pre_forward of the root."""
-
-
-@dataclass(frozen=True)
-class UnitSize:
-    """What FSDP sends for one unit, in bytes, and whether it frees the weights after the forward pass."""
-
-    gathered_bytes: int
-    reduced_bytes: int
-    reshards_after_forward: bool
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class HookCollective:
 
 
 def collectives_of_hooks(
-    calls: Sequence[tuple[str, Interval]], units: Mapping[str, UnitSize], phases: StepPhases
+    calls: Sequence[tuple[str, Interval]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
 ) -> list[HookCollective]:
     """Return the collectives of a step, in the order of time.
 
@@ -69,7 +61,7 @@ def _parse(name: str) -> tuple[str, str]:
 
 
 def _gathers(
-    hooks: Sequence[tuple[float, str, str]], units: Mapping[str, UnitSize], phases: StepPhases
+    hooks: Sequence[tuple[float, str, str]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
 ) -> list[HookCollective]:
     """Return where FSDP would gather: in the first hook that needs the weights of a unit that are not there."""
     present: set[str] = set()
@@ -77,7 +69,7 @@ def _gathers(
     keeps = not any(unit.reshards_after_forward for name, unit in units.items() if name)
     last = phases.backward[-1][0] if phases.backward else phases.window[0]  # start of the last backward pass
 
-    def frees(hook: str, unit: UnitSize, when: float) -> bool:
+    def frees(hook: str, unit: FSDPUnitSize, when: float) -> bool:
         after_forward = hook == "post_forward" and unit.reshards_after_forward
         return after_forward or (hook == "post_backward_reshard" and (not keeps or when >= last))
 

@@ -9,12 +9,11 @@ from itertools import groupby
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distexp.measure.profiling.fsdp_hooks import UnitSize
 from distexp.models.blocks import find_units
 from distexp.runs.step_model import Parameters
 from distexp.strategies.optimizer import parameter_groups
 from distexp.system.torch_internals.ddp import ddp_bucket_sizes
-from distexp.system.torch_internals.fsdp import read_fsdp_unit_sizes
+from distexp.system.torch_internals.fsdp import FSDPUnitSize, read_fsdp_unit_sizes
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class ModelSizes:
     """
 
     units: tuple[Parameters, ...] = ()
-    fsdp: dict[str, UnitSize] = field(default_factory=dict)
+    fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)
     buckets: tuple[int, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     modules: tuple[tuple[int, ...], ...] = ()
@@ -40,14 +39,10 @@ def read_model_sizes(module: nn.Module | None) -> ModelSizes:
     """Return the sizes of a distributed model; empty if it is unknown."""
     if module is None:
         return ModelSizes()
-    fsdp = {
-        unit.name: UnitSize(unit.gathered_bytes, unit.reduced_bytes, unit.reshards_after_forward)
-        for unit in read_fsdp_unit_sizes(module)
-    }
     bare = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "module", module)
     return ModelSizes(
         tuple(_units(bare)),
-        fsdp,
+        {unit.name: unit for unit in read_fsdp_unit_sizes(module)},
         tuple(_bucket_elements(module)),
         tuple(tuple(map(_elements, group["params"])) for group in parameter_groups(bare, weight_decay=0.0)),
         tuple(_positions_by_module(bare)),

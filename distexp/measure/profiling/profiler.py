@@ -9,20 +9,28 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from distexp.config import TrainConfig
 from distexp.distributed.context import Context
-from distexp.measure.clock import synchronize
+from distexp.distributed.process_group import gather_to_all
+from distexp.measure.clock import quantiles, synchronize
+from distexp.measure.memory.model_tensors import ReadTensors
 from distexp.measure.profiling.annotations import activate_annotations
 from distexp.measure.profiling.chrome_trace import Trace, read_trace
 from distexp.measure.profiling.core_waits import CoreWaits
+from distexp.measure.profiling.overhead import remove_overhead
 from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
 from distexp.measure.profiling.step_analysis import ProfileResult, StepAnalysis, result_or_error
+from distexp.measure.watcher import PROFILE, MeasuredSteps, Step, Watcher
 from distexp.runs.run_dir import profile_trace_path
 
 DETACH = "TEARDOWN_CUPTI"
@@ -32,24 +40,29 @@ LOG_LEVEL_SILENT = "100"
 """Log level above all messages of the profiler, which logs each start and warns that a CPU is not a GPU."""
 
 
-class StepProfiler:
+class StepProfiler(Watcher):
     """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0.
+
+    With CUDA graphs CUPTI stays attached, because detaching it may crash.
 
     Args:
         context: Rank and device.
-        requested_steps: ``train.profile_steps``.
-        cuda_graphs: Whether the training runs CUDA graphs. Then CUPTI stays attached, because detaching it may crash.
+        train: ``train`` of the configuration.
+        window_of: Returns the steps to profile, given the steps of earlier attempts.
     """
 
-    def __init__(self, context: Context, requested_steps: int, *, cuda_graphs: bool = False) -> None:
-        self.context, self.requested_steps, self.cuda_graphs = context, requested_steps, cuda_graphs
+    section = "metrics"
+
+    def __init__(
+        self, context: Context, train: TrainConfig, window_of: Callable[[int], ProfileWindow | None] = lambda _: None
+    ) -> None:
+        self.context, self.train, self.window_of = context, train, window_of
         self.window: ProfileWindow | None = None
         self.done = 0  # steps since the profiler started, including its warm-up
-        self.overhead_s = 0.0  # of starting and stopping the profiler; not part of the training time
         self.invalid: str | None = None  # why the profiled steps cannot be used
         self.module: nn.Module | None = None  # the distributed model, whose sizes a forecast needs
-        self.micro_batches = 1  # of a step
-        self.core_waits = CoreWaits(enabled=context.device.type == "cpu" and requested_steps > 0)
+        self.breakdown: list[dict[str, Any]] | None = None  # of each rank, with the overhead of the profiler
+        self.core_waits = CoreWaits(enabled=context.device.type == "cpu" and train.profile_steps > 0)
         self._profile: profile | None = None
         self._finished = False
 
@@ -58,28 +71,42 @@ class StepProfiler:
         """Return whether the profiler is running; such steps count in no other metric."""
         return self._profile is not None and not self._finished
 
-    @property
-    def has_started(self) -> bool:
-        """Return whether the profiler has started; it may have finished."""
-        return self._profile is not None
+    def follow(self, module: nn.Module, read: ReadTensors) -> None:
+        """Keep the model."""
+        self.module = module
 
-    def start(self) -> None:
-        """Start the profiler; the next step is its warm-up."""
+    def start(self, done: int) -> None:
+        """Choose the steps to profile."""
+        self.window = self.window_of(done)
+
+    def start_steps(self, phase: str) -> None:
+        """Start the profiler if its phase starts; the next step is its warm-up.
+
+        If it runs, discard the measurement, because other work is between the profiled steps.
+        """
+        if phase == PROFILE and self._profile is None:
+            synchronize(self.context.device)
+            before = time.perf_counter()
+            self._profile = self._start_profile()
+            self.overhead_s += time.perf_counter() - before
+        elif self.running and self.done >= WARMUP_STEPS:
+            self.invalid = "a checkpoint was written between the profiled steps: not measured"
+
+    def _start_profile(self) -> profile:
         assert self.window is not None
-        on_gpu = self.context.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        activities = [ProfilerActivity.CPU]
+        if self.context.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         os.environ.setdefault("KINETO_LOG_LEVEL", LOG_LEVEL_SILENT)
-        if not self.cuda_graphs:
+        if self.train.compiled != "graphs":
             os.environ.setdefault(DETACH, "1")
-        synchronize(self.context.device)
-        before = time.perf_counter()
         steps = schedule(wait=0, warmup=WARMUP_STEPS, active=self.window.steps, repeat=1)
-        self._profile = profile(activities=activities, schedule=steps)
+        started = profile(activities=activities, schedule=steps)
         activate_annotations(active=True)
-        self._profile.start()
-        self.overhead_s += time.perf_counter() - before
+        started.start()
+        return started
 
-    def step(self) -> None:
+    def after_step(self, step: Step) -> None:
         """Mark the end of a step; synchronize after the warm-up and after the last step to keep them separate."""
         if self._profile is None or self.window is None or self._finished:
             return
@@ -96,15 +123,25 @@ class StepProfiler:
         self.overhead_s += time.perf_counter() - before
         self.core_waits.start_step()
 
-    def mark_interrupted(self, reason: str) -> None:
-        """Discard the measurement if other work, such as a checkpoint, happens between profiled steps."""
-        if self.running and self.done >= WARMUP_STEPS:
-            self.invalid = f"{reason} between the profiled steps: not measured"
-
     def _stop(self) -> None:
         assert self._profile is not None
         self._profile.stop()
         activate_annotations(active=False)
+
+    def summary(self, steps: MeasuredSteps) -> dict[str, Any]:
+        """Return the communication, and the parts of the median step without the profiler's overhead. A collective."""
+        profiled = self.finish()
+        if profiled is None:
+            return {}
+        self.breakdown = breakdown = profiled.breakdown
+        if breakdown and steps.durations_s:
+            median_s = (quantiles(steps.durations_s) or {})["p50"]
+            data_waits_s = gather_to_all(statistics.median(steps.data_waits_s))
+            breakdown = [
+                remove_overhead(entry, median_s, data_wait_s=wait_s, sizes_differ=steps.sizes_differ)
+                for entry, wait_s in zip(breakdown, data_waits_s, strict=True)
+            ]
+        return {"communication": profiled.communication, "step_breakdown": breakdown}
 
     def finish(self) -> ProfileResult | None:
         """Return what the time of the profiled steps went to. A collective.
@@ -114,10 +151,11 @@ class StepProfiler:
         Returns:
             The result, or None if ``train.profile_steps`` is 0.
         """
-        if not self.requested_steps:
+        if not self.train.profile_steps:
             return None
+        micro_batches = self.train.gradient_accumulation_steps
         trace = result_or_error(self._read_trace)
-        analysis = StepAnalysis(self.context, self.window, self.module, self.micro_batches, self.core_waits)
+        analysis = StepAnalysis(self.context, self.window, self.module, micro_batches, self.core_waits)
         return analysis.run(trace)
 
     def _read_trace(self) -> Trace | str:
@@ -128,7 +166,7 @@ class StepProfiler:
             return self.invalid
         if self.window is None:
             return (
-                f"too few steps to measure speed and to profile (train.profile_steps={self.requested_steps}): "
+                f"too few steps to measure speed and to profile (train.profile_steps={self.train.profile_steps}): "
                 "train more steps"
             )
         if self._profile is None or not self._finished:

@@ -108,15 +108,7 @@ class StepAnalysis:
 
     def _step_model(self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary]) -> StepModel:
         sizes, context = read_model_sizes(self.module), self.context
-        step = ProfiledStep(
-            trace,
-            median.position,
-            median.parts,
-            median.transfers,
-            context.world_size,
-            self.micro_batches,
-            sizes.fsdp,
-        )
+        step = ProfiledStep(trace, median, context.world_size, self.micro_batches, sizes.fsdp)
         return StepModel(
             on_gpu=trace.on_gpu,
             workers=context.world_size,

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from distexp.measure.profiling.breakdown import StepParts
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace, TraceCollective
-from distexp.measure.profiling.collective_waits import Transfer
 from distexp.measure.profiling.cpu_waits import waits_for_gpu
-from distexp.measure.profiling.fsdp_hooks import HookCollective, UnitSize, collectives_of_hooks
+from distexp.measure.profiling.fsdp_hooks import HookCollective, collectives_of_hooks
 from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
 from distexp.measure.profiling.phases import StepPhases, find_phases
+from distexp.measure.profiling.rank_summary import MedianStep
 from distexp.runs.step_model import FORWARD, OPTIMIZER, Collective, Item, Segment
+from distexp.system.torch_internals.fsdp import FSDPUnitSize
 
 CHUNKS = 24
 """Segments of a pass without collectives, so that a forecast can insert some."""
@@ -30,21 +30,17 @@ class ProfiledStep:
 
     Attributes:
         trace: Events of the rank.
-        position: Number of the step in the trace.
-        parts: Parts of the step.
-        transfers: Collectives of the rank, with the waiting for other ranks, in the order of their starts.
+        median: Position and parts of the step, and the collectives of the rank in the order of their starts.
         workers: Number of workers.
         micro_batches: Micro-batches of a step.
         units: Sizes of FSDP's units by name; empty: no FSDP.
     """
 
     trace: Trace
-    position: int
-    parts: StepParts
-    transfers: Sequence[Transfer]
+    median: MedianStep
     workers: int
     micro_batches: int
-    units: Mapping[str, UnitSize]
+    units: Mapping[str, FSDPUnitSize]
 
 
 def items_of(step: ProfiledStep) -> tuple[Item, ...]:
@@ -52,7 +48,7 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
 
     Of more than three micro-batches it has the first, the last, and the one of the others with the median duration.
     """
-    trace, window = step.trace, step.trace.steps[step.position]
+    trace, window = step.trace, step.trace.steps[step.median.position]
     hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(FSDP_REDUCTION)]
     phases = find_phases(window, trace.backward, trace.optimizer, micro_batches=step.micro_batches, hooks=hooks)
     collectives: list[tuple[float, Item]] = []
@@ -78,7 +74,7 @@ def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
     launches = _launches_with_gloo(step.trace, found) if None in starts else starts
     observed = [
         (when or one.when[0], _observed(one.kind, one.bytes, one.ranks or step.workers, transfer.transfer))
-        for when, one, transfer in zip(launches, found, step.transfers, strict=True)
+        for when, one, transfer in zip(launches, found, step.median.transfers, strict=True)
     ]
     first, last = phases.window
     inside = [(when, one) for when, one in observed if first <= when < last]
@@ -156,7 +152,7 @@ def _waits(step: ProfiledStep) -> list[Interval]:
     """Return when the CPU waits: for the GPU or its full queue, or without a GPU for collectives."""
     if step.trace.on_gpu:
         return waits_for_gpu(step.trace)
-    return [*step.parts.parts["exposed_communication"], *step.parts.parts["waiting"]]
+    return [*step.median.parts.parts["exposed_communication"], *step.median.parts.parts["waiting"]]
 
 
 def _launch(kernel: Kernel) -> Interval:

@@ -17,6 +17,7 @@ from distexp.strategies.model_tensors import read_model_tensors
 from distexp.system.units import MIB
 from distexp.worker.__main__ import describe_error
 
+CPU = torch.device("cpu")
 MODEL_LINE = Frame("/x/site-packages/transformers/models/bloom/modeling_bloom.py", 301, "forward")
 LINEAR = Frame("/x/site-packages/torch/nn/modules/linear.py", 134, "forward")
 GATHER = Frame("/x/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_param.py", 7, "alloc")
@@ -74,7 +75,7 @@ def test_the_report_is_in_the_error(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments(3 * MIB, 2 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * MIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * MIB)
-    watch = OutOfMemoryWatch(lambda: None)
+    watch = OutOfMemoryWatch(CPU)
     oom._watches.append(watch)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 10.00 MiB.")
     assert report_of(error) is None, "nothing was observed"
@@ -91,7 +92,7 @@ def test_a_report_that_fails_does_not_hide_the_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: 1 / 0)
-    watch = OutOfMemoryWatch(lambda: None)
+    watch = OutOfMemoryWatch(CPU)
     watch.observe(0, 1, 1, 1)
     assert watch.report is None
     assert "ZeroDivisionError" in capsys.readouterr().err
@@ -101,7 +102,7 @@ def test_a_report_that_fails_does_not_hide_the_error(
 def test_a_real_allocation_that_fails_is_described() -> None:
     device = torch.device("cuda", 0)
     large = torch.zeros(256 * MIB, dtype=torch.uint8, device=device)
-    oom.watch_out_of_memory(device, lambda: None)
+    OutOfMemoryWatch(device)
     total = torch.cuda.get_device_properties(device).total_memory
     with pytest.raises(torch.OutOfMemoryError) as raised:
         torch.empty(2 * total, dtype=torch.uint8, device=device)

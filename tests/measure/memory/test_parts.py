@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.measure.memory.parts import PartsWatch
 from distexp.measure.memory.saved_tensors import SavedTensorCounter, storage_sizes
+from distexp.measure.watcher import PROFILE, TRAIN, Step
 from distexp.strategies.model_tensors import read_model_tensors
 from distexp.system.units import MIB
 
 WIDTH, ROWS = 64, 32
 WEIGHTS = 4 * 2 * (WIDTH * WIDTH + WIDTH)  # bytes of two linear layers
+UNMEASURED = Step(1, measured=False, next_measured=False)
 ACTIVATION = 4 * ROWS * WIDTH  # bytes of the input or output of a layer
 
 
@@ -36,17 +40,20 @@ def make_model() -> nn.Module:
 
 
 def run_step(model: nn.Module, watch: PartsWatch, optimizer: torch.optim.Optimizer, micro_batches: int = 1) -> None:
-    with watch.count_activations(model):
-        for _ in range(micro_batches):
-            model(torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
+    for _ in range(micro_batches):
+        watch.start_forward()
+        model(torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
     watch.before_update()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def watched(model: nn.Module, optimizer: torch.optim.Optimizer, *, compiled: bool = False) -> PartsWatch:
-    watch = PartsWatch(1, counts_activations=not compiled)
-    watch.read = lambda: read_model_tensors(model, optimizer)
+def watched(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, compiled: bool = False, recording: Any = None
+) -> PartsWatch:
+    make = None if recording is None else lambda: recording
+    watch = PartsWatch(1, counts_activations=not compiled, make_recording=make)
+    watch.follow(model, lambda: read_model_tensors(model, optimizer))
     return watch
 
 
@@ -55,8 +62,8 @@ def test_parts_are_the_bytes_of_the_tensors() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     watch = watched(model, optimizer)
     run_step(model, watch, optimizer, micro_batches=3)
-    watch.after_update(timed=False)
-    (summary,) = watch.summary()
+    watch.after_step(UNMEASURED)
+    (summary,) = watch.entries()
     assert (summary["rank"], summary["phase"]) == (1, "train")
     assert summary["parameters_mib"] == summary["gradients_mib"] == WEIGHTS / MIB
     assert summary["optimizer_states_mib"] == pytest.approx(2 * WEIGHTS / MIB, rel=1e-3)  # and step counters
@@ -74,14 +81,14 @@ def test_later_steps_are_not_measured() -> None:
     watch = watched(model, optimizer)
     for _ in range(2):
         run_step(model, watch, optimizer)
-        watch.after_update(timed=False)
-    first = watch.summary()
+        watch.after_step(UNMEASURED)
+    first = watch.entries()
     watch.read = read_again
-    with watch.count_activations(model):
-        model(torch.ones(1000, WIDTH)).sum().backward()
+    watch.start_forward()
+    model(torch.ones(1000, WIDTH)).sum().backward()
     watch.before_update()
-    watch.after_update(timed=False)
-    assert watch.summary() == first
+    watch.after_step(UNMEASURED)
+    assert watch.entries() == first
 
 
 def test_recomputed_activations_do_not_count() -> None:
@@ -112,10 +119,10 @@ def test_states_are_measured_again_if_the_first_update_was_skipped() -> None:
     watch = PartsWatch(0, counts_activations=True)
     watch.read = lambda: ModelTensors([weight], [weight.clone()], [])
     watch.before_update()
-    watch.after_update(timed=False)
+    watch.after_step(UNMEASURED)
     watch.read = lambda: ModelTensors([weight], [], [state])
-    watch.after_update(timed=False)
-    (summary,) = watch.summary()
+    watch.after_step(UNMEASURED)
+    (summary,) = watch.entries()
     assert summary["optimizer_states_mib"] == 2048 / MIB
     assert summary["activations_mib"] is None, "no forward pass was counted"
 
@@ -125,8 +132,8 @@ def test_a_compiled_model_is_not_hooked() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     watch = watched(model, optimizer, compiled=True)
     run_step(model, watch, optimizer)
-    watch.after_update(timed=False)
-    (summary,) = watch.summary()
+    watch.after_step(UNMEASURED)
+    (summary,) = watch.entries()
     assert summary["activations_mib"] is None
     assert summary["optimizer_states_mib"] == 0.0, "SGD without momentum has none"
 
@@ -138,6 +145,8 @@ def test_views_of_a_storage_count_once() -> None:
 
 class FakeRecording:
     """A recording that lists its calls."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -162,24 +171,23 @@ class FakeRecording:
 def test_one_later_step_is_recorded() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters())
-    watch, recording = watched(model, optimizer), FakeRecording()
+    recording = FakeRecording()
+    watch = watched(model, optimizer, recording=recording)
     for step in range(3):
-        if step == 1:
-            watch.record_step(recording)  # type: ignore[arg-type]
-        for _ in range(2):
-            watch.start_forward()
-        run_step(model, watch, optimizer)
-        assert watch.after_update(timed=True) == (step == 1)
+        watch.start_steps(PROFILE if step else TRAIN)
+        run_step(model, watch, optimizer, micro_batches=2)
+        watch.after_step(Step(step + 1, measured=True, next_measured=True))
     assert recording.calls == ["start", "forward", "forward", "update", "finish"]
-    tensors, *peaks = watch.summary()
+    tensors, *peaks = watch.entries()
     assert tensors["phase"] == "train"
     assert [(peak["rank"], peak["phase"], peak["parameters_mib"]) for peak in peaks] == [
         (1, "forward", 1.0), (1, "backward", 2.0),
     ]  # fmt: skip
     unfinished = FakeRecording()
-    watch.record_step(unfinished)  # type: ignore[arg-type]
-    watch.cancel()
-    watch.cancel()
+    watch = watched(model, optimizer, recording=unfinished)
+    watch.start_steps(PROFILE)
+    watch.stop()
+    watch.stop()
     assert unfinished.calls == ["start", "cancel"], "the training stopped in this step"
 
 

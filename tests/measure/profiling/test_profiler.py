@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from distexp.config import TrainConfig
 from distexp.distributed.context import Context
 from distexp.measure.profiling import step_analysis
 from distexp.measure.profiling.core_waits import CoreWaits
@@ -18,6 +19,7 @@ from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
 from distexp.measure.profiling.profiler import DETACH, StepProfiler
 from distexp.measure.profiling.rank_summary import RankSummary
 from distexp.measure.profiling.step_analysis import ProfileResult
+from distexp.measure.watcher import PROFILE, Step
 from distexp.runs.run_dir import profile_summary_path
 from tests.helpers.gpu_traces import event
 
@@ -45,7 +47,7 @@ Exchange = Callable[[Any], list[Any]]
 def finish(folder: Path, monkeypatch: pytest.MonkeyPatch, events: Any, exchange: Exchange) -> ProfileResult:
     """Return the result of rank 0. ``exchange`` returns the values of all ranks for its value."""
     monkeypatch.setattr(step_analysis, "gather_to_all", exchange)
-    found = StepProfiler(Context(0, 1, 0, 1, 1, torch.device("cpu"), folder), 3)
+    found = StepProfiler(Context(0, 1, 0, 1, 1, torch.device("cpu"), folder), TrainConfig(profile_steps=3))
     found.window, found._finished = ProfileWindow(0, 3), True
     found._profile = RecordedTrace(events)  # type: ignore[assignment]
     result = found.finish()
@@ -59,12 +61,13 @@ def test_the_profiler_detaches_cupti_except_with_cuda_graphs(
 ) -> None:
     monkeypatch.setenv(DETACH, "")  # so that the value of this test is removed after it
     monkeypatch.delenv(DETACH)
-    profiler = StepProfiler(Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path), 1, cuda_graphs=cuda_graphs)
-    profiler.window = ProfileWindow(0, 1)
-    profiler.start()
+    train = TrainConfig(profile_steps=1, compile="graphs" if cuda_graphs else None)
+    profiler = StepProfiler(Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path), train, lambda _: ProfileWindow(0, 1))
+    profiler.start(0)
+    profiler.start_steps(PROFILE)
     assert os.environ.get(DETACH) == expected
     for _ in range(WARMUP_STEPS + 1):
-        profiler.step()
+        profiler.after_step(Step(1, measured=False, next_measured=False))
     assert not profiler.running
 
 

@@ -14,8 +14,9 @@ from distexp.measure.profiling.categories import BACKWARD as BACKWARD_MARK
 from distexp.measure.profiling.chrome_trace import read_trace
 from distexp.measure.profiling.collective_waits import durations_of, split_collectives
 from distexp.measure.profiling.cpu_waits import cpu_busy_ms
-from distexp.measure.profiling.fsdp_hooks import UnitSize, collectives_of_hooks
+from distexp.measure.profiling.fsdp_hooks import collectives_of_hooks
 from distexp.measure.profiling.phases import find_phases
+from distexp.measure.profiling.rank_summary import MedianStep
 from distexp.measure.profiling.step_segments import ProfiledStep, items_of
 from distexp.runs.step_model import (
     BACKWARD,
@@ -29,6 +30,7 @@ from distexp.runs.step_model import (
     read_step_model,
     write_step_model,
 )
+from distexp.system.torch_internals.fsdp import FSDPUnitSize
 from tests.helpers.gpu_traces import ADAM, ALL_REDUCE, GEMM, GPUTrace, event
 
 NCCL = {"Collective name": "allreduce", "In msg nelems": 1000, "Out msg nelems": 1000, "dtype": "BFloat16"}
@@ -61,7 +63,7 @@ def items(trace: GPUTrace, folder: Path, *, workers: int = 2, micro_batches: int
     read = read_trace(trace.write(folder / "trace.json"), on_gpu=True)
     transfers = split_collectives(read.collectives, [durations_of(read.collectives)])
     parts = split_step(read, step_windows(read)[0], transfers)
-    return items_of(ProfiledStep(read, 0, parts, transfers, workers, micro_batches, {}))
+    return items_of(ProfiledStep(read, MedianStep(0, transfers, parts), workers, micro_batches, {}))
 
 
 def total(found: tuple[Item, ...], phase: str, micro_batch: int) -> tuple[float, float, int]:
@@ -126,9 +128,17 @@ def test_a_step_of_many_micro_batches_keeps_three(tmp_path: Path) -> None:
     assert {item.micro_batch for item in found} == {0, 3, 4}  # the third has the median duration of those between
 
 
+def unit(gathered_bytes: int, reduced_bytes: int, *, reshards: bool) -> FSDPUnitSize:
+    return FSDPUnitSize("", (), gathered_bytes, reduced_bytes, reshards)
+
+
 def test_the_hooks_of_fsdp_show_where_it_gathers_and_reduces() -> None:
     phases = find_phases((0, 100), [(50, 90)], [(95, 99)], micro_batches=1)
-    units = {"": UnitSize(8, 16, False), "a": UnitSize(2, 4, True), "b": UnitSize(3, 6, True)}
+    units = {
+        "": unit(8, 16, reshards=False),
+        "a": unit(2, 4, reshards=True),
+        "b": unit(3, 6, reshards=True),
+    }
     hooks = [
         (1, "FSDP::pre_forward"),
         (2, "FSDP::pre_forward (a)"),
@@ -155,7 +165,7 @@ def test_the_hooks_of_fsdp_show_where_it_gathers_and_reduces() -> None:
 
 def test_shard_grad_op_keeps_its_weights_until_the_last_backward_pass() -> None:
     phases = find_phases((0, 100), [(20, 30), (60, 70)], [(95, 99)], micro_batches=2)
-    units = {"": UnitSize(8, 16, False), "a": UnitSize(2, 4, False)}
+    units = {"": unit(8, 16, reshards=False), "a": unit(2, 4, reshards=False)}
     hooks = [
         *((begin + 1, "FSDP::pre_forward") for begin in (0, 40)),
         *((begin + 2, "FSDP::pre_forward (a)") for begin in (0, 40)),

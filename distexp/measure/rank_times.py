@@ -1,0 +1,117 @@
+"""Watcher of the step times of all ranks, of the slow ranks, and of what it costs to watch for them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from distexp.distributed.context import Context
+from distexp.distributed.process_group import gather_to_all
+from distexp.measure.clock import quantiles
+from distexp.measure.memory.model_tensors import ReadTensors
+from distexp.measure.profiling.profiler import StepProfiler
+from distexp.measure.slow_rank_watch import SlowRankWatch
+from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
+from distexp.measure.watcher import TRAIN, MeasuredSteps, Step, Watcher
+from distexp.runs.full_disk import print_despite_full_disk, write_despite_full_disk
+from distexp.runs.step_times import StepTime, write_step_times
+
+MAX_STEPS = 4096
+"""The latest ordinary steps that are kept."""
+
+
+class RankTimesWatch(Watcher):
+    """Step times of the ranks.
+
+    *Ordinary* steps are measured and follow another measured step directly, so they can be compared with each other.
+    The other ones follow an evaluation, a checkpoint or the unmeasured first steps.
+
+    Args:
+        context: The rank and its device.
+        profiler: Measures the work of the CPU in the profiled steps.
+        enabled: ``measure.slow_ranks``.
+    """
+
+    section = "metrics"
+
+    def __init__(self, context: Context, profiler: StepProfiler, *, enabled: bool) -> None:
+        self.context, self.profiler = context, profiler
+        self.waits = SlowRankWatch(context, enabled=enabled)
+        self._ordinary: deque[tuple[int, bool]] = deque(maxlen=MAX_STEPS)  # number of the step, and whether watched
+        self._follows_step = self._was_watched = False
+
+    def follow(self, module: nn.Module, read: ReadTensors) -> None:
+        """Follow the backward passes."""
+        self.waits.follow(module)
+
+    def start_steps(self, phase: str) -> None:
+        """Leave out the next step of the ordinary ones, and watch it if it is due."""
+        self._follows_step = False
+        self.waits.start_step(measured=phase == TRAIN)
+
+    def end_step(self, step: Step) -> None:
+        """Keep the waits, before the clock reads the duration: the whole cost of watching is in the watched step."""
+        self._was_watched = self.waits.watching
+        self.waits.end_step(measured=step.measured)
+
+    def after_step(self, step: Step) -> None:
+        """Keep an ordinary step, and watch the next step if it is due."""
+        self.waits.start_step(measured=step.next_measured)
+        if step.measured:
+            if self._follows_step:
+                self._ordinary.append((self.waits.steps - 1, self._was_watched))
+            self._follows_step = True
+
+    def stop(self) -> None:
+        """Restore the methods of torch."""
+        self.waits.stop()
+
+    def summary(self, steps: MeasuredSteps) -> Mapping[str, Any]:
+        """Return step times and slow ranks, and write the ordinary steps of this rank. A collective."""
+        found = {"slow_rank_watch": self.waits.state}
+        if not steps.durations_s:
+            return found
+        ranks = gather_to_all(self._own_times(steps))
+        if self.profiler.breakdown:
+            ranks = [include_cpu_work(*pair) for pair in zip(ranks, self.profiler.breakdown, strict=True)]
+        return found | {"step_times_by_rank": step_times(ranks), "stragglers": find_stragglers(ranks)}
+
+    def _own_times(self, steps: MeasuredSteps) -> RankTimes:
+        """Return the times of this rank, and write those of its ordinary steps."""
+        durations, on_cpu = steps.durations_s, self.context.device.type == "cpu"
+        waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
+        ordinary = [
+            StepTime(step, durations[step], watched) for step, watched in self._ordinary if step < len(durations)
+        ]
+        if self.waits.enabled:
+            save_step_times(self.context.run_dir, self.context.rank, ordinary)
+        return RankTimes(
+            self.context.rank,
+            quantiles(durations) or {},
+            own_s=[durations[step] - wait_s for step, wait_s in waits.items()],
+            durations_s=[durations[step] for step in waits],
+            data_wait_s=[steps.data_waits_s[step] for step in waits],
+            without_core_s=[self.waits.without_core_s(step) for step in waits],
+            watched_p50_s=_median_s(ordinary, watched=True),
+            unwatched_p50_s=_median_s(ordinary, watched=False),
+            on_cpu=on_cpu,
+            includes_cpu_work=on_cpu,
+        )
+
+
+def save_step_times(run_dir: Path, rank: int, steps: Sequence[StepTime]) -> None:
+    """Write the steps of a rank. The training is finished, so an error is only printed."""
+    try:
+        write_despite_full_disk(run_dir, lambda: write_step_times(run_dir, rank, steps))
+    except OSError as error:
+        print_despite_full_disk(f"note: the step times of rank {rank} cannot be written: {error}")
+
+
+def _median_s(steps: Sequence[StepTime], *, watched: bool) -> float | None:
+    """Return the median duration of the watched or of the other steps; None if there is none."""
+    return statistics.median(chosen) if (chosen := [one.seconds for one in steps if one.watched == watched]) else None
