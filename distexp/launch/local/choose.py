@@ -38,6 +38,7 @@ class LocalTrials(TrialLauncher):
                 runner.run_if_free(run)
                 after_each()
 
-        with continue_after_hangup(sweep_dir), SharedStart(screen.log) as shared_start:
+        with continue_after_hangup(sweep_dir), SharedStart() as shared_start:
+            shared_start.note = screen.log
             runner = CellRunner(self.context, screen, shared_start)
             yield TrialRunner(run_all, package_git_state())

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from distexp.console.screen import Screen
-from distexp.exceptions import InterruptedRunError, SweepFailedError
-from distexp.launch.assigned_runs import ExistingRunRules, assign_run_dirs
 from distexp.launch.cell import Cell
 from distexp.launch.composition import cell_maker, compose_cells
-from distexp.launch.git_state import package_git_state
-from distexp.launch.local.crowded_cores import crowded_core_warnings
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.process_memory import refuse_too_many_processes
-from distexp.launch.local.runner import CellRunner, show_if_done
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.plan_runs import plan_runs
 from distexp.launch.sweep_dir import locked_sweep_dir
-from distexp.runs.failure_text import join_errors
-from distexp.runs.record import FAILURES
+from distexp.runs.record_sections import RunInfo
+from distexp.runs.spec import RunSpec
 
 
 def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
@@ -47,30 +38,25 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         return []
     if not master.sweep.resume:  # An invalid cell would match no run that the sweep has already.
         refuse_too_many_processes(cells)
-    with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
-        return _run_cells(context, master, cells, sweep_dir)
+    with SharedStart(shares_weights=_shares_weights(cells)) as shared_start:
+        if not master.sweep.resume:  # All of its cells may be done.
+            _prepare_first(cells, shared_start)
+        # What shows the runs is imported while the libraries of the workers are.
+        from distexp.launch.local.runner import run_cells
+
+        with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
+            return run_cells(context, master, cells, sweep_dir, shared_start)
 
 
-def _run_cells(context: HydraContext, master: DictConfig, cells: Sequence[Cell], sweep_dir: Path) -> list[JobReturn]:
-    for warning in crowded_core_warnings(cell.config for cell in cells if cell.config is not None):
-        print(f"distexp: warning: {warning}", file=sys.stderr)
-    invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
-    screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
-    rules = ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
-    runs = assign_run_dirs(cells, sweep_dir, package_git_state(), rules, resume=master.sweep.resume)
-    try:
-        with _shared_start(master, len(cells), screen) as shared_start:
-            runner = CellRunner(context, screen, shared_start)
-            returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
-    except (InterruptedRunError, KeyboardInterrupt, OSError):
-        screen.show_interrupted()
-        raise
-    screen.show_comparison()
-    if any(record.status in FAILURES for record in screen.records):
-        raise SweepFailedError
-    return returns
+def _shares_weights(cells: Sequence[Cell]) -> bool:
+    """Return whether several cells may have the same random weights. They are kept in memory between the runs."""
+    configs = [cell.config for cell in cells if cell.config is not None]
+    return len({f"{config.model} {config.train.seed}" for config in configs}) < len(configs)
 
 
-def _shared_start(master: DictConfig, cells: int, screen: Screen) -> AbstractContextManager[SharedStart | None]:
-    """Return the start-up that the runs of a sweep share, if ``sweep.shared_start`` is set. A single run has none."""
-    return SharedStart(screen.print) if master.sweep.shared_start and cells > 1 else nullcontext()
+def _prepare_first(cells: Sequence[Cell], shared_start: SharedStart) -> None:
+    """Start the imports of the first valid cell before its run is prepared."""
+    for cell in cells:
+        if cell.config is not None:
+            shared_start.prepare(RunSpec(cell.config, RunInfo(cell.id, cell.config.name, 0, [])))
+            return
