@@ -208,6 +208,6 @@ class _Search:
 
 
 def _shared_start(planned: PlannedTrial) -> tuple[int, bool]:
-    """Return the key by which trials are sorted that can share a start-up: the workers, and whether it is DeepSpeed."""
+    """Return the key by which trials are sorted that can share imports: the workers, and whether it is DeepSpeed."""
     candidate = planned.candidate
     return candidate.workers, any(text.startswith((f"{STAGE}=", "strategy=deepspeed")) for text in candidate.family)

@@ -32,6 +32,7 @@ RESERVED_KEYS = {
     "hydra/sweeper": "add cells with sweep.cells",
     "hydra.mode": "leave it out",
     "hydra.output_subdir": "leave it out",
+    "sweep.shared_start": "leave it out, because local runs always share the import of the libraries",
 }
 """Keys that distexp sets itself, with hints."""
 

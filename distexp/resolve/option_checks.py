@@ -65,8 +65,6 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
     cluster = config.cluster
     if cluster.launcher == "local":
         yield from _slurm_only_errors(cluster)
-    elif config.sweep.shared_start:
-        yield "sweep.shared_start=true is for local sweeps only: leave it out, or choose cluster=local"
     yield from _sbatch_errors(cluster)
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

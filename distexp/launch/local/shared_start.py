@@ -155,7 +155,7 @@ class SharedStart:
             known.remove(shared)
         else:
             if known:
-                self._note_once(conditions.describe_change(known[-1].conditions))
+                self._note_once(f"Different: {conditions.describe_change(known[-1].conditions)}")
             _end_superfluous(known, conditions)
             shared = _start(conditions, spec, self._nodes[node].weights)
         known.append(shared)
@@ -166,12 +166,12 @@ class SharedStart:
             known.remove(process)
             process.end()
             code = process.process.returncode
-            self._note_once(f"the end of the earlier one ({f'signal {-code}' if code < 0 else f'exit code {code}'})")
+            self._note_once(f"Their process has ended: {f'signal {-code}' if code < 0 else f'exit code {code}'}")
 
     def _note_once(self, reason: str) -> None:
         if reason not in self._noted:
             self._noted.add(reason)
-            self.note(f"note: a run imports the libraries again, because of {reason}")
+            self.note(f"note: a run cannot share the imports of an earlier one. {reason}")
 
 
 def _end_superfluous(known: list[SharedProcess], new: ImportConditions) -> None:
