@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from distexp.cli.arguments import normalize_arguments
-from distexp.cli.errors import explain, explain_os_error
 from distexp.config import ConfigError, register_schema
 from distexp.config.paths import conf_dir
 from distexp.exceptions import (
@@ -42,12 +41,16 @@ def main(arguments: Sequence[str]) -> int:
     except (ConfigError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if wants_trace:
             raise
+        from distexp.cli.errors import explain
+
         for message in explain(error):
             print(f"distexp: {message}", file=sys.stderr)
         return 2
     except OSError as error:
         if wants_trace or isinstance(error, BrokenPipeError):
             raise
+        from distexp.cli.errors import explain_os_error
+
         print(f"distexp: the sweep stops: {explain_os_error(error)}", file=sys.stderr)
         return 1
     finally:
