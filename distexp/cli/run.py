@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import hydra
+import hydra._internal.hydra as hydra_app
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -62,6 +63,7 @@ def _run_hydra(arguments: Sequence[str]) -> int:
     check_arguments_for_secrets(arguments)
     register_schema()
     use_checked_loader()
+    vars(hydra_app)["Hydra"] = _MultirunHydra
     Plugins.instance()  # before the current folder is searched, so that Hydra loads no plugin from there
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # so that custom packages are found as with `python -m`
@@ -80,6 +82,13 @@ def _run_hydra(arguments: Sequence[str]) -> int:
     except MonitoringInterrupted:
         return 128 + signal.SIGINT
     return 0
+
+
+class _MultirunHydra(hydra_app.Hydra):
+    """Hydra's application. It does not compose the configuration only to read ``hydra.mode``: each run is a sweep."""
+
+    def get_mode(self, config_name: str | None, overrides: list[str]) -> None:
+        """Return None, so that ``--multirun`` decides."""
 
 
 def _never_called(config: Any) -> None:
