@@ -20,7 +20,7 @@ from typing import IO, Self
 
 from distexp.launch.exit_codes import encode_group_code
 from distexp.launch.forked_workers import LOST_CODE
-from distexp.launch.local.import_conditions import ImportConditions, own_modules
+from distexp.launch.local.import_conditions import ImportConditions
 from distexp.models import shared_weights
 from distexp.runs.run_dir import group_log_path
 from distexp.runs.spec import RunSpec
@@ -29,6 +29,7 @@ from distexp.system.messages import message_pair, send
 from distexp.system.process_shutdown import end_tree
 from distexp.system.processes import start_module
 from distexp.system.units import MIB
+from distexp.worker.preload import own_modules
 
 GRACE_S = 1.0
 KEPT = 4
