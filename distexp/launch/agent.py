@@ -21,7 +21,6 @@ from distexp.launch.exit_codes import STOPPED_CODE
 from distexp.launch.forked_workers import ForkedWorkers, NotStartedError
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.node_requirements import lacks_gpus, lacks_operators
-from distexp.launch.outcome import finalize_run
 from distexp.launch.rendezvous import Rendezvous, reserve_port, wait_for_head
 from distexp.launch.timeouts import exceeded_limit, watch
 from distexp.measure.memory.sampler import Sampler
@@ -67,7 +66,9 @@ def main() -> None:
         code = 1
         write_start_error(run_dir, node, error)
     if code == STOPPED_CODE and node == 0 and orphaned():
-        # The launcher is dead, so the head's agent writes the record.
+        # The launcher is dead, so the head's agent writes the record. No other agent needs these imports.
+        from distexp.launch.outcome import finalize_run
+
         finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, so the agent ended the workers")
     sys.exit(code)
 
