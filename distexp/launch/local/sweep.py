@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, env_override
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
@@ -40,7 +40,7 @@ def run_sweep(context: HydraContext, master: DictConfig, overrides: Sequence[Seq
         refuse_too_many_processes(cells)
     with SharedStart(shares_weights=_shares_weights(cells)) as shared_start:
         if not master.sweep.resume:  # All of its cells may be done.
-            _prepare_first(cells, shared_start)
+            _prepare_first(cells, master, shared_start)
         # What shows the runs is imported while the libraries of the workers are.
         from distexp.launch.local.runner import run_cells
 
@@ -54,9 +54,10 @@ def _shares_weights(cells: Sequence[Cell]) -> bool:
     return len({f"{config.model} {config.train.seed}" for config in configs}) < len(configs)
 
 
-def _prepare_first(cells: Sequence[Cell], shared_start: SharedStart) -> None:
-    """Start the imports of the first valid cell before its run is prepared."""
+def _prepare_first(cells: Sequence[Cell], master: DictConfig, shared_start: SharedStart) -> None:
+    """Start the imports of the first valid cell before its run is prepared, with the environment of a Hydra job."""
     for cell in cells:
         if cell.config is not None:
-            shared_start.prepare(RunSpec(cell.config, RunInfo(cell.id, cell.config.name, 0, [])))
+            with env_override(dict(master.hydra.job.env_set)):
+                shared_start.prepare(RunSpec(cell.config, RunInfo(cell.id, cell.config.name, 0, [])))
             return
