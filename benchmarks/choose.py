@@ -292,8 +292,8 @@ def _sweep_command(cells: Sequence[Sequence[str]], steps: int, overrides: Sequen
     short = [f"train.max_steps={total}", f"train.num_epochs={total}", f"train.measure_after_step={EXCLUDED_STEPS}"]
     short += ["train.log_every=1", "train.evaluate=false", "dataset.eval_size=8"]
     training = [text for text in overrides if not text.startswith("choose.")]
-    shared = [f"sweep.cells={json.dumps(cells)}", "sweep.shared_start=true", "sweep.resume=true"]
-    return [*DISTEXP, "--multirun", *training, *short, *shared, f"hydra.sweep.dir={folder.absolute()}"]
+    sweep = [f"sweep.cells={json.dumps(cells)}", "sweep.resume=true", f"hydra.sweep.dir={folder.absolute()}"]
+    return [*DISTEXP, "--multirun", *training, *short, *sweep]
 
 
 def _find_candidates(name: str, gpus: int, overrides: Sequence[str]) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ class Commands:
             command = [sys.executable, "-m", "distexp.resume", str(sweep), PACKAGES]
         else:
             cells = json.dumps([self._overrides(run) for run in runs])
-            words = [f"sweep.cells={cells}", "sweep.shared_start=true", PACKAGES, f"hydra.sweep.dir={sweep}"]
+            words = [f"sweep.cells={cells}", PACKAGES, f"hydra.sweep.dir={sweep}"]
             command = [sys.executable, "-m", "distexp", "--multirun", *words]
         path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
         devices = ",".join(visible_devices(self.options.gpus)[: runs[0].workers])

@@ -17,7 +17,7 @@ LAUNCHER = (
     "distexp.cli.main",
     "distexp.cli.help",
     "distexp.launch.agent",
-    "distexp.launch.local.run",
+    "distexp.launch.local.runner",
     "distexp.launch.local.sweep",
 )
 LIGHT = (

@@ -12,7 +12,6 @@ from hydra.core.override_parser.types import Override
 from distexp.cli.argument_checks import check_arguments, split_options
 from distexp.cli.command_keys import ignored_keys
 from distexp.cli.overrides import add_plus_prefix, home_message, parse, plain_value, quote_choice
-from distexp.cli.strategy_sweeps import strategy_sweep_warning
 from distexp.config import Command, ConfigError
 from distexp.config.key_info import takes_list
 from distexp.config.paths import config_groups, options_of
@@ -34,6 +33,7 @@ RESERVED_KEYS = {
     "hydra/sweeper": "add cells with sweep.cells",
     "hydra.mode": "leave it out",
     "hydra.output_subdir": "leave it out",
+    "sweep.shared_start": "leave it out, because local runs always share the import of the libraries",
 }
 """Keys that distexp sets itself, with hints."""
 
@@ -68,6 +68,8 @@ def normalize_arguments(
         return [*overrides, *options]
     parsed = parse(overrides)
     check_sweep(parsed, command, multirun=bool({"-m", "--multirun"} & set(options)))
+    from distexp.cli.strategy_sweeps import strategy_sweep_warning  # --cfg and --info need none of its imports
+
     if warning := strategy_sweep_warning(parsed):
         print(f"distexp: warning: {warning}", file=sys.stderr)
     rest = [option for option in options if option not in ("-m", "--multirun", "-r", "--run")]

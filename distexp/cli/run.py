@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import hydra
+import hydra._internal.hydra as hydra_app
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from distexp.cli.arguments import normalize_arguments
-from distexp.cli.errors import explain, explain_os_error
 from distexp.config import Command, ConfigError, register_schema
 from distexp.config.paths import conf_dir
 from distexp.exceptions import (
@@ -48,12 +48,16 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
     except (ConfigError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if wants_trace:
             raise
+        from distexp.cli.errors import explain
+
         for message in explain(error):
             print(f"distexp: {message}", file=sys.stderr)
         return 2
     except OSError as error:
         if wants_trace or isinstance(error, BrokenPipeError):
             raise
+        from distexp.cli.errors import explain_os_error
+
         print(f"distexp: the sweep stops: {explain_os_error(error)}", file=sys.stderr)
         return 1
     finally:
@@ -65,6 +69,7 @@ def _run_hydra(arguments: Sequence[str], command: Command, added: Sequence[str])
     check_arguments_for_secrets(arguments)
     register_schema(command)
     use_checked_loader()
+    vars(hydra_app)["Hydra"] = _MultirunHydra
     Plugins.instance()  # before the current folder is searched, so that Hydra loads no plugin from there
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # so that custom packages are found as with `python -m`
@@ -83,6 +88,13 @@ def _run_hydra(arguments: Sequence[str], command: Command, added: Sequence[str])
     except MonitoringInterrupted:
         return 128 + signal.SIGINT
     return 0
+
+
+class _MultirunHydra(hydra_app.Hydra):
+    """Hydra's application. It does not compose the configuration only to read ``hydra.mode``: each run is a sweep."""
+
+    def get_mode(self, config_name: str | None, overrides: list[str]) -> None:
+        """Return None, so that ``--multirun`` decides."""
 
 
 def _never_called(config: Any) -> None:

@@ -192,9 +192,6 @@ class SweepConfig:
 
     cells: list[Any] = key([], "Lists of overrides. Each list is a cell, and may itself sweep.")
     resume: bool = key(False, "Keep finished runs of `hydra.sweep.dir`. Set by `distexp resume`.")
-    shared_start: bool = key(
-        False, "Local sweeps: import the libraries once, and fork the workers of all runs from that process."
-    )
 
 
 class Command(StrEnum):

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 MIN_CELLS = 20
 """Number of cells from which a bar is shown; fewer take less than a second."""
 
@@ -23,8 +20,14 @@ def show_progress(step: str, total: int) -> Iterator[Callable[[], None]]:
     Yields:
         Function to call after each cell.
     """
+    if total < MIN_CELLS:
+        yield lambda: None
+        return
+    from rich.console import Console  # A single run needs none of this before its workers start.
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
-    if total < MIN_CELLS or not console.is_terminal:
+    if not console.is_terminal:
         yield lambda: None
         return
     columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

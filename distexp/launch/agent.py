@@ -2,7 +2,7 @@
 
 It starts the workers of its node and samples their memory from outside. It ends them if they hang, if
 they exceed their time, or if it gets SIGTERM. It imports no torch, so that it costs little next to the workers.
-``SOCKET`` is the file descriptor of a connection to the shared start-up process, if there is one.
+``SOCKET`` is the file descriptor of a connection to the process from which the workers of a local run are forked.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from distexp.launch.exit_codes import STOPPED_CODE
-from distexp.launch.forked_workers import ForkedWorkers, NotSharedError
+from distexp.launch.forked_workers import ForkedWorkers, NotStartedError
 from distexp.launch.node import is_simulated, node_gpus, worker_environment
 from distexp.launch.node_requirements import lacks_gpus, lacks_operators
-from distexp.launch.outcome import finalize_run
 from distexp.launch.rendezvous import Rendezvous, reserve_port, wait_for_head
-from distexp.launch.timeouts import watch
+from distexp.launch.timeouts import exceeded_limit, watch
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import stop_request
 from distexp.runs.error_files import write_error
@@ -44,7 +44,6 @@ GRACE_S = 4.0
 """Time between SIGTERM and SIGKILL for the workers."""
 
 RENDEZVOUS_TIMEOUT_S = 120.0
-NOT_SHARED = "the shared start-up process cannot be used, so this run imports the libraries itself"
 
 
 class StoppedError(BaseException):
@@ -67,7 +66,9 @@ def main() -> None:
         code = 1
         write_start_error(run_dir, node, error)
     if code == STOPPED_CODE and node == 0 and orphaned():
-        # The launcher is dead, so the head's agent writes the record.
+        # The launcher is dead, so the head's agent writes the record. No other agent needs these imports.
+        from distexp.launch.outcome import finalize_run
+
         finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, so the agent ended the workers")
     sys.exit(code)
 
@@ -105,7 +106,7 @@ class NodeContext:
         address: Name under which the other nodes reach this one.
         attempt: Identity of the attempt, so that files of an earlier one are ignored.
         peer_failed: Returns whether another node has failed.
-        connection: File descriptor of a connection to the shared start-up process, if there is one.
+        connection: File descriptor of a connection to the process from which the workers are forked; None on Slurm.
     """
 
     node: int
@@ -137,16 +138,19 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
         log_dir(run_dir, node).mkdir(parents=True, exist_ok=True)
         if lacks_gpus(spec, run_dir, node) or lacks_operators(spec, run_dir, node):
             return 1
-        group = start_group(spec, run_dir, context, rendezvous, stack)
+        try:
+            group = start_group(spec, run_dir, context, rendezvous, stack, started=started)
+        except NotStartedError as error:
+            return error.code
         stack.callback(end_tree, group, GRACE_S)
         stack.enter_context(_sampler(spec, run_dir, node, group))
         return watch(group, spec, run_dir, node, started, peer_failed=context.peer_failed)
 
 
 def start_group(
-    spec: RunSpec, run_dir: Path, context: NodeContext, rendezvous: Rendezvous, stack: ExitStack
+    spec: RunSpec, run_dir: Path, context: NodeContext, rendezvous: Rendezvous, stack: ExitStack, *, started: float
 ) -> WatchedProcess:
-    """Start the parent process of the workers: forked from the shared start-up process if there is one.
+    """Start the parent process of the workers. That of a local run is forked from one that has the libraries.
 
     Args:
         spec: The run.
@@ -154,17 +158,18 @@ def start_group(
         context: Position of this node.
         rendezvous: Where the workers meet.
         stack: Closes what the process needs while it runs.
+        started: Start of the run, in Unix seconds.
+
+    Raises:
+        NotStartedError: the process from which the workers are forked has died, or the run has exceeded a limit.
     """
     output = stack.enter_context(group_log_path(run_dir, context.node).open("w"))
     arguments = (str(run_dir), str(context.node), rendezvous.address, str(rendezvous.port))
     if context.connection is not None:
-        try:
-            shared = ForkedWorkers.start(context.connection, arguments, output)
-        except NotSharedError as error:
-            print(f"note: {NOT_SHARED}: {error}", file=output, flush=True)
-        else:
-            stack.callback(shared.close)
-            return shared
+        limit = partial(exceeded_limit, spec, run_dir, started)
+        forked = ForkedWorkers.start(context.connection, arguments, output, limit)
+        stack.callback(forked.close)
+        return forked
     return start_module("distexp.worker.group", *arguments, env=worker_environment(spec, context.node), output=output)
 
 

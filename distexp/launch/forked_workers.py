@@ -1,23 +1,35 @@
-"""A node's workers that are forked from the shared start-up process (``distexp.worker.shared_start``)."""
+"""A node's workers that are forked from a process with the libraries (``distexp.worker.shared_start``)."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from distexp.launch.exit_codes import encode_group_code
 from distexp.system.messages import receive, send
 
-START_TIMEOUT_S = 600.0
-"""Time to wait for the imports of the shared process. A slow file system may take minutes."""
+LOST_CODE = encode_group_code(-signal.SIGKILL)
+"""Exit code of an agent whose workers have died with the process that they were forked from."""
+
+POLL_S = 0.1
+"""Time between two checks of the limits, while the shared process imports. A slow file system may take minutes."""
 
 
-class NotSharedError(Exception):
-    """The shared start-up process cannot fork the workers."""
+class NotStartedError(Exception):
+    """The workers were not started, because a limit was exceeded or the shared process has ended.
+
+    Attributes:
+        code: Exit code of the agent.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class ForkedWorkers:
@@ -35,31 +47,33 @@ class ForkedWorkers:
         self._code: int | None = None
 
     @classmethod
-    def start(cls, descriptor: int, arguments: Sequence[str], output: IO[str]) -> ForkedWorkers:
+    def start(
+        cls, descriptor: int, arguments: Sequence[str], output: IO[str], limit: Callable[[], int | None] = lambda: None
+    ) -> ForkedWorkers:
         """Request the workers from the shared process, and wait until its imports are done.
 
         Args:
             descriptor: Socket that the launcher has connected with the shared process.
             arguments: Arguments of ``distexp.worker.group``.
             output: File for stdout and stderr.
+            limit: Returns the exit code of an agent that has exceeded a limit, or None.
 
         Raises:
-            NotSharedError: the process has ended, or its imports take too long.
+            NotStartedError: the process has ended, or a limit is exceeded.
         """
         channel = socket.socket(fileno=descriptor)
         channel.set_inheritable(False)
-        channel.settimeout(START_TIMEOUT_S)
+        channel.settimeout(POLL_S)
         run_dir, node, address, port = arguments
         request = {"run_dir": str(Path(run_dir).absolute()), "node": int(node), "address": address, "port": int(port)}
         try:
             send(channel, request, [output.fileno()])
-            started = receive(channel).message
-        except OSError as error:
+            started = _wait_for_start(channel, limit)
+        except BaseException as error:
             channel.close()
-            raise NotSharedError(f"{type(error).__name__}: {error}") from error
-        if started is None or "pid" not in started:
-            channel.close()
-            raise NotSharedError("it has ended")
+            if isinstance(error, OSError):
+                raise NotStartedError(LOST_CODE) from error
+            raise
         return cls(channel, started["pid"], started["server"], started["others"])
 
     def poll(self) -> int | None:
@@ -94,3 +108,22 @@ class ForkedWorkers:
     def close(self) -> None:
         """Close the connection; the server then ends and forgets the process."""
         self._channel.close()
+
+
+def _wait_for_start(channel: socket.socket, limit: Callable[[], int | None]) -> dict[str, Any]:
+    """Wait until the shared process has forked the workers, and return its message.
+
+    Raises:
+        NotStartedError: the process has ended, or a limit is exceeded.
+    """
+    while True:
+        try:
+            started = receive(channel).message
+        except TimeoutError:
+            code = limit()
+            if code is not None:
+                raise NotStartedError(code) from None
+        else:
+            if started is None or "pid" not in started:
+                raise NotStartedError(LOST_CODE)
+            return started

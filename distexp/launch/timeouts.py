@@ -45,18 +45,32 @@ def watch(
     Returns:
         The exit code of the workers' parent process, or a code of ``exit_codes``.
     """
-    cluster = spec.config.cluster
-    limit_s = cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
     while (code := group.poll()) is None:
-        now = time.time()
-        if now - max(started, last_build_step(run_dir)) > limit_s:
-            return TIMEOUT_CODE
-        if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
+        exceeded = exceeded_limit(spec, run_dir, started)
+        if exceeded == HANG_CODE:
             inspect_workers(group.pid, run_dir, node)
-            return HANG_CODE
+        if exceeded is not None:
+            return exceeded
         if peer_failed():
             return 0  # The other node reports the cause.
         time.sleep(POLL_S)
     if code == -signal.SIGTERM:
         time.sleep(OWN_SIGTERM_S)
     return encode_group_code(code)
+
+
+def exceeded_limit(spec: RunSpec, run_dir: Path, started: float) -> int | None:
+    """Return the exit code for the time limit or the hang timeout if the run has exceeded it, else None.
+
+    Args:
+        spec: The run.
+        run_dir: Directory of the run.
+        started: Start of the run, in Unix seconds.
+    """
+    cluster, now = spec.config.cluster, time.time()
+    limit_s = cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
+    if now - max(started, last_build_step(run_dir)) > limit_s:
+        return TIMEOUT_CODE
+    if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
+        return HANG_CODE
+    return None

@@ -31,7 +31,7 @@ from distexp.runs.json_files import read_json, write_json
 from distexp.runs.spec import parse_config
 from distexp.system.process_shutdown import kill_tree
 from distexp.system.processes import die_with_parent
-from distexp.worker.group import preload
+from distexp.worker.preload import own_modules, preload
 
 NICENESS = 10
 """Lower priority of the processes that trace, because others may use the machine, for example a login node."""
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wait([job.process.sentinel for job in running], POLL_S)
             running = [left for job in running if (left := continue_job(job)) is not None]
         config = parse_config(read_json(job_path(folder, number)))
-        preload(config)
+        preload(own_modules(config), config.cluster.device)
         running.append(_start_trace(config, result_path(folder, number)))
     raise AssertionError("unreachable")
 

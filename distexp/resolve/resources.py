@@ -26,9 +26,6 @@ class LauncherTraits(ABC):
     queues: ClassVar[bool] = False
     """Whether runs wait in a queue. Then several may run at the same time, and each one imports the libraries."""
 
-    shares_start: ClassVar[bool] = False
-    """Whether it supports ``sweep.shared_start=true``."""
-
     reads: ClassVar[Collection[str]] = ()
     """Names of the keys of ``cluster`` that it uses although they are for Slurm, such as ``dry_run``."""
 
@@ -44,8 +41,6 @@ class LauncherTraits(ABC):
             is_ignored = info_of(spec).slurm_only and spec.name not in self.reads
             if is_ignored and value != getattr(defaults, spec.name):
                 yield f"cluster.{spec.name}={value} is for Slurm only: leave it out, or choose cluster=slurm"
-        if config.sweep.shared_start and not self.shares_start:
-            yield "sweep.shared_start=true is for local sweeps only: leave it out, or choose cluster=local"
 
 
 Traits = TypeVar("Traits", bound=LauncherTraits)

@@ -152,11 +152,6 @@ def group_log_path(run_dir: Path, node: int) -> Path:
     return log_dir(run_dir, node) / "workers.log"
 
 
-def shared_start_log_path(run_dir: Path, node: int) -> Path:
-    """Return the file with the output of the shared start-up process that a run has started."""
-    return log_dir(run_dir, node) / "shared_start.log"
-
-
 def operators_log_path(run_dir: Path, node: int) -> Path:
     """Return the file with the output of the compiler that builds a node's operators."""
     return log_dir(run_dir, node) / "operators.log"

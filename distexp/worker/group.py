@@ -2,43 +2,33 @@
 
 This process imports the libraries once and then forks one worker per GPU. So a node reads torch from the disk once,
 and a run starts in half the CPU time that one interpreter per worker takes. It waits for the workers, stops the others
-after the first failure, and writes down which worker ended first and how.
-
-Importing must not initialize CUDA, because a forked process cannot use the CUDA state of its parent. Modules that are
-safe to import ahead name what they need in ``PRELOAD``.
+after the first failure, and writes down which worker ended first and how. A local run forks this process from one that
+has imported the libraries (``distexp.worker.shared_start``).
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 
-from distexp.config import Config
 from distexp.runs.full_disk import print_despite_full_disk
 from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
-from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment, variable_set
+from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment
 from distexp.system.processes import die_with_parent, end_at_once
 from distexp.worker.__main__ import run_worker
+from distexp.worker.preload import own_modules, preload
 
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL for the workers that are left after a failure."""
 
 POLL_S = 0.5
 """Time between two looks at the workers if no signal arrives."""
-
-NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Makes ``torch.cuda.is_available()`` ask NVML, so that it does not initialize CUDA."""
-
 
 WAITED = {signal.SIGCHLD, signal.SIGTERM}
 """Signals that are blocked once there are workers, so that the group handles them one after the other."""
@@ -72,7 +62,7 @@ def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
         0 if all workers ended well, else 1.
     """
     spec = RunSpec.read(run_dir)
-    preload(spec.config)
+    preload(own_modules(spec.config), spec.config.cluster.device)
     os.environ.update(
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
@@ -85,35 +75,6 @@ def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
     for local_rank in range(spec.workers_per_node):
         group.start(local_rank, run_dir)
     return group.wait()
-
-
-def preload(config: Config) -> None:
-    """Import what every worker of this configuration needs; a module that fails is left to the workers to report."""
-    gc.disable()  # Imports make a million objects and no garbage: a tenth of their time is the collector's.
-    with variable_set(NVML_CHECK, "1"):
-        # A generator: a module must be imported before its PRELOAD is read.
-        for name in chain(("torch", "distexp.worker.rank"), _declared(config)):
-            try:
-                importlib.import_module(name)
-            except Exception as error:
-                print(f"cannot import {name} ahead of the workers: {error!r}", file=sys.stderr)
-    gc.enable()
-    gc.collect()
-    gc.freeze()  # the collector of a worker does not touch, and so does not copy, what it shares with the others
-
-
-def _declared(config: Config) -> Iterator[str]:
-    """Yield the modules of the chosen options that belong to distexp, and what they declare to preload."""
-    if config.train.compiled != "none":
-        yield "distexp.worker.compiler_import"
-    for target in (config.model._target_, config.dataset._target_, config.strategy._target_, config.engine._target_):
-        module = target.rpartition(".")[0]
-        if module.split(".")[0] != "distexp":
-            continue
-        yield module
-        yield from getattr(sys.modules.get(module), "PRELOAD", ())
-        if config.cluster.device == "cpu":
-            yield from getattr(sys.modules.get(module), "PRELOAD_ON_CPU", ())
 
 
 @dataclass(frozen=True)

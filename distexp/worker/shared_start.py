@@ -1,8 +1,9 @@
-"""A process that imports libraries for several runs: ``python -m distexp.worker.shared_start CONTROL WEIGHTS RUN_DIR``.
+"""The process from which the workers of local runs are forked: ``python -m distexp.worker.shared_start CONTROL``.
 
 It forks a group (``distexp.worker.group``) for each request of an agent. So only the first run waits for the imports.
-``CONTROL`` is a socket of the launcher. It brings one connection per agent. This process ends when the launcher does.
-``WEIGHTS`` is a file in memory for random weights, which the workers inherit.
+``CONTROL`` is a socket of the launcher. Its first message has the modules to import, and may bring a file in memory for
+random weights, which the workers inherit. Each later one brings the connection to an agent. This process ends when
+the launcher does. Its output is in memory, and each group starts its log with it.
 
 A connection works like a ``Popen``: the agent gets the process id and the exit code, and the group dies with the agent.
 The id stays reserved until the agent closes the connection, so the agent can send signals to no other process.
@@ -21,25 +22,30 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
 
 from distexp.models import shared_weights
-from distexp.runs.spec import RunSpec
 from distexp.system.environment_variables import captured_environment
 from distexp.system.messages import receive, send
 from distexp.system.processes import NOTICE_SIGNAL, die_with_parent, end_at_once
-from distexp.worker.group import preload, run_group, set_torchrun_defaults
+from distexp.worker.group import run_group, set_torchrun_defaults
+from distexp.worker.preload import preload
+
+MAX_PRINTED = 1 << 20
+"""Most bytes of the output of the imports that the log of a run gets."""
 
 
 def main() -> int:
-    """Import the libraries of a run, and fork groups until the launcher closes its socket."""
+    """Import the libraries of the first run, and fork groups until the launcher closes its socket."""
     captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
     die_with_parent(signal.SIGTERM)
     set_torchrun_defaults()
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    weights = int(sys.argv[2])
-    os.set_inheritable(weights, False)
-    shared_weights.offer(weights)
-    preload(RunSpec.read(Path(sys.argv[3])).config)
+    first, weights = receive(control)
+    if first is None:  # The launcher has ended.
+        return 0
+    if weights:
+        shared_weights.offer(weights[0])
+    preload(first["modules"], first["device"])
     # The agents end their groups first if the launcher dies. Then this process ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     GroupServer(control).serve()
@@ -117,14 +123,12 @@ class GroupServer:
         try:
             die_with_parent(parent=server)
             os.setsid()
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.close(output)
+            _continue_in(output)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
             send(connection.socket, {"pid": os.getpid(), "server": server, "others": connection.others})
             self._forget()
-            print(f"forked from process {server}, which has imported the libraries (sweep.shared_start)", flush=True)
+            print(f"forked from process {server}, which has imported the libraries", flush=True)
             code = run_group(Path(request["run_dir"]), request["node"], request["address"], request["port"])
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -163,6 +167,15 @@ class GroupServer:
         if connection.pid is not None:
             os.kill(connection.pid, signal.SIGKILL)
             os.waitpid(connection.pid, 0)
+
+
+def _continue_in(output: int) -> None:
+    """Continue the output of this process in a file, after what it has printed so far."""
+    printed = os.pread(1, MAX_PRINTED, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.write(1, printed)
 
 
 if __name__ == "__main__":

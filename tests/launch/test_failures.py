@@ -201,7 +201,8 @@ def test_the_killed_parent_of_the_workers_is_named(tmp_path: Path) -> None:
     with StartedCommand(tmp_path, *sabotage("hangs", rank=1, at=100), *QUICK) as command:
         command.until_training()
         family = tree_of(command.process.pid)
-        parent = next(process for process in family if "distexp.worker.group" in process.cmdline())
+        (shared,) = [child for child in family[0].children() if "distexp.worker.shared_start" in child.cmdline()]
+        (parent,) = shared.children()
         parent.kill()
         assert command.process.wait(DEADLINE_S) == 1
         assert wait_for(lambda: have_ended(family[1:]))

@@ -17,6 +17,7 @@ from distexp.data.squad_json import MAX_CHECKED_BYTES
 from distexp.exceptions import InterruptedRunError
 from distexp.launch.local.interrupts import interrupts_collected
 from distexp.launch.local.run import run_locally
+from distexp.launch.local.shared_start import SharedStart
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
 from distexp.system.signals import handle_signals
@@ -320,8 +321,8 @@ def test_what_stops_a_run_is_the_cause_in_its_record(
 
     monkeypatch.setattr(LiveRun, "refresh", stop)
     spec = make_spec("strategy=single", "cluster.device=cpu", "measure.enabled=false")
-    with pytest.raises(type(error)):
-        run_locally(spec, tmp_path, Screen(1, tmp_path))
+    with SharedStart() as shared_start, pytest.raises(type(error)):
+        run_locally(spec, tmp_path, Screen(1, tmp_path), shared_start)
     record = RunRecord.read(tmp_path / "record.json")
     assert record.error is not None
     assert (record.status, record.error.message) == ("killed", cause)

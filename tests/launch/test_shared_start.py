@@ -1,4 +1,4 @@
-"""Runs that share one start-up: which ones may, how their processes end, and that the training is the same."""
+"""Workers that are forked from a process with the libraries: which runs share it, and how all processes end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 
 import psutil
 import pytest
 
+from distexp.cli.arguments import normalize_arguments
 from distexp.config import ConfigError
-from distexp.launch.forked_workers import ForkedWorkers, NotSharedError
+from distexp.launch.exit_codes import HANG_CODE
+from distexp.launch.forked_workers import LOST_CODE, ForkedWorkers, NotStartedError
 from distexp.launch.local import shared_start
 from distexp.launch.local.import_conditions import ImportConditions
 from distexp.launch.local.shared_start import SharedProcess, SharedStart
 from distexp.measure.memory.process_tree import ProcessTree
 from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import group_log_path
+from distexp.runs.spec import RunSpec
 from distexp.system.messages import message_pair, send
 from tests.helpers.processes import find_processes, have_ended
 from tests.helpers.runs import REPOSITORY, make_spec, run_distexp
@@ -129,8 +134,16 @@ def test_the_death_of_the_shared_process_is_the_death_of_its_groups(tmp_path: Pa
         server.process.kill()
         assert group.wait() == -signal.SIGKILL
         assert wait_for(lambda: have_ended([process]))
-        with server.log.open("w") as output, pytest.raises(NotSharedError):
+        with server.log.open("w") as output, pytest.raises(NotStartedError) as raised:
             ForkedWorkers.start(waiting, ("run", "0", "127.0.0.1", "0"), output)
+        assert raised.value.code == LOST_CODE
+
+
+def test_the_limits_of_a_run_end_the_wait_for_the_imports() -> None:
+    ours, theirs = message_pair()
+    with theirs, Path(os.devnull).open("w") as output, pytest.raises(NotStartedError) as raised:
+        ForkedWorkers.start(ours.detach(), ("run", "0", "127.0.0.1", "0"), output, lambda: HANG_CODE)
+    assert raised.value.code == HANG_CODE
 
 
 def test_memory_of_a_forked_group_includes_the_pages_it_shares(server: Server) -> None:
@@ -140,7 +153,7 @@ def test_memory_of_a_forked_group_includes_the_pages_it_shares(server: Server) -
     assert alone.memory is not None
     assert found.memory is not None
     assert found.pids == {group.pid}, "the shared process is no part of the run"
-    assert alone.memory.mib < 64 < found.memory.mib < 2 * 64 + 40
+    assert alone.memory.mib < 64 < found.memory.mib < 2 * 64
     group.kill()
     assert group.wait() == -signal.SIGKILL
     assert ProcessTree(group.pid, [group.pid], [group.server]).read().memory is None
@@ -168,85 +181,86 @@ def test_runs_share_a_start_up_only_if_their_imports_are_equal(monkeypatch: pyte
 def sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SharedStart, list[str]]]:
     """Yield runs that share a start-up, and their notes. The shared processes import nothing."""
 
-    def start_idle(conditions: ImportConditions, run_dir: Path, node: int, weights: int) -> SharedProcess:
+    def start_idle(conditions: ImportConditions, spec: RunSpec, weights: int | None) -> SharedProcess:
+        assert weights is not None
         assert os.fstat(weights).st_size == 0
         ours, theirs = message_pair()
         receivers.append(theirs)
         process = subprocess.Popen(["sleep", "600"])
         processes.append(process)
-        return SharedProcess(conditions, process, ours, run_dir / "log")
+        return SharedProcess(conditions, process, ours, StringIO("what it printed"))
 
     receivers: list[socket.socket] = []
     processes: list[subprocess.Popen[bytes]] = []
     notes: list[str] = []
     monkeypatch.setattr(shared_start, "_start", start_idle)
-    with SharedStart(notes.append) as started:
+    with SharedStart() as started:
+        started.note = notes.append
         yield started, notes
     for receiver in receivers:
         receiver.close()
     assert all(process.poll() is not None for process in processes), "all shared processes have ended"
 
 
-def used_by(sharing: SharedStart, folder: Path, *overrides: str) -> tuple[int, list[int]]:
+def used_by(sharing: SharedStart, *overrides: str) -> tuple[int, list[int]]:
     """Connect a run; return the id of its shared process, and the ids of all shared processes."""
-    connection = sharing.connect(make_spec("cluster.device=cpu", "cluster.workers_per_node=2", *overrides), folder, 0)
-    assert connection is not None
-    connection.close()
+    sharing.connect(make_spec("cluster.device=cpu", "cluster.workers_per_node=2", *overrides), 0).close()
     found = [shared.process.pid for shared in sharing._nodes[0].processes]
     return found[-1], sorted(found)
 
 
 def test_a_search_that_alternates_between_strategies_keeps_their_processes(
-    sharing: tuple[SharedStart, list[str]], tmp_path: Path
+    sharing: tuple[SharedStart, list[str]],
 ) -> None:
     started, notes = sharing
-    ddp, deepspeed = (used_by(started, tmp_path, f"strategy={name}")[0] for name in ("ddp", "deepspeed"))
-    again = [used_by(started, tmp_path, f"strategy={name}") for name in ("ddp", "deepspeed", "fsdp")]
+    ddp, deepspeed = (used_by(started, f"strategy={name}")[0] for name in ("ddp", "deepspeed"))
+    again = [used_by(started, f"strategy={name}") for name in ("ddp", "deepspeed", "fsdp")]
     assert [pid for pid, _ in again] == [ddp, deepspeed, ddp]
     assert again[-1][1] == sorted({ddp, deepspeed})
-    assert notes == ["note: node 0 starts a new shared process, because of the libraries"]
+    assert notes == ["note: a run cannot share the imports of an earlier one. Different: the libraries"]
 
 
 def test_the_oldest_and_useless_shared_processes_end(
     sharing: tuple[SharedStart, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, _ = sharing
-    pids = [used_by(started, tmp_path, f"cluster.cpus_per_worker={count}")[0] for count in range(1, 7)]
-    assert used_by(started, tmp_path, "cluster.cpus_per_worker=6") == (pids[-1], sorted(pids[-shared_start.KEPT :]))
+    pids = [used_by(started, f"cluster.cpus_per_worker={count}")[0] for count in range(1, 7)]
+    assert used_by(started, "cluster.cpus_per_worker=6") == (pids[-1], sorted(pids[-shared_start.KEPT :]))
     monkeypatch.setattr(shared_start, "MIN_FREE_MIB", 1e9)
-    pid, left = used_by(started, tmp_path, "cluster.cpus_per_worker=9")
+    pid, left = used_by(started, "cluster.cpus_per_worker=9")
     assert left == [pid], "with little free memory a node keeps one process"
     monkeypatch.setattr(shared_start, "MIN_FREE_MIB", 0)
-    assert len(used_by(started, tmp_path, "cluster.cpus_per_worker=1")[1]) == 2
+    assert len(used_by(started, "cluster.cpus_per_worker=1")[1]) == 2
     monkeypatch.chdir(tmp_path)
-    pid, left = used_by(started, tmp_path, "cluster.cpus_per_worker=1")
+    pid, left = used_by(started, "cluster.cpus_per_worker=1")
     assert left == [pid], "no later run starts in the other folder"
 
 
-def test_a_killed_shared_process_is_noted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ours, theirs = message_pair()
-    process = subprocess.Popen(["sleep", "600"])
-    found = SharedProcess(ImportConditions.of(make_spec("cluster.device=cpu"), 0), process, ours, tmp_path / "log")
-    monkeypatch.setattr(shared_start, "_start", lambda *_: found)
-    notes: list[str] = []
-    with theirs, SharedStart(notes.append) as sharing:
-        connection = sharing.connect(make_spec("cluster.device=cpu"), tmp_path, 0)
-        assert connection is not None
-        connection.close()
-        process.kill()
-        theirs.close()
-        assert [sharing.connect(make_spec("cluster.device=cpu"), tmp_path, 0) for _ in range(2)] == [None, None]
-    (note,) = notes
-    assert "has ended (signal 9), so the runs import the libraries themselves again" in note
-    assert str(tmp_path / "log") in note
+def test_a_killed_process_is_replaced_and_its_death_is_that_of_the_run(
+    sharing: tuple[SharedStart, list[str]], tmp_path: Path
+) -> None:
+    started, notes = sharing
+    first, _ = used_by(started)
+    log = group_log_path(tmp_path, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("")
+    assert started.true_codes(tmp_path, {0: LOST_CODE}) == {0: LOST_CODE}, "only the workers were killed"
+    os.kill(first, signal.SIGSEGV)
+    assert wait_for(lambda: started.true_codes(tmp_path, {0: LOST_CODE}) == {0: 128 + signal.SIGSEGV})
+    assert started.true_codes(tmp_path, {0: 1}) == {0: 1}
+    assert log.read_text().startswith("what it printed")
+    for _ in range(2):
+        second, every = used_by(started)
+        assert every == [second] != [first]
+    assert notes == ["note: a run cannot share the imports of an earlier one. Their process has ended: signal 11"]
 
 
-def test_a_shared_start_up_is_refused_on_slurm() -> None:
-    with pytest.raises(ConfigError, match=r"sweep\.shared_start=true is for local sweeps only: leave it out"):
-        make_spec("cluster=slurm", "sweep.shared_start=true")
+def test_the_removed_key_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"sweep\.shared_start cannot be set: leave it out, because"):
+        normalize_arguments(["sweep.shared_start=true"])
 
 
-SHARED = ("--multirun", "sweep.shared_start=true", "strategy=single", "hydra.sweep.dir=out")
+SHARED = ("--multirun", "strategy=single", "hydra.sweep.dir=out")
 
 
 @pytest.mark.slow
@@ -279,7 +293,7 @@ def _threads(run: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_runs_continue_without_a_killed_shared_process_and_none_outlives_the_launcher(tmp_path: Path) -> None:
+def test_runs_replace_a_killed_shared_process_and_none_outlives_the_launcher(tmp_path: Path) -> None:
     with StartedCommand(tmp_path, *SHARED, "train.seed=1,2", *sabotage("hangs", at=100), *QUICK) as command:
         first = command.until_training()
         children = psutil.Process(command.process.pid).children()
@@ -291,6 +305,6 @@ def test_runs_continue_without_a_killed_shared_process_and_none_outlives_the_lau
         assert RunRecord.read(first / "record.json").status == "killed"
         assert have_ended(family)
         family = tree_of(command.process.pid)[1:]
-        assert [p for p in family if "distexp.worker.group" in p.cmdline()], "the run imports the libraries itself"
+        assert [p for p in family if "distexp.worker.shared_start" in p.cmdline()], "another one has replaced it"
         command.process.kill()
         assert wait_for(lambda: have_ended(family))

@@ -12,9 +12,9 @@ from tests.helpers.runs import REPOSITORY
 PRELOADS = """
 import os, sys
 from tests.helpers.runs import resolve_cell
-from distexp.worker.group import preload
+from distexp.worker.preload import own_modules, preload
 variables = dict(os.environ)
-preload(resolve_cell("zero_stage=2", "cluster.device=cpu"))
+preload(own_modules(resolve_cell("zero_stage=2", "cluster.device=cpu")), "cpu")
 import torch
 expected = (
     *("transformers.models.bloom.modeling_bloom", "deepspeed", "distexp.worker.rank"),
@@ -34,8 +34,8 @@ PRELOADS_COMPILER = """
 import os, sys, threading
 from pathlib import Path
 from tests.helpers.runs import resolve_cell
-from distexp.worker.group import preload
-preload(resolve_cell("strategy=single", "train.compile=blocks", "cluster.device=cpu"))
+from distexp.worker.preload import own_modules, preload
+preload(own_modules(resolve_cell("strategy=single", "train.compile=blocks", "cluster.device=cpu")), "cpu")
 import torch
 from torch._inductor.runtime.triton_compat import triton_key
 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from distexp.config.paths import PACKAGE
 from distexp.launch.node import worker_environment
 from distexp.runs.spec import RunSpec
+from distexp.worker.preload import COMPILER, declared_preloads, own_modules, own_modules_of
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,13 @@ def _libraries(spec: RunSpec) -> tuple[str, ...]:
     Strategies that need only torch share a start-up. A group imports the rest of what its strategy needs.
     """
     config = spec.config
-    targets = [config.model._target_, config.dataset._target_, config.engine._target_]
-    modules = [module for module in map(_module_of, targets) if _is_own(module)]
-    strategy = _module_of(config.strategy._target_)
-    if _is_own(strategy):
+    strategies = own_modules_of([config.strategy._target_])
+    modules = [module for module in own_modules(config) if module not in (*strategies, COMPILER)]
+    for strategy in strategies:
         found = importlib.import_module(strategy)  # The launcher may import it, because it imports no torch.
-        preloaded = [*getattr(found, "PRELOAD", ())]
-        preloaded += getattr(found, "PRELOAD_ON_CPU", ()) if config.cluster.device == "cpu" else ()
+        preloaded = declared_preloads(found, config.cluster.device)
         modules += [module for module in preloaded if not module.startswith("torch.")]
     return tuple(modules)
-
-
-def _module_of(target: str) -> str:
-    return target.rpartition(".")[0]
-
-
-def _is_own(module: str) -> bool:
-    return module.split(".", maxsplit=1)[0] == PACKAGE.name
 
 
 def _newest_source_ns() -> int:

@@ -25,7 +25,6 @@ class LocalLauncher(Launcher):
     """Launcher of ``cluster=local``. A subclass may start the agents in another way (``agent_command``)."""
 
     runs_here = True
-    shares_start = True
 
     def agent_command(self, config: Config, arguments: Sequence[str]) -> list[str]:
         """Return the command that starts the agent of a node.

@@ -40,11 +40,7 @@ AgentCommand = Callable[[Config, Sequence[str]], Sequence[str]]
 
 
 def run_locally(
-    spec: RunSpec,
-    directory: Path,
-    screen: Screen,
-    shared_start: SharedStart | None = None,
-    agent_command: AgentCommand | None = None,
+    spec: RunSpec, directory: Path, screen: Screen, shared_start: SharedStart, agent_command: AgentCommand
 ) -> RunRecord:
     """Run a spec on this machine with one agent per node, and return its record.
 
@@ -52,8 +48,8 @@ def run_locally(
         spec: The run.
         directory: Directory of the run.
         screen: What shows the run.
-        shared_start: Start-up that this run shares with others; None if it imports the libraries itself.
-        agent_command: Returns the command of an agent; None: this Python.
+        shared_start: Processes from which the workers are forked.
+        agent_command: Returns the command of an agent.
 
     Raises:
         InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
@@ -81,6 +77,7 @@ def run_locally(
         finally:
             with interrupts_collected() as late:
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
+                codes = shared_start.true_codes(directory, codes)
                 record = finalize_run(spec, directory, codes, started, stopped)
     screen.show_result(record, directory, tracking.messages)
     _raise_interruption(interruption, [*received, *late])
@@ -96,24 +93,20 @@ def _raise_interruption(interruption: InterruptedRunError | None, signals: Seque
 
 
 def _start_agent(
-    spec: RunSpec, directory: Path, node: int, shared_start: SharedStart | None, agent_command: AgentCommand | None
+    spec: RunSpec, directory: Path, node: int, shared_start: SharedStart, agent_command: AgentCommand
 ) -> subprocess.Popen[bytes]:
-    """Start the agent of a node, with a connection to the shared start-up process if there is one."""
-    connection = None if shared_start is None else shared_start.connect(spec, directory, node)
-    sockets = [] if connection is None else [connection]
-    try:
+    """Start the agent of a node, with a connection to the process from which its workers are forked."""
+    # Only the agent keeps the connection, so that the other process notices its end.
+    with shared_start.connect(spec, node) as connection:
         # SIGTERM and not SIGKILL, so that the agent of a dead launcher ends its workers and writes the record.
         return start_module(
             "distexp.launch.agent",
-            *(str(directory), str(node), *(str(socket.fileno()) for socket in sockets)),
+            *(str(directory), str(node), str(connection.fileno())),
             env=os.environ,
             death_signal=signal.SIGTERM,
-            inherited=[socket.fileno() for socket in sockets],
-            command=None if agent_command is None else partial(agent_command, spec.config),
+            inherited=[connection.fileno()],
+            command=partial(agent_command, spec.config),
         )
-    finally:
-        for socket in sockets:  # Only the agent keeps its connection, so that the shared process notices its end.
-            socket.close()
 
 
 def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None]) -> None:

@@ -1,7 +1,8 @@
-"""Run of one cell on this machine, as a Hydra job: with Hydra's callbacks and its ``.hydra/`` folder."""
+"""Runs of cells on this machine. Each is a Hydra job, with Hydra's callbacks and its ``.hydra/`` folder."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,49 @@ from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
 
 from distexp.console.screen import Screen
-from distexp.launch.assigned_runs import AssignedRun, write_invalid
+from distexp.exceptions import InterruptedRunError, SweepFailedError
+from distexp.launch.assigned_runs import AssignedRun, ExistingRunRules, assign_run_dirs, write_invalid
+from distexp.launch.git_state import package_git_state
+from distexp.launch.launcher import Sweep
+from distexp.launch.local.crowded_cores import crowded_core_warnings
 from distexp.launch.local.run import AgentCommand, run_locally
 from distexp.launch.local.shared_start import SharedStart
 from distexp.runs.command_text import format_override
 from distexp.runs.existing import DONE
+from distexp.runs.failure_text import join_errors
 from distexp.runs.full_disk import name_folder, release_reserve
 from distexp.runs.owner import wait_for_agent
-from distexp.runs.record import RunRecord
+from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.run_lock import run_lock
 from distexp.runs.spec import RunSpec
+
+
+def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_command: AgentCommand) -> list[JobReturn]:
+    """Run every cell, even if others fail, and show a table.
+
+    Raises:
+        SweepFailedError: at the end, if a run failed.
+        InterruptedRunError: if a run was interrupted. The cells after it are not started.
+    """
+    cells = sweep.cells
+    for warning in crowded_core_warnings(cell.config for cell in cells if cell.config is not None):
+        print(f"distexp: warning: {warning}", file=sys.stderr)
+    invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
+    screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
+    shared_start.note = screen.print
+    rules = ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
+    runs = assign_run_dirs(cells, sweep_dir, package_git_state(), rules, resume=sweep.master.sweep.resume)
+    try:
+        runner = CellRunner(sweep.context, screen, shared_start, agent_command)
+        returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
+    except (InterruptedRunError, KeyboardInterrupt, OSError):
+        screen.show_interrupted()
+        raise
+    screen.show_comparison()
+    if any(record.status in FAILURES for record in screen.records):
+        raise SweepFailedError
+    return returns
 
 
 @dataclass(frozen=True)
@@ -31,14 +64,14 @@ class CellRunner:
     Attributes:
         context: Hydra's configuration loader and callbacks.
         screen: What shows the runs.
-        shared_start: Start-up that the runs share; None if each imports the libraries itself.
-        agent_command: Returns the command of an agent; None: this Python.
+        shared_start: Processes from which the workers are forked.
+        agent_command: Returns the command of an agent.
     """
 
     context: HydraContext
     screen: Screen
-    shared_start: SharedStart | None = None
-    agent_command: AgentCommand | None = None
+    shared_start: SharedStart
+    agent_command: AgentCommand
 
     def run_if_free(self, run: AssignedRun) -> JobReturn | None:
         """Run a cell, unless another command runs it or has just finished it."""

@@ -1,29 +1,35 @@
-"""Shared start-up of local runs: a process of the node imports the libraries, and each run is forked from it.
+"""Start of the workers of local runs: a process of each node imports the libraries, and each run is forked from it.
 
-A run shares the process only if its own imports would give the same result (``import_conditions``). Otherwise it gets
-another process, and the first one is kept for later runs. So a search that alternates between strategies imports the
-libraries of each once. Custom code is never shared, because only workers import it.
+It starts as soon as the first configuration is known, so it imports while the launcher and the agents prepare the run.
+A run can be forked from it only if its own imports would give the same result (``import_conditions``). Otherwise
+another process starts, and the first one is kept for later runs. So a search that alternates between strategies
+imports the libraries of each once. Custom code is never shared, because only workers import it.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
+from distexp.launch.exit_codes import encode_group_code
+from distexp.launch.forked_workers import LOST_CODE
 from distexp.launch.local.import_conditions import ImportConditions
 from distexp.models import shared_weights
-from distexp.runs.run_dir import shared_start_log_path
+from distexp.runs.run_dir import group_log_path
 from distexp.runs.spec import RunSpec
 from distexp.system.cgroups import available_memory
 from distexp.system.messages import message_pair, send
 from distexp.system.process_shutdown import end_tree
 from distexp.system.processes import start_module
 from distexp.system.units import MIB
+from distexp.worker.preload import own_modules
 
 GRACE_S = 1.0
 KEPT = 4
@@ -32,25 +38,33 @@ KEPT = 4
 MIN_FREE_MIB = 8192.0
 """If the machine has less free memory, a node keeps one process only. Each takes about 512 MiB."""
 
-DIED = (
-    "note: the shared start-up process has ended ({code}), so the runs import the libraries themselves again. "
-    "Its output is in {log}"
-)
-
 
 @dataclass(frozen=True)
 class SharedProcess:
-    """A process that has imported the libraries, and the socket that brings it the connections of the agents."""
+    """A process that has imported the libraries.
+
+    Attributes:
+        conditions: What its imports depend on.
+        process: The process.
+        control: Socket that brings it the connections of the agents.
+        output: What it has printed, in memory. It starts before there is a run directory.
+    """
 
     conditions: ImportConditions
     process: subprocess.Popen[bytes]
     control: socket.socket
-    log: Path
+    output: IO[str]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self.process.poll() is not None
 
     def end(self) -> None:
         """End the process."""
         self.control.close()
         end_tree(self.process, GRACE_S)
+        self.output.close()
 
 
 @dataclass
@@ -58,94 +72,107 @@ class SharedNode:
     """What the runs on a node share.
 
     Attributes:
+        weights: File in memory for random weights (``distexp.models.shared_weights``), which all processes offer; None
+            if the runs share none.
         processes: Processes with different imports. The one that was used last is at the end.
-        weights: File in memory for random weights (``distexp.models.shared_weights``). All processes offer it.
     """
 
+    weights: int | None
     processes: list[SharedProcess] = field(default_factory=list)
-    weights: int = field(default_factory=shared_weights.make_file)
 
     def end(self) -> None:
         """End the processes, and free the weights."""
         while self.processes:
             self.processes.pop().end()
-        os.close(self.weights)
+        if self.weights is not None:
+            os.close(self.weights)
 
 
 class SharedStart:
-    """Context manager for runs that share a start-up: ``run_locally(..., shared_start=...)``.
+    """Context manager for local runs, whose workers are forked from processes that have imported the libraries.
 
-    Each simulated node has its own processes, so that its memory is that of a node. If a process dies, the runs start
-    without them.
+    Each simulated node has its own processes, so that its memory is that of a node.
 
     Args:
-        note: Prints a message for the user.
+        shares_weights: Whether the runs share random weights.
+
+    Attributes:
+        note: Prints a message for the user. Each reason is printed once.
     """
 
-    def __init__(self, note: Callable[[str], None] = print) -> None:
-        self._note = note
+    def __init__(self, *, shares_weights: bool = True) -> None:
+        self.note: Callable[[str], None] = print
+        self._shares_weights = shares_weights
         self._nodes: dict[int, SharedNode] = {}
-        self._usable = True
+        self._noted: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end_all()
+        while self._nodes:
+            self._nodes.popitem()[1].end()
 
-    def connect(self, spec: RunSpec, run_dir: Path, node: int) -> socket.socket | None:
-        """Return a connection to the process from which the workers of a node can be forked.
+    def prepare(self, spec: RunSpec) -> None:
+        """Start the processes of a run, so that they import the libraries while the launcher prepares the run."""
+        for node in range(spec.nodes):
+            self._matching(spec, node)
 
-        Args:
-            spec: The run.
-            run_dir: Directory of the run.
-            node: The node.
-
-        Returns:
-            A socket for the agent of the node; None if the run must import the libraries itself.
-        """
-        if not self._usable:
-            return None
-        shared = self._matching(spec, run_dir, node)
+    def connect(self, spec: RunSpec, node: int) -> socket.socket:
+        """Return a connection for the agent of a node, to the process from which its workers are forked."""
+        shared = self._matching(spec, node)
         others = [known.process.pid for known in self._nodes[node].processes if known is not shared]
         ours, theirs = message_pair()
-        try:
+        with theirs, suppress(OSError):  # The process may have died just now. The agent then finds it dead too.
             send(shared.control, {"others": others}, [theirs.fileno()])
-        except OSError:
-            ours.close()
-            self._give_up(shared)
-            return None
-        finally:
-            theirs.close()
         return ours
 
-    def _matching(self, spec: RunSpec, run_dir: Path, node: int) -> SharedProcess:
+    def true_codes(self, run_dir: Path, codes: Mapping[int, int]) -> dict[int, int]:
+        """Return the exit codes of agents, as if each had been the parent of the process that its workers came from.
+
+        An agent only notices that this process has died. How it died, and what it printed, is known here.
+        """
+        return {node: self._death_of(run_dir, node) if code == LOST_CODE else code for node, code in codes.items()}
+
+    def _death_of(self, run_dir: Path, node: int) -> int:
+        """Return the exit code of an agent that has lost its workers, and add the output of their origin to the log."""
+        shared = self._nodes[node].processes[-1]
+        if not shared.has_ended:  # Only the workers were killed.
+            return LOST_CODE
+        shared.output.seek(0)
+        with group_log_path(run_dir, node).open("a") as log:
+            shutil.copyfileobj(shared.output, log)
+        return encode_group_code(shared.process.returncode)
+
+    def _matching(self, spec: RunSpec, node: int) -> SharedProcess:
         """Return the process of a node with the imports of a run; start it if there is none."""
         conditions = ImportConditions.of(spec, node)
         if node not in self._nodes:
-            self._nodes[node] = SharedNode()
+            self._nodes[node] = SharedNode(shared_weights.make_file() if self._shares_weights else None)
         known = self._nodes[node].processes
+        self._forget_ended(known)
         shared = next((process for process in known if process.conditions == conditions), None)
         if shared is not None:
             known.remove(shared)
         else:
             if known:
-                change = conditions.describe_change(known[-1].conditions)
-                self._note(f"note: node {node} starts a new shared process, because of {change}")
+                self._note_once(f"Different: {conditions.describe_change(known[-1].conditions)}")
             _end_superfluous(known, conditions)
-            shared = _start(conditions, run_dir, node, self._nodes[node].weights)
+            shared = _start(conditions, spec, self._nodes[node].weights)
         known.append(shared)
         return shared
 
-    def _give_up(self, shared: SharedProcess) -> None:
-        code = shared.process.wait()
-        self._usable = False
-        self._end_all()
-        self._note(DIED.format(code=f"signal {-code}" if code < 0 else f"exit code {code}", log=shared.log))
+    def _forget_ended(self, known: list[SharedProcess]) -> None:
+        for process in [process for process in known if process.has_ended]:
+            known.remove(process)
+            process.end()
+            code = process.process.returncode
+            self._note_once(f"Their process has ended: {f'signal {-code}' if code < 0 else f'exit code {code}'}")
 
-    def _end_all(self) -> None:
-        while self._nodes:
-            self._nodes.popitem()[1].end()
+    def _note_once(self, reason: str) -> None:
+        if reason not in self._noted:
+            self._noted.add(reason)
+            self.note(f"note: a run cannot share the imports of an earlier one. {reason}")
 
 
 def _end_superfluous(known: list[SharedProcess], new: ImportConditions) -> None:
@@ -159,16 +186,17 @@ def _end_superfluous(known: list[SharedProcess], new: ImportConditions) -> None:
     known[:] = kept
 
 
-def _start(conditions: ImportConditions, run_dir: Path, node: int, weights: int) -> SharedProcess:
+def _start(conditions: ImportConditions, spec: RunSpec, weights: int | None) -> SharedProcess:
     ours, theirs = message_pair()
-    log = shared_start_log_path(run_dir, node)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output, theirs:
+    output = os.fdopen(os.memfd_create("distexp-shared-start"), "w+")
+    with theirs:
         process = start_module(
             "distexp.worker.shared_start",
-            *(str(theirs.fileno()), str(weights), str(run_dir)),
+            str(theirs.fileno()),
             env=conditions.environment,
             output=output,
-            inherited=[theirs.fileno(), weights],
+            inherited=[theirs.fileno()],
         )
-    return SharedProcess(conditions, process, ours, log)
+    message = {"modules": own_modules(spec.config), "device": spec.config.cluster.device}
+    send(ours, message, [] if weights is None else [weights])
+    return SharedProcess(conditions, process, ours, output)

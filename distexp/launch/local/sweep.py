@@ -1,34 +1,29 @@
-"""Local launcher: the runs of a sweep one after the other on this machine, then a table."""
+"""Runs of a sweep on this machine, one after the other, then a table; and the trials of ``distexp choose``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, env_override
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 from rich.console import Console
 
 from distexp.config import Config
-from distexp.console.screen import Screen
-from distexp.console.trial_screen import TrialScreen
-from distexp.exceptions import InterruptedRunError, SweepFailedError
-from distexp.launch.assigned_runs import AssignedRun, ExistingRunRules, assign_run_dirs
+from distexp.launch.assigned_runs import AssignedRun
+from distexp.launch.cell import Cell
 from distexp.launch.git_state import package_git_state
 from distexp.launch.launcher import Sweep, TrialLauncher, TrialRunner
-from distexp.launch.local.crowded_cores import crowded_core_warnings
 from distexp.launch.local.hangup import continue_after_hangup
 from distexp.launch.local.process_memory import refuse_too_many_processes
 from distexp.launch.local.run import AgentCommand
-from distexp.launch.local.runner import CellRunner, show_if_done
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.sweep_dir import locked_sweep_dir
-from distexp.runs.failure_text import join_errors
-from distexp.runs.record import FAILURES
+from distexp.runs.record_sections import RunInfo
+from distexp.runs.spec import RunSpec
 
 
 def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
@@ -43,36 +38,32 @@ def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
         SweepFailedError: at the end, if a run failed.
         InterruptedRunError: if a run was interrupted. The cells after it are not started.
     """
-    if not sweep.master.sweep.resume:  # An invalid cell would match no run that the sweep has already.
-        refuse_too_many_processes(sweep.cells)
-    with locked_sweep_dir(sweep.master, len(sweep.cells)) as sweep_dir, continue_after_hangup(sweep_dir):
-        return _run_cells(sweep, sweep_dir, agent_command)
-
-
-def _run_cells(sweep: Sweep, sweep_dir: Path, agent_command: AgentCommand) -> list[JobReturn]:
     cells, master = sweep.cells, sweep.master
-    for warning in crowded_core_warnings(cell.config for cell in cells if cell.config is not None):
-        print(f"distexp: warning: {warning}", file=sys.stderr)
-    invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
-    screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
-    rules = ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
-    runs = assign_run_dirs(cells, sweep_dir, package_git_state(), rules, resume=master.sweep.resume)
-    try:
-        with _shared_start(master, len(cells), screen) as shared_start:
-            runner = CellRunner(sweep.context, screen, shared_start, agent_command)
-            returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
-    except (InterruptedRunError, KeyboardInterrupt, OSError):
-        screen.show_interrupted()
-        raise
-    screen.show_comparison()
-    if any(record.status in FAILURES for record in screen.records):
-        raise SweepFailedError
-    return returns
+    if not master.sweep.resume:  # An invalid cell would match no run that the sweep has already.
+        refuse_too_many_processes(cells)
+    with SharedStart(shares_weights=_shares_weights(cells)) as shared_start:
+        if not master.sweep.resume:  # All of its cells may be done.
+            _prepare_first(cells, master, shared_start)
+        # What shows the runs is imported while the libraries of the workers are.
+        from distexp.launch.local.runner import run_cells
+
+        with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
+            return run_cells(sweep, sweep_dir, shared_start, agent_command)
 
 
-def _shared_start(master: DictConfig, cells: int, screen: Screen) -> AbstractContextManager[SharedStart | None]:
-    """Return the start-up that the runs of a sweep share, if ``sweep.shared_start`` is set. A single run has none."""
-    return SharedStart(screen.print) if master.sweep.shared_start and cells > 1 else nullcontext()
+def _shares_weights(cells: Sequence[Cell]) -> bool:
+    """Return whether several cells may have the same random weights. They are kept in memory between the runs."""
+    configs = [cell.config for cell in cells if cell.config is not None]
+    return len({f"{config.model} {config.train.seed}" for config in configs}) < len(configs)
+
+
+def _prepare_first(cells: Sequence[Cell], master: DictConfig, shared_start: SharedStart) -> None:
+    """Start the imports of the first valid cell before its run is prepared, with the environment of a Hydra job."""
+    for cell in cells:
+        if cell.config is not None:
+            with env_override(dict(master.hydra.job.env_set)):
+                shared_start.prepare(RunSpec(cell.config, RunInfo(cell.id, cell.config.name, 0, [])))
+            return
 
 
 @dataclass(frozen=True)
@@ -92,6 +83,9 @@ class LocalTrials(TrialLauncher):
     @contextmanager
     def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
         """Yield the runner of trials. The libraries are imported once for all of them."""
+        from distexp.console.trial_screen import TrialScreen
+        from distexp.launch.local.runner import CellRunner
+
         labels: dict[int, str] = {}
         screen = TrialScreen(sweep_dir, console, labels)
 
@@ -101,6 +95,7 @@ class LocalTrials(TrialLauncher):
                 runner.run_if_free(run)
                 after_each()
 
-        with continue_after_hangup(sweep_dir), SharedStart(screen.log) as shared_start:
+        with continue_after_hangup(sweep_dir), SharedStart() as shared_start:
+            shared_start.note = screen.log
             runner = CellRunner(self.context, screen, shared_start, self.agent_command)
             yield TrialRunner(run_all, package_git_state())

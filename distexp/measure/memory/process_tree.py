@@ -47,7 +47,8 @@ class ProcessTree:
         root_pid: Root of the tree.
         members: Further processes that belong to the tree, with their descendants.
         shares_pages_with: Idle processes from which members were forked. The PSS of a member lacks their part of the
-            shared pages, so their memory counts too while the tree has a process.
+            shared pages, so their memory counts too while the tree has a process. Pages that only they have do not
+            count: members have a copy, or do not need them.
         shares_files_with: Other idle processes with the same libraries. The PSS of a member lacks their part of the
             files, so this part of their memory counts too.
     """
@@ -60,9 +61,9 @@ class ProcessTree:
         shares_files_with: Sequence[int] = (),
     ) -> None:
         self.root_pid = root_pid
-        self._added, self._shares_pages_with = members, shares_pages_with
+        self._added = members
         self._members: dict[int, _Stat] = {}
-        self._memory = PssReader(shares_files_with)
+        self._memory = PssReader(shares_pages_with, shares_files_with)
         self._kernel_lists_children = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
         self._newest_pid = 0
         self._unchanged = False  # no process was started between the last two readings
@@ -79,10 +80,9 @@ class ProcessTree:
             for pid, stat in self._members.items()
         )
         compilers = {pid for pid, stat in self._members.items() if stat.compiles}
-        holders = [*self._members, *self._shares_pages_with] if self._members else []
         return TreeReading(
             pids=frozenset(self._members),
-            memory=self._memory.read(holders, compilers),
+            memory=self._memory.read(self._members, compilers),
             cpu_s=ticks / TICKS_PER_S,
         )
 

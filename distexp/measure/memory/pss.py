@@ -60,18 +60,20 @@ class _Rollup:
     pss: int = 0
     private: int = 0
     files: int = 0
+    unshared: int = 0  # written pages that no other process has
 
 
 class PssReader:
     """Reads the memory of processes.
 
     Args:
+        page_holders: Further processes, whose memory counts without the pages that they alone have.
         file_holders: Further processes, of whose memory only the files count, such as libraries.
     """
 
-    def __init__(self, file_holders: Sequence[int] = ()) -> None:
-        self._file_holders = file_holders
-        self._files = 0  # bytes of the files of these processes, at the last PSS reading
+    def __init__(self, page_holders: Sequence[int] = (), file_holders: Sequence[int] = ()) -> None:
+        self._page_holders, self._file_holders = page_holders, file_holders
+        self._held = 0  # bytes of these processes that count, at the last PSS reading
         self._has_rollup = os.path.exists("/proc/self/smaps_rollup")
         self._last: dict[int, tuple[int, int]] = {}  # PSS and private memory in bytes, at the same time
         self._sources: set[str] = set()
@@ -91,9 +93,9 @@ class PssReader:
             with self._limit.measure():
                 self._read_pss(counts)
             used = {pid: pss for pid, (pss, _) in self._last.items()}
-            return _split(used, self._files, compilers, "+".join(sorted(self._sources)))
+            return _split(used, self._held, compilers, "+".join(sorted(self._sources)))
         used = {pid: self._estimate(pid, now) for pid, now in counts.items()}
-        return _split(used, self._files, compilers, "+".join([*sorted(self._sources), "delta"]))
+        return _split(used, self._held, compilers, "+".join([*sorted(self._sources), "delta"]))
 
     def _estimate(self, pid: int, now: _Counts) -> int:
         """Return the bytes of a process since the last PSS reading; 0 for a new process.
@@ -113,8 +115,9 @@ class PssReader:
                 (count.private + count.shared, count.private) if rollup is None else (rollup.pss, rollup.private)
             )
             self._sources.add("rss" if rollup is None else "pss")
-        others = [self._read_rollup(pid) for pid in self._file_holders]
-        self._files = sum(rollup.files for rollup in others if rollup is not None)
+        pages, files = ([self._read_rollup(pid) for pid in pids] for pids in (self._page_holders, self._file_holders))
+        self._held = sum(rollup.pss - rollup.unshared for rollup in pages if rollup is not None)
+        self._held += sum(rollup.files for rollup in files if rollup is not None)
 
     def _read_rollup(self, pid: int) -> _Rollup | None:
         """Return the PSS of a process; None if it is not readable.
@@ -128,7 +131,7 @@ class PssReader:
             rollup = read_proc(f"{pid}/smaps_rollup")
         except PermissionError:
             return None
-        kib = private_kib = files_kib = 0
+        kib = private_kib = files_kib = unshared_kib = 0
         for line in rollup.splitlines():
             # Pss does not include the huge pages of hugetlbfs.
             if line.startswith((b"Pss:", b"Private_Hugetlb:", b"Shared_Hugetlb:")):
@@ -137,13 +140,15 @@ class PssReader:
                 private_kib = int(line.split()[1])
             elif line.startswith(b"Pss_File:"):
                 files_kib = int(line.split()[1])
-        return _Rollup(kib * 1024, private_kib * 1024, files_kib * 1024)
+            elif line.startswith(b"Private_Dirty:"):
+                unshared_kib = int(line.split()[1])
+        return _Rollup(kib * 1024, private_kib * 1024, files_kib * 1024, unshared_kib * 1024)
 
 
-def _split(used: Mapping[int, int], files: int, compilers: Collection[int], source: str) -> TreeMemory:
-    """Return the sum of the bytes of all processes and of files, with those of compilers separately."""
+def _split(used: Mapping[int, int], held: int, compilers: Collection[int], source: str) -> TreeMemory:
+    """Return the sum of the bytes of all processes and of those that others hold, with compilers separately."""
     apart = [used[pid] for pid in compilers if pid in used]
-    rest = sum(used.values()) + files - sum(apart)
+    rest = sum(used.values()) + held - sum(apart)
     return TreeMemory(rest / MIB, source, sum(apart) / MIB if apart else None)
 
 

@@ -145,7 +145,7 @@ def test_files_that_another_shared_process_reads_count_in_full(tmp_path: Path) -
         for process in (member, other):
             assert process.stdout is not None
             assert process.stdout.readline() == b"read\n"
-        alone, both = (pss.PssReader(holders).read([member.pid]) for holders in ((), (other.pid,)))
+        alone, both = (pss.PssReader((), holders).read([member.pid]) for holders in ((), (other.pid,)))
     finally:
         for process in (member, other):
             process.communicate()

@@ -1,0 +1,67 @@
+"""Imports ahead of the workers, which are then forked: the modules of a configuration, and what they declare.
+
+Importing must not initialize CUDA, because a forked process cannot use the CUDA state of its parent. Modules that are
+safe to import ahead name what they need in ``PRELOAD``, and in ``PRELOAD_ON_CPU`` what only runs on CPUs need.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from types import ModuleType
+
+from distexp.config import Config
+from distexp.config.paths import PACKAGE
+from distexp.system.environment_variables import variable_set
+
+COMPILER = "distexp.worker.compiler_import"
+"""Module that imports torch's compiler."""
+
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Makes ``torch.cuda.is_available()`` ask NVML, so that it does not initialize CUDA."""
+
+
+def own_modules(config: Config) -> list[str]:
+    """Return the modules of distexp that the options of a configuration choose. It imports none of them."""
+    targets = (config.model._target_, config.dataset._target_, config.strategy._target_, config.engine._target_)
+    return [*([COMPILER] if config.train.compiled != "none" else []), *own_modules_of(targets)]
+
+
+def own_modules_of(targets: Iterable[str]) -> list[str]:
+    """Return the modules of some targets, without those of custom code."""
+    modules = [target.rpartition(".")[0] for target in targets]
+    return [module for module in modules if module.split(".", maxsplit=1)[0] == PACKAGE.name]
+
+
+def declared_preloads(module: ModuleType | None, device: str) -> tuple[str, ...]:
+    """Return the modules that a module declares to import ahead, for a device."""
+    on_cpu = getattr(module, "PRELOAD_ON_CPU", ()) if device == "cpu" else ()
+    return (*getattr(module, "PRELOAD", ()), *on_cpu)
+
+
+def preload(modules: Sequence[str], device: str) -> None:
+    """Import some modules and what they declare; a module that fails is left to the workers to report.
+
+    Args:
+        modules: Modules of distexp, see ``own_modules``.
+        device: ``cpu`` or ``cuda``.
+    """
+    gc.disable()  # Imports make a million objects and no garbage: a tenth of their time is the collector's.
+    with variable_set(NVML_CHECK, "1"):
+        for name in chain(("torch", "distexp.worker.rank"), _with_declared(modules, device)):
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                print(f"cannot import {name} ahead of the workers: {error!r}", file=sys.stderr)
+    gc.enable()
+    gc.freeze()  # the collector of a worker does not touch, and so does not copy, what it shares with the others
+
+
+def _with_declared(modules: Sequence[str], device: str) -> Iterator[str]:
+    """Yield modules, and after the import of each what it declares."""
+    for module in modules:
+        yield module
+        yield from declared_preloads(sys.modules.get(module), device)
