@@ -39,7 +39,7 @@ def forecast_sizes(
     targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
     own = _own_target(run)
     machine = load_machine(run.directory, options) if targets else None
-    trusted = [str(package) for cell in cells for package in cell.composed.trusted_packages]
+    trusted = [package for cell in cells if cell.config is not None for package in cell.config.trusted_packages]
     forecasts = forecast_steps(run.directory, [own, *targets], machine, trusted) if targets else []
     widened = iter(
         [
