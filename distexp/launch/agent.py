@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,7 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
         The exit code of the node.
     """
     node = context.node
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as sampling:
         if node == 0:
             rendezvous, holder = reserve_port(context.address, run_dir, context.attempt)
             stack.enter_context(holder)
@@ -138,12 +138,18 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
         log_dir(run_dir, node).mkdir(parents=True, exist_ok=True)
         if lacks_gpus(spec, run_dir, node) or lacks_operators(spec, run_dir, node):
             return 1
+        sampler = _sampler(spec, run_dir, node) if spec.config.measure.enabled else None
+        if sampler is not None and context.connection is not None:  # The trace starts before the workers, as on Slurm.
+            sampling.enter_context(sampler)
         try:
             group = start_group(spec, run_dir, context, rendezvous, stack, started=started)
         except NotStartedError as error:
             return error.code
         stack.callback(end_tree, group, GRACE_S)
-        stack.enter_context(_sampler(spec, run_dir, node, group))
+        if sampler is not None and isinstance(group, ForkedWorkers):
+            sampler.include(group.pid, group.server, group.others)
+        elif sampler is not None:  # After the start of the process, because its thread could disturb the fork.
+            sampling.enter_context(sampler)
         return watch(group, spec, run_dir, node, started, peer_failed=context.peer_failed)
 
 
@@ -173,19 +179,12 @@ def start_group(
     return start_module("distexp.worker.group", *arguments, env=worker_environment(spec, context.node), output=output)
 
 
-def _sampler(spec: RunSpec, run_dir: Path, node: int, group: WatchedProcess) -> AbstractContextManager[object]:
-    """Return the sampler of the memory of a node's workers; without measurement, one that does nothing."""
-    measure = spec.config.measure
-    if not measure.enabled:
-        return nullcontext()
-    shared = group if isinstance(group, ForkedWorkers) else None
+def _sampler(spec: RunSpec, run_dir: Path, node: int) -> Sampler:
+    """Return the sampler of the memory of a node's workers."""
     return Sampler(
         path=memory_trace_path(run_dir, node),
-        members=(shared.pid,) if shared else (),
-        shares_pages_with=(shared.server,) if shared else (),
-        shares_files_with=shared.others if shared else (),
         gpu_indices=[gpu.index for gpu in node_gpus(spec, node)],
-        interval_s=measure.interval_s,
+        interval_s=spec.config.measure.interval_s,
         cores=max(1, cpu_count() // (spec.nodes if is_simulated(spec) else 1)),
     )
 

@@ -148,15 +148,16 @@ def test_the_limits_of_a_run_end_the_wait_for_the_imports() -> None:
 
 def test_memory_of_a_forked_group_includes_the_pages_it_shares(server: Server) -> None:
     group = server.start(SLEEP)
-    alone = ProcessTree(group.pid, [group.pid]).read()
-    found = ProcessTree(group.pid, [group.pid], [group.server]).read()
+    forked, tree = ProcessTree(group.pid), ProcessTree(group.server)
+    forked.include(group.pid, group.server)
+    alone, found = tree.read(), forked.read()
     assert alone.memory is not None
     assert found.memory is not None
     assert found.pids == {group.pid}, "the shared process is no part of the run"
     assert alone.memory.mib < 64 < found.memory.mib < 2 * 64
     group.kill()
     assert group.wait() == -signal.SIGKILL
-    assert ProcessTree(group.pid, [group.pid], [group.server]).read().memory is None
+    assert forked.read().memory is None
 
 
 def test_runs_share_a_start_up_only_if_their_imports_are_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

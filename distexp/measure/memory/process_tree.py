@@ -45,28 +45,31 @@ class ProcessTree:
 
     Args:
         root_pid: Root of the tree.
-        members: Further processes that belong to the tree, with their descendants.
-        shares_pages_with: Idle processes from which members were forked. The PSS of a member lacks their part of the
-            shared pages, so their memory counts too while the tree has a process. Pages that only they have do not
-            count: members have a copy, or do not need them.
-        shares_files_with: Other idle processes with the same libraries. The PSS of a member lacks their part of the
-            files, so this part of their memory counts too.
     """
 
-    def __init__(
-        self,
-        root_pid: int,
-        members: Sequence[int] = (),
-        shares_pages_with: Sequence[int] = (),
-        shares_files_with: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, root_pid: int) -> None:
         self.root_pid = root_pid
-        self._added = members
+        self._added: list[int] = []
         self._members: dict[int, _Stat] = {}
-        self._memory = PssReader(shares_pages_with, shares_files_with)
+        self._memory = PssReader()
         self._kernel_lists_children = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
         self._newest_pid = 0
         self._unchanged = False  # no process was started between the last two readings
+
+    def include(self, member: int, forked_from: int, others: Sequence[int] = ()) -> None:
+        """Add a process that is no descendant of the root, with its descendants.
+
+        Args:
+            member: The process.
+            forked_from: Idle process from which it was forked. The PSS of the member lacks its part of the shared
+                pages, so its memory counts too while the tree has a process. Pages that only this process has do not
+                count: the member has a copy, or does not need them.
+            others: Other idle processes with the same libraries. The PSS of the member lacks their part of the files,
+                so this part of their memory counts too.
+        """
+        self._memory.page_holders, self._memory.file_holders = (forked_from,), others
+        self._added.append(member)
+        self._newest_pid = 0
 
     def read(self) -> TreeReading:
         """Read all processes that are alive."""

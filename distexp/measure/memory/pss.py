@@ -66,13 +66,13 @@ class _Rollup:
 class PssReader:
     """Reads the memory of processes.
 
-    Args:
+    Attributes:
         page_holders: Further processes, whose memory counts without the pages that they alone have.
         file_holders: Further processes, of whose memory only the files count, such as libraries.
     """
 
     def __init__(self, page_holders: Sequence[int] = (), file_holders: Sequence[int] = ()) -> None:
-        self._page_holders, self._file_holders = page_holders, file_holders
+        self.page_holders, self.file_holders = page_holders, file_holders
         self._held = 0  # bytes of these processes that count, at the last PSS reading
         self._has_rollup = os.path.exists("/proc/self/smaps_rollup")
         self._last: dict[int, tuple[int, int]] = {}  # PSS and private memory in bytes, at the same time
@@ -115,7 +115,7 @@ class PssReader:
                 (count.private + count.shared, count.private) if rollup is None else (rollup.pss, rollup.private)
             )
             self._sources.add("rss" if rollup is None else "pss")
-        pages, files = ([self._read_rollup(pid) for pid in pids] for pids in (self._page_holders, self._file_holders))
+        pages, files = ([self._read_rollup(pid) for pid in pids] for pids in (self.page_holders, self.file_holders))
         self._held = sum(rollup.pss - rollup.unshared for rollup in pages if rollup is not None)
         self._held += sum(rollup.files for rollup in files if rollup is not None)
 

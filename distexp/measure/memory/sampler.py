@@ -44,9 +44,6 @@ class Sampler:
     Args:
         path: The trace to write.
         root_pid: Root of the process tree, by default this process.
-        members: Processes that belong to the tree without being descendants of its root.
-        shares_pages_with: Idle processes that share pages with the tree; see ``ProcessTree``.
-        shares_files_with: Other idle processes with the same libraries; see ``ProcessTree``.
         gpu_indices: Indices of the GPUs in NVML.
         interval_s: Seconds between two samples.
         events: File with the phases, by default ``events.jsonl`` in the run directory.
@@ -61,9 +58,6 @@ class Sampler:
         *,
         path: Path,
         root_pid: int | None = None,
-        members: Sequence[int] = (),
-        shares_pages_with: Sequence[int] = (),
-        shares_files_with: Sequence[int] = (),
         gpu_indices: Sequence[int] = (),
         interval_s: float = 0.5,
         events: Path | None = None,
@@ -77,7 +71,7 @@ class Sampler:
         self.cores = cores or cpu_count()
         self._gpu_indices = tuple(gpu_indices)
         self._tail = PhaseTail(events or path.parent.parent / EVENTS)
-        self._tree = ProcessTree(self.root_pid, members, shares_pages_with, shares_files_with)
+        self._tree = ProcessTree(self.root_pid)
         self._gpus: GpuReader | None = None
         self._cpu_energy = CpuEnergyReader()
         self._total_mib: float | None = None
@@ -98,6 +92,10 @@ class Sampler:
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             self._warn("stop", f"the last sample takes more than {STOP_TIMEOUT_S:.0f} s and is skipped")
+
+    def include(self, member: int, forked_from: int, others: Sequence[int] = ()) -> None:
+        """Add a process that is no descendant of the root; see ``ProcessTree.include``."""
+        self._tree.include(member, forked_from, others)
 
     def _run(self) -> None:
         try:
