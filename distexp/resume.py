@@ -14,10 +14,9 @@ from pathlib import Path
 from hydra.errors import HydraException
 
 from distexp.cli.arguments import OUTPUT_DIRS
-from distexp.cli.command_keys import ignored_keys
 from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
-from distexp.cli.overrides import is_override, parse
+from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
 from distexp.config.override_text import key_of
 from distexp.launch.trust.foreign_sweep import check_files, check_working_directory
@@ -105,17 +104,9 @@ def damaged_message(path: Path, reason: object) -> str:
 
 
 def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return the original arguments with the new ones. A new override replaces one of the same key.
-
-    Earlier versions stored overrides that they ignored. They are left out, because a command is refused with them.
-    """
-    ignored = {override.input_line for override, _ in ignored_keys(parse(list(filter(is_override, original))))}
+    """Return the original arguments with the new ones. A new override replaces one of the same key."""
     replaced = {key_of(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
-    kept = [
-        argument
-        for argument in original
-        if argument not in ignored and not (is_override(argument) and key_of(argument) in replaced)
-    ]
+    kept = [argument for argument in original if not (is_override(argument) and key_of(argument) in replaced)]
     multirun = [] if "--multirun" in kept or "-m" in kept else ["--multirun"]
     return [*multirun, *kept, *new]
 

@@ -152,14 +152,6 @@ def test_another_directory_cannot_be_resumed_into(tmp_path: Path, capsys: pytest
     )
 
 
-def test_a_stored_key_of_another_command_does_not_prevent_a_resume() -> None:
-    """Earlier versions ignored such keys. A search needs them."""
-    ignored = ["train.seed=1", "choose.budget_min=5", "forecast.memory='off'"]
-    assert merge(ignored, []) == ["--multirun", "train.seed=1"]
-    search = ["--multirun", "choose.only=true", "choose.budget_min=5"]
-    assert merge(search, ["choose.gpus=[1]"]) == [*search, "choose.gpus=[1]"]
-
-
 def test_a_folder_of_sweeps_is_refused_with_the_newest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for age, name in ((0, "b/new"), (60, "b/old"), (90, "a")):
         (tmp_path / name).mkdir(parents=True)

@@ -79,8 +79,7 @@ def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -
 
 def _command_errors(cells: Sequence[Cell], master: DictConfig) -> list[str]:
     """Return the errors for which a command is refused."""
-    # Earlier versions stored overrides that they ignored.
-    ignored = [] if master.sweep.resume else ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
+    ignored = ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
     prints_errors = master.plan.only and master.plan.output == "json"
     # A search changes strategy and sizes, so a candidate may be valid even if the cell is not.
     must_be_valid = len(cells) == 1 and not prints_errors and not master.choose.only

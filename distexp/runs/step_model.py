@@ -17,7 +17,7 @@ from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import step_model_path
 from distexp.runs.typed_values import parse_dataclass
 
-SCHEMA = 1
+SCHEMA = 2
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
@@ -114,10 +114,9 @@ class StepModel:
         items: Segments and collectives, in the order of their launches.
         units: Parameters of the model. Empty: unknown.
         bucket_elements: Elements of the buckets of DDP, in the order of their reduction. Empty: no DDP.
-        group_elements: Elements of each parameter in each group of the optimizer, not divided over workers. Empty:
-            unknown, because an earlier version wrote the file.
+        group_elements: Elements of each parameter in each group of the optimizer, not divided over workers.
         modules: Positions, in the parameters of all units, of those that each module itself has. In the order of the
-            model. Empty: unknown, because an earlier version wrote the file.
+            model.
     """
 
     on_gpu: bool
@@ -170,8 +169,8 @@ def _parse_step_model(content: Mapping[str, Any]) -> StepModel:
         items=tuple(map(_read_item, content["items"])),
         units=tuple(Parameters(str(unit["name"]), _whole_numbers(unit["elements"])) for unit in content["units"]),
         bucket_elements=_whole_numbers(content["bucket_elements"]),
-        group_elements=tuple(map(_whole_numbers, content.get("group_elements", ()))),
-        modules=tuple(map(_whole_numbers, content.get("modules", ()))),
+        group_elements=tuple(map(_whole_numbers, content["group_elements"])),
+        modules=tuple(map(_whole_numbers, content["modules"])),
     )
 
 

@@ -40,7 +40,7 @@ def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "co
     Args:
         kind: Dataclass of the section.
         raw: Its values.
-        complete: Whether the values are resolved. If not, a text may stand for each value.
+        complete: Whether the values are resolved. If not, a text or null may stand for each value.
         name: Key of the section.
     """
     if not isinstance(raw, dict):
@@ -52,23 +52,8 @@ def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "co
         value, full_name = raw[known.name], f"{name}.{known.name}"
         if known.is_section:
             yield from section_errors(known.hint, value, complete=complete, name=full_name)
-        elif not (known.fits(value) or _may_be_open(value, known.hint, complete=complete)):
+        elif not known.fits(value) and (complete or not (value is None or isinstance(value, str))):
             yield f"{full_name} is {_shown(value)}"
-
-
-def _may_be_open(value: Any, hint: Any, *, complete: bool) -> bool:
-    """Return whether a value may stand for one of another type.
-
-    Earlier versions had null for more keys, and texts such as ``auto`` for optional numbers.
-    """
-    if isinstance(value, str):
-        return not complete or (type(None) in get_args(hint) and not _is_container(hint))
-    return value is None and (hint is not bool or not complete)
-
-
-def _is_container(hint: Any) -> bool:
-    """Return whether an annotation such as ``list[int] | None`` has a list or a dictionary as an alternative."""
-    return any(get_origin(alternative) in (list, dict) for alternative in get_args(hint))
 
 
 def device_errors(raw: Any, name: str) -> Iterator[str]:
