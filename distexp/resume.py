@@ -19,9 +19,7 @@ from distexp.cli.main import main as distexp
 from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
 from distexp.config.override_text import key_of
-from distexp.launch.trust.foreign_sweep import check_files, check_working_directory
-from distexp.launch.trust.own_files import is_own_file
-from distexp.launch.trust.stored_command import check_stored_command
+from distexp.guard.sweep_files import check_files, check_stored_command, check_working_directory, is_own_file
 from distexp.runs.copyable_command import path_override, shell_quote
 from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import COMMAND

@@ -15,7 +15,7 @@ import pytest
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.main import main as cli
 from distexp.cli.overrides import parse, plain_value
-from distexp.launch.trust.own_files import remember_file
+from distexp.guard.sweep_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.record import RunRecord
@@ -183,8 +183,9 @@ UNSAFE = {  # arguments in command.json that the user must repeat
     "cluster='site_1'": "cluster=site_1",
     "cluster.setup=['touch x']": "'cluster.setup=[touch x]'",
     "++cluster.environment.LD_PRELOAD=x.so": "++cluster.environment.LD_PRELOAD=x.so",
+    "++cluster.environment.NCCL_ALGO=Tree": "++cluster.environment.NCCL_ALGO=Tree",
 }
-SAFE = ("cluster=slurm", "++cluster.environment.NCCL_ALGO=Tree", "hydra.launcher.partition=a", "hydra.sweep.dir=x")
+SAFE = ("cluster=slurm", "cluster.partition=a", "hydra.sweep.dir=x")
 
 
 def make_command(folder: Path, *arguments: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError
-from distexp.launch.trust.own_files import is_own_file
+from distexp.guard.sweep_files import is_own_file
 from distexp.runs.copyable_command import copyable_command
 from distexp.runs.forecast_errors import measured_step_s
 from distexp.runs.micro_batch import MicroBatchSearch
