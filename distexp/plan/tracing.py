@@ -39,6 +39,7 @@ from distexp.plan.traced_context import traced_context
 from distexp.plan.traced_ddp import TracedDDP, traced_ddp
 from distexp.plan.traced_deepspeed import TracedDeepSpeed
 from distexp.plan.untraced import describe_failure
+from distexp.plan.zero_base import version_note
 from distexp.strategies.base import load_strategy
 from distexp.strategies.deepspeed import DeepSpeed
 from distexp.strategies.torch_model import TorchModel
@@ -103,6 +104,8 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     notes: list[str] = []
     if not _is_deepspeed(config):
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
+    elif note := version_note():
+        notes.append(note)
     config.dataset.num_workers = 0
     if config.train.compiled == "graphs":
         notes.append("train.compile=graphs: predicted without graphs; torch does not count their memory as allocated")
