@@ -129,17 +129,4 @@ class RunRecord:
         ]
         if errors:
             raise ValueError(", ".join(errors[:MAX_SHOWN_ERRORS]))
-        preflight = raw.get("preflight")
-        return cls(
-            status=raw["status"],
-            run=parse_dataclass(RunInfo, raw["run"]),
-            config=raw["config"],
-            error=parse_dataclass(RunError, raw["error"]) if raw["error"] else None,
-            built=parse_dataclass(Built, raw["built"]) if raw["built"] else None,
-            environment=parse_dataclass(Environment, raw["environment"]) if raw["environment"] else None,
-            metrics=parse_dataclass(Metrics, raw["metrics"]),
-            memory=raw["memory"],
-            utilization=raw["utilization"],
-            preflight=preflight if isinstance(preflight, dict) else None,
-            predicted=parse_dataclass(Predicted, raw["predicted"]) if raw.get("predicted") else None,
-        )
+        return parse_dataclass(cls, raw)

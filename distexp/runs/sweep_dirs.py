@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from distexp.config import ConfigError
-from distexp.runs.json_files import read_json
+from distexp.runs.json_files import read_or_none
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import CHOICE, COMMAND, OUTPUTS
 
@@ -38,12 +38,8 @@ def choose_newest_sweep(*, leave_out: Collection[str] = ()) -> Path:
 
 def _is_of(command_file: Path, commands: Collection[str]) -> bool:
     """Return whether a sweep was started by one of these commands. A damaged file is of none."""
-    try:
-        content = read_json(command_file)
-    except (OSError, ValueError):
-        return False
-    arguments = content.get("words") if isinstance(content, dict) else None
-    return any(command in (arguments or ()) for command in commands)
+    arguments = read_or_none(command_file, "words") or ()
+    return any(command in arguments for command in commands)
 
 
 def describe_no_training(record: RunRecord) -> str:

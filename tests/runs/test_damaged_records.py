@@ -73,13 +73,13 @@ WRONG: dict[str, Any] = {  # values of single keys
     "memory.gpu.0": 3,
     "memory.gpu.0.peak_mib": "much",
     "utilization": [],
+    "preflight": 3,
 }
 HARMLESS: dict[str, Any] = {  # values with which a record can be read
     "metrics.train_loss": float("nan"),
     "metrics.train_samples_per_second": float("inf"),
     "metrics.train_losses": [float("nan")],
     "memory.gpu.0.peak_mib": None,
-    "preflight": 3,
     "config.future_section": {"key": [1]},
     "metrics.future_metric": "x",
 }
