@@ -45,7 +45,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_or_none(path: Path, *keys: str) -> Any:
-    """Return the content of a JSON file, or the value of its keys; None if either is missing, or the file is damaged."""
+    """Return the content of a JSON file, or the value of its keys; None if it is missing, or the file is damaged."""
     try:
         content = read_json(path)
     except (OSError, ValueError):
