@@ -14,15 +14,12 @@ from pathlib import Path
 from hydra.errors import HydraException
 
 from distexp.cli.arguments import OUTPUT_DIRS
-from distexp.cli.command_keys import ignored_keys
 from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
-from distexp.cli.overrides import is_override, parse
+from distexp.cli.overrides import is_override
 from distexp.config import Command, ConfigError
 from distexp.config.override_text import key_of
-from distexp.launch.trust.foreign_sweep import check_files, check_working_directory
-from distexp.launch.trust.own_files import is_own_file
-from distexp.launch.trust.stored_command import check_stored_command
+from distexp.guard.sweep_files import check_files, check_stored_command, check_working_directory, is_own_file
 from distexp.runs.copyable_command import path_override, shell_quote
 from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import COMMAND
@@ -54,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_working_directory(sweep_dir / COMMAND, directory)
             check_files(sweep_dir)
         _check_directory_unchanged(new, sweep_dir)
-        merged = merge(original, new, command)
+        merged = merge(original, new)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
             print(f"distexp: {message}", file=sys.stderr)
@@ -106,18 +103,10 @@ def damaged_message(path: Path, reason: object) -> str:
     return f"{path} is damaged ({reason}): repeat the command of the sweep with {directory} sweep.resume=true"
 
 
-def merge(original: Sequence[str], new: Sequence[str], command: Command = Command.TRAIN) -> list[str]:
-    """Return the original arguments with the new ones. A new override replaces one of the same key.
-
-    Earlier versions stored overrides that they ignored. They are left out, because a command is refused with them.
-    """
-    ignored = {override.input_line for override, _ in ignored_keys(parse(list(filter(is_override, original))), command)}
+def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return the original arguments with the new ones. A new override replaces one of the same key."""
     replaced = {key_of(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
-    kept = [
-        argument
-        for argument in original
-        if argument not in ignored and not (is_override(argument) and key_of(argument) in replaced)
-    ]
+    kept = [argument for argument in original if not (is_override(argument) and key_of(argument) in replaced)]
     multirun = [] if "--multirun" in kept or "-m" in kept else ["--multirun"]
     return [*multirun, *kept, *new]
 

@@ -24,7 +24,7 @@ from distexp.launch.follow import FAST_POLL_S
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.runs.command_text import suggest_command
 from distexp.runs.existing import ExistingRun, ExistingRuns
-from distexp.runs.json_files import read_json
+from distexp.runs.json_files import read_or_none
 from distexp.runs.record import FAILURES
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
@@ -193,10 +193,7 @@ def not_started(sweep: SweepStates) -> Iterator[str]:
 
     The line has the command that starts them, unless other runs are active.
     """
-    try:
-        cells = read_json(sweep.directory / COMMAND)["cells"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
+    cells = read_or_none(sweep.directory / COMMAND, "cells")
     if not matches(cells, int):
         return
     left = cells - len(sweep.runs)

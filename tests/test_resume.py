@@ -15,8 +15,7 @@ import pytest
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.main import main as cli
 from distexp.cli.overrides import parse, plain_value
-from distexp.config import Command
-from distexp.launch.trust.own_files import remember_file
+from distexp.guard.sweep_files import remember_file
 from distexp.resume import main, merge
 from distexp.runs.existing import ExistingRun, ExistingRuns
 from distexp.runs.record import RunRecord
@@ -153,14 +152,6 @@ def test_another_directory_cannot_be_resumed_into(tmp_path: Path, capsys: pytest
     )
 
 
-def test_a_stored_key_of_another_command_does_not_prevent_a_resume() -> None:
-    """Earlier versions ignored such keys. A search needs them."""
-    ignored = ["train.seed=1", "choose.budget_min=5", "forecast.memory='off'"]
-    assert merge(ignored, []) == ["--multirun", "train.seed=1"]
-    search = ["--multirun", "choose.budget_min=5"]
-    assert merge(search, ["choose.gpus=[1]"], Command.CHOOSE) == [*search, "choose.gpus=[1]"]
-
-
 def test_a_folder_of_sweeps_is_refused_with_the_newest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for age, name in ((0, "b/new"), (60, "b/old"), (90, "a")):
         (tmp_path / name).mkdir(parents=True)
@@ -192,8 +183,9 @@ UNSAFE = {  # arguments in command.json that the user must repeat
     "cluster='site_1'": "cluster=site_1",
     "cluster.setup=['touch x']": "'cluster.setup=[touch x]'",
     "++cluster.environment.LD_PRELOAD=x.so": "++cluster.environment.LD_PRELOAD=x.so",
+    "++cluster.environment.NCCL_ALGO=Tree": "++cluster.environment.NCCL_ALGO=Tree",
 }
-SAFE = ("cluster=slurm", "++cluster.environment.NCCL_ALGO=Tree", "hydra.launcher.partition=a", "hydra.sweep.dir=x")
+SAFE = ("cluster=slurm", "cluster.partition=a", "hydra.sweep.dir=x")
 
 
 def make_command(folder: Path, *arguments: str) -> None:

@@ -93,11 +93,6 @@ def suggest(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{CHECKPOINTS}") if list_checkpoints(path.parent))
 
 
-def rename_keys(content: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a checkpoint of version 0.1.0 contains under the names of today."""
-    return {renamed.get(key, key): value for key, value in content.items()}
-
-
 def write_manifest(folder: Path, meta: CheckpointMeta, checksums: Checksums, settings: Mapping[str, Any]) -> None:
     """Write the manifest of a checkpoint, after all of its other files."""
     write_json(folder / MANIFEST, {"meta": vars(meta), "files": checksums, "settings": settings})
@@ -108,13 +103,13 @@ def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
     try:
         raw: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         files = {name: (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
-        return CheckpointMeta(**rename_keys(raw["meta"], {"form": "checkpoint_format"})), files
+        return CheckpointMeta(**raw["meta"]), files
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the training that wrote a checkpoint; None if an earlier version wrote it."""
+    """Return the settings of the training that wrote a checkpoint; None if it has none."""
     try:
         settings = json.loads((folder / MANIFEST).read_text())["settings"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distexp.checkpoints import folder as disk
 from distexp.checkpoints import rng
 from distexp.checkpoints.folder import CheckpointMeta, Checksums
-from distexp.checkpoints.settings import Settings, describe_changes, settings_of_run, training_settings
+from distexp.checkpoints.settings import describe_changes, training_settings
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
@@ -158,7 +158,7 @@ class CheckpointManager:
             for name in ("checkpoint_format", "parameters", "global_batch", "steps_per_epoch")
             if getattr(saved, name) != getattr(current, name)
         ]
-        optimizer = self._saved_settings(folder).get(OPTIMIZER, self.train.optimizer)
+        optimizer = (disk.read_settings(folder) or {}).get(OPTIMIZER, self.train.optimizer)
         if optimizer != self.train.optimizer:  # Its states are others.
             wrong.append(f"{OPTIMIZER} is {optimizer} instead of {self.train.optimizer}")
         if wrong:
@@ -172,12 +172,9 @@ class CheckpointManager:
                 f"{self.logger.plan.total_steps}: increase train.num_epochs or train.max_steps"
             )
 
-    def _saved_settings(self, folder: Path) -> Settings:
-        return disk.read_settings(folder) or settings_of_run(folder.parent.parent) or {}
-
     def _note_changes(self, folder: Path) -> None:
         """Log and record each setting that differs from those of the checkpoint."""
-        changes = list(describe_changes(self._saved_settings(folder), self.settings))
+        changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
         for change in changes:
             self._note(change)
         self.logger.record_changes(changes)
@@ -227,8 +224,8 @@ def _deletion_explained(folder: Path) -> Iterator[None]:
 
 
 def _read_state(folder: Path, rank: int) -> dict[str, Any]:
-    state = torch.load(_rank_file(folder, rank), map_location="cpu", weights_only=True)
-    return disk.rename_keys(state, {"chance": "rng_state", "journal": "metrics"})
+    state: dict[str, Any] = torch.load(_rank_file(folder, rank), map_location="cpu", weights_only=True)
+    return state
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

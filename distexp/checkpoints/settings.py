@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
 from distexp.config.flatten import flatten
-from distexp.runs.run_dir import SPEC
 
 Settings = dict[str, Any]
 """Values by their dotted keys."""
@@ -31,19 +28,9 @@ UNRELATED = frozenset(
 
 def training_settings(config: Config) -> Settings:
     """Return the settings of a training that its checkpoints contain."""
-    return _select(asdict(config))
-
-
-def settings_of_run(run_dir: Path) -> Settings | None:
-    """Return the settings of a run; None if its directory has none.
-
-    Checkpoints of earlier versions do not contain the settings.
-    """
-    try:
-        content = json.loads((run_dir / SPEC).read_text())["config"]
-        return _select(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    content = asdict(config)
+    pairs = flatten({section: content[section] for section in SECTIONS})
+    return {key: value for key, value in pairs if key not in UNRELATED}
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
@@ -51,11 +38,6 @@ def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> It
     for key, value in current.items():
         if key in saved and saved[key] != value:
             yield f"{key} was {_format(saved[key])} in the checkpoint and is {_format(value)} in this run"
-
-
-def _select(content: Mapping[str, Any]) -> Settings:
-    pairs = flatten({section: content[section] for section in SECTIONS})
-    return {key: value for key, value in pairs if key not in UNRELATED}
 
 
 def _format(value: Any) -> str:

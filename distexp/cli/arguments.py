@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,10 +38,6 @@ RESERVED_KEYS = {
 
 OUTPUT_DIRS = ("hydra.run.dir", "hydra.sweep.dir")
 
-RENAMED_VALUES = {"weak_model_seed": "weak_model_workshop"}
-RENAMED_KEYS = ("scaling=", "scaling.name=", "sweep.cells=")
-"""Keys whose old values are still accepted."""
-
 
 def normalize_arguments(
     arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequence[str] = ()
@@ -62,7 +57,7 @@ def normalize_arguments(
     check_arguments(arguments, may_name_command=command == Command.TRAIN)
     given, options = split_options(arguments)
     groups = config_groups()
-    overrides = [quote_choice(add_plus_prefix(replace_renamed_values(text)), groups) for text in (*added, *given)]
+    overrides = [quote_choice(add_plus_prefix(text), groups) for text in (*added, *given)]
     if any(option.split("=")[0] in HYDRA_FLAGS for option in options):
         check_single_run(overrides)
         return [*overrides, *options]
@@ -74,15 +69,6 @@ def normalize_arguments(
         print(f"distexp: warning: {warning}", file=sys.stderr)
     rest = [option for option in options if option not in ("-m", "--multirun", "-r", "--run")]
     return ["--multirun", *(text for override in overrides for text in _use_sweep_dir(override)), *rest]
-
-
-def replace_renamed_values(argument: str) -> str:
-    """Replace old values of an override by their new names, with a warning."""
-    for old, new in RENAMED_VALUES.items():
-        if argument.lstrip("+").startswith(RENAMED_KEYS) and re.search(rf"\b{old}\b", argument):
-            print(f"distexp: warning: {old} is deprecated: use {new}", file=sys.stderr)
-            argument = re.sub(rf"\b{old}\b", new, argument)
-    return argument
 
 
 def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bool) -> None:

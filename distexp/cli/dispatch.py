@@ -17,11 +17,11 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from distexp.config import Command
+from distexp.guard.command_line import packages_trusted_by_user
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.composition import Adjust, CellRules, cell_maker, compose_cells
 from distexp.launch.launcher import Launcher, Sweep
 from distexp.launch.plan_runs import predict_before_start
-from distexp.launch.trust.packages import packages_trusted_by_user
 from distexp.resolve.resources import find_launcher
 
 

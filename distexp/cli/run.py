@@ -29,8 +29,8 @@ from distexp.exceptions import (
     SweepInterrupted,
     interruptions_kept,
 )
-from distexp.launch.trust.config_loader import use_checked_loader
-from distexp.launch.trust.secret_checks import check_arguments_for_secrets
+from distexp.guard.config_files import use_checked_loader
+from distexp.guard.secrets import check_arguments_for_secrets
 
 
 def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequence[str] = ()) -> int:

@@ -10,7 +10,7 @@ from distexp.config.key_info import speed_references
 from distexp.console.busy_cores import busy_core_lines
 from distexp.console.energy import energy_lines
 from distexp.console.padding import padding_lines
-from distexp.runs.device_entries import cpu_peak_mib, device_values, node_peak_mib
+from distexp.runs.device_entries import cpu_peak_mib, device_values
 from distexp.runs.failure_text import failure_text
 from distexp.runs.listing import format_count
 from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries
@@ -124,7 +124,7 @@ def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield the measured peaks, and what they are made of."""
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
-        *(f"CPU of node {entry['node']} {_mib(node_peak_mib(entry))}" for entry in record.memory["cpu"]),
+        *(f"CPU of node {entry['node']} {_mib(entry.get('peak_mib'))}" for entry in record.memory["cpu"]),
     ]
     if memory:
         yield "peak memory", ", ".join(memory)

@@ -37,7 +37,7 @@ def outside_torch_mib(profile: StepProfile) -> float | None:
     It is the measured one, or the usual one if this is more: ``cluster.gpu_memory_limit_gb`` subtracts at least that.
     """
     found = _values(profile.record.memory.get("parts"), "context_mib")
-    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged or an old record
+    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged record
         found.append(profile.strategy.total_overhead_mib(parse_config(profile.record.config)))
     return max(found, default=None)
 

@@ -13,7 +13,7 @@ from distexp.explain.explanation import Explanation, explain_profile
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.command_text import format_override
 from distexp.runs.copyable_command import copyable_command
-from distexp.runs.json_files import read_json
+from distexp.runs.json_files import read_or_none
 from distexp.runs.printable import printable
 from distexp.runs.record import RunRecord
 from distexp.runs.record_search import read_records
@@ -108,10 +108,6 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
 
 def _sweep_command(directory: Path) -> list[str]:
     """Return the arguments of a sweep of several runs; empty if the directory is none, or its command is damaged."""
-    try:
-        command = read_json(directory / COMMAND)
-        arguments, cells = command["words"], command["cells"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    arguments, cells = (read_or_none(directory / COMMAND, key) for key in ("words", "cells"))
     is_sweep = isinstance(cells, int) and cells > 1 and isinstance(arguments, list)
     return [printable(text) for text in arguments if isinstance(text, str)] if is_sweep else []

@@ -32,7 +32,7 @@ class RankStep:
     profiled_ms: float  # with the overhead of the profiler
     parts: Mapping[str, float | None]  # by name of PARTS, and HIDDEN; None: not measured
     launches: float | None
-    cpu_busy_ms: float | None = None  # in the profiled step; None: no GPU, or an old record
+    cpu_busy_ms: float | None = None  # in the profiled step; None: no GPU
     without_core_ms: float | None = None  # inside the parts; None: a GPU, or unknown
 
     def time_ms(self, name: str) -> float:
@@ -90,7 +90,7 @@ class StepProfile:
 
     @property
     def includes_overhead(self) -> bool:
-        """Return whether the parts include the overhead of the profiler. Old records do not have this."""
+        """Return whether the parts include the overhead of the profiler."""
         entries = self.record.metrics.step_breakdown or ()
         return any(isinstance(entry, dict) and entry.get("includes_overhead") is True for entry in entries)
 

@@ -12,7 +12,7 @@ from distexp.config import ConfigError
 from distexp.config.override_text import key_of, value_of
 from distexp.forecast.profiled_run import ProfiledRun
 from distexp.forecast.sizes import SIZE_KEYS, as_cell, choose_sizes
-from distexp.launch.trust.stored_command import check_stored_command
+from distexp.guard.sweep_files import check_stored_command
 from distexp.runs.run_dir import RECORD
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import MIB_PER_GB

@@ -92,7 +92,7 @@ def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
     if options.preflight is not None:
         points = read_preflight(Path(options.preflight))
     elif record.preflight is not None:
-        points = points_of_preflight(record.preflight, int(record.config["cluster"]["nodes"]))
+        points = points_of_preflight(record.preflight)
     return replace(machine, points=tuple(points)) if points else machine
 
 
@@ -105,14 +105,9 @@ def machine_of(environment: Environment | None, network: Network | None = None) 
     )
 
 
-def points_of_preflight(result: Mapping[str, Any], nodes: int = 1) -> list[CurvePoint]:
-    """Return the curves in the content of a ``preflight.json``. Those between simulated nodes of GPUs are left out.
-
-    Args:
-        result: The content.
-        nodes: Number of nodes, if the content does not have it, as those of earlier versions.
-    """
-    points, nodes = [], int(result.get("nodes", nodes))
+def points_of_preflight(result: Mapping[str, Any]) -> list[CurvePoint]:
+    """Return the curves in the content of a ``preflight.json``. Those between simulated nodes of GPUs are left out."""
+    points, nodes = [], int(result["nodes"])
     for one in result["measurements"]:
         group = str(one["group"])
         across = nodes if group == "all" else one["ranks"] if group == "across nodes" else 1
@@ -126,8 +121,7 @@ def points_of_preflight(result: Mapping[str, Any], nodes: int = 1) -> list[Curve
 
 def simulates_nodes(result: Mapping[str, Any]) -> bool:
     """Return whether the GPUs of several nodes of a preflight are those of fewer machines. NVLink connects them."""
-    nodes = int(result.get("nodes", 1))
-    return result.get("backend") == "nccl" and int(result.get("hosts", nodes)) < nodes
+    return bool(result["backend"] == "nccl" and int(result["hosts"]) < int(result["nodes"]))
 
 
 def read_preflight(directory: Path) -> list[CurvePoint]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError
-from distexp.launch.trust.own_files import is_own_file
+from distexp.guard.sweep_files import is_own_file
 from distexp.runs.copyable_command import copyable_command
 from distexp.runs.forecast_errors import measured_step_s
 from distexp.runs.micro_batch import MicroBatchSearch
@@ -127,8 +127,7 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
         return f"{directory} has no profile for a forecast: {note}"
     options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
     command = copyable_command([*options, "profile=true"])
-    older = " by this version" if run.record.metrics.step_breakdown else ""
-    return f"{directory} has no profile{older} for a forecast: run it with {command}"
+    return f"{directory} has no profile for a forecast: run it with {command}"
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:

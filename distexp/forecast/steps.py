@@ -90,18 +90,12 @@ class Forecaster:
 
     def _with_update_of(self, target: Target, items: tuple[Item, ...]) -> tuple[Item, ...]:
         """Return the items of a step whose optimizer updates the share of a worker of a target."""
-        model, shards = self.run.model, self._optimizer_shards(target)
+        model = self.run.model
+        shards = [self.communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)]
         if not model.group_elements or shards[0] == shards[1]:
             return items
         before, after = (update_share(model.group_elements, self.communication, count) for count in shards)
         return shard_update(items, before, after, self.communication, on_gpu=model.on_gpu)
-
-    def _optimizer_shards(self, target: Target) -> tuple[int, int]:
-        """Return over how many workers the optimizer states are sharded in the profiled run, and in a target."""
-        here, there = (
-            self.communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)
-        )
-        return here, there
 
     def _duration(self, item: Item, target: Target) -> tuple[float, str]:
         """Return the seconds of a collective in a target, and their source.
@@ -154,7 +148,6 @@ class Forecaster:
             notes=(
                 *self._notes_on_collectives(found.sources, target),
                 *self._notes_on_oversubscription(target),
-                *self._notes_on_old_profile(target),
             ),
         )
 
@@ -195,20 +188,6 @@ class Forecaster:
                 f"up to {facts().nodes_per_leaf} nodes, forecast.oversubscription={network.oversubscription:g} has no "
                 "effect, because GPUs of the same index are taken to share a switch. If they do not, set "
                 "forecast.rail_optimized=false"
-            )
-
-    def _notes_on_old_profile(self, target: Target) -> Iterator[str]:
-        """Yield what the forecast does not know, because an earlier version wrote the profile."""
-        model, shards = self.run.model, self._optimizer_shards(target)
-        if not model.group_elements and shards[0] != shards[1]:
-            yield (
-                "an earlier version wrote this profile without the parameters of the optimizer (group_elements), so "
-                f"each worker is taken to update as many weights as one of {shards[0]}: profile the run again"
-            )
-        if not model.modules and self.communication.gathers_modules and target.workers > model.workers == 1:
-            yield (
-                "an earlier version wrote this profile without the modules of the model, so the strategy is taken to "
-                "gather whole blocks: profile the run again"
             )
 
 

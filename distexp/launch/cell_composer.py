@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from distexp.exceptions import interruptions_kept
-from distexp.launch.trust.config_loader import CheckedConfigLoader
+from distexp.guard.config_files import CheckedConfigLoader
 
 
 class CellComposer:

@@ -16,14 +16,14 @@ from distexp.config import ConfigError
 from distexp.config.override_text import key_of
 from distexp.console.progress import show_progress
 from distexp.exceptions import SweepInterrupted
+from distexp.guard.command_line import packages_trusted_by_user
+from distexp.guard.config_files import CheckedConfigLoader, check_trust
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.cell_composer import CellComposer
 from distexp.launch.lowered_values import lowered_values
 from distexp.launch.parallel_composition import compose_all
 from distexp.launch.plan_keys import ignored_plan_keys
 from distexp.launch.replaced_accumulation import replaced_accumulation
-from distexp.launch.trust.config_loader import CheckedConfigLoader
-from distexp.launch.trust.packages import check_trust, packages_trusted_by_user
 from distexp.resolve import resolve
 from distexp.resolve.run_id import run_id
 
@@ -105,8 +105,7 @@ def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -
 def _command_errors(cells: Sequence[Cell], typed: set[str], rules: CellRules, *, resumes: bool) -> list[str]:
     """Return the errors for which a command is refused."""
     invalid = cells[0].errors if len(cells) == 1 and not rules.may_be_invalid else []
-    # Earlier versions stored overrides that they ignored.
-    ignored = [] if resumes else ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
+    ignored = ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
     replaced = [] if resumes or rules.keeps_accumulation else replaced_accumulation(cells, typed)
     return [*invalid, *ignored, *replaced]
 

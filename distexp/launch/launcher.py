@@ -244,8 +244,8 @@ def _stored_launcher(sweep_dir: Path, target: str) -> Launcher:
 
 def _trusted_by_user(sweep_dir: Path) -> list[str]:
     """Return the packages that the environment trusts, and those that this user's own command has trusted."""
-    from distexp.launch.trust.own_files import is_own_file
-    from distexp.launch.trust.packages import packages_of_environment, packages_trusted_by_user
+    from distexp.guard.command_line import packages_of_environment, packages_trusted_by_user
+    from distexp.guard.sweep_files import is_own_file
 
     if not is_own_file(sweep_dir / COMMAND):
         return packages_of_environment()

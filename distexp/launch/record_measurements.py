@@ -52,5 +52,3 @@ def add_energy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     record.metrics.energy = energy_entry(
         energy, spec.config.cluster, duration_s=record.run.duration_s, samples=samples, tokens=tokens
     )
-    if energy.gpu_training is not None and samples:
-        record.metrics.energy_j_per_sample = energy.gpu_training / samples

@@ -19,10 +19,10 @@ from importlib import metadata
 from pathlib import Path
 
 from distexp.config.paths import PACKAGE
+from distexp.guard.sweep_files import is_own_file, remember_file
 from distexp.launch.git_state import GitState, git_root, git_state, run_git
 from distexp.launch.snapshot_files import select_files
 from distexp.launch.snapshot_filter import describe_left_out
-from distexp.launch.trust.own_files import is_own_file, remember_file
 from distexp.runs.files import create_atomically
 from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import SNAPSHOT, SNAPSHOT_MARKER

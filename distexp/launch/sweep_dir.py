@@ -11,8 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from distexp.launch.trust.foreign_sweep import check_files
-from distexp.launch.trust.own_files import remember_file
+from distexp.guard.sweep_files import check_files, remember_file
 from distexp.runs.full_disk import name_folder
 from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import COMMAND, MULTIRUN

@@ -40,6 +40,7 @@ from distexp.plan.trace_events import Recorded, evaluation_events, history_event
 from distexp.plan.traced_context import traced_context
 from distexp.plan.traced_ddp import TracedDDP, traced_ddp
 from distexp.plan.untraced import describe_failure
+from distexp.plan.zero_base import version_note
 from distexp.strategies.base import load_strategy
 from distexp.strategies.torch_model import TorchModel
 from distexp.system.torch_internals.fsdp import fsdp_device
@@ -102,6 +103,8 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     notes: list[str] = []
     if load_strategy(config).tracer is None:
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
+    elif note := version_note():
+        notes.append(note)
     config.dataset.num_workers = 0
     if config.train.compiled == "graphs":
         notes.append("train.compile=graphs: predicted without graphs; torch does not count their memory as allocated")

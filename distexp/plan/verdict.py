@@ -7,7 +7,6 @@ from distexp.hardware.facts import facts, gpus_with, planned_gpus
 from distexp.plan.estimate import Estimate
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
-from distexp.strategies.memory_traits import GPU_ERROR_BOUND
 from distexp.system.cgroups import usable_memory
 from distexp.system.hardware import visible_gpus
 from distexp.system.units import MIB, MIB_PER_GB, format_memory
@@ -126,8 +125,7 @@ def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
     if predicted.verdict == FITS:
         return f"fits, {100 * (1 - needed / memory):.0f} % free"
     if predicted.verdict == TOO_CLOSE:
-        most = predicted.most_mib or needed * (1 + predicted.error_bound)  # Older records do not have the former.
-        return f"not certain: may need {describe_need(most, memory)}"
+        return f"not certain: may need {describe_need(predicted.most_mib or needed, memory)}"
     return f"does not fit by {format_memory(needed - memory)}"
 
 
@@ -145,8 +143,5 @@ def available_mib(predicted: Predicted) -> float | None:
 
 def describe_gpus(predicted: Predicted) -> str:
     """Return the known GPUs on which a training fits."""
-    most = predicted.most_mib
-    if most is None:  # The record is of an earlier version.
-        most = (predicted.required_mib or 0.0) * (1 + GPU_ERROR_BOUND)
-    fitting = gpus_with(most)
+    fitting = gpus_with(predicted.most_mib or predicted.required_mib or 0.0)
     return f"fits on {fitting[0]} and larger" if fitting else "fits on no known GPU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +12,19 @@ from distexp.config import Config
 from distexp.plan.zero_buffers import Buffers, read_zero
 from distexp.strategies.optimizer import parameter_groups
 
+CHECKED_VERSION = "0.19.8"
+"""Version of DeepSpeed with which the models of ZeRO's memory were checked."""
+
 DEFAULT_BUCKET = 500_000_000
 """DeepSpeed's default of reduce_bucket_size in elements."""
+
+
+def version_note() -> str | None:
+    """Return a note if the installed DeepSpeed is not the one with which ZeRO's memory was checked."""
+    installed = version("deepspeed").partition("+")[0]
+    if installed == CHECKED_VERSION:
+        return None
+    return f"DeepSpeed {installed} is installed: the memory of ZeRO was checked with {CHECKED_VERSION}, and may differ"
 
 
 class ShardedOptimizer(ABC):

@@ -19,7 +19,7 @@ import torch
 from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
 from distexp.measure.clock import synchronize
-from distexp.runs.json_files import read_json, write_json
+from distexp.runs.json_files import read_or_none, write_json
 
 SIZE_GPU, SIZE_CPU = 8192, 512
 """Rows and columns of the matrices."""
@@ -83,8 +83,8 @@ def store_ceiling(tflops: float, device: torch.device, precision: str) -> Path:
 def stored_ceiling(device: torch.device, precision: str) -> float | None:
     """Return the ceiling that a preflight stored for this type of device, in TFLOP/s; None if there is none."""
     try:
-        tflops = read_json(_path(device, precision))["tflops"]
-    except (ConfigError, OSError, ValueError, KeyError, TypeError):
+        tflops = read_or_none(_path(device, precision), "tflops")
+    except ConfigError:
         return None
     return float(tflops) if isinstance(tflops, int | float) and tflops > 0 else None
 

@@ -184,7 +184,7 @@ def _few_steps(overview: Overview) -> Iterator[str]:
 def _measured_steps(row: Row) -> int:
     """Return the number of steps that the speed is measured over, up to ten; 0 if there is no speed.
 
-    So few steps are a block each. A single step has no error, and older records have none either.
+    So few steps are a block each. A single step has no error.
     """
     total, speed = row.record.metrics.total_steps, row.metrics[SPEED]
     if total is None or speed is None:

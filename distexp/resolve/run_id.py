@@ -49,7 +49,7 @@ def _training_settings(config: Config) -> dict[str, Any]:
     for key in (*IRRELEVANT_TRAIN_KEYS, _redundant_size(config)):
         train.pop(key, None)
     if train["compile"] == "blocks":
-        train["compile"] = True  # the same, and older runs have this value
+        train["compile"] = True  # the same
     if train["resume"] is not None:
         train["resume"] = checkpoint_fingerprint(Path(train["resume"]))
     return settings
@@ -86,7 +86,7 @@ def _identify_model(config: Config, settings: dict[str, Any]) -> None:
 
 
 def _remove_unchanged(settings: dict[str, Any]) -> None:
-    """Remove the keys that were added later, if they have their default. So the ids of older runs stay."""
+    """Remove the keys that were added later, if they have their default. So they change no id."""
     for key, spec in schema_fields():
         info = info_of(spec)
         if not info.id_if_changed:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.events import last_value
-from distexp.runs.json_files import read_json
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEARTBEAT, OWNER, RECORD, SPEC, STOP_REQUEST
-from distexp.runs.typed_values import parse_dataclass
+from distexp.runs.typed_values import read_dataclass
 
 Attempt = dict[str, Any]
 """An entry of ``run.attempts`` in a record. ``new_attempt`` makes one with all its keys."""
@@ -41,10 +40,8 @@ def read_attempts(directory: Path) -> list[Attempt]:
         return RunRecord.read(directory / RECORD).run.attempts
     except ValueError:
         pass
-    try:
-        return parse_dataclass(RunInfo, read_json(directory / SPEC)["run"]).attempts
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    run = read_dataclass(RunInfo, directory / SPEC, "run")
+    return [] if run is None else run.attempts
 
 
 def earlier_records(directory: Path) -> list[RunRecord]:

@@ -29,16 +29,5 @@ def mean_or_none(values: Iterable[float]) -> float | None:
 
 
 def cpu_peak_mib(memory: Mapping[str, Any]) -> float | None:
-    """Return the largest CPU memory of a node in the phases that count, in MiB; None if it was not measured.
-
-    In earlier records ``peak_mib`` has the phase ``done`` too, so the phases are read.
-    """
-    peaks = map(node_peak_mib, memory.get("cpu") or ())
-    return max((mib for mib in peaks if mib is not None), default=None)
-
-
-def node_peak_mib(entry: Mapping[str, Any]) -> float | None:
-    """Return ``cpu_peak_mib`` of one node, from its entry in ``memory["cpu"]``."""
-    phases = entry.get("phases") or {}
-    counted = [mib for phase, mib in phases.items() if phase not in UNCOUNTED_CPU_PHASES and mib is not None]
-    return max(counted, default=entry.get("peak_mib"))
+    """Return the largest CPU memory of a node in the phases that count, in MiB; None if it was not measured."""
+    return max(device_values(memory.get("cpu"), "peak_mib"), default=None)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distexp.runs.command_text import format_override
 from distexp.runs.json_files import read_json
 from distexp.runs.record import INVALID_ID, STATUSES
 from distexp.runs.record_sections import RunInfo
@@ -123,8 +122,8 @@ def _read_run(path: Path) -> ExistingRun | None:
         status = raw.get("status")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    overrides = list(map(format_override, run.overrides))  # Earlier records have True for true.
-    return ExistingRun(run.number, path.parent.absolute(), run.id, overrides, status if status in STATUSES else None)
+    status = status if status in STATUSES else None
+    return ExistingRun(run.number, path.parent.absolute(), run.id, run.overrides, status)
 
 
 def _damaged_run(directory: Path) -> ExistingRun | None:

@@ -20,9 +20,9 @@ from distexp.config import ConfigError
 from distexp.data.cache import cache_dir
 from distexp.runs.entry_values import number_of
 from distexp.runs.forecast import StoredForecast
-from distexp.runs.json_files import read_json, write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.record import RunRecord
-from distexp.runs.typed_values import parse_dataclass
+from distexp.runs.typed_values import read_dataclass
 
 FOLDER = "forecast-errors"
 
@@ -140,17 +140,9 @@ def store_error(profiled: RunRecord, forecast: StoredForecast, measured: RunReco
 def read_errors(machine: str) -> list[ForecastError]:
     """Return the errors of all forecasts that were compared on a machine."""
     with suppress(ConfigError):
-        found = [_read(path) for path in sorted(_folder(machine).glob("*.json"))]
-        return [error for error in found if error is not None]
+        found = [read_dataclass(ForecastError, path) for path in sorted(_folder(machine).glob("*.json"))]
+        return [error for error in found if error is not None and error.forecast_s > 0 and error.measured_s > 0]
     return []
-
-
-def _read(path: Path) -> ForecastError | None:
-    try:
-        error = parse_dataclass(ForecastError, read_json(path))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return error if error.forecast_s > 0 and error.measured_s > 0 else None
 
 
 def _folder(machine: str) -> Path:

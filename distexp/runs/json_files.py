@@ -44,6 +44,17 @@ def read_json(path: Path) -> Any:
         return parse_json(file.read().decode())
 
 
+def read_or_none(path: Path, *keys: str) -> Any:
+    """Return the content of a JSON file, or the value of its keys; None if it is missing, or the file is damaged."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return None
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
+
+
 def parse_json(text: str) -> Any:
     """Parse JSON from a file that another program may have written.
 

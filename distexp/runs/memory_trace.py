@@ -57,9 +57,6 @@ class MemorySample:
 
 COLUMNS = tuple(column.name for column in fields(MemorySample))
 
-REQUIRED_COLUMNS = COLUMNS[: COLUMNS.index("job_mib")]
-"""Columns that every memory trace has. A file of an earlier version may lack the others."""
-
 OPTIONAL_NUMBERS = tuple(name for name in COLUMNS[COLUMNS.index("used_mib") :] if name != "source")
 """Columns with a number that may be unknown. Their cell is then empty."""
 
@@ -147,7 +144,7 @@ def bad_lines_note(path: Path, bad: Sequence[int]) -> list[str]:
 
 def is_memory_trace(header: str) -> bool:
     """Return whether the first line of a file is that of a memory trace."""
-    return tuple(header.strip().split(","))[: len(REQUIRED_COLUMNS)] == REQUIRED_COLUMNS
+    return tuple(header.strip().split(",")) == COLUMNS
 
 
 def read_memory_trace(path: Path) -> MemoryTrace:
@@ -159,18 +156,18 @@ def read_memory_trace(path: Path) -> MemoryTrace:
     """
     lines, notes = read_whole_lines(path)
     if not lines or not is_memory_trace(lines[0]):
-        raise ValueError(f"{path} is not a memory trace: expected a first line {','.join(REQUIRED_COLUMNS)},...")
-    trace = _parse_rows(path, lines[0].strip().split(","), lines[1:])
+        raise ValueError(f"{path} is not a memory trace: expected a first line {','.join(COLUMNS)}")
+    trace = _parse_rows(path, lines[1:])
     return MemoryTrace(trace.samples, notes + trace.notes)
 
 
-def _parse_rows(path: Path, names: Sequence[str], lines: Sequence[str]) -> MemoryTrace:
+def _parse_rows(path: Path, lines: Sequence[str]) -> MemoryTrace:
     """Return the samples of the lines after the header."""
     samples: list[MemorySample] = []
     bad: list[int] = []
     for number, cells in enumerate(csv.reader(lines), start=2):
         try:
-            samples.append(_parse_sample(dict(zip(names, cells, strict=True))))
+            samples.append(_parse_sample(dict(zip(COLUMNS, cells, strict=True))))
         except ValueError:
             bad.append(number)
     return MemoryTrace(samples, bad_lines_note(path, bad))
@@ -179,12 +176,12 @@ def _parse_rows(path: Path, names: Sequence[str], lines: Sequence[str]) -> Memor
 def _parse_sample(row: dict[str, str]) -> MemorySample:
     if row["kind"] not in (CPU, GPU):
         raise ValueError(f"kind={row['kind']!r} is not {CPU} or {GPU}")
-    numbers = {name: float(row[name]) if row.get(name) else None for name in OPTIONAL_NUMBERS}
+    numbers = {name: float(row[name]) if row[name] else None for name in OPTIONAL_NUMBERS}
     return MemorySample(
         unix_time_s=float(row["unix_time_s"]),
         phase=row["phase"],
         kind=row["kind"],
         index=int(row["index"]),
-        source=row.get("source", ""),
+        source=row["source"],
         **numbers,
     )

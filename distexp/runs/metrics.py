@@ -185,7 +185,7 @@ class Metrics:
     )
     tflops_per_device: float | None = key(
         None,
-        "Achieved model FLOPs per worker. Records without `model_tflops_per_sample` count padding.",
+        "Achieved model FLOPs per worker.",
         unit="TFLOP/s",
     )
     executed_tflops_per_device: float | None = key(None, "Achieved executed FLOPs per worker.", unit="TFLOP/s")
@@ -206,4 +206,3 @@ class Metrics:
     train_accuracies: list[float] = key([], "Training accuracy of each epoch, from 0 to 1.")
     eval_accuracies: list[float] = key([], "Accuracy of each evaluation, from 0 to 1.")
     eval_top5_accuracies: list[float] = key([], "Top-5 accuracy of each evaluation. With fewer than 5 classes it is 1.")
-    energy_j_per_sample: float | None = key(None, "GPU energy per training sample.", unit="joules")

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.json_files import read_json, write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import MICRO_BATCH
-from distexp.runs.typed_values import parse_dataclass
+from distexp.runs.typed_values import read_dataclass
 
 FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
 """Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""
@@ -54,23 +54,7 @@ class MicroBatchSearch:
     @classmethod
     def read(cls, path: Path) -> MicroBatchSearch | None:
         """Read a search; None if the file is missing or damaged."""
-        try:
-            return cls.from_json(read_json(path))
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-
-    @classmethod
-    def from_json(cls, raw: Any) -> MicroBatchSearch:
-        """Return the search that ``asdict`` has made a dictionary of.
-
-        Raises:
-            ValueError: if it is none.
-            TypeError: if a key is missing.
-        """
-        if not isinstance(raw, dict) or not isinstance(raw.get("candidates"), list):
-            raise ValueError(f"{raw!r} is not a search")
-        candidates = [parse_dataclass(TriedSize, candidate) for candidate in raw["candidates"]]
-        return parse_dataclass(cls, {**raw, "candidates": []}).with_candidates(candidates)
+        return read_dataclass(cls, path)
 
     def with_candidates(self, candidates: Sequence[TriedSize]) -> MicroBatchSearch:
         """Return a copy with other candidates."""

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distexp.runs.json_files import read_json, write_json
+from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import OWNER, agent_owner_path
-from distexp.runs.typed_values import parse_dataclass
+from distexp.runs.typed_values import read_dataclass
 from distexp.system.process_identity import machine_id, start_ticks
 
 AGENT_TIMEOUT_S = 30.0
@@ -65,12 +65,12 @@ def write_agent(run_dir: Path) -> None:
 
 def read_launcher(run_dir: Path) -> Owner | None:
     """Return the launcher of a run's latest attempt; None if it is not known."""
-    return _read(run_dir / OWNER)
+    return read_dataclass(Owner, run_dir / OWNER)
 
 
 def read_agent(run_dir: Path) -> Owner | None:
     """Return the agent of a run's first node; None if it is not known."""
-    return _read(agent_owner_path(run_dir))
+    return read_dataclass(Owner, agent_owner_path(run_dir))
 
 
 def wait_for_agent(run_dir: Path) -> str | None:
@@ -84,10 +84,3 @@ def wait_for_agent(run_dir: Path) -> str | None:
             return f"process {agent.pid} on {agent.host}"
         time.sleep(POLL_S)
     return None
-
-
-def _read(path: Path) -> Owner | None:
-    try:
-        return parse_dataclass(Owner, read_json(path))
-    except (OSError, ValueError, TypeError):
-        return None

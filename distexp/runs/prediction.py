@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.json_files import read_json, write_json
+from distexp.runs.json_files import read_or_none, write_json
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import PREDICTED
-from distexp.runs.typed_values import matches, parse_dataclass
+from distexp.runs.typed_values import matches, read_dataclass
 
 PHASE = "phase"
 
@@ -30,18 +30,12 @@ def remove_prediction(directory: Path) -> None:
 
 def read_prediction(directory: Path) -> Predicted | None:
     """Return the prediction of a run; None if it has none."""
-    try:
-        return parse_dataclass(Predicted, read_json(directory / PREDICTED)["predicted"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    return read_dataclass(Predicted, directory / PREDICTED, "predicted")
 
 
 def read_curve(directory: Path) -> Curve:
     """Return the curve of a run's prediction; empty if it has none."""
-    try:
-        curve = read_json(directory / PREDICTED)["curve"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
+    curve = read_or_none(directory / PREDICTED, "curve")
     return curve if _is_curve(curve) else {}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.files import replace_atomically
-from distexp.runs.json_files import read_json
+from distexp.runs.json_files import read_or_none
 from distexp.runs.run_dir import profile_summary_path
 
 SCHEMA = 1
@@ -40,8 +40,5 @@ def _number_labels(lane: dict[str, Any], labels: dict[str, int]) -> dict[str, An
 
 def read_profile_summary(run_dir: Path) -> dict[str, Any] | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    try:
-        content = read_json(profile_summary_path(run_dir))
-    except (OSError, ValueError):
-        return None
+    content = read_or_none(profile_summary_path(run_dir))
     return content if isinstance(content, dict) and content.get("schema") == SCHEMA else None

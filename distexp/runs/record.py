@@ -17,10 +17,9 @@ from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
 from distexp.runs.run_dir import RECORD, RESULT
 from distexp.runs.typed_values import device_errors, parse_dataclass, section_errors
-from distexp.system.environment_variables import select_variables
 
-SCHEMA_VERSION = 1
-
+SCHEMA_VERSION = 2
+"""Version of the format. A record of another version is refused. A new key does not raise it."""
 
 MAX_SHOWN_ERRORS = 3
 """Errors in the message about a damaged record."""
@@ -59,8 +58,7 @@ class RunRecord:
             "(reserved and not allocated), `context_mib` (outside of torch's allocator) and `context_source` (NVML "
             "counted this `process`, or the whole `gpu`).",
             ".cpu[]": "PSS of all processes of the run: `node`, and the keys of `gpu[]` without `index`. Peak, "
-            "average and mode leave out the phases `search`, `profile` and `done`. Records of earlier versions leave "
-            "out only the first two.",
+            "average and mode leave out the phases `search`, `profile` and `done`.",
         },
     )
     utilization: dict[str, Any] = key(
@@ -112,7 +110,10 @@ class RunRecord:
             raise ValueError(f"{path} is not a JSON file: {error}") from None
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
-            raise ValueError(f"{path} has schema_version {version!r}, this distexp reads {SCHEMA_VERSION}")
+            raise ValueError(
+                f"{path} has schema_version={version!r}, and this version of distexp reads {SCHEMA_VERSION}: "
+                "run it again, or read it with the distexp that wrote it"
+            )
         try:
             return cls._from_json(raw)
         except KeyError as error:
@@ -129,25 +130,4 @@ class RunRecord:
         ]
         if errors:
             raise ValueError(", ".join(errors[:MAX_SHOWN_ERRORS]))
-        preflight = raw.get("preflight")
-        return cls(
-            status=raw["status"],
-            run=parse_dataclass(RunInfo, raw["run"]),
-            config=raw["config"],
-            error=parse_dataclass(RunError, raw["error"]) if raw["error"] else None,
-            built=parse_dataclass(Built, raw["built"]) if raw["built"] else None,
-            environment=_read_environment(raw["environment"]) if raw["environment"] else None,
-            metrics=parse_dataclass(Metrics, raw["metrics"]),
-            memory=raw["memory"],
-            utilization=raw["utilization"],
-            preflight=preflight if isinstance(preflight, dict) else None,
-            predicted=parse_dataclass(Predicted, raw["predicted"]) if raw.get("predicted") else None,
-            strategy=parse_dataclass(StrategyTraits, raw["strategy"]) if raw.get("strategy") else None,
-        )
-
-
-def _read_environment(raw: dict[str, Any]) -> Environment:
-    """Read the environment without the defaults of torchrun, which records of earlier versions contain."""
-    environment = parse_dataclass(Environment, raw)
-    environment.variables = select_variables(environment.variables)
-    return environment
+        return parse_dataclass(cls, raw)

@@ -7,17 +7,17 @@ device. Times are in seconds and include the overhead of the profiler.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from distexp.runs.files import replace_atomically
-from distexp.runs.json_files import read_json
+from distexp.runs.json_files import read_or_none
 from distexp.runs.run_dir import step_model_path
-from distexp.runs.typed_values import parse_dataclass
+from distexp.runs.typed_values import read_dataclass
 
-SCHEMA = 1
+SCHEMA = 2
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
@@ -114,10 +114,9 @@ class StepModel:
         items: Segments and collectives, in the order of their launches.
         units: Parameters of the model. Empty: unknown.
         bucket_elements: Elements of the buckets of DDP, in the order of their reduction. Empty: no DDP.
-        group_elements: Elements of each parameter in each group of the optimizer, not divided over workers. Empty:
-            unknown, because an earlier version wrote the file.
+        group_elements: Elements of each parameter in each group of the optimizer, not divided over workers.
         modules: Positions, in the parameters of all units, of those that each module itself has. In the order of the
-            model. Empty: unknown, because an earlier version wrote the file.
+            model.
     """
 
     on_gpu: bool
@@ -150,34 +149,5 @@ def _rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_step_model(run_dir: Path) -> StepModel | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    try:
-        content = read_json(step_model_path(run_dir))
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            return None
-        return _parse_step_model(content)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _parse_step_model(content: Mapping[str, Any]) -> StepModel:
-    return StepModel(
-        on_gpu=bool(content["on_gpu"]),
-        workers=int(content["workers"]),
-        nodes=int(content["nodes"]),
-        micro_batches=int(content["micro_batches"]),
-        step_s=float(content["step_s"]),
-        step_s_by_rank=tuple(tuple(map(float, seconds)) for seconds in content["step_s_by_rank"]),
-        items=tuple(map(_read_item, content["items"])),
-        units=tuple(Parameters(str(unit["name"]), _whole_numbers(unit["elements"])) for unit in content["units"]),
-        bucket_elements=_whole_numbers(content["bucket_elements"]),
-        group_elements=tuple(map(_whole_numbers, content.get("group_elements", ()))),
-        modules=tuple(map(_whole_numbers, content.get("modules", ()))),
-    )
-
-
-def _whole_numbers(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(map(int, values))
-
-
-def _read_item(entry: Mapping[str, Any]) -> Item:
-    return parse_dataclass(Segment, entry) if entry["type"] == "segment" else parse_dataclass(Collective, entry)
+    path = step_model_path(run_dir)
+    return read_dataclass(StepModel, path) if read_or_none(path, "schema") == SCHEMA else None

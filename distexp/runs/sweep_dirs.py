@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from distexp.config import Command, ConfigError
-from distexp.runs.json_files import read_json
+from distexp.runs.json_files import read_or_none
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import CHOICE, COMMAND, OUTPUTS
 
@@ -35,11 +35,7 @@ def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
 
 def _is_of(command_file: Path, commands: Collection[Command]) -> bool:
     """Return whether a sweep was started by one of these commands. A damaged file is of none."""
-    try:
-        content = read_json(command_file)
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("command") in commands
+    return read_or_none(command_file, "command") in commands
 
 
 def describe_no_training(record: RunRecord) -> str:

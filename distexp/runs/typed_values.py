@@ -6,7 +6,10 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from distexp.runs.json_files import read_or_none
 
 DataclassType = TypeVar("DataclassType")
 
@@ -19,6 +22,8 @@ DEVICE_KEYS = ("node", "index", "rank")
 def parse_dataclass(kind: type[DataclassType], raw: Any) -> DataclassType:
     """Make a dataclass from the keys that it knows; a newer distexp may have added others.
 
+    A field may be a dataclass itself, or a list or tuple of them. In a union of dataclasses, ``type`` names the class.
+
     Raises:
         ValueError: if a value has another type.
         TypeError: if a key without a default is missing.
@@ -28,10 +33,19 @@ def parse_dataclass(kind: type[DataclassType], raw: Any) -> DataclassType:
     values: dict[str, Any] = {}
     for known in _fields(kind):
         if known.name in raw:
-            values[known.name] = raw[known.name]
-            if not known.fits(values[known.name]):
-                raise ValueError(f"{known.name} is {_shown(values[known.name])}")
+            value = raw[known.name]
+            if not known.fits(value):
+                raise ValueError(f"{known.name} is {_shown(value)}")
+            values[known.name] = value if known.convert is None else known.convert(value)
     return kind(**values)
+
+
+def read_dataclass(kind: type[DataclassType], path: Path, *keys: str) -> DataclassType | None:
+    """Return a dataclass from a JSON file, or from the value of its keys; None if the file is missing or damaged."""
+    try:
+        return parse_dataclass(kind, read_or_none(path, *keys))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "config") -> Iterator[str]:
@@ -40,7 +54,7 @@ def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "co
     Args:
         kind: Dataclass of the section.
         raw: Its values.
-        complete: Whether the values are resolved. If not, a text may stand for each value.
+        complete: Whether the values are resolved. If not, a text or null may stand for each value.
         name: Key of the section.
     """
     if not isinstance(raw, dict):
@@ -52,23 +66,8 @@ def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "co
         value, full_name = raw[known.name], f"{name}.{known.name}"
         if known.is_section:
             yield from section_errors(known.hint, value, complete=complete, name=full_name)
-        elif not (known.fits(value) or _may_be_open(value, known.hint, complete=complete)):
+        elif not known.fits(value) and (complete or not (value is None or isinstance(value, str))):
             yield f"{full_name} is {_shown(value)}"
-
-
-def _may_be_open(value: Any, hint: Any, *, complete: bool) -> bool:
-    """Return whether a value may stand for one of another type.
-
-    Earlier versions had null for more keys, and texts such as ``auto`` for optional numbers.
-    """
-    if isinstance(value, str):
-        return not complete or (type(None) in get_args(hint) and not _is_container(hint))
-    return value is None and (hint is not bool or not complete)
-
-
-def _is_container(hint: Any) -> bool:
-    """Return whether an annotation such as ``list[int] | None`` has a list or a dictionary as an alternative."""
-    return any(get_origin(alternative) in (list, dict) for alternative in get_args(hint))
 
 
 def device_errors(raw: Any, name: str) -> Iterator[str]:
@@ -107,13 +106,35 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return partial(_fits_one, [_check(argument) for argument in arguments])
-    if origin is list:
+    if origin in (list, tuple):
         return partial(_fits_list, _check_of_item(arguments[0]))
     if origin is dict:
         return partial(_fits_dict, _check(arguments[1]))
     if hint in (int, float):
         return partial(_fits_number, int if hint is int else (int, float))
+    if _is_dataclass(hint):
+        return lambda value: True  # The conversion checks it.
     return lambda value: hint is Any or isinstance(value, hint)
+
+
+@cache
+def _converter(hint: Any) -> Callable[[Any], Any] | None:
+    """Return the function that makes dataclasses and tuples of a JSON value; None if the value stays as it is."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if _is_dataclass(hint):
+        return partial(parse_dataclass, hint)
+    if origin in (list, tuple):
+        convert = _converter(arguments[0])
+        if origin is list and convert is None:
+            return None
+        return lambda values: origin(values if convert is None else map(convert, values))
+    kinds = list(filter(_is_dataclass, arguments))
+    if origin not in (Union, types.UnionType) or not kinds:
+        return None
+    if len(kinds) == 1:
+        return lambda value: None if value is None else parse_dataclass(kinds[0], value)
+    by_name = {kind.__name__.lower(): kind for kind in kinds}
+    return lambda value: parse_dataclass(by_name[value["type"]], value)
 
 
 def _check_of_item(hint: Any) -> Callable[[Any], bool]:
@@ -140,18 +161,23 @@ def _fits_one(checks: Sequence[Callable[[Any], bool]], value: Any) -> bool:
     return False
 
 
+def _is_dataclass(hint: Any) -> TypeGuard[type[Any]]:
+    return isinstance(hint, type) and is_dataclass(hint)
+
+
 class _Field(NamedTuple):
     """A field of a dataclass, with the check of its values. Reading thousands of records needs both again."""
 
     name: str
     hint: Any
     fits: Callable[[Any], bool]
+    convert: Callable[[Any], Any] | None
     is_section: bool
 
     @classmethod
     def of(cls, name: str, hint: Any) -> _Field:
         """Return the field with a name and an annotation."""
-        return cls(name, hint, _check(hint), is_section=isinstance(hint, type) and is_dataclass(hint))
+        return cls(name, hint, _check(hint), _converter(hint), is_section=_is_dataclass(hint))
 
 
 def _fields(kind: Any) -> tuple[_Field, ...]:

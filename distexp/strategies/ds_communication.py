@@ -24,7 +24,6 @@ from distexp.strategies.step_collectives import (
     SCALAR_BYTES,
     StepCommunication,
     add_norm,
-    element_count,
     insert,
     insert_buckets,
     is_gradient_reduction,
@@ -169,16 +168,14 @@ class ZeroCommunication(StepCommunication):
 
     def _gathers_of_update(self, model: StepModel, micro_batch: int) -> Iterator[Collective]:
         """Yield the all-gathers of the updated weights at the stages 1 and 2: one for each group of the optimizer."""
-        groups = model.group_elements or [[element_count(model)]]
-        for group in groups:
+        for group in model.group_elements:
             yield Collective("all_gather", sum(group) * self.weight_bytes, 1, "all", OPTIMIZER, micro_batch)
 
     def _insert_gathers(self, items: list[Item], model: StepModel, micro_batch: int) -> list[Item]:
         """Insert the all-gathers of stage 3 into a micro-batch; the work of a module is as its parameters."""
         elements = [count for unit in model.units for count in unit.elements]
-        modules = model.modules or _modules_of_units(model.units)
-        found = gathers_of_micro_batch(modules, elements, self.zero)
-        places = _places_of_modules(modules, elements)
+        found = gathers_of_micro_batch(model.modules, elements, self.zero)
+        places = _places_of_modules(model.modules, elements)
         segments = _segments_before_modules(items, places, micro_batch)
         for gather in found:
             phase, share = places[gather.position]
@@ -250,15 +247,6 @@ def _segments_before_modules(items: Sequence[Item], places: Sequence[Place], mic
     found = [segments_before(items, phase, micro_batch, share) for phase, share in places]
     earlier = [forward if phase == BACKWARD else 0 for phase, _ in places]
     return [*(a + b for a, b in zip(earlier, found, strict=True)), forward + backward]
-
-
-def _modules_of_units(units: Sequence[Parameters]) -> list[range]:
-    """Return each unit as a module, for a profile of an earlier version."""
-    found, start = [], 0
-    for unit in units:
-        found.append(range(start, start + len(unit.elements)))
-        start += len(unit.elements)
-    return found
 
 
 @dataclass(frozen=True)

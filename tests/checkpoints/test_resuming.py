@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
-import torch
 
 from distexp.checkpoints import folder as disk
 from distexp.runs.record import RunRecord
@@ -149,25 +146,3 @@ def test_three_workers_resume_a_checkpoint_of_two(runs: Runs, tmp_path: Path) ->
     refused = (folder / "other" / "refused.txt").read_text()
     assert "global_batch is 24 instead of 12; steps_per_epoch is 4 instead of 8" in refused
     assert "(train.optimizer is adamw instead of sgd)" in (folder / "sgd" / "refused.txt").read_text()
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_version_0_1_0_is_resumed(runs: Runs, tmp_path: Path) -> None:
-    """Version 0.1.0 used other names for some keys."""
-    theirs = runs("torch", 1) / "single"
-    source = tmp_path / "source"
-    shutil.copytree(theirs, source)
-    shutil.rmtree(disk.checkpoint_dir(source, 9))
-    folder = disk.checkpoint_dir(source, 6)
-    manifest = json.loads((folder / disk.MANIFEST).read_text())
-    manifest["meta"]["form"] = manifest["meta"].pop("checkpoint_format")
-    for path in folder.glob("rank-*.pt"):
-        state = torch.load(path, weights_only=True)
-        torch.save({"chance": state["rng_state"], "journal": state["metrics"]}, path)
-        manifest["files"][path.name] = [path.stat().st_size, zlib.crc32(path.read_bytes())]
-    (folder / disk.MANIFEST).write_text(json.dumps(manifest))
-    cell = ("strategy=single", f"train.resume={source}", "train.checkpoint_every=null")
-    resumed = run_cells(tmp_path / "cells", 1, {"old": cell}) / "old"
-    assert_same_training(theirs / "uninterrupted.jsonl", resumed / "metrics.jsonl")
-    (event,) = [event for event in read_lines(resumed / "events.jsonl") if "resumed_from_step" in event]
-    assert event["resumed_from_step"] == 6

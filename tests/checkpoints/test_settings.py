@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from distexp.checkpoints import folder as disk
 from distexp.checkpoints.folder import CheckpointMeta
-from distexp.checkpoints.settings import describe_changes, settings_of_run, training_settings
+from distexp.checkpoints.settings import describe_changes, training_settings
 from tests.helpers.runs import make_spec
 
 OVERRIDES = ("strategy=single", "cluster.device=cpu")
@@ -24,16 +23,6 @@ def test_the_settings_of_a_checkpoint_are_read_as_they_were_written(tmp_path: Pa
     assert list(describe_changes(saved, other)) == [
         "train.gradient_clipping was 1.0 in the checkpoint and is null in this run"
     ]
-
-
-def test_a_checkpoint_of_an_earlier_version_has_the_settings_of_its_run(tmp_path: Path) -> None:
-    spec = make_spec(*OVERRIDES)
-    (tmp_path / disk.MANIFEST).write_text(json.dumps({"meta": vars(META), "files": {}}))
-    assert disk.read_manifest(tmp_path) == (META, {})
-    assert disk.read_settings(tmp_path) is None
-    assert settings_of_run(tmp_path) is None
-    spec.write(tmp_path)
-    assert settings_of_run(tmp_path) == training_settings(spec.config)
 
 
 def test_a_torn_manifest_has_no_settings(tmp_path: Path) -> None:

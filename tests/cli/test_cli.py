@@ -698,12 +698,6 @@ def test_entry_point_does_not_import_hydra() -> None:
     assert done.stdout == "False\n"
 
 
-def test_renamed_option_is_accepted_with_a_warning() -> None:
-    done = run_distexp("--cfg", "job", "scaling=weak_model_seed")
-    assert "name: weak_model_workshop" in done.stdout
-    assert done.stderr == "distexp: warning: weak_model_seed is deprecated: use weak_model_workshop\n"
-
-
 @pytest.mark.parametrize("added", ["cluster.environment.NCCL_DEBUG=INFO", "cluster.environment={NCCL_DEBUG:INFO,A:1}"])
 def test_keys_are_added_to_open_sections_one_by_one_or_together(added: str, tmp_path: Path) -> None:
     done = run_forked(added, "--cfg", "job", cwd=tmp_path)

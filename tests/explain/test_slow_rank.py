@@ -98,7 +98,7 @@ def test_a_rank_whose_core_other_programs_use_is_not_called_slow(
 def test_busy_cores_are_reported_with_any_bottleneck() -> None:
     run = profiled({"matmul": 80.0, "other_kernels": 20.0}, peak=None)
     assert run.metrics.step_breakdown is not None
-    assert "free CPU core" not in explanation(run).sentence, "older records do not know it"
+    assert "free CPU core" not in explanation(run).sentence
     run.metrics.step_breakdown[0]["without_core_ms"] = 9.0
     assert "free CPU core" not in explanation(run).sentence
     run.metrics.step_breakdown[0]["without_core_ms"] = 45.0

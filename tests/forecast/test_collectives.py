@@ -222,7 +222,7 @@ def test_curves_of_a_preflight_are_stored_by_layout(tmp_path: Path, monkeypatch:
     ranks = (4, 2, 2, 2)
     entries = [{**one, "group": group, "ranks": count} for group, count in zip(groups, ranks, strict=True)]
     wrong = {**one, "group": "all", "correct": False}
-    points = points_of_preflight({"nodes": 2, "measurements": [*entries, wrong]})
+    points = points_of_preflight({"backend": "gloo", "nodes": 2, "hosts": 2, "measurements": [*entries, wrong]})
     assert [(p.kind, p.ranks, p.nodes) for p in points] == [
         ("send_recv", 4, 2),
         ("send_recv", 2, 1),

@@ -49,6 +49,8 @@ def model(
         items=tuple(items),
         units=UNITS,
         bucket_elements=buckets,
+        group_elements=((8 * MIB,),),
+        modules=((0,), (1, 2), (3,)),
     )
 
 

@@ -97,7 +97,6 @@ def test_a_real_run_is_forecast_as_measured(runs: Path, name: str, workers: int)
     assert own.step_time_s == pytest.approx(measured.median_s, rel=1e-6)
     assert twice.parts["exposed_communication"] + twice.hidden_communication_s > 0
     assert twice.notes, "no preflight"
-    assert not any("earlier version" in note for note in twice.notes)
     host_s = sum(item.host_s for item in measured.model.items if isinstance(item, Segment))
     assert 0 < host_s <= 1.01 * measured.model.step_s  # the rest is waiting, which may be long on a busy machine
 

@@ -115,18 +115,6 @@ def test_a_profile_of_two_workers_is_the_start_for_one_and_for_four(tmp_path: Pa
     assert computed == pytest.approx([0.060, 0.040, 0.030], rel=0.002)
 
 
-def test_a_profile_of_an_earlier_version_is_readable_and_has_a_note(tmp_path: Path) -> None:
-    run = write_run(tmp_path, groups=(), strategy="deepspeed", deepspeed__zero_stage=2)
-    path = run / "profile" / "step_model.json"
-    path.write_text(path.read_text().replace(',"group_elements":[],"modules":[]', ""))
-    assert "group_elements" not in path.read_text()
-    one, two = forecast(run, (1, 1), (1, 2))
-    assert one.notes == ()
-    assert two.parts["compute"] == pytest.approx(STEP_S, rel=0.002)
-    assert two.notes[-1].startswith("an earlier version wrote this profile without the parameters of the optimizer")
-    assert two.notes[-1].endswith("update as many weights as one of 1: profile the run again")
-
-
 def test_zero_2_divides_flat_groups_and_zero_3_each_parameter() -> None:
     two, three = (ZeroCommunication(stage=stage) for stage in (2, 3))
     uneven = [[60, 10, 10, 10, 10], [1, 1, 1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -273,7 +274,6 @@ def test_the_machine_has_the_curves_of_the_option_else_of_the_run_else_of_the_ca
     with pytest.raises(ConfigError, match=r"has no readable preflight\.json .*: name the run"):
         load_machine(run, ForecastConfig(preflight=str(tmp_path)))
     measured = {"group": "all", "operation": "all_reduce", "ranks": 2, "bytes": 8, "seconds": 0.5, "correct": True}
-    (tmp_path / "preflight.json").write_text(
-        '{"measurements": [' + str(measured).replace("'", '"').replace("True", "true") + "]}"
-    )
+    content = {"backend": "gloo", "nodes": 1, "hosts": 1, "measurements": [measured]}
+    (tmp_path / "preflight.json").write_text(json.dumps(content))
     assert load_machine(run, ForecastConfig(preflight=str(tmp_path))).points[0].seconds == 0.5

@@ -15,9 +15,9 @@ from hydra.types import HydraContext, RunMode
 from distexp.cli.overrides import quote_choice
 from distexp.config import Command, Config, register_schema
 from distexp.config.paths import conf_dir, config_groups
+from distexp.guard.config_files import CheckedConfigLoader
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.composition import CellRules, cell_maker, compose_cells
-from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Outcome, Planner
 

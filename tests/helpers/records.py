@@ -84,6 +84,8 @@ def record(
                 "peak_mib": peak - index,
                 "average_mib": peak / 2,
                 "mode_mib": peak / 3,
+                "training_average_mib": peak / 2,
+                "training_mode_mib": peak / 3,
             }
             for index in range(2)
         ]
@@ -112,9 +114,10 @@ def add_parts(run: RunRecord, *, parameters: float, activations: float | None = 
     return run
 
 
-def invalid(number: int, message: str, **settings: Any) -> RunRecord:
+def invalid(number: int, *messages: str, **settings: Any) -> RunRecord:
     """Return the record of an invalid cell, which was never resolved."""
-    refused = record(number, status="invalid", error=RunError("ConfigError", message), run_id="invalid", **settings)
+    error = RunError("ConfigError", " | ".join(messages), errors=list(messages))
+    refused = record(number, status="invalid", error=error, run_id="invalid", **settings)
     refused.config["cluster"].update(device="auto", workers_per_node=None, cpus_per_worker=None)
     return refused
 

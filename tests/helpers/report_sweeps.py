@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distexp.runs.memory_trace import COLUMNS
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.records import record, write
@@ -42,14 +43,14 @@ def write_traces(directory: Path, run: RunRecord, *, gap: float = 0.0, samples: 
     (directory / "memory").mkdir()
     peaks = [entry["peak_mib"] for entry in run.memory["gpu"]]
     for node in range(nodes):
-        text = "unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w\n"
+        text = ",".join(COLUMNS) + "\n"
         for n in range(samples):
             second = 30 * n / samples
             phase = next(name for name, begin, end in PHASES if begin <= second < end)
-            text += f"{1000 + second:.3f},{phase},cpu,0,{900 + 20 * second + 100 * node:.1f},64000,,\n"
+            text += f"{1000 + second:.3f},{phase},cpu,0,{900 + 20 * second + 100 * node:.1f},64000,,,,,,,,,,,\n"
             for index, peak in enumerate(peaks):
                 fraction = {"setup": 0.2, "warmup": 0.8, "train": 1.0, "eval": 0.6}[phase] * (0.93 if n % 3 else 1.0)
-                text += f"{1000 + second:.3f},{phase},gpu,{index},{peak * fraction:.1f},143771,90,500\n"
+                text += f"{1000 + second:.3f},{phase},gpu,{index},{peak * fraction:.1f},143771,90,500,,,,,,,,,\n"
         (directory / "memory" / f"node{node}.csv").write_text(text)
 
 

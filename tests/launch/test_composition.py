@@ -26,10 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 from distexp.config import ConfigError, register_schema
 from distexp.config.paths import conf_dir
 from distexp.exceptions import SweepInterrupted
+from distexp.guard.config_files import CheckedConfigLoader
 from distexp.launch import parallel_composition
 from distexp.launch.cell_composer import CellComposer
 from distexp.launch.composition import CellRules, compose_cells
-from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.system.signals import handle_signals
 
 CELLS = [

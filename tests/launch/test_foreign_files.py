@@ -36,7 +36,7 @@ ATTACKS = {  # presets, with a part of the message
     "{callbacks: {x: '${model.options}'}}": "hydra.callbacks.x=${model.options}",
     "{callbacks: {x: '${oc.decode:\"{_target_: strange.Callback}\"}'}}": "hydra.callbacks.x=${oc.decode:",
     "{callbacks: {x: {_target_: hydra.utils.get_class, path: strange.Callback}}}": "_target_=hydra.utils.get_class",
-    "{sweeper: {params: {train.seed: {_target_: strange.Callback}}}}": "hydra.sweeper.params.train.seed._target_=",
+    "{sweeper: {params: {train.seed: {_target_: strange.Callback}}}}": "hydra.sweeper.params.train.seed={",
     f"{{hydra_logging: {LOGGING}, handlers: {{x: {{class: strange.Handler}}}}}}}}": (
         "hydra.hydra_logging.handlers.x.class=strange.Handler"
     ),
@@ -91,11 +91,13 @@ def test_the_message_names_the_file_and_what_to_type(stranger: Path, capsys: pyt
     source = stranger / "conf" / "experiment" / "theirs.yaml"
     assert capsys.readouterr().err == (
         f"distexp: hydra.callbacks.x._target_=strange.Callback is set by {source}, and could run code: "
-        "if you trust its code, add trusted_packages=[strange] to the command\n"
+        "if you trust it, add 'hydra.callbacks.x._target_=strange.Callback' to the command\n"
     )
-    run_preset(stranger, preset, "trusted_packages=[strange]")
+    assert run_preset(stranger, preset, "trusted_packages=[strange]") == 2
+    assert "hydra.callbacks.x._target_=strange.Callback is set by" in capsys.readouterr().err
+    run_preset(stranger, preset, "hydra.callbacks.x._target_=strange.Callback")
     assert "/nowhere" in capsys.readouterr().err
-    assert (stranger / "started").exists(), "the user trusts the package"
+    assert (stranger / "started").exists(), "the user has typed it"
 
 
 def test_a_search_path_of_a_primary_file_imports_no_package(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,14 +108,37 @@ def test_a_search_path_of_a_primary_file_imports_no_package(stranger: Path, caps
 
 
 def test_harmless_settings_of_hydra_are_accepted(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    harmless = (
-        "hydra: {verbose: false, sweep: {dir: results}, sweeper: {params: {train.seed: '1,2'}}, "
-        f"hydra_logging: {LOGGING}, handlers: {{x: {{class: logging.StreamHandler, stream: 'ext://sys.stdout'}}}}}}}}\n"
-        "cluster: {environment: {NCCL_ALGO: Tree}}"
-    )
+    harmless = "hydra: {verbose: false, sweep: {dir: results}, sweeper: {params: {train.seed: '1,2'}}}"
     run_preset(stranger, harmless)
     assert "could run code" not in (message := "".join(capsys.readouterr())), message
     assert "/nowhere" in message
+
+
+@pytest.mark.parametrize(
+    ("preset", "refused"),
+    {
+        f"hydra: {{hydra_logging: {LOGGING}, handlers: {{x: {{class: logging.StreamHandler}}}}}}}}": (
+            "hydra.hydra_logging.handlers.x.class=logging.StreamHandler"
+        ),
+        "cluster: {environment: {NCCL_ALGO: Tree}}": "cluster.environment.NCCL_ALGO=Tree",
+        "hydra: {sweeper: {params: {train.seed: '${oc.decode:\"{_target_: strange.Callback}\"}'}}}": (
+            "hydra.sweeper.params.train.seed=${oc.decode:"
+        ),
+    }.items(),
+)
+def test_guarded_keys_are_refused_with_any_value(
+    preset: str, refused: str, stranger: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_preset(stranger, preset) == 2
+    message = capsys.readouterr().err
+    assert refused in message
+    assert "could run code: if you trust it, " in message
+    assert not (stranger / "started").exists()
+
+
+def test_a_preset_may_choose_a_cluster_of_distexp(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_preset(stranger, "defaults: [{override /cluster: slurm}]", "cluster.dry_run=true")
+    assert "could run code" not in (message := "".join(capsys.readouterr())), message
 
 
 SERVER = "uri: http://strange:5000"
@@ -144,9 +169,9 @@ def test_shell_lines_of_a_cluster_file_need_the_choice_of_the_user(
     assert run_preset(stranger, "defaults: [{override /cluster: site}]") == 2
     message = capsys.readouterr().err
     assert "cluster.setup=[source env/bin/activate] is set by" in message
-    assert "cluster.environment.LD_LIBRARY_PATH=/opt/lib is set by" in message
+    assert "cluster.environment.LD_LIBRARY_PATH=/opt/lib, cluster.environment.NCCL_ALGO=Tree is set by" in message
+    assert "hydra.launcher" not in message
     assert "choose its file with cluster=NAME" in message
-    assert "NCCL_ALGO" not in message
     run_preset(stranger, "", *CHOSEN)
     assert "could run code" not in capsys.readouterr().err
 

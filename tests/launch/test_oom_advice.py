@@ -148,7 +148,7 @@ def test_panel_and_report_describe_the_allocation() -> None:
     assert note.endswith("head.weight (parameters); to fit: train.micro_batch_size=4 (predicted before)")
     run.error = RunError("OutOfMemoryError", "CUDA", "train", 0)
     (note,) = failure_notes([row])
-    assert note.endswith("out of GPU memory in phase train"), "a record of an earlier version"
+    assert note.endswith("out of GPU memory in phase train"), "the allocation is unknown"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from distexp.config import Config
+from distexp.plan import zero_base
 from distexp.plan.replay import replay
 from distexp.plan.step_trace import EMPTY_CACHE, StepTrace
 from distexp.plan.tracing import trace_step
@@ -141,3 +143,13 @@ def test_the_peak_is_that_of_two_gpus(run: int, limit: float) -> None:
     found = replay(trace.events, trace.history, trace.evaluation)
     assert found.peak_allocated / MIB == pytest.approx(measured["peak_allocated_mib"], rel=limit)
     assert found.peak_reserved / MIB == pytest.approx(measured["peak_reserved_mib"], rel=0.005)
+
+
+def test_another_deepspeed_than_the_checked_one_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    single, zero = ("strategy=single",), ("zero_stage=2", "cluster.workers_per_node=2")
+    assert traced(*zero).notes == ()
+    monkeypatch.setattr(zero_base, "CHECKED_VERSION", "0.19.7")
+    (note,) = traced(*zero).notes
+    installed = version("deepspeed")
+    assert note == f"DeepSpeed {installed} is installed: the memory of ZeRO was checked with 0.19.7, and may differ"
+    assert traced(*single).notes == ()

@@ -20,7 +20,7 @@ from distexp.report.__main__ import main
 from distexp.report.files import write_csv
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from tests.helpers.records import record, write
+from tests.helpers.records import invalid, record, write
 from tests.helpers.report_sweeps import enrich, with_traces
 
 
@@ -93,7 +93,7 @@ def test_result_files_have_a_row_per_run(tmp_path: Path) -> None:
 
 
 def test_configurations_of_different_types_share_a_column(tmp_path: Path) -> None:
-    write(tmp_path, record(0, dataset__max_length=64), record(1, dataset__max_length="auto"))
+    write(tmp_path, record(0, dataset__max_length=64), invalid(1, "wrong", dataset__max_length="auto"))
     assert report(tmp_path).returncode == 0
     table = pq.read_table(tmp_path / "report" / "results.parquet")
     assert table["config.dataset.max_length"].to_pylist() == ["64", "auto"]
@@ -231,7 +231,7 @@ def test_torn_traces_are_skipped(tmp_path: Path) -> None:
     with (tmp_path / "0" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "loss": 1.0}\n{"step": 4')
     with (tmp_path / "0" / "memory" / "node0.csv").open("a") as file:
-        file.write("1031.0,eval,gpu,0,oops,,,\n1032.0,eval,gpu,0,999999.0,143771,90,500\n1033.0,ev")
+        file.write("1031.0,eval,gpu,0,oops,,,\n1032.0,eval,gpu,0,999999.0,143771,90,500,,,,,,,,,\n1033.0,ev")
     (tmp_path / "1" / "memory" / "node0.csv").write_bytes(b"\x00\xff")
     shutil.rmtree(tmp_path / "2" / "memory")
     done = report(tmp_path, "--trace", 0)

@@ -20,7 +20,7 @@ def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None
     assert "Run 0 had" not in text
     assert "Fewer than 5 steps" not in text
     runs[1].metrics.total_steps = 6
-    assert "Fewer than 5 steps were measured in run 1." in unwrapped(printed(runs)), "an older record"
+    assert "Fewer than 5 steps were measured in run 1." in unwrapped(printed(runs)), "a single step has no error"
     runs[0].metrics.speed_error = {"relative": 0.1, "blocks": 4.0}
     runs[1].metrics.speed_error = {"relative": 0.1, "blocks": 5.0}
     assert "Fewer than 5 steps were measured in run 0." in unwrapped(printed(runs)), (

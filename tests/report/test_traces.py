@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distexp.report.traces import MAX_POINTS, MemoryTrace, PhaseInterval, read_memory
+from distexp.runs.memory_trace import COLUMNS
 from tests.helpers.records import record
 from tests.helpers.report_sweeps import write_traces
 
@@ -25,10 +26,10 @@ def test_thinned_curves_keep_the_peaks_of_the_gpu_that_uses_most(tmp_path: Path)
 def test_a_thinned_peak_stays_in_its_phase(tmp_path: Path) -> None:
     """The profiler starts between two samples of one interval, and needs more memory than the training."""
     (tmp_path / "memory").mkdir()
-    lines = ["unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w"]
+    lines = [",".join(COLUMNS)]
     for n in range(1000):
         phase, mib = ("train", 5000.0) if n < 602 else ("profile", 9000.0)
-        lines.append(f"{1000 + n / 10:.1f},{phase},gpu,0,{mib},143771,90,500")
+        lines.append(f"{1000 + n / 10:.1f},{phase},gpu,0,{mib},143771,90,500,,,,,,,,,")
     (tmp_path / "memory" / "node0.csv").write_text("\n".join(lines) + "\n")
     trace = read_memory(tmp_path / "memory")
     assert len(trace.curves[0].points) < 1000

@@ -157,4 +157,3 @@ def test_the_choice_is_described() -> None:
     )
     assert text(CPU, "train.compile=true") == "train.compile=true"
     assert text(CPU) == ""
-    assert describe_kernels({"train": {"compile": False}}) == "", "a record of an earlier version"

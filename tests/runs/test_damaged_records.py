@@ -26,15 +26,16 @@ from tests.helpers.records import record, write
 HUGE = 10**400
 TORN = {  # whole files
     "empty": "",
-    "torn": '{"schema_version": 1, "status": "comp',
+    "torn": '{"schema_version": 2, "status": "comp',
     "array": "[]",
     "number": "3",
     "null": "null",
     "text": '"x"',
-    "no sections": '{"schema_version": 1}',
-    "a run only": '{"schema_version": 1, "run": {"number": 1}}',
-    "a run that is an array": '{"schema_version": 1, "run": []}',
-    "newer version": '{"schema_version": 2}',
+    "no sections": '{"schema_version": 2}',
+    "a run only": '{"schema_version": 2, "run": {"number": 1}}',
+    "a run that is an array": '{"schema_version": 2, "run": []}',
+    "older version": '{"schema_version": 1}',
+    "newer version": '{"schema_version": 3}',
     "deep": "[" * 100_000,
     "too many digits": "1" * 5_000,
     "not UTF-8": "\udcff",
@@ -52,6 +53,7 @@ WRONG: dict[str, Any] = {  # values of single keys
     "config.cluster.nodes": "2",
     "config.train.micro_batch_size": HUGE,
     "config.train.log_every": "often",
+    "config.dataset.max_length": "auto",
     "config.train.betas": 0.9,
     "error": "failed",
     "error.message": 5,
@@ -71,14 +73,13 @@ WRONG: dict[str, Any] = {  # values of single keys
     "memory.gpu.0": 3,
     "memory.gpu.0.peak_mib": "much",
     "utilization": [],
+    "preflight": 3,
 }
 HARMLESS: dict[str, Any] = {  # values with which a record can be read
     "metrics.train_loss": float("nan"),
     "metrics.train_samples_per_second": float("inf"),
     "metrics.train_losses": [float("nan")],
     "memory.gpu.0.peak_mib": None,
-    "preflight": 3,
-    "config.dataset.max_length": "auto",
     "config.future_section": {"key": [1]},
     "metrics.future_metric": "x",
 }
@@ -139,11 +140,27 @@ def test_a_value_that_is_not_finite_or_not_known_is_left_out(key: str, sweep: Pa
     assert ([row.label for row in rows], skipped) == (["0", "1", "2"], [])
 
 
-def test_a_record_of_an_earlier_version_without_newer_keys_is_read(sweep: Path) -> None:
+def test_a_record_without_keys_that_were_added_later_is_read(sweep: Path) -> None:
     content = make_content()
     del content["preflight"], content["config"]["train"]["profile_steps"], content["metrics"]["eval_top5_accuracies"]
     (sweep / "1" / "record.json").write_text(json.dumps(content))
     assert load_rows([sweep])[1] == []
+
+
+def test_a_record_of_another_schema_version_is_refused_with_what_to_do(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sweep / "1" / "record.json"
+    path.write_text(change("schema_version", 1))
+    message = (
+        f"{path} has schema_version=1, and this version of distexp reads 2: "
+        "run it again, or read it with the distexp that wrote it"
+    )
+    assert load_rows([sweep])[1] == [message]
+    monkeypatch.setenv("COLUMNS", "400")
+    assert status.main([str(sweep)]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "no record" in line and "schema_version" in line]
+    assert "and this version of distexp reads 2: run it again" in row
 
 
 @pytest.mark.parametrize(

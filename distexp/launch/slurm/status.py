@@ -128,12 +128,9 @@ def _active_state(entry: ledger.Entry, directory: Path, job: JobState) -> RunSta
 
 def _read_record(directory: Path) -> RunRecord | None:
     try:
-        record = RunRecord.read(directory / RECORD)
+        return RunRecord.read(directory / RECORD)
     except ValueError:
         return None
-    # A job of version 0.1.0 writes its record before it is complete.
-    unfinished = record.run.attempts and record.run.attempts[-1].get("reason") is None
-    return None if unfinished else record
 
 
 def _write_missing_records(

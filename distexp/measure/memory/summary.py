@@ -142,7 +142,7 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
 
 
 def _counted_on_cpu(samples: Sequence[MemorySample]) -> list[MemorySample]:
-    """Return the samples of the phases that count, as ``node_peak_mib`` does.
+    """Return the samples of the phases that count.
 
     A sample before the first phase counts only if no phase has memory: while processes start, memory that they share
     may count several times. A phase may have samples without memory, of processes that have ended.

@@ -27,11 +27,8 @@ SECTIONS = frozenset({"measure", "preflight", "tracker"})
 
 GPU = "gpu"
 
-IGNORED_VARIABLES = (
-    *("NCCL_VERSION", "NCCL_DEBUG"),  # change nothing but the logs
-    *("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),  # set by torchrun
-)
-"""Prefixes of environment variables that never distinguish runs. Records of older versions may hold them."""
+IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")
+"""Prefixes of environment variables that change nothing but the logs."""
 
 
 def is_environment_key(key: str) -> bool:

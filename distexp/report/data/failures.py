@@ -13,8 +13,6 @@ from distexp.runs.record_sections import RunError
 
 MAX_LENGTH = 300  # characters of a message
 MAX_LABELS = 8
-OLD_SEPARATOR = " | "
-"""Between the errors of an invalid run in the message of older records, which have no list of them."""
 
 
 def failure_notes(rows: Sequence[Row]) -> Iterator[str]:
@@ -39,7 +37,7 @@ def failure_reasons(row: Row, limit: int = MAX_LENGTH) -> list[str]:
     if error is None:
         return ["its record has no error message"]
     if status == "invalid":
-        return [" ".join(message.split()) for message in error.errors or error.message.split(OLD_SEPARATOR)]
+        return [" ".join(message.split()) for message in error.errors]
     phase = f" in phase {error.phase}" if error.phase else ""
     if status in ("oom_gpu", "oom_host"):
         reason = f"out of {'GPU' if status == 'oom_gpu' else 'host'} memory{phase}{_peak_memory(row)}"

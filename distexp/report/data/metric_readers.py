@@ -5,7 +5,7 @@ A function with a record as argument is a reader. The others return the reader o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from distexp.runs.device_entries import device_values, mean_or_none
@@ -43,12 +43,6 @@ def energy_value(name: str) -> ReadMetric:
     return lambda record: number_or_none((record.metrics.energy or {}).get(name))
 
 
-def energy_per_sample(record: RunRecord) -> float | None:
-    """Return the energy of a sample. Older records have that of the GPUs only, in another key."""
-    energy = energy_value("j_per_sample")(record)
-    return number_or_none(record.metrics.energy_j_per_sample) if energy is None else energy
-
-
 def communication_percent(name: str) -> ReadMetric:
     """Return the reader of a fraction in ``metrics.communication``, in percent."""
 
@@ -69,33 +63,13 @@ def padding_percent(record: RunRecord) -> float | None:
 
 
 def flops_utilization_percent(name: str) -> ReadMetric:
-    """Return the reader of an MFU or HFU. In older records the model FLOPs had padding, so they are left out."""
-
-    def read(record: RunRecord) -> float | None:
-        is_old = record.metrics.model_tflops_per_sample is None
-        return None if is_old else _percent(getattr(record.metrics, name))
-
-    return read
+    """Return the reader of an MFU or HFU."""
+    return lambda record: _percent(getattr(record.metrics, name))
 
 
 def largest_of_devices(kind: str, key: str) -> ReadMetric:
     """Return the reader of the largest value in ``record.memory`` over the devices or ranks of a kind."""
     return lambda record: max(device_values(record.memory.get(kind), key), default=None)
-
-
-def largest_in_training(kind: str, key: str) -> ReadMetric:
-    """Return the reader of the largest ``training_value`` over the devices of a kind."""
-
-    def read(record: RunRecord) -> float | None:
-        entries = record.memory.get(kind) or []
-        return max((value for entry in entries if (value := training_value(entry, key)) is not None), default=None)
-
-    return read
-
-
-def training_value(entry: Mapping[str, Any], key: str) -> float | None:
-    """Return a value of a device over the training steps; of an older record over the whole run."""
-    return number_or_none(entry.get(f"training_{key}", entry.get(key)))
 
 
 def gpu_peak(record: RunRecord) -> float | None:

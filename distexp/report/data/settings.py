@@ -29,9 +29,6 @@ NOT_A_SETTING = (
 )
 """Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""
 
-LATER_SECTIONS = ("kernels",)
-"""Sections of a training that the records of older versions lack."""
-
 MAX_LENGTH = 24  # characters of a value in a table or in a list of settings
 
 
@@ -65,7 +62,7 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
 
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the defaults of the keys that it lacks."""
-    completed: dict[str, Any] = {**{section: {} for section in LATER_SECTIONS}, **config}
+    completed: dict[str, Any] = dict(config)
     for section, defaults in _defaults().items():
         present = completed.get(section)
         if isinstance(present, Mapping) and not defaults.keys() <= present.keys():

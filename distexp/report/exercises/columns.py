@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from distexp.report.data.failures import failure_reasons
-from distexp.report.data.metric_readers import training_value
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.settings import format_setting
 from distexp.system.units import MIN_GB
@@ -87,14 +86,14 @@ def _parameters(group: RunGroup) -> list[float]:
 
 
 def _first_gpu(group: RunGroup, key: str) -> list[float]:
-    """Return a memory value of the first GPU of the first node, in MiB; averages and modes are of the training.
+    """Return a memory value of the first GPU of the first node, in MiB.
 
     The first GPU of a run may be any of the machine, as with ``CUDA_VISIBLE_DEVICES``.
     """
     of_runs = [
         [entry for entry in row.record.memory.get("gpu") or [] if entry["node"] == 0] for row in group.counted_rows
     ]
-    values = [training_value(min(entries, key=itemgetter("index")), key) for entries in of_runs if entries]
+    values = [min(entries, key=itemgetter("index")).get(key) for entries in of_runs if entries]
     return [value for value in values if value is not None]
 
 

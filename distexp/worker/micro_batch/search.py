@@ -18,6 +18,7 @@ from distexp.runs.events import Events
 from distexp.runs.micro_batch import MicroBatchSearch, describe_search
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
+from distexp.runs.typed_values import parse_dataclass
 from distexp.strategies.base import load_strategy
 from distexp.worker.micro_batch.processes import LONGEST, ModelParts, start_round
 from distexp.worker.micro_batch.sizes import SizeSearch
@@ -116,4 +117,4 @@ def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> Micr
         connection.set(key, json.dumps(asdict(search)) if search else "")
     connection.wait([key], LONGEST)
     content = connection.get(key)
-    return MicroBatchSearch.from_json(json.loads(content)) if content else None
+    return parse_dataclass(MicroBatchSearch, json.loads(content)) if content else None

@@ -10,7 +10,7 @@ import pytest
 
 from distexp.measure.memory.summary import Statistics, join_phases, summarize
 from distexp.runs.device_entries import cpu_peak_mib
-from distexp.runs.memory_trace import REQUIRED_COLUMNS, MemorySample, MemoryTraceWriter, read_memory_trace
+from distexp.runs.memory_trace import COLUMNS, MemorySample, MemoryTraceWriter, read_memory_trace
 from distexp.runs.phases import PhaseEvent, PhaseTail, phase_at, phase_intervals, read_phase_events
 
 
@@ -40,9 +40,9 @@ def test_trace_file_format(tmp_path: Path) -> None:
     assert read_memory_trace(path).samples == [gpu(1.5, 2.0)]
 
 
-def test_trace_with_required_columns_only(tmp_path: Path) -> None:
+def test_the_node_of_a_trace_is_in_its_name(tmp_path: Path) -> None:
     path = tmp_path / "node3.csv"
-    path.write_text(",".join(REQUIRED_COLUMNS) + "\n1.0,train,cpu,0,5.5,100,12.5,\n")
+    path.write_text(f"{','.join(COLUMNS)}\n1.0,train,cpu,0,5.5,100,12.5,,,,,,,,,,\n")
     assert read_memory_trace(path).samples == [MemorySample(1.0, "train", "cpu", 0, 5.5, 100.0, 12.5)]
     assert summarize([path]).memory["cpu"][0]["node"] == 3
 
@@ -104,7 +104,7 @@ def test_the_end_of_the_processes_is_excluded_from_cpu_memory(tmp_path: Path) ->
     assert cpu["phases"] == {"train": 6, "eval": 7, "done": 11}
     assert found["gpu"][0]["peak_mib"] == 11
     assert cpu_peak_mib(found) == 7
-    assert cpu_peak_mib({"cpu": [{"peak_mib": 11.0, "phases": {"train": 6.0, "done": 11.0}}, {"peak_mib": 5.0}]}) == 6
+    assert cpu_peak_mib({"cpu": [{"peak_mib": 6.0, "phases": {"train": 6.0, "done": 11.0}}, {"peak_mib": 5.0}]}) == 6
     assert cpu_peak_mib({"cpu": []}) is None
 
 

@@ -1,8 +1,7 @@
-"""Tests of the rows of a report: records, labels, older versions."""
+"""Tests of the rows of a report: records, labels, errors."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from distexp.report.data.failures import failure_notes, failure_reason, failure_reasons
@@ -45,12 +44,3 @@ def test_an_invalid_run_has_a_reason_per_error(tmp_path: Path) -> None:
     assert failure_reasons(row) == errors
     assert failure_reason(row) == "; ".join(errors)
     assert list(failure_notes([row])) == [f"run 0 invalid: {error}" for error in errors]
-
-
-def test_the_errors_of_an_older_record_are_split_at_the_separator(tmp_path: Path) -> None:
-    invalid(0, "first | second").write(tmp_path)
-    content = json.loads((tmp_path / "record.json").read_text())
-    del content["error"]["errors"]
-    (tmp_path / "record.json").write_text(json.dumps(content))
-    row = row_from_record(RunRecord.read(tmp_path / "record.json"), "0")
-    assert failure_reasons(row) == ["first", "second"]

@@ -1,4 +1,4 @@
-"""Settings of records of older versions, which lack the keys that were added later."""
+"""Settings of records that lack the keys that were added later."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ REFERENCE = {
 
 
 def rows(number_of_new_ones: int = 1, **changed: object) -> list[Row]:
-    """Return the row of an older record, and rows of new ones."""
+    """Return the row of a record that lacks keys, and rows of others."""
     old = record(0, **REFERENCE)
-    del old.config["kernels"], old.config["plan"], old.config["model"]["attention"]
+    del old.config["model"]["attention"]
     for name in ("logits", "loss", "loss_chunk_tokens", "compute_weights", "channels_last", "global_batch_size"):
         del old.config["train"][name]
     for name in ("packing", "bucketing", "cache"):

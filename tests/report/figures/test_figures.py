@@ -115,7 +115,7 @@ def test_energy_has_a_front_of_its_own(tmp_path: Path) -> None:
     ]
     assert "energy_throughput" not in figures(with_traces(tmp_path / "without", runs))
     for run, joules in zip(runs, (0.5, 0.25), strict=True):
-        run.metrics.energy_j_per_sample = joules
+        run.metrics.energy = {"j_per_sample": joules}
     figure = figures(with_traces(tmp_path / "with", runs))["energy_throughput"]
     line, points = layers_of(figure.panels[0])[:2]
     assert (values_of(line, "run"), values_of(points, "cost")) == (["1", "0"], [0.5, 0.25])
@@ -269,7 +269,7 @@ def test_the_parts_of_the_memory_are_next_to_the_total(tmp_path: Path) -> None:
         ("0", "false", *measured, "2.404", "4,000"),
         ("1", "true", *measured, "2.101", "4,000"),  # stage 2: the gradients go with the optimizer
     )
-    assert "memory_parts" not in figures(zero_sweep(tmp_path / "other")), "older records have no parts"
+    assert "memory_parts" not in figures(zero_sweep(tmp_path / "other"))
 
 
 def test_parts_without_activations_have_a_dash(tmp_path: Path) -> None:
@@ -448,7 +448,7 @@ def test_the_highest_peak_is_that_of_the_table(tmp_path: Path) -> None:
     runs = [enrich(record(0, peak=5000.0))]
     path = with_traces(tmp_path, runs)
     trace = path / "0" / "memory" / "node0.csv"
-    later = "1040.0,profile,{0},0,9000.0,143771,90,500\n1041.0,eval,{0},0,{1},143771,90,500\n"
+    later = "1040.0,profile,{0},0,9000.0,143771,90,500,,,,,,,,,\n1041.0,eval,{0},0,{1},143771,90,500,,,,,,,,,\n"
     trace.write_text(trace.read_text() + later.format("gpu", 8000.0) + later.format("cpu", 7000.0))
     text = text_of(path, "gpu_memory")
     assert f"Highest peak: 5,000 MiB in phase train, run 0.\n{LEFT_OUT}" in text
@@ -483,6 +483,6 @@ def test_nodes_with_different_peaks_are_reported(tmp_path: Path) -> None:
     path = with_traces(tmp_path, runs)
     sampled = path / "0" / "memory" / "node1.csv"
     assert "different peaks" not in text_of(path, "gpu_memory")
-    sampled.write_text(sampled.read_text() + "1031.0,eval,gpu,0,9000.0,143771,90,500\n")
+    sampled.write_text(sampled.read_text() + "1031.0,eval,gpu,0,9000.0,143771,90,500,,,,,,,,,\n")
     text = text_of(path, "gpu_memory")
     assert "The nodes of run 0 have different peaks: 9,000 MiB on node 1, 5,000 MiB on node 0." in text

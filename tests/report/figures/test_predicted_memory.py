@@ -61,7 +61,7 @@ def test_prediction_is_read_from_the_record_and_from_its_file(tmp_path: Path) ->
     content = json.loads((tmp_path / "record.json").read_text())
     del content["predicted"]
     (tmp_path / "record.json").write_text(json.dumps(content))
-    assert RunRecord.read(tmp_path / "record.json").predicted is None, "a record of an earlier version"
+    assert RunRecord.read(tmp_path / "record.json").predicted is None, "nothing was predicted"
     assert (read_prediction(tmp_path), read_curve(tmp_path)) == (None, {})
     write_prediction(tmp_path, Predicted(peak_allocated_mib=7.0), CURVE)
     assert (read_prediction(tmp_path), read_curve(tmp_path)) == (Predicted(peak_allocated_mib=7.0), CURVE)

@@ -1,0 +1,262 @@
+"""Foreign YAML files: a value that could run code is refused before Hydra acts on it.
+
+Files are foreign if they are outside of the config groups of distexp, as with ``--config-dir``. The guarded keys are
+those that name classes, shell lines, environment variables or servers. Their values have to be those that distexp has
+without foreign files, except for the cluster file and the tracker file that the user chooses. What the user types is
+accepted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra._internal.hydra as hydra_app
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from distexp.config import ConfigError
+from distexp.config.boolean_values import refuse_numbers_as_booleans
+from distexp.config.paths import conf_dir
+from distexp.guard.command_line import TRUSTED, packages_of_environment, packages_trusted_by_user, typed_keys
+from distexp.guard.secrets import check_for_secrets, refuse_secret_interpolations
+
+SEARCH_PATH = "hydra.searchpath"
+OWN_PACKAGES = ("distexp", "hydra")
+
+OBJECTS = ("hydra.launcher", "hydra.sweeper", "hydra.callbacks", "hydra.job_logging", "hydra.hydra_logging")
+"""Sections from which Hydra and ``logging.config`` create objects."""
+
+CLUSTER_KEYS = ("environment", "sbatch", "srun", "modules", "setup", "python")
+"""Keys of ``cluster`` with shell lines and environment variables."""
+
+TRACKER_URI = "tracker.uri"
+"""The server that gets the results and the user's credentials."""
+
+GUARDED = (*OBJECTS, "hydra.job.env_set", *(f"cluster.{key}" for key in CLUSTER_KEYS), TRACKER_URI)
+
+SWEEP = "hydra.sweeper.params"
+"""What a preset sweeps: only texts and numbers are accepted. The cells that they give are checked themselves."""
+
+
+class _CheckedRepository(ConfigRepository):
+    """The YAML files of all sources. It names a file that is not in UTF-8."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Load a file.
+
+        Raises:
+            ConfigError: the file is not in UTF-8.
+        """
+        try:
+            return super().load_config(config_path)
+        except UnicodeDecodeError as error:
+            file = f"{config_path.removesuffix('.yaml')}.yaml"
+            raise ConfigError(f"{file} is not in UTF-8 ({error}): save it in UTF-8") from error
+
+
+class CheckedConfigLoader(ConfigLoaderImpl):
+    """Loader that refuses a foreign file with values that could run code."""
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self.repository = _CheckedRepository(config_search_path)
+        self._sources: list[Any] = []
+        self._accepted: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Compose a configuration and check it, if a foreign file may be part of it.
+
+        Raises:
+            ConfigError: a file contains values that could run code, or the configuration contains a secret, or a file
+                is not in UTF-8.
+        """
+        composed = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        if config_name is not None:  # --hydra-help has only Hydra's own configuration.
+            self.check(composed)
+        return composed
+
+    def check(self, composed: DictConfig) -> None:
+        """Check a configuration for secrets, and for values of foreign files that could run code.
+
+        Raises:
+            ConfigError: with an error for each value that could run code, or for each secret.
+        """
+        check_for_secrets(composed)
+        if not any(map(_is_foreign, self._sources)):
+            return
+        typed = typed_keys(sys.argv[1:])
+        accepted = self._accepted_values(composed, typed)
+        errors = []
+        for section in GUARDED:
+            wrong = {
+                key: value
+                for key, value in _leaves(section, composed)
+                if accepted.get(key) != value and not _is_typed(key, typed) and not _is_plain_sweep(key, value)
+            }
+            errors += [_explain(section, wrong, composed)] if wrong else []
+        if errors:
+            raise ConfigError(errors)
+
+    def _accepted_values(self, composed: DictConfig, typed: set[str]) -> dict[str, Any]:
+        """Return the guarded values of distexp, with the files of ``cluster=`` and ``tracker=`` that the user chooses.
+
+        Options of distexp and Hydra themselves are accepted from presets too.
+        """
+        choices = composed.hydra.runtime.choices.items()
+        overrides = tuple(
+            f"{group}={option}"
+            for group, option in choices
+            if (group in ("cluster", "tracker") and group in typed)
+            or (group.startswith(("cluster", "tracker", "hydra/")) and self._is_own_option(group, option))
+        )
+        if overrides not in self._accepted:
+            loader = ConfigLoaderImpl(_own_first(self._sources))
+            own = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN, from_shell=False)
+            self._accepted[overrides] = {key: value for section in GUARDED for key, value in _leaves(section, own)}
+        return self._accepted[overrides]
+
+    def _is_own_option(self, group: str, option: str) -> bool:
+        found = (source for source in self._sources if source.is_config(f"{group}/{option}"))
+        source = next(found, None)
+        return source is not None and not _is_foreign(source)
+
+    def _process_config_searchpath(self, config_name: str | None, parsed_overrides: list[Override], repo: Any) -> None:
+        """Check the search path before Hydra imports its packages."""
+        loaded = repo.load_config(config_path=config_name) if config_name else None
+        folders = OmegaConf.select(loaded.config, SEARCH_PATH) if loaded and OmegaConf.is_dict(loaded.config) else None
+        values = [item.value() for item in parsed_overrides if item.get_key_element() == SEARCH_PATH]
+        _check_search_path([str(path) for value in (folders, *values) if isinstance(value, Sequence) for path in value])
+        super()._process_config_searchpath(config_name, parsed_overrides, repo)
+        self._sources = repo.get_sources()
+
+
+def use_checked_loader() -> None:
+    """Make Hydra load configurations with the checks."""
+    refuse_secret_interpolations()
+    refuse_numbers_as_booleans()
+    vars(hydra_app)["ConfigLoaderImpl"] = CheckedConfigLoader
+
+
+def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
+    """Check that no file trusts a package, and add the packages of the environment to ``trusted_packages``.
+
+    Args:
+        composed: the composed configuration of a cell, with the hydra node.
+        allowed: the packages that the user trusts.
+
+    Raises:
+        ConfigError: the cell trusts a package that the user does not trust.
+    """
+    wanted = [str(name) for name in composed[TRUSTED]]
+    refused = [name for name in wanted if name not in allowed]
+    if refused:
+        shown = f"{TRUSTED}=[{','.join(refused)}]"
+        raise ConfigError(
+            f"{shown} {_origin(TRUSTED, composed)}, but a file cannot trust a package: if you trust its code, add "
+            f"{shown} to the command"
+        )
+    with open_dict(composed):
+        composed[TRUSTED] = list(dict.fromkeys([*wanted, *packages_of_environment()]))
+
+
+def _is_foreign(source: Any) -> bool:
+    if source.provider in ("main", "command-line"):
+        return Path(source.path) != conf_dir()
+    return str(source.provider).startswith(SEARCH_PATH)
+
+
+def _own_first(sources: Sequence[Any]) -> ConfigSearchPath:
+    """Return the search path of the sources in which distexp's own files come before all others."""
+    path = ConfigSearchPathImpl()
+    for source in sources:
+        if source.provider == "main":
+            path.append("main", f"file://{conf_dir()}")
+        if source.provider != "main" or _is_foreign(source):
+            provider = "foreign main" if source.provider == "main" else source.provider
+            path.append(provider, f"{source.scheme()}://{source.path}")
+    return path
+
+
+def _check_search_path(paths: Sequence[str]) -> None:
+    if not paths or SEARCH_PATH in typed_keys(sys.argv[1:]):
+        return
+    allowed = {*OWN_PACKAGES, *packages_trusted_by_user(sys.argv[1:])}
+    packages = {path: path.removeprefix("pkg://").partition(".")[0] for path in paths if path.startswith("pkg://")}
+    errors = [
+        f"{SEARCH_PATH} contains {path}, but a file cannot import a package: if you trust its code, add "
+        f"trusted_packages=[{package}] to the command"
+        for path, package in packages.items()
+        if package not in allowed
+    ]
+    if errors:
+        raise ConfigError(errors)
+
+
+def _leaves(section: str, composed: DictConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a section, with their interpolations. A value of a sweep is one leaf."""
+    parent, _, name = section.rpartition(".")
+    node = OmegaConf.select(composed, parent)
+    content: Any = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else {}
+    if name in content:
+        yield from _leaves_of(section, content[name])
+
+
+def _leaves_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        if value not in (None, []):
+            yield key, value
+        return
+    for name, child in value.items():
+        if key == SWEEP:
+            yield f"{key}.{name}", child
+        else:
+            yield from _leaves_of(f"{key}.{name}", child)
+
+
+def _is_plain_sweep(key: str, value: Any) -> bool:
+    """Return whether a value of a preset's sweep is a text, a number or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    is_plain = all(isinstance(item, str | int | float) and "${" not in str(item) for item in values)
+    return key.startswith(f"{SWEEP}.") and is_plain
+
+
+def _is_typed(key: str, typed: set[str]) -> bool:
+    """Return whether a key or a section that contains it is on the command line; the name of a group is neither."""
+    return any(key == name or key.startswith(f"{name}.") for name in typed if "." in name)
+
+
+def _explain(section: str, values: Mapping[str, Any], composed: DictConfig) -> str:
+    texts = [f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value) for value in values.values()]
+    shown = [f"{key}={text}" for key, text in zip(values, texts, strict=True)]
+    group = section.partition(".")[0]
+    file = f"choose its file with {group}=NAME, or " if group in ("cluster", "tracker") else ""
+    danger = "would get the results and your credentials" if section == TRACKER_URI else "could run code"
+    origin = _origin(texts[-1].strip("[]").partition(",")[0], composed)
+    typed = " ".join(f"'{text}'" for text in shown)
+    return f"{', '.join(shown)} {origin}, and {danger}: if you trust it, {file}add {typed} to the command"
+
+
+def _origin(text: str, composed: DictConfig) -> str:
+    """Return which of the chosen YAML files contains a text."""
+    runtime = composed.hydra.runtime
+    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    options = [f"{group}/{option}.yaml" for group, option in runtime.choices.items() if isinstance(option, str)]
+    paths = [folder / name for folder in folders for name in (*options, f"{composed.hydra.job.config_name}.yaml")]
+    found = next((path for path in paths if path.is_file() and text in path.read_text(errors="replace")), None)
+    return f"is set by {found}" if found else "is not from the command line"
