@@ -20,7 +20,7 @@ from distexp.launch.local.run import run_locally
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
 from distexp.system.signals import handle_signals
-from tests.helpers.runs import TIMEOUT_S, make_spec, run_distexp, run_module
+from tests.helpers.runs import TIMEOUT_S, make_spec, run_distexp, run_module, start_distexp
 
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")
 
@@ -46,7 +46,7 @@ def only_run(folder: Path) -> Path:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Run ``python -m distexp`` in a new directory; return the run directory and the output."""
     folder = tmp_path_factory.mktemp("demo")
-    done = run_distexp("cluster.device=cpu", cwd=folder)
+    done = start_distexp("cluster.device=cpu", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return only_run(folder), done.stdout
 
