@@ -55,7 +55,15 @@ LONGEST = (
     "launch/test_failures.py",
     "launch/test_local_runs.py",
     "checkpoints/test_resuming.py",
-    "choose/test_search.py",
+    "benchmarks/test_speed.py",
+    "checkpoints/test_interruptions.py",
+    "engines/test_hf_trainer.py",
+    "measure/profiling/test_communication.py",
+    "measure/test_stragglers.py",
+    "launch/test_shared_start.py",
+    "launch/test_nodes.py",
+    "experiments/test_tiny.py",
+    "forecast/test_gloo.py",
     "tests/test_resume.py",
 )
 """Files that take longest. They start first, or the other processes would wait for one of them at the end."""
