@@ -12,13 +12,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import HydraContext, RunMode
 
 from distexp.cli.overrides import quote_choice
-from distexp.config import Config, register_schema
+from distexp.config import Config
 from distexp.config.paths import conf_dir, config_groups
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.composition import cell_maker, compose_cells
 from distexp.launch.trust.config_loader import CheckedConfigLoader
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Outcome, Planner
+from tests.helpers.runs import register_schema_once
 
 STATES_MIB, SAMPLE_MIB, OVERHEAD_MIB = 4_000.0, 1_000.0, 500.0
 
@@ -26,7 +27,7 @@ STATES_MIB, SAMPLE_MIB, OVERHEAD_MIB = 4_000.0, 1_000.0, 500.0
 @contextmanager
 def composed(shared: Sequence[str], *cells: Sequence[str]) -> Iterator[tuple[list[Cell], MakeCell]]:
     """Compose the cells of a command, and yield them with the function that composes variants."""
-    register_schema()
+    register_schema_once()
     fixed = [quote_choice(text, config_groups()) for text in shared]
     lists = [[*fixed, *(quote_choice(text, config_groups()) for text in cell)] for cell in cells or ([],)]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):

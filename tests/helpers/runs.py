@@ -34,9 +34,15 @@ def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:
 
 
 @functools.cache
+def register_schema_once() -> None:
+    """Register the schema with Hydra, which takes a fifth of the time of a composition."""
+    register_schema()
+
+
+@functools.cache
 def _compose(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str | None]]:
     """Compose each command line only once, because Hydra takes about 0.1 s."""
-    register_schema()
+    register_schema_once()
     quoted = [quote_choice(text, config_groups()) for text in overrides]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = compose("config", quoted, return_hydra_config=True)
