@@ -1,7 +1,8 @@
 # make demo       install into .venv and train a tiny BLOOM: the shortest way to see distexp work
-# make test       install the test tools and run all tests except the slow ones (at most 12 minutes on two cores)
+# make test       install the test tools and run all tests except the slow ones (at most 9 minutes on two cores)
 #                 The Slurm tests need root and Slurm's packages; without: make test TESTS="-m 'not slow and not slurm'"
 # make test-slow  run the slow tests: kill and resume, more workers, every preset
+# make test-all   run both at once, as the continuous integration does: the waits of some tests cost no time then
 # make lint       run ruff, mypy and codespell
 # make docs       build the documentation site into site/; a broken link is an error
 # make setup      install only
@@ -18,10 +19,10 @@ INSTALL = $(UV) pip install --quiet --python $(BIN)/python --constraint requirem
 # DeepSpeed's build needs the installed torch, so torch comes first and the build is not isolated.
 FIRST := torch torchvision setuptools ninja wheel
 PROJECT := --no-build-isolation-package deepspeed --editable
-# Many tests wait for processes, so two files of tests run at a time.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Many tests wait for processes, so three files of tests run at a time on two cores. tests/conftest.py orders the files.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-slow lint docs pins
+.PHONY: setup demo test test-slow test-all lint docs pins
 setup: $(VENV)/.setup
 
 $(VENV)/.uv:
@@ -48,11 +49,14 @@ demo: setup
 	$(BIN)/python -m distexp
 
 test: $(VENV)/.test
-	@echo "All tests except the slow ones: at most 12 minutes on two free cores. The numbers at the right count the tests."
+	@echo "All tests except the slow ones: at most 9 minutes on two free cores. The numbers at the right count the tests."
 	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/.test
 	$(PYTEST) -m slow $(TESTS)
+
+test-all: $(VENV)/.test
+	$(PYTEST) $(TESTS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

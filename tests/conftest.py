@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,8 +47,33 @@ def one_rank_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+LONGEST = (
+    "launch/slurm/test_failures.py",
+    "launch/slurm/test_requeue.py",
+    "strategies/test_parity.py",
+    "launch/slurm/test_sweeps.py",
+    "launch/test_failures.py",
+    "launch/test_local_runs.py",
+    "checkpoints/test_resuming.py",
+    "benchmarks/test_speed.py",
+    "checkpoints/test_interruptions.py",
+    "engines/test_hf_trainer.py",
+    "measure/profiling/test_communication.py",
+    "measure/test_stragglers.py",
+    "launch/test_shared_start.py",
+    "launch/test_nodes.py",
+    "experiments/test_tiny.py",
+    "forecast/test_gloo.py",
+    "tests/test_resume.py",
+)
+"""Files that take longest. They start first, or the other processes would wait for one of them at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests with the marker ``gpu`` on a machine without a visible GPU."""
+    """Run the longest files first, and skip the tests with the marker ``gpu`` on a machine without a visible GPU."""
+    tests_of = Counter(item.path for item in items)
+    rank_of = {path: next((n for n, end in enumerate(LONGEST) if str(path).endswith(end)), 99) for path in tests_of}
+    items.sort(key=lambda item: (rank_of[item.path], -tests_of[item.path], item.path))
     if not visible_gpus():
         for item in items:
             if item.get_closest_marker("gpu") is not None:

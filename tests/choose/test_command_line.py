@@ -14,7 +14,6 @@ import pytest
 
 from distexp.choose.__main__ import with_brackets
 from distexp.runs.record import RunRecord
-from tests.helpers.forked_cli import run_forked
 from tests.helpers.runs import REPOSITORY, run_distexp
 
 SEARCH = (
@@ -28,7 +27,7 @@ START_S = 540.0
 
 
 def test_help_describes_the_options(tmp_path: Path) -> None:
-    found = run_forked("help", "choose", cwd=tmp_path).stdout
+    found = run_distexp("help", "choose", cwd=tmp_path).stdout
     assert "choose.dry_run=true" in found
     assert "choose.gpus=1,2" in found
 

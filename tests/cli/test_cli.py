@@ -18,9 +18,8 @@ from distexp.cli.main import main
 from distexp.config import Command
 from distexp.help import main as help_main
 from distexp.runs.record import RunRecord
-from tests.helpers.forked_cli import run_forked
 from tests.helpers.records import record, write
-from tests.helpers.runs import REPOSITORY, run_distexp, run_module
+from tests.helpers.runs import REPOSITORY, run_distexp, run_module, start_distexp
 
 WRONG = {  # command lines, with a part of their message
     "stratgy=ddp": "stratgy is not a key. Did you mean strategy?",
@@ -247,7 +246,7 @@ WRONG = {  # command lines, with a part of their message
 
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_command_line_prints_one_message(line: str, tmp_path: Path) -> None:
-    done = run_forked(*line.split(), cwd=tmp_path)
+    done = run_distexp(*line.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert WRONG[line] in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -267,7 +266,7 @@ def test_an_error_in_a_preset_names_the_file(content: str, tmp_path: Path) -> No
     preset = tmp_path / "experiment" / "mine.yaml"
     preset.parent.mkdir()
     preset.write_text(content)
-    done = run_forked("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
+    done = run_distexp("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert FILES[content] in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -277,14 +276,14 @@ def test_a_preset_that_is_not_in_utf_8_is_an_error(tmp_path: Path) -> None:
     preset = tmp_path / "experiment" / "mine.yaml"
     preset.parent.mkdir()
     preset.write_bytes("# @package _global_\n# Réglages\n".encode("latin-1"))
-    done = run_forked("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
+    done = run_distexp("--config-dir", str(tmp_path), "experiment=mine", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("distexp: experiment/mine.yaml is not in UTF-8 ('utf-8' codec can't decode byte")
     assert done.stderr.endswith(": save it in UTF-8\n")
 
 
 def test_the_help_of_hydra_is_printed(tmp_path: Path) -> None:
-    assert "== Flags ==" in run_forked("--hydra-help", cwd=tmp_path).stdout
+    assert "== Flags ==" in run_distexp("--hydra-help", cwd=tmp_path).stdout
 
 
 def test_an_output_folder_may_start_with_a_tilde() -> None:
@@ -391,7 +390,7 @@ def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_an_exercise_without_a_gpu_is_one_error(tmp_path: Path) -> None:
-    done = run_forked("experiment=ddp/baseline", "dataset.root=nowhere", "cluster.device=cpu", cwd=tmp_path)
+    done = run_distexp("experiment=ddp/baseline", "dataset.root=nowhere", "cluster.device=cpu", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
         "distexp: experiment=ddp/baseline needs GPUs, but this run is on cpu: add scale=tiny to run it on CPUs, or "
@@ -542,14 +541,14 @@ def test_wrong_value_of_a_preset_is_refused_like_an_override(preset: str, messag
     folder = tmp_path / "experiment"
     folder.mkdir()
     (folder / "mine.yaml").write_text(f"# @package _global_\n{preset}\n")
-    done = run_forked("--config-dir", str(tmp_path), "experiment=mine", cwd=folder)
+    done = run_distexp("--config-dir", str(tmp_path), "experiment=mine", cwd=folder)
     assert done.returncode == 2
     assert done.stderr.startswith(f"distexp: {message}"), done.stderr
 
 
 def test_texts_of_environment_variables_may_be_true_or_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", "1")
-    done = run_forked("profile=${oc.env:MINE}", "--cfg", "job", "-p", "profile", "--resolve", cwd=tmp_path)
+    done = run_distexp("profile=${oc.env:MINE}", "--cfg", "job", "-p", "profile", "--resolve", cwd=tmp_path)
     assert done.stdout.startswith("True"), done.stderr
 
 
@@ -669,7 +668,7 @@ def test_a_python_without_the_packages_gets_one_message() -> None:
 
 
 def test_version_is_that_of_the_package() -> None:
-    assert run_distexp("--version").stdout == f"distexp {__version__}\n"
+    assert start_distexp("--version").stdout == f"distexp {__version__}\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -700,7 +699,7 @@ def test_entry_point_does_not_import_hydra() -> None:
 
 @pytest.mark.parametrize("added", ["cluster.environment.NCCL_DEBUG=INFO", "cluster.environment={NCCL_DEBUG:INFO,A:1}"])
 def test_keys_are_added_to_open_sections_one_by_one_or_together(added: str, tmp_path: Path) -> None:
-    done = run_forked(added, "--cfg", "job", cwd=tmp_path)
+    done = run_distexp(added, "--cfg", "job", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "NCCL_DEBUG: INFO" in done.stdout
     assert normalize_arguments(["strategy=ddp", added])[-1] == f"++{added}"
@@ -709,6 +708,6 @@ def test_keys_are_added_to_open_sections_one_by_one_or_together(added: str, tmp_
 def test_cells_add_keys_to_open_sections(tmp_path: Path) -> None:
     cells = [[f"cluster.environment.{name}=1"] for name in ("FIRST", "SECOND")] + [["cluster.environment={THIRD:1}"]]
     invalid = "train.micro_batch_size=0"  # so no run starts
-    run_forked("--multirun", f"sweep.cells={json.dumps(cells)}", invalid, "hydra.sweep.dir=out", cwd=tmp_path)
+    run_distexp("--multirun", f"sweep.cells={json.dumps(cells)}", invalid, "hydra.sweep.dir=out", cwd=tmp_path)
     records = [RunRecord.read(tmp_path / f"out/{number}/record.json") for number in range(3)]
     assert [list(record.config["cluster"]["environment"]) for record in records] == [["FIRST"], ["SECOND"], ["THIRD"]]

@@ -22,7 +22,7 @@ from tests.helpers.processes import have_ended
 from tests.helpers.records import record, write
 from tests.helpers.runs import REPOSITORY
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 INTERRUPTED = (130, -signal.SIGINT)
 """Exit codes after Ctrl-C. Python ends by the signal if it arrived while it ran generated code; shells show 130."""
 

@@ -14,7 +14,7 @@ from distexp.report.exercises import exercise_tables
 from distexp.runs.record import RunRecord
 from distexp.tables.text_table import TextTable
 from tests.helpers.presets import cells_of
-from tests.helpers.runs import HELPERS, make_spec, run_distexp, torchrun
+from tests.helpers.runs import HELPERS, make_spec, run_distexp, run_ranks
 
 WITHOUT_GPU_COLUMNS = ("time/step",)
 SHEETS = ("deepspeed/baseline", "fsdp/baseline", "fsdp/custom_single")
@@ -44,7 +44,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTable]:
                 directory = folder / preset.replace("/", "_")
                 directory.mkdir(parents=True)
                 spec.write(directory)
-        torchrun(workers, MANY_RUNS, str(folder))
+        run_ranks(workers, MANY_RUNS, str(folder))
         rows, skipped = load_rows([folder])
         assert skipped == []
         for row in rows:

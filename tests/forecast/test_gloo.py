@@ -18,7 +18,7 @@ from distexp.forecast.steps import Forecaster, forecast_steps
 from distexp.forecast.target import Target
 from distexp.hardware.facts import intra_node_link
 from distexp.runs.step_model import BACKWARD, FORWARD, Collective, Item, Segment
-from tests.helpers.runs import make_spec, torchrun
+from tests.helpers.runs import make_spec, run_ranks
 
 MANY_RUNS = Path(__file__).parent.parent / "helpers" / "many_runs.py"
 COMMON = (
@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             directory = folder / str(workers) / name
             directory.mkdir(parents=True)
             make_spec(*COMMON, f"cluster.workers_per_node={workers}", *CELLS[name]).write(directory)
-        torchrun(workers, MANY_RUNS, str(folder / str(workers)))
+        run_ranks(workers, MANY_RUNS, str(folder / str(workers)))
     return folder
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import make_spec, torchrun
+from tests.helpers.runs import make_spec, run_ranks
 
 COMMON = (
     "train.log_every=1",
@@ -45,7 +45,7 @@ def run_grid(script: Path, folder: Path, workers: int, cells: Cells) -> Path:
             spec.config.precision.name = "fp16"
         (folder / name).mkdir(parents=True)
         spec.write(folder / name)
-    torchrun(workers, script, str(folder))
+    run_ranks(workers, script, str(folder))
     return folder
 
 

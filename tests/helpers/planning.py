@@ -13,13 +13,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import HydraContext, RunMode
 
 from distexp.cli.overrides import quote_choice
-from distexp.config import Command, Config, register_schema
+from distexp.config import Command, Config
 from distexp.config.paths import conf_dir, config_groups
 from distexp.guard.config_files import CheckedConfigLoader
 from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.composition import CellRules, cell_maker, compose_cells
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Outcome, Planner
+from tests.helpers.runs import register_schema_once
 
 COMMAND = "command="
 STATES_MIB, SAMPLE_MIB, OVERHEAD_MIB = 4_000.0, 1_000.0, 500.0
@@ -37,7 +38,7 @@ def composed(
         config_dir: Folder of custom options, as with ``--config-dir``.
     """
     command = next((text.removeprefix(COMMAND) for text in shared if text.startswith(COMMAND)), Command.TRAIN)
-    register_schema(Command(command))
+    register_schema_once(Command(command))
     fixed = [quote_choice(text, config_groups()) for text in shared if not text.startswith(COMMAND)]
     lists = [[*fixed, *(quote_choice(text, config_groups()) for text in cell)] for cell in cells or ([],)]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from distexp.cli.overrides import quote_choice
-from distexp.config import Config, register_schema
+from distexp.config import Config
 from distexp.config.paths import conf_dir, config_groups
 from distexp.resolve.parameter_count import parameter_count
 from distexp.resolve.run_id import run_id
@@ -18,12 +18,13 @@ from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built, Environment, Predicted, RunInfo
 from distexp.strategies.base import load_strategy
+from tests.helpers.runs import register_schema_once
 
 
 @cache
 def cells_of(preset: str, *overrides: str) -> list[list[str]]:
     """Return the overrides of each run that a command line with a preset starts."""
-    register_schema()
+    register_schema_once()
     given = [f"experiment={preset}", *(quote_choice(text, config_groups()) for text in overrides)]
     fixed = [text for text in given if "," not in text]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):

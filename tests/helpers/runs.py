@@ -7,24 +7,23 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from distexp.cli.overrides import quote_choice
-from distexp.config import Config, register_schema
+from distexp.config import Command, Config, register_schema
 from distexp.config.paths import conf_dir, config_groups
 from distexp.resolve import resolve, without_hydra
 from distexp.resolve.run_id import run_id
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.spec import RunSpec
+from tests.helpers.forked_cli import TIMEOUT_S, run_forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELPERS = REPOSITORY / "tests" / "helpers"
-TIMEOUT_S = 900.0
-"""Time for a command. Only a broken one needs it, also on a busy machine."""
 IMAGE_FOLDER = HELPERS / "image_folder"
 """A folder in the layout of TinyImageNet without images, for configurations that are composed and not run."""
 
@@ -35,10 +34,17 @@ def compose_cell(*overrides: str) -> tuple[DictConfig, dict[str, str | None]]:
     return copy.deepcopy(content), dict(choices)
 
 
+def register_schema_once(command: Command = Command.TRAIN) -> None:
+    """Register the schema of a command, unless it is registered: this takes a fifth of the time of a composition."""
+    stored = ConfigStore.instance().repo.get("schema.yaml")
+    if stored is None or stored.node.command != command:
+        register_schema(command)
+
+
 @functools.cache
 def _compose(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str | None]]:
     """Compose each command line only once, because Hydra takes about 0.1 s."""
-    register_schema()
+    register_schema_once()
     quoted = [quote_choice(text, config_groups()) for text in overrides]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = compose("config", quoted, return_hydra_config=True)
@@ -64,8 +70,8 @@ def make_spec(*overrides: str) -> RunSpec:
 def run_distexp(
     *arguments: str, cwd: Path = REPOSITORY, timeout: float = TIMEOUT_S, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m distexp`` as a user does."""
-    return run_module("distexp", *arguments, cwd=cwd, timeout=timeout, env=env)
+    """Run ``distexp`` in a process that has imported it; see ``start_distexp``."""
+    return run_forked(*arguments, cwd=cwd, env=env, timeout=timeout)
 
 
 def run_module(
@@ -75,7 +81,20 @@ def run_module(
     timeout: float = TIMEOUT_S,
     env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m module`` in a directory."""
+    """Run a module of distexp in a process that has imported it."""
+    return run_forked(*arguments, cwd=cwd, env=env, module=module, timeout=timeout)
+
+
+def start_distexp(
+    *arguments: str, cwd: Path = REPOSITORY, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m distexp`` as a user does, with a new interpreter."""
+    return _start("distexp", *arguments, cwd=cwd, env=env)
+
+
+def _start(
+    module: str, *arguments: str, cwd: Path = REPOSITORY, env: dict[str, str] | None = None, timeout: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=cwd,
@@ -87,23 +106,12 @@ def run_module(
     )
 
 
-def torchrun(workers: int, script: Path, *arguments: str, timeout: float = 2 * TIMEOUT_S) -> None:
+def run_ranks(workers: int, script: Path, *arguments: str, timeout: float = 2 * TIMEOUT_S) -> None:
     """Run a script on local gloo workers; the assertion shows its output if it fails."""
-    command: Sequence[str] = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={workers}",
-        str(script),
-        *arguments,
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
+    done = _start(
+        "tests.helpers.forked_ranks",
+        *(str(workers), str(script), *arguments),
         timeout=timeout,
-        check=False,
+        env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

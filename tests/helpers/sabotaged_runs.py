@@ -24,7 +24,7 @@ QUICK = (
     "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
 )
 ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 """A time that only a broken program misses. Hung workers sleep for ten minutes."""
 
 

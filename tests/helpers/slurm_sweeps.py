@@ -1,4 +1,8 @@
-"""Helpers for tests that run sweeps on the test cluster."""
+"""Helpers for tests that run sweeps on the test cluster.
+
+The data sets of ``SLOW`` are slow on purpose: each test has time to interrupt the run, at little CPU load. If the time
+might not be enough on a busy machine, the workers wait after 40 steps until a file exists, the gate.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,28 @@ import psutil
 
 from distexp.launch import ledger
 from distexp.runs.record import RunRecord
+from distexp.runs.spec import RunSpec
 from tests.helpers.processes import find_processes
-from tests.helpers.runs import HELPERS, REPOSITORY, run_module
+from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp, run_module
 from tests.helpers.slurm_cluster import Cluster
+
+SLOW = (
+    "model=gpt_tiny",
+    "strategy=single",
+    "cluster.device=cpu",
+    "cluster.cpus_per_worker=1",
+    "dataset._target_=failing_runs.slow",
+    "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
+    "trusted_packages=[failing_runs]",
+    "dataset.train_size=64",
+    "dataset.eval_size=8",
+    "train.micro_batch_size=4",  # 0.1 s a step
+    "train.gradient_accumulation_steps=1",
+    "train.num_epochs=10000",
+    "train.log_every=1",
+)
+STEPS_BEFORE_THE_GATE = 40
+NO_WAIT = ("--multirun", "cluster=slurm", "cluster.wait=false")
 
 
 def read_record(sweep: Path, number: int) -> RunRecord:
@@ -53,7 +76,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
     while time.monotonic() < deadline:
         if condition():
             return
-        time.sleep(0.2)
+        time.sleep(0.5)
     raise AssertionError(f"condition still false after {seconds:g} s")
 
 
@@ -108,3 +131,30 @@ def _parent(process: psutil.Process) -> int | None:
         return process.ppid()
     except psutil.NoSuchProcess:
         return None
+
+
+def gated(*gates: Path, steps: int = STEPS_BEFORE_THE_GATE) -> tuple[str, ...]:
+    """Return overrides of runs that wait after some steps of each attempt until their gate exists."""
+    return f"+dataset.options.gate={','.join(map(str, gates))}", f"+dataset.options.at={4 * steps}"
+
+
+def submit(slurm: Cluster, sweep: Path, *overrides: str) -> None:
+    """Submit a sweep of slow trainings without waiting for it."""
+    done = run_distexp(*NO_WAIT, *SLOW, *overrides, f"hydra.sweep.dir={sweep}", env=user_environment(slurm))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def logged_steps(sweep: Path, number: int = 0) -> int:
+    """Return the number of steps that a run has logged."""
+    return len(read_lines(sweep / str(number) / "metrics.jsonl"))
+
+
+def assert_all_steps(sweep: Path, number: int, last: int) -> None:
+    """Assert that every step up to the last is logged exactly once."""
+    assert [line["step"] for line in read_lines(sweep / str(number) / "metrics.jsonl")] == list(range(1, last + 1))
+
+
+def hosts(sweep: Path) -> list[str]:
+    """Return the nodes of the latest attempt of run 0."""
+    found: list[str] = RunSpec.read(sweep / "0").run.attempts[-1]["hosts"]
+    return found

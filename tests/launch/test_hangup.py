@@ -56,7 +56,7 @@ def test_runs_continue_after_the_terminal_is_closed(piped: bool, tmp_path: Path)
         log = tmp_path / LAUNCHER_LOG
         wait_until(lambda: log.exists() and log.read_text().endswith("\n"), "the first line of the log")
         (tmp_path / "end").touch()
-        assert command.wait(60) == 0
+        assert command.wait(300) == 0
     finally:
         command.kill()
         command.wait()

@@ -21,7 +21,7 @@ from distexp.launch.local.shared_start import SharedStart
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
 from distexp.system.signals import handle_signals
-from tests.helpers.runs import TIMEOUT_S, make_spec, run_distexp, run_module
+from tests.helpers.runs import TIMEOUT_S, make_spec, run_distexp, run_module, start_distexp
 
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")
 
@@ -47,7 +47,7 @@ def only_run(folder: Path) -> Path:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Run ``python -m distexp`` in a new directory; return the run directory and the output."""
     folder = tmp_path_factory.mktemp("demo")
-    done = run_distexp("cluster.device=cpu", cwd=folder)
+    done = start_distexp("cluster.device=cpu", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return only_run(folder), done.stdout
 
@@ -115,18 +115,6 @@ def test_the_demo_prints_its_progress(demo: tuple[Path, str]) -> None:
     assert len(screen.splitlines()) < 60
 
 
-@pytest.mark.slow
-def test_torchrun_repeats_a_run_from_a_copy_of_its_spec(demo: tuple[Path, str], tmp_path: Path) -> None:
-    (tmp_path / "copy").mkdir()
-    shutil.copy(demo[0] / "spec.json", tmp_path / "copy")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "distexp.worker", "copy"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    again, first = (RunRecord.read(p / "record.json") for p in (tmp_path / "copy", demo[0]))
-    assert again.metrics.train_losses == pytest.approx(first.metrics.train_losses, rel=1e-6)
-
-
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Run a sweep with invalid cells in a directory that the user chose; return the directory and the output."""
@@ -148,6 +136,18 @@ def test_invalid_cells_get_records_and_the_others_run(sweep: tuple[Path, str]) -
     losses = [record.metrics.train_loss for record in records[2:]]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert "invalid" in sweep[1]
+
+
+@pytest.mark.slow
+def test_torchrun_repeats_a_run_from_a_copy_of_its_spec(sweep: tuple[Path, str], tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    shutil.copy(sweep[0] / "3" / "spec.json", tmp_path / "copy")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "distexp.worker", "copy"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    again, first = (RunRecord.read(p / "record.json") for p in (tmp_path / "copy", sweep[0] / "3"))
+    assert again.metrics.train_losses == pytest.approx(first.metrics.train_losses, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_the_shared_process_ends_with_the_launcher_after_the_last_agent(tmp_path
         group.kill()
         assert group.wait() == -signal.SIGKILL, "the server has waited for its agent"
         group.close()
-        assert server.process.wait(60) == 0
+        assert server.process.wait(300) == 0
 
 
 def test_the_death_of_the_shared_process_is_the_death_of_its_groups(tmp_path: Path) -> None:

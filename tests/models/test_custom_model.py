@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
+import json
 
 import pytest
 
@@ -18,40 +17,49 @@ CUSTOM = (
     "train.max_steps=2",
     "cluster.device=cpu",
 )
+CENTERED = ("model._target_=flat_model.build_centered", "precision=bf16", "cluster.workers_per_node=1")
+CELLS = {
+    "full_shard": ("model._target_=flat_model.build", "sharding=full_shard", "cluster.workers_per_node=2"),
+    "shard_grad_op": ("model._target_=flat_model.build", "sharding=shard_grad_op", "cluster.workers_per_node=2"),
+    "renamed": ("model._target_=flat_model.build_renamed", "strategy=single"),
+    "centered_fsdp": (*CENTERED, "strategy=fsdp"),
+    "centered_step": (*CENTERED, "strategy=single", "train.compute_weights=step"),
+}
+"""Models of ``flat_model``, each with what the test of it needs."""
 
 
-def run_custom(*overrides: str, cwd: Path) -> tuple[RunRecord, subprocess.CompletedProcess[str]]:
-    """Run a model of ``flat_model`` for two steps."""
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, RunRecord], str]:
+    """Run all cells for two steps in one sweep; return their records by name, and the output."""
+    folder = tmp_path_factory.mktemp("custom")
+    cells = f"sweep.cells={json.dumps([*CELLS.values()])}"
     paths = {"PYTHONPATH": f"{HELPERS}:{REPOSITORY}"}
-    done = run_distexp(*CUSTOM, *overrides, cwd=cwd, env=paths)
-    (path,) = cwd.glob("multirun_outputs/distexp/*/0/record.json")
-    return RunRecord.read(path), done
+    done = run_distexp("--multirun", *CUSTOM, cells, "hydra.sweep.dir=out", cwd=folder, env=paths)
+    assert done.returncode == 1, done.stdout + done.stderr
+    records = [RunRecord.read(folder / "out" / str(number) / "record.json") for number in range(len(CELLS))]
+    return dict(zip(CELLS, records, strict=True)), " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("sharding", ["full_shard", pytest.param("shard_grad_op", marks=pytest.mark.slow)])
-def test_fsdp_shards_a_model_without_blocks_as_one_unit(sharding: str, tmp_path: Path) -> None:
-    overrides = ("model._target_=flat_model.build", f"sharding={sharding}", "cluster.workers_per_node=2")
-    record, done = run_custom(*overrides, cwd=tmp_path)
-    assert record.status == "completed", done.stdout
+@pytest.mark.parametrize("cell", ["full_shard", "shard_grad_op"])
+def test_fsdp_shards_a_model_without_blocks_as_one_unit(cell: str, sweep: tuple[dict[str, RunRecord], str]) -> None:
+    record = sweep[0][cell]
+    assert record.status == "completed"
     assert record.built is not None
     assert record.built.sharded_units == 1
-    assert "FlatModel has no repeated blocks, so FSDP shards it as one unit" in " ".join(done.stdout.split())
+    assert "FlatModel has no repeated blocks, so FSDP shards it as one unit" in sweep[1]
 
 
-def test_a_model_with_other_argument_names_is_refused(tmp_path: Path) -> None:
-    record, done = run_custom("model._target_=flat_model.build_renamed", "strategy=single", cwd=tmp_path)
-    assert done.returncode == 1
-    assert record.error is not None
-    assert "RenamedInputs.forward(pixels) cannot take the inputs of the dataset" in record.error.message
-    assert "its arguments must be images" in record.error.message
-    assert "Traceback" not in done.stdout
+def test_a_model_with_other_argument_names_is_refused(sweep: tuple[dict[str, RunRecord], str]) -> None:
+    error = sweep[0]["renamed"].error
+    assert error is not None
+    assert "RenamedInputs.forward(pixels) cannot take the inputs of the dataset" in error.message
+    assert "its arguments must be images" in error.message
+    assert "Traceback" not in sweep[1]
 
 
-@pytest.mark.parametrize("strategy", ["strategy=fsdp", "strategy=single train.compute_weights=step"])
-def test_a_buffer_that_does_not_fit_cast_weights_is_named(strategy: str, tmp_path: Path) -> None:
-    bf16 = ("model._target_=flat_model.build_centered", "precision=bf16", "cluster.workers_per_node=1")
-    record, done = run_custom(*bf16, *strategy.split(), cwd=tmp_path)
-    assert done.returncode == 1
-    assert record.error is not None
-    assert "the weights are cast to bf16, but not the buffers of the model (mean)" in record.error.message
-    assert "Traceback" not in done.stdout
+@pytest.mark.parametrize("cell", ["centered_fsdp", "centered_step"])
+def test_a_buffer_that_does_not_fit_cast_weights_is_named(cell: str, sweep: tuple[dict[str, RunRecord], str]) -> None:
+    error = sweep[0][cell].error
+    assert error is not None
+    assert "the weights are cast to bf16, but not the buffers of the model (mean)" in error.message
+    assert "Traceback" not in sweep[1]

@@ -25,9 +25,8 @@ from distexp.plan.search import ConfigChange, Search, candidate_overrides
 from distexp.plan.table import micro_batch_line
 from distexp.plan.training_lines import FULL_DATA, FullData
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, gpu_memory_mib, verdict_of
-from tests.helpers.forked_cli import run_forked
 from tests.helpers.planning import FormulaPlanner, composed, linear_estimate
-from tests.helpers.runs import REPOSITORY, resolve_cell
+from tests.helpers.runs import REPOSITORY, resolve_cell, run_distexp
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +176,7 @@ def test_command_prints_one_json_document_and_writes_no_run(tmp_path: Path, monk
     config = resolve_cell("command=plan", "strategy=single", "plan.gpu=a100-80gb")
     store_estimate(config, linear_estimate(config))
     (tmp_path / "here").mkdir()
-    done = run_forked("plan", "--json", "strategy=single", "plan.gpu=a100-80gb", cwd=tmp_path / "here")
+    done = run_distexp("plan", "--json", "strategy=single", "plan.gpu=a100-80gb", cwd=tmp_path / "here")
     assert (done.returncode, done.stderr) == (0, "")
     (cell,) = json.loads(done.stdout)
     assert cell["overrides"] == ["strategy=single", "plan.gpu=a100-80gb"]
@@ -525,23 +524,23 @@ def test_a_limit_of_the_memory_counts_for_each_gpu(gpu: str, limit_gb: float, mi
 
 
 def test_unknown_gpu_is_an_error_with_near_matches() -> None:
-    done = run_forked("plan", "plan.gpu=a100-80", cwd=REPOSITORY)
+    done = run_distexp("plan", "plan.gpu=a100-80", cwd=REPOSITORY)
     assert done.returncode == 2
     assert "plan.gpu=a100-80 is not a known GPU: use a100-80gb, " in done.stderr
-    done = run_forked("plan", "plan.gpu=a100-80gb", "plan.gpu_memory_gb=80", cwd=REPOSITORY)
+    done = run_distexp("plan", "plan.gpu=a100-80gb", "plan.gpu_memory_gb=80", cwd=REPOSITORY)
     assert "leave one out" in done.stderr
 
 
 def test_json_has_the_errors_of_a_single_configuration() -> None:
-    done = run_forked("plan", "--json", "strategy=single", "offload=true", cwd=REPOSITORY)
+    done = run_distexp("plan", "--json", "strategy=single", "offload=true", cwd=REPOSITORY)
     assert done.returncode == 1, "nothing was predicted"
     (cell,) = json.loads(done.stdout)
     assert "offload=true is not supported by strategy=single" in cell["error"]
 
 
 def test_memory_of_a_gpu_is_refused_on_cpus() -> None:
-    done = run_forked("plan", "cluster.device=cpu", "plan.gpu=a100-80gb", cwd=REPOSITORY)
+    done = run_distexp("plan", "cluster.device=cpu", "plan.gpu=a100-80gb", cwd=REPOSITORY)
     assert done.returncode == 2
     assert "plan.gpu=a100-80gb is for GPUs, but this run is on cpu: set plan.host_memory_gb" in done.stderr
-    done = run_forked("plan", "plan.host_memory_gb=8", cwd=REPOSITORY)
+    done = run_distexp("plan", "plan.host_memory_gb=8", cwd=REPOSITORY)
     assert "plan.host_memory_gb=8 is for runs on CPUs, but this run is on GPUs" in done.stderr

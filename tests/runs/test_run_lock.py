@@ -15,8 +15,8 @@ import pytest
 
 from distexp.runs import owner
 from distexp.runs.run_lock import run_lock
-from tests.helpers.forked_cli import run_forked
 from tests.helpers.records import record, write
+from tests.helpers.runs import run_distexp
 
 HOLD = """
 import sys, time
@@ -80,7 +80,7 @@ def test_a_second_command_for_a_sweep_is_refused(command: str, tmp_path: Path) -
     arguments = {"start": (f"hydra.sweep.dir={sweep}", *SMALL), "resume": ("resume", str(sweep))}[command]
     with holder(sweep, "sweep_lock") as process:
         before = contents(sweep)
-        done = run_forked(*arguments, cwd=tmp_path)
+        done = run_distexp(*arguments, cwd=tmp_path)
         assert contents(sweep) == before, "nothing is written"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (

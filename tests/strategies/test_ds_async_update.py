@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import HELPERS, torchrun
+from tests.helpers.runs import HELPERS, run_ranks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return what both give for the same gradients on two ranks."""
     path: Path = tmp_path_factory.mktemp("async") / "found.json"
-    torchrun(2, HELPERS / "async_update.py", str(path))
+    run_ranks(2, HELPERS / "async_update.py", str(path))
     return json.loads(path.read_text())
 
 

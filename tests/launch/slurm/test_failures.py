@@ -1,8 +1,4 @@
-"""Tests of lost nodes, time limits, preemption and closed shells.
-
-The data sets are slow on purpose: each test has time to interrupt the run, at little CPU load. If the time might not be
-enough on a busy machine, the workers wait after 40 steps until a file exists, the gate.
-"""
+"""Tests of lost nodes, failing runs and closed shells."""
 
 from __future__ import annotations
 
@@ -10,70 +6,32 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from distexp.checkpoints.folder import list_checkpoints, step_of
-from distexp.runs.run_dir import STOP_REQUEST
-from distexp.runs.spec import RunSpec
 from tests.helpers.processes import have_ended
-from tests.helpers.runs import run_distexp
 from tests.helpers.slurm_cluster import Cluster, running_cluster
 from tests.helpers.slurm_sweeps import (
+    SLOW,
+    STEPS_BEFORE_THE_GATE,
     all_ended,
+    assert_all_steps,
+    gated,
+    hosts,
     latest_jobs,
-    node_tasks,
+    logged_steps,
     read_lines,
     read_record,
     restart_now,
     status,
+    submit,
     user_environment,
     wait_for,
-    wait_requeued,
 )
 
 pytestmark = pytest.mark.slurm
-
-SLOW = (
-    "model=gpt_tiny",
-    "strategy=single",
-    "cluster.device=cpu",
-    "cluster.cpus_per_worker=1",
-    "dataset._target_=failing_runs.slow",
-    "dataset.keys=[train_size,eval_size,max_length,padding,num_workers,options]",
-    "trusted_packages=[failing_runs]",
-    "dataset.train_size=64",
-    "dataset.eval_size=8",
-    "train.micro_batch_size=4",  # 0.1 s a step
-    "train.gradient_accumulation_steps=1",
-    "train.num_epochs=10000",
-    "train.log_every=1",
-)
-STEPS_BEFORE_THE_GATE = 40
-NO_WAIT = ("--multirun", "cluster=slurm", "cluster.wait=false")
-
-
-def gated(*gates: Path, steps: int = STEPS_BEFORE_THE_GATE) -> tuple[str, ...]:
-    """Return overrides of runs that wait after some steps of each attempt until their gate exists."""
-    return f"+dataset.options.gate={','.join(map(str, gates))}", f"+dataset.options.at={4 * steps}"
-
-
-def submit(slurm: Cluster, sweep: Path, *overrides: str) -> None:
-    """Submit a sweep of slow trainings without waiting for it."""
-    done = run_distexp(*NO_WAIT, *SLOW, *overrides, f"hydra.sweep.dir={sweep}", env=user_environment(slurm))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def logged_steps(sweep: Path, number: int = 0) -> int:
-    """Return the number of steps that a run has logged."""
-    return len(read_lines(sweep / str(number) / "metrics.jsonl"))
-
-
-def assert_all_steps(sweep: Path, number: int, last: int) -> None:
-    """Assert that every step up to the last is logged exactly once."""
-    assert [line["step"] for line in read_lines(sweep / str(number) / "metrics.jsonl")] == list(range(1, last + 1))
 
 
 @pytest.mark.slow
@@ -190,32 +148,6 @@ def test_a_run_resumes_from_its_last_checkpoint_after_lost_nodes(slurm: Cluster,
     assert interrupted.metrics.eval_loss == pytest.approx(uninterrupted.metrics.eval_loss, rel=1e-6)
 
 
-def hosts(sweep: Path) -> list[str]:
-    """Return the nodes of the latest attempt of run 0."""
-    found: list[str] = RunSpec.read(sweep / "0").run.attempts[-1]["hosts"]
-    return found
-
-
-@pytest.mark.slow
-def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Path) -> None:
-    """The head may notice a lost node before Slurm does."""
-    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
-    two = ("cluster.nodes=2", "cluster.workers_per_node=1", "strategy=ddp")
-    submit(slurm, sweep, *two, *gated(gate), "train.max_steps=100", "train.checkpoint_every=10")
-    wait_for(lambda: logged_steps(sweep) > 20)
-    (task,) = node_tasks(sweep, "1")
-    task.kill()
-    wait_requeued(slurm, latest_jobs(sweep)[0])
-    gate.touch()
-    # Slurm starts the job after two minutes. It may repeat its kill of the first attempt's step after one minute, and
-    # a new attempt has a step with the same id.
-    wait_for(all_ended(slurm, sweep))
-    assert_all_steps(sweep, 0, 100)
-    first, second = read_record(sweep, 0).run.attempts
-    assert (first["reason"], second["reason"]) == ("killed", "completed")
-    assert second["resumed_from_step"] >= 20
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("slurm")  # fails with the reason if no cluster can be started
 def test_a_disconnected_node_stops_when_a_new_attempt_has_started(
@@ -245,47 +177,3 @@ def test_a_disconnected_node_stops_when_a_new_attempt_has_started(
     attempts = read_record(sweep, 0).run.attempts
     assert [attempt["reason"] for attempt in attempts] == ["ended without a record", "completed"]
     assert attempts[1]["resumed_from_step"] >= 20
-
-
-@pytest.mark.slow
-def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_path: Path) -> None:
-    """Slurm sends its signal 30 to 60 s before the limit of two minutes.
-
-    The run needs 100 s and the time to start.
-    """
-    sweep = tmp_path / "sweep"
-    submit(slurm, sweep, "train.max_steps=1000", "cluster.timeout_min=2", "cluster.signal_delay_s=30")
-    job = latest_jobs(sweep)[0]
-    restarts = 0
-    deadline = time.monotonic() + 2000
-    while "completed" not in status(slurm, sweep):
-        assert time.monotonic() < deadline
-        if slurm.restarts(job) > restarts:  # a pending job may not have started at all
-            restarts += 1
-            assert "(time_limit): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
-            restart_now(slurm, job)
-        time.sleep(1)
-    attempts = read_record(sweep, 0).run.attempts
-    assert len(attempts) == restarts + 1 > 1
-    assert {attempt["reason"] for attempt in attempts[:-1]} == {"preempted"}
-    assert_all_steps(sweep, 0, 1000)
-
-
-@pytest.mark.slow
-def test_a_preempted_run_resumes(slurm: Cluster, tmp_path: Path) -> None:
-    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
-    submit(slurm, sweep, *gated(gate), "train.max_steps=150", "cluster.partition=low")
-    wait_for(lambda: logged_steps(sweep) > 20)
-    (node,) = hosts(sweep)
-    urgent = f"sbatch --parsable -p high -w {node} --exclusive -o /dev/null --wrap true".split()
-    interrupting = slurm.command(*urgent).strip()
-    wait_for((sweep / "0" / STOP_REQUEST).exists)
-    gate.touch()
-    assert slurm.wait_accounted(interrupting, "State") == "COMPLETED"
-    assert "(preemption): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
-    restart_now(slurm, latest_jobs(sweep)[0])
-    wait_for(all_ended(slurm, sweep))
-    first, second = read_record(sweep, 0).run.attempts
-    assert (first["reason"], second["reason"]) == ("preempted", "completed")
-    assert second["resumed_from_step"] > 20
-    assert_all_steps(sweep, 0, 150)

@@ -1,9 +1,10 @@
-"""Test that a requeued run resumes from its checkpoint with the same losses."""
+"""Tests of requeued runs: by hand, after a dead agent, at a time limit and for a preemption."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,18 @@ from tests.helpers.runs import run_distexp
 from tests.helpers.slurm_cluster import Cluster
 from tests.helpers.slurm_sweeps import (
     all_ended,
+    assert_all_steps,
+    gated,
+    hosts,
     latest_jobs,
+    logged_steps,
+    node_tasks,
     read_lines,
     read_record,
+    restart_now,
     start_now,
     status,
+    submit,
     user_environment,
     wait_for,
     wait_requeued,
@@ -80,3 +88,67 @@ def test_a_requeued_run_resumes_with_the_same_losses(slurm: Cluster, tmp_path: P
     for line, other in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-6), line["step"]
     assert resumed.metrics.eval_loss == pytest.approx(uninterrupted.metrics.eval_loss, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_head_requeues_the_job_if_an_agent_dies(slurm: Cluster, tmp_path: Path) -> None:
+    """The head may notice a lost node before Slurm does."""
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
+    two = ("cluster.nodes=2", "cluster.workers_per_node=1", "strategy=ddp")
+    submit(slurm, sweep, *two, *gated(gate), "train.max_steps=100", "train.checkpoint_every=10")
+    wait_for(lambda: logged_steps(sweep) > 20)
+    (task,) = node_tasks(sweep, "1")
+    task.kill()
+    wait_requeued(slurm, latest_jobs(sweep)[0])
+    gate.touch()
+    # Slurm starts the job after two minutes. It may repeat its kill of the first attempt's step after one minute, and
+    # a new attempt has a step with the same id.
+    wait_for(all_ended(slurm, sweep))
+    assert_all_steps(sweep, 0, 100)
+    first, second = read_record(sweep, 0).run.attempts
+    assert (first["reason"], second["reason"]) == ("killed", "completed")
+    assert second["resumed_from_step"] >= 20
+
+
+@pytest.mark.slow
+def test_a_run_continues_after_the_time_limit_of_its_job(slurm: Cluster, tmp_path: Path) -> None:
+    """Slurm sends its signal 30 to 60 s before the limit of two minutes.
+
+    The run needs 100 s and the time to start.
+    """
+    sweep = tmp_path / "sweep"
+    submit(slurm, sweep, "train.max_steps=1000", "cluster.timeout_min=2", "cluster.signal_delay_s=30")
+    job = latest_jobs(sweep)[0]
+    restarts = 0
+    deadline = time.monotonic() + 2000
+    while "completed" not in status(slurm, sweep):
+        assert time.monotonic() < deadline
+        if slurm.restarts(job) > restarts:  # a pending job may not have started at all
+            restarts += 1
+            assert "(time_limit): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
+            restart_now(slurm, job)
+        time.sleep(1)
+    attempts = read_record(sweep, 0).run.attempts
+    assert len(attempts) == restarts + 1 > 1
+    assert {attempt["reason"] for attempt in attempts[:-1]} == {"preempted"}
+    assert_all_steps(sweep, 0, 1000)
+
+
+@pytest.mark.slow
+def test_a_preempted_run_resumes(slurm: Cluster, tmp_path: Path) -> None:
+    sweep, gate = tmp_path / "sweep", tmp_path / "gate"
+    submit(slurm, sweep, *gated(gate), "train.max_steps=150", "cluster.partition=low")
+    wait_for(lambda: logged_steps(sweep) > 20)
+    (node,) = hosts(sweep)
+    urgent = f"sbatch --parsable -p high -w {node} --exclusive -o /dev/null --wrap true".split()
+    interrupting = slurm.command(*urgent).strip()
+    wait_for((sweep / "0" / STOP_REQUEST).exists)
+    gate.touch()
+    assert slurm.wait_accounted(interrupting, "State") == "COMPLETED"
+    assert "(preemption): the run can be resumed from the checkpoint" in str(read_record(sweep, 0).error)
+    restart_now(slurm, latest_jobs(sweep)[0])
+    wait_for(all_ended(slurm, sweep))
+    first, second = read_record(sweep, 0).run.attempts
+    assert (first["reason"], second["reason"]) == ("preempted", "completed")
+    assert second["resumed_from_step"] > 20
+    assert_all_steps(sweep, 0, 150)

@@ -20,7 +20,7 @@ import pytest
 
 from distexp.launch import ledger
 from distexp.runs.record import RunRecord
-from tests.helpers.runs import REPOSITORY, run_distexp, run_module
+from tests.helpers.runs import REPOSITORY, run_distexp, run_module, start_distexp
 from tests.helpers.slurm_cluster import NODES, Cluster
 from tests.helpers.slurm_sweeps import all_ended, latest_jobs, node_tasks, read_record, start_now, status, wait_for
 
@@ -290,7 +290,7 @@ def test_jobs_run_the_code_as_it_was_at_submission(slurm: Cluster, tmp_path: Pat
     (checkout / "distexp/new.py").write_text("NEW = True\n")
     env = {**slurm.env, "PYTHONPATH": str(checkout)}
     overrides = ("cluster=slurm", *HELD, f"hydra.sweep.dir={sweep}", "--multirun")
-    done = run_distexp(*overrides, cwd=checkout, env=env)
+    done = start_distexp(*overrides, cwd=checkout, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     edit(checkout, "CHANGED BEFORE", "CHANGED AFTER")
 

@@ -22,7 +22,7 @@ from distexp.runs.profile_summary import read_profile_summary
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import profile_trace_path
 from distexp.runs.step_parts import PARTS
-from tests.helpers.runs import HELPERS, make_spec, torchrun
+from tests.helpers.runs import HELPERS, make_spec, run_ranks
 from tests.helpers.slow_rank import LONG_SLEEP_S
 
 MANY_RUNS = HELPERS / "many_runs.py"
@@ -192,7 +192,7 @@ def train_cells(folder: Path, cells: dict[str, tuple[str, ...]]) -> Path:
     for name, overrides in cells.items():
         (folder / name).mkdir()
         make_spec(*COMMON, "cluster.workers_per_node=2", *overrides).write(folder / name)
-    torchrun(2, MANY_RUNS, str(folder))
+    run_ranks(2, MANY_RUNS, str(folder))
     return folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distexp.runs.record import RunRecord
-from tests.helpers.forked_cli import run_forked
+from tests.helpers.runs import run_distexp
 
 CUSTOM_STRATEGY = """
 import torch
@@ -42,7 +42,7 @@ def test_the_workers_agree_and_train_as_with_the_found_size(tmp_path: Path) -> N
     (tmp_path / "small_memory.py").write_text(CUSTOM_STRATEGY)
     cells = [["train.micro_batch_size=auto"], ["train.micro_batch_size=1"], ["train.micro_batch_size=2"]]
     nothing_fits = ["train.micro_batch_size=auto", "strategy.options.samples=0"]
-    done = run_forked("--multirun", *RUNS, f"sweep.cells={json.dumps([*cells, nothing_fits])}", cwd=tmp_path)
+    done = run_distexp("--multirun", *RUNS, f"sweep.cells={json.dumps([*cells, nothing_fits])}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     folders = sorted(path.parent for path in tmp_path.glob("multirun_outputs/*/*/*/record.json"))
     found, *_, failed = [RunRecord.read(folder / "record.json") for folder in folders]

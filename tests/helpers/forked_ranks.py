@@ -1,0 +1,83 @@
+"""The ranks of a gloo group, forked from one process that has imported the libraries: ``forked_ranks N SCRIPT DIR``.
+
+It does for a script of the tests what ``distexp.worker.group`` does for a run. torchrun would import torch,
+transformers and DeepSpeed once more in each rank, which takes longer than most trainings of the tests.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from distexp.runs.spec import RunSpec
+from distexp.system.processes import die_with_parent
+from distexp.worker.group import preload, set_torchrun_defaults
+
+
+def main() -> int:
+    """Run all ranks; return 0 if every one of them ends with 0, else 1."""
+    workers, script, *arguments = sys.argv[1:]
+    set_torchrun_defaults()
+    sys.path.insert(0, str(Path(script).parent))  # as if the script were started
+    preload_all(arguments)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=workers, LOCAL_WORLD_SIZE=workers)
+    os.environ.update(GROUP_RANK="0")
+    pids = {start_rank(rank, script, arguments) for rank in range(int(workers))}
+    failed = False
+    while pids:
+        pid, status = os.wait()
+        pids.discard(pid)
+        failed |= status != 0
+        if failed:  # the other ranks may wait for it
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+    return int(failed)
+
+
+def preload_all(folders: list[str]) -> None:
+    """Import what the runs in some folders need, and exclude it from the garbage collection of the ranks."""
+    for folder in map(Path, folders):
+        for spec in sorted(folder.glob("*/spec.json")):
+            preload(RunSpec.read(spec.parent).config)
+    importlib.import_module("distexp.strategies.ds_import")  # transformers needs it to save a model
+    gc.collect()
+    gc.freeze()
+    # A training ends with this call. Then each collection would visit the objects of all libraries, for half a second.
+    gc.unfreeze = lambda: None
+
+
+def start_rank(rank: int, script: str, arguments: list[str]) -> int:
+    """Fork a rank, which runs a script and never returns here; return its process id."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent=parent)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
