@@ -176,9 +176,10 @@ class _Pruning:
         return max((sum(1 for _ in self._lighter_options(text)) for text in name), default=0)
 
     def _lighter_options(self, option: str) -> Iterator[str]:
-        while option in self.lighter:
-            option = self.lighter[option]
-            yield option
+        for _ in self.lighter:  # At most once for each, because custom strategies may name each other.
+            if option in self.lighter:
+                option = self.lighter[option]
+                yield option
 
     def _predict(self, families: Sequence[FamilyMemory]) -> None:
         """Search the largest micro-batch of each family, all of them in parallel."""

@@ -135,8 +135,7 @@ def _kinds(make: MakeCell, command: Sequence[str], axes: Axes) -> Kinds:
     found: dict[str, type[StepTraits]] = dict(shipped_strategies())
     for name in axes.values.get(STRATEGY, ()):
         if name not in found:
-            cell = make(replace_overrides(command, [f"{STRATEGY}={name}"]))
-            config = cell.config or cell.decided
+            config = make(replace_overrides(command, [f"{STRATEGY}={name}"])).config
             found[name] = StepTraits if config is None else type(load_strategy(config))
     return found
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from distexp.config import Config
 from distexp.runs.step_model import NEXT, Item, StepModel
 from distexp.strategies.base import Strategy
+from distexp.strategies.memory_traits import CpuMemory
 from distexp.strategies.step_collectives import StepCommunication, add_norm, element_count, insert_buckets
 from distexp.strategies.step_traits import Settings, common_values
 
@@ -41,6 +42,7 @@ class OneReduction(StepCommunication):
 class AllReduce(Strategy):
     """Data parallelism with one all-reduce of all gradients, in one flat tensor."""
 
+    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(50.0, reserve=1.2)
     complexity: ClassVar[int] = 1
     lighter: ClassVar[str] = "sharding=full_shard"
 

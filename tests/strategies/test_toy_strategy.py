@@ -75,6 +75,21 @@ def test_a_run_of_it_is_forecast(runs: Path) -> None:
     assert communication == OneReduction()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("plan", *TOY, "strategy=toy", "cluster.workers_per_node=2", *TRAINING), "toy one reduction"),
+        (("explain", "toy"), "of the step"),
+        (("report", "."), "toy one reduction"),
+    ],
+)
+def test_the_other_commands_know_it(runs: Path, command: tuple[str, ...], shown: str) -> None:
+    done = run_distexp(*command, cwd=runs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shown in " ".join(done.stdout.split())
+
+
 def write_run(folder: Path) -> Path:
     """Write a profiled run of one worker, with two micro-batches and 1,000 parameters."""
     written = record(0, cluster__workers_per_node=1)
