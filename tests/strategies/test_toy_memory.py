@@ -177,8 +177,8 @@ def test_the_report_shows_its_label_and_its_notes() -> None:
 @pytest.mark.slow
 def test_a_run_of_it_is_predicted_explained_and_reported(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    steps = ("train.measure_after_step=2", "train.profile_steps=2", "train.max_steps=9")
-    done = run_distexp(*TOY, *WIDE, *steps, "plan=check", f"hydra.run.dir={run}")
+    steps = ("train.measure_after_step=2", "train.profile_steps=2", "train.max_steps=8")
+    done = run_distexp(*TOY, *WIDE, *steps, "plan=check", "train.gradient_accumulation_steps=1", f"hydra.run.dir={run}")
     assert done.returncode == 0, done.stdout + done.stderr
     found = RunRecord.read(run / "record.json")
     assert found.predicted is not None
