@@ -177,7 +177,7 @@ def test_the_report_shows_its_label_and_its_notes() -> None:
 @pytest.mark.slow
 def test_a_run_of_it_is_predicted_explained_and_reported(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    steps = ("train.measure_after_step=2", "train.profile_steps=2", "train.max_steps=9")
+    steps = ("train.measure_after_step=2", "train.profile_steps=2", "train.max_steps=8")
     done = run_distexp(*TOY, *WIDE, *steps, "plan=check", f"hydra.run.dir={run}")
     assert done.returncode == 0, done.stdout + done.stderr
     found = RunRecord.read(run / "record.json")
@@ -188,5 +188,5 @@ def test_a_run_of_it_is_predicted_explained_and_reported(tmp_path: Path) -> None
     assert (found.strategy.label, found.strategy.memory_note) == ("toy 1 copies", NOTE)
     assert found.metrics.explanation is not None
     assert "strategy.options.copies=4" in found.metrics.explanation["try"]
-    reported = run_distexp("report", str(tmp_path))
-    assert "toy 1 copies" in reported.stdout
+    run_distexp("report", str(tmp_path))
+    assert NOTE in (tmp_path / "report" / "report.html").read_text()
