@@ -18,6 +18,7 @@ LAUNCHER = (
     "distexp.cli.help",
     "distexp.launch.agent",
     "distexp.launch.local.run",
+    "distexp.cli.dispatch",
     "distexp.launch.local.sweep",
 )
 LIGHT = (

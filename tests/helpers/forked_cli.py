@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 TIMEOUT_S = 300.0
 PRELOAD = [
     "distexp.cli.run",
+    "distexp.cli.dispatch",
     "distexp.launch.local.sweep",
     "distexp.resolve",
     "hydra.main",
