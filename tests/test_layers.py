@@ -17,6 +17,7 @@ LAUNCHER = (
     "distexp.cli.main",
     "distexp.cli.help",
     "distexp.launch.agent",
+    "distexp.cli.dispatch",
     "distexp.launch.local.runner",
     "distexp.launch.local.sweep",
 )

@@ -17,6 +17,7 @@ TIMEOUT_S = 900.0
 PRELOAD = [
     "distexp.cancel",
     "distexp.cli.run",
+    "distexp.cli.dispatch",
     "distexp.launch.local.runner",
     "distexp.launch.local.sweep",
     "distexp.resolve",
