@@ -67,6 +67,21 @@ def test_report_knows_nothing_of_the_worker() -> None:
                 assert any(name == ok or name.startswith(ok + ".") for ok in allowed), (path.name, name)
 
 
+HOMES_OF_FACTS = {
+    "hardware": {"distexp.hardware", "distexp.system.units"},
+    "statistics": {"distexp.statistics", "distexp.runs.entry_values"},
+    "tables": {"distexp.tables"},
+}
+
+
+@pytest.mark.parametrize("package", HOMES_OF_FACTS)
+def test_homes_of_facts_import_nothing_above_them(package: str) -> None:
+    for path in (REPOSITORY / "distexp" / package).rglob("*.py"):
+        for name in imports(path):
+            ours = any(f"{name}.".startswith(f"{ok}.") for ok in HOMES_OF_FACTS[package])
+            assert ours or not name.startswith(("distexp", "torch")), (path.name, name)
+
+
 TRAINS = ("checkpoints", "data", "distributed", "engines", "models", "strategies", "system", "training", "worker")
 """Packages that train."""
 
