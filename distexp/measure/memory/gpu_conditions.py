@@ -7,6 +7,11 @@ from typing import Any, NamedTuple
 RARE_STRIDE = 20
 """Memory errors and the PCIe link are read in one of so many samples, because they change rarely."""
 
+CLOCK_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+"""Names of one function of NVML, the newer one first."""
+
+ECC_ERRORS = ("nvmlDeviceGetTotalEccErrors", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC")
+
 
 class Conditions(NamedTuple):
     """Conditions of a GPU at one time; a value is None if NVML does not report it, or if it was not read."""
@@ -31,11 +36,9 @@ class ConditionsReader:
         self._count += 1
         return Conditions(
             sm_clock_mhz=self._get("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),
-            clock_reasons=self._first(
-                "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
-            ),
+            clock_reasons=next((found for name in CLOCK_REASONS if (found := self._get(name)) is not None), None),
             pcie_pct=self._pcie_pct() if is_due else None,
-            ecc_errors=self._ecc_errors() if is_due else None,
+            ecc_errors=self._get(*ECC_ERRORS) if is_due else None,
         )
 
     def _pcie_pct(self) -> float | None:
@@ -48,13 +51,6 @@ class ConditionsReader:
         if not (generation and width and best and widest):
             return None
         return 100 * float(2 ** (generation - best)) * width / widest
-
-    def _ecc_errors(self) -> float | None:
-        return self._get("nvmlDeviceGetTotalEccErrors", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC")
-
-    def _first(self, *functions: str) -> float | None:
-        """Return the result of the first function that NVML has; the name of a function has changed."""
-        return next((value for name in functions if (value := self._get(name)) is not None), None)
 
     def _get(self, function: str, *constants: str) -> float | None:
         if function in self._refused:
