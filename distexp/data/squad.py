@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,8 @@ from distexp.data.text import TextCollate, sequence_length
 from distexp.data.tokenization import Tokenizer, load_tokenizer
 from distexp.system.hub import offline_if_unreachable
 
-
-@dataclass(frozen=True)
-class Split:
-    """The training or the evaluation examples.
-
-    Attributes:
-        key: start of the keys in ``dataset``: train or eval.
-        name: name in messages.
-    """
-
-    key: str
-    name: str
-    examples: Sequence[Example]
+SPLITS = {"train": "training", "eval": "evaluation"}
+"""The start of a split's keys in ``dataset``, and its name in messages."""
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
@@ -54,8 +42,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     max_length = sequence_length(dataset, model)
     training, evaluation = read_examples(dataset)
     tokenizer = load_tokenizer(model, tokenizer_corpus(training))
-    train, train_counts = _tokenize_split(Split("train", "training", training), dataset, tokenizer, max_length)
-    held_out, eval_counts = _tokenize_split(Split("eval", "evaluation", evaluation), dataset, tokenizer, max_length)
+    train, train_counts = _tokenize_split("train", training, dataset, tokenizer, max_length)
+    held_out, eval_counts = _tokenize_split("eval", evaluation, dataset, tokenizer, max_length)
     return TaskData(
         task="causal_lm",
         train=train,
@@ -209,24 +197,23 @@ def _check_positions(examples: Sequence[Example], name: str, source: str) -> Non
         )
 
 
-def _select(split: Split, dataset: DatasetConfig) -> Sequence[Example]:
+def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Sequence[Example]:
     """Return the first examples of a split, as many as its size in ``dataset``, with checked positions."""
-    count, size = len(split.examples), getattr(dataset, f"{split.key}_size")
-    source = str(getattr(dataset, f"{split.key}_path") or dataset.path)
+    count, size, name = len(examples), getattr(dataset, f"{key}_size"), f"{SPLITS[key]} examples"
+    source = str(getattr(dataset, f"{key}_path") or dataset.path)
     if not count:
-        raise ConfigError(no_examples(source, f"{split.name} examples"))
+        raise ConfigError(no_examples(source, name))
     if size is not None and size > count:
         raise ConfigError(
-            f"dataset.{split.key}_size={size} is more than the {count} {split.name} examples of the data: "
+            f"dataset.{key}_size={size} is more than the {count} {name} of the data: "
             f"set at most {count}, or null for all"
         )
-    selected = split.examples[:size]
-    _check_positions(selected, f"{split.name} examples", source)
-    return selected
+    _check_positions(examples[:size], name, source)
+    return examples[:size]
 
 
 def _tokenize_split(
-    split: Split, dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
+    key: str, examples: Sequence[Example], dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
 ) -> tuple[QASamples, TokenizationCounts]:
     """Tokenize the selected examples of a split.
 
@@ -236,11 +223,11 @@ def _tokenize_split(
     Raises:
         ConfigError: the split has fewer examples than requested, or none is usable.
     """
-    selected = _select(split, dataset)
-    samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=split.key == "eval")
+    selected = _select(key, examples, dataset)
+    samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=key == "eval")
     if not len(samples):
         raise ConfigError(
-            f"none of {len(selected)} {split.name} examples is usable with dataset.max_length={max_length}: "
+            f"none of {len(selected)} {SPLITS[key]} examples is usable with dataset.max_length={max_length}: "
             "raise it, or use examples with answers"
         )
     return samples, counts

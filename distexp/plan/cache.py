@@ -21,7 +21,8 @@ from distexp.plan.cpu_memory import simulated_nodes
 from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.run_id import run_id
-from distexp.runs.json_files import read_json, write_json
+from distexp.runs.json_files import write_json
+from distexp.runs.typed_values import read_dataclass
 
 SOURCES = (
     *("config", "data", "distributed", "engines", "models", "plan", "resolve", "strategies", "system", "training"),
@@ -43,10 +44,7 @@ BATCH_KEYS = ("num_epochs", "max_steps", "seed")
 
 def read_estimate(config: Config) -> Estimate | None:
     """Return the cached estimate of a configuration; None if there is none."""
-    try:
-        return Estimate.from_json(read_json(cache_path(config)))
-    except (OSError, ValueError, TypeError):  # A damaged file is replaced.
-        return None
+    return read_dataclass(Estimate, cache_path(config))  # A damaged file is replaced.
 
 
 def store_estimate(config: Config, estimate: Estimate) -> None:

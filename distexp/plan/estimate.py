@@ -14,7 +14,6 @@ from distexp.plan.host_memory import host_peak_mib
 from distexp.plan.replay import Point, Replay, host_peak, replay
 from distexp.plan.step_trace import Event, PlanError, StepTrace, StepWork
 from distexp.resolve.parameter_count import parameter_count, ties_embeddings
-from distexp.runs.typed_values import parse_dataclass
 from distexp.strategies.base import load_strategy
 from distexp.strategies.memory_traits import GPU_ERROR_BOUND
 from distexp.system.units import MIB
@@ -101,15 +100,6 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Return the values for a JSON file."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Any) -> Estimate:
-        """Read an estimate.
-
-        Raises:
-            ValueError, TypeError: if it is none.
-        """
-        return parse_dataclass(cls, raw)
 
 
 def make_estimate(config: Config) -> Estimate:

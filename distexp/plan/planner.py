@@ -21,6 +21,7 @@ from distexp.plan.estimate import Estimate
 from distexp.plan.jobs import LOG, POLL_S, job_path, result_path
 from distexp.plan.verdict import planned_gpu
 from distexp.runs.json_files import read_json, write_json
+from distexp.runs.typed_values import parse_dataclass
 from distexp.system.cgroups import available_memory, cpu_limit
 from distexp.system.hardware import cpu_count
 from distexp.system.process_shutdown import end_tree
@@ -131,7 +132,7 @@ class TraceServer:
         except FileNotFoundError:
             lines = (self.folder / LOG).read_text(errors="replace").strip().splitlines()
             return f"the process that traces failed: {lines[-1] if lines else 'it wrote no message'}"
-        return str(result["error"]) if "error" in result else Estimate.from_json(result["estimate"])
+        return str(result["error"]) if "error" in result else parse_dataclass(Estimate, result["estimate"])
 
 
 def parallel_processes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,17 +14,8 @@ MAX_CPU_BYTES = 64 * 10**9
 CHANNELS = 3
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """The images of a dataset."""
-
-    count: int
-    edge: int
-    """Height and width of an image, in pixels."""
-
-
-GENERATED = ImageFolder(count=500, edge=32)
-"""The images of ``dataset=tinyimagenet_sample``."""
+GENERATED = (500, 32)
+"""Number of the images of ``dataset=tinyimagenet_sample``, and their height and width in pixels."""
 
 
 def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
@@ -37,14 +27,14 @@ def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
     images = GENERATED if dataset.root is None else _measure_folder(dataset.root)
     if images is None:
         return None
-    count = images.count
+    count, edge = images
     if dataset.train_size is not None and dataset.eval_size is not None:
         count = dataset.train_size + dataset.eval_size
-    return count * CHANNELS * min(images.edge, dataset.image_size or images.edge) ** 2
+    return count * CHANNELS * min(edge, dataset.image_size or edge) ** 2
 
 
 @lru_cache(maxsize=8)
-def _measure_folder(root: str) -> ImageFolder | None:
+def _measure_folder(root: str) -> tuple[int, int] | None:
     """Count the images in a folder of TinyImageNet's layout, and measure the larger edge of one of them."""
     from PIL import Image
 
@@ -52,6 +42,6 @@ def _measure_folder(root: str) -> ImageFolder | None:
         folders = [Path(root, "val", "images"), *(Path(entry, "images") for entry in os.scandir(Path(root, "train")))]
         count = sum(len(os.listdir(folder)) for folder in folders)
         with Image.open(next(folders[0].iterdir())) as image:
-            return ImageFolder(count, max(image.size))
+            return count, max(image.size)
     except (OSError, StopIteration):
         return None

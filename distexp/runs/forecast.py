@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.json_files import read_json, write_json
+from distexp.runs.json_files import read_or_none, write_json
 from distexp.runs.run_dir import FORECAST
 from distexp.runs.typed_values import matches, parse_dataclass
 
@@ -83,12 +83,10 @@ def write_forecasts(run_dir: Path, forecasts: Sequence[StoredForecast]) -> None:
 
 def read_forecasts(run_dir: Path) -> list[StoredForecast]:
     """Return the forecasts of a run, by the number of workers; none if the file is missing or damaged."""
+    schema, forecasts = (read_or_none(run_dir / FORECAST, key) for key in ("schema", "forecasts"))
     try:
-        content = read_json(run_dir / FORECAST)
-        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            return []
-        return [parse_dataclass(StoredForecast, raw) for raw in content["forecasts"] if _is_valid(raw)]
-    except (OSError, ValueError, TypeError, KeyError):
+        return [parse_dataclass(StoredForecast, raw) for raw in forecasts if _is_valid(raw)] if schema == SCHEMA else []
+    except (ValueError, TypeError):
         return []
 
 

@@ -19,7 +19,10 @@ def format_ids(numbers: Sequence[int]) -> str:
 
     Three or more consecutive numbers become a range.
     """
-    return join_first(part for block in _consecutive(numbers) for part in _format_block(block))
+    blocks = _consecutive(numbers)
+    return join_first(
+        text for block in blocks for text in ([f"{block[0]}-{block[-1]}"] if len(block) > 2 else map(str, block))
+    )
 
 
 def format_count(count: int, noun: str) -> str:
@@ -42,7 +45,3 @@ def _consecutive(numbers: Sequence[int]) -> Iterator[list[int]]:
         block.append(number)
     if block:
         yield block
-
-
-def _format_block(block: Sequence[int]) -> list[str]:
-    return [f"{block[0]}-{block[-1]}"] if len(block) > 2 else [str(number) for number in block]

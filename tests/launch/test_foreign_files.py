@@ -47,6 +47,9 @@ ATTACKS = {  # presets, with a part of the message
     f"{{hydra_logging: {LOGGING}, handlers: {{x: {{class: logging.FileHandler, filename: started}}}}}}}}": (
         "hydra.hydra_logging.handlers.x.filename=started"
     ),
+    "{sweeper: {params: '${model.options}'}}": "hydra.sweeper.params=${model.options}",
+    "{launcher: {_target_: strange.Callback}}": "hydra.launcher._target_=strange.Callback",
+    "{launcher: '${model.options}'}": "hydra.launcher=${model.options}",
     "{job: {env_set: {LD_PRELOAD: ./strange.so}}}": "hydra.job.env_set.LD_PRELOAD=./strange.so",
     "{overrides: {hydra: ['hydra.searchpath=[pkg://strange]']}}": "hydra.searchpath contains pkg://strange",
     "{sweeper: {params: {++cluster.environment.PYTHONPATH: strange}}}": "cluster.environment.PYTHONPATH=strange",
