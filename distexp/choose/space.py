@@ -31,7 +31,7 @@ from distexp.launch.parallel_composition import compose_all
 from distexp.plan.cells import replace_overrides
 from distexp.resolve.accumulation import multiples_near
 from distexp.runs.failure_text import join_errors
-from distexp.strategies.base import load_strategy, shipped_strategies
+from distexp.strategies.base import recorded_strategy, shipped_strategies
 from distexp.strategies.step_traits import StepTraits
 
 
@@ -131,12 +131,14 @@ def _probe() -> str:
 
 
 def _kinds(make: MakeCell, command: Sequence[str], axes: Axes) -> Kinds:
-    """Return the classes of all strategies, also of custom ones that vary. One that is invalid states nothing."""
+    """Return the classes of all strategies, also of custom ones that vary. One that is not trusted states nothing."""
     found: dict[str, type[StepTraits]] = dict(shipped_strategies())
     for name in axes.values.get(STRATEGY, ()):
         if name not in found:
-            config = make(replace_overrides(command, [f"{STRATEGY}={name}"])).config
-            found[name] = StepTraits if config is None else type(load_strategy(config))
+            cell = make(replace_overrides(command, [f"{STRATEGY}={name}"]))
+            config = cell.config or cell.decided  # Its batch sizes may not fit.
+            strategy = None if config is None else recorded_strategy(config, config.trusted_packages)
+            found[name] = StepTraits if strategy is None else type(strategy)
     return found
 
 
