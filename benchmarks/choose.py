@@ -29,19 +29,16 @@ from random import Random
 from shutil import rmtree
 from typing import Any
 
-from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH
-from distexp.choose.candidate import Candidate, Objective, Status, Trial
+from distexp.choose.candidate import CHECKPOINTING, MICRO_BATCH, Candidate, Objective, Status, Trial, rules_for
+from distexp.choose.ranking import PlannedTrial, SearchResult
 from distexp.choose.search import search
-from distexp.choose.search_result import PlannedTrial, SearchResult
-from distexp.choose.search_rules import rules_for
+from distexp.choose.space import EXCLUDED_STEPS
 from distexp.choose.trial_metrics import peak_mib
-from distexp.choose.trial_overrides import EXCLUDED_STEPS
-from distexp.plan.gpu_errors import COMPILED
-from distexp.runs.json_files import read_json, write_json
-from distexp.runs.record import RunRecord
-from distexp.runs.record_search import find_records
+from distexp.plan.estimate import COMPILED
+from distexp.runs.record import RunRecord, find_records
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import SPEC
+from distexp.system.files import read_json, write_json
 from distexp.system.units import MIB_PER_GB
 
 DISTEXP = (sys.executable, "-m", "distexp")

@@ -18,7 +18,7 @@ from math import exp, log2
 from statistics import fmean, quantiles
 
 from benchmarks.choose import Measured, Noise, Replay, SweepCell, replay
-from distexp.choose.axis_keys import CHECKPOINTING, MICRO_BATCH
+from distexp.choose.candidate import CHECKPOINTING, MICRO_BATCH
 
 GLOBAL_BATCH = 64
 STEPS = 5

@@ -22,7 +22,7 @@ from benchmarks.commands import Commands, Record, Run, select, sweep_name
 from benchmarks.profiling import CLOCKS, PAIRS, compare_pairs, paired_runs, read_times
 from benchmarks.tables import markdown
 from benchmarks.watching import Shift, estimate_shift, read_differences
-from distexp.runs.step_parts import PARTS
+from distexp.runs.step_files import PARTS
 
 TEXT = ("model=bloom_560m", "model.init=random", "dataset=squad", "dataset.padding=max_length", "precision=bf16")
 SHORT = (

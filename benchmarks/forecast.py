@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.commands import PACKAGES, Commands, Record, Run, select, sweep_name
 from benchmarks.measurement import REPOSITORY
 from benchmarks.tables import markdown
-from distexp.runs.json_files import read_json, write_json
-from distexp.system.hardware import cpu_count
+from distexp.system.cgroups import cpu_count
+from distexp.system.files import read_json, write_json
 
 TEXT = ("model=bloom_560m", "model.init=random", "dataset=squad", "dataset.padding=max_length", "precision=bf16")
 WARM = ("train.max_steps=4", "train.measure_after_step=2", "train.gradient_accumulation_steps=1", "profile=false")

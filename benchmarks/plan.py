@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measurement import visible_devices
 from distexp.plan.estimate import Estimate
-from distexp.plan.search import last_of_each_key
+from distexp.plan.fitting_change import last_of_each_key
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, verdict_of
-from distexp.runs.files import remove
+from distexp.system.files import remove
 
 ROOT = Path(__file__).parents[1]
 CELLS = Path(__file__).with_name("plan_cells.yaml")

@@ -20,7 +20,7 @@ from benchmarks.watching import Shift, estimate_shift
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.engines.native import Native
-from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
+from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import EvaluableModel
 from distexp.training.inputs import ModelFactory, TrainingInputs

@@ -26,7 +26,7 @@ from benchmarks.arguments import gpu_error, positive
 from benchmarks.measurement import PEERS, Measurement, measure
 from benchmarks.peers.settings import OURS, Settings
 from benchmarks.tables import all_rows, best_rows
-from distexp.config.paths import conf_dir
+from distexp.config.keys import conf_dir
 from distexp.data.squad import read_file
 
 LIBRARIES = ("distexp", "torch", "transformers", "accelerate", "deepspeed", "triton")

@@ -14,7 +14,7 @@ from distexp.distributed.context import Context
 from distexp.engines.native import Native
 from distexp.measure.rank_times import RankTimesWatch
 from distexp.runs.record_sections import Built
-from distexp.runs.step_times import StepTime, read_step_times
+from distexp.runs.step_files import StepTime, read_step_times
 from distexp.strategies.base import EvaluableModel
 from distexp.training.inputs import ModelFactory, TrainingInputs
 

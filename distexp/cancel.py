@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distexp.config.overrides import format_count
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch.launcher import CancelError, launchers_of
-from distexp.runs.existing import ExistingRuns
-from distexp.runs.listing import format_count
-from distexp.runs.sweep_dirs import not_a_sweep
+from distexp.runs.record import not_a_sweep
+from distexp.runs.spec import ExistingRuns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

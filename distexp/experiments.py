@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from distexp.cli.overrides import is_override
-from distexp.cli.suggestions import suggest
-from distexp.cli.topics import first_sentence
-from distexp.config.paths import options_of
+from distexp.cli.errors import suggest
+from distexp.cli.help_topics import first_sentence
+from distexp.config.keys import options_of
+from distexp.config.overrides import is_override
 from distexp.exceptions import run_until_pipe_closes
-from distexp.launch.local.hangup import continue_after_hangup
+from distexp.launch.local.cancel import continue_after_hangup
 from distexp.runs.run_dir import OUTPUTS
 
 USAGE = """usage: distexp experiments [PATTERN ...] [KEY=VALUE ...]

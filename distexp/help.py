@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from distexp.cli.commands import COMMANDS, run_command
-from distexp.cli.help import help_text
-from distexp.cli.option_errors import explain_option
-from distexp.cli.suggestions import suggest, suggest_key
-from distexp.cli.topics import topic_names, topic_text
-from distexp.config.paths import config_groups, options_of
+from distexp.cli.errors import explain_option, suggest, suggest_key
+from distexp.cli.help_topics import help_text, topic_names, topic_text
+from distexp.cli.main import COMMANDS, run_command
+from distexp.config.keys import config_groups, options_of
 from distexp.exceptions import run_until_pipe_closes
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distexp.exceptions import run_until_pipe_closes
 from distexp.measure.memory.monitoring_logs import EXPECTED, read_memory_log
-from distexp.measure.memory.summary import Statistics
+from distexp.measure.memory.sampler import Statistics
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTrace
 
 ALL_READ, SOME_READ, NONE_READ = 0, 1, 2

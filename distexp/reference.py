@@ -12,12 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from distexp.cli.help import describe_groups
-from distexp.cli.topics import describe_default, describe_meaning, describe_range, head_comment
+from distexp.cli.help_topics import describe_default, describe_groups, describe_meaning, describe_range, head_comment
 from distexp.config import Config
-from distexp.config.field_info import info_of
-from distexp.config.key_info import sections
-from distexp.config.paths import conf_dir
+from distexp.config.fields import info_of
+from distexp.config.keys import conf_dir, sections
 from distexp.exceptions import run_until_pipe_closes
 from distexp.runs.record import RunRecord
 

@@ -16,14 +16,12 @@ from hydra.errors import HydraException
 from distexp.cli.arguments import OUTPUT_DIRS
 from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
-from distexp.cli.overrides import is_override
 from distexp.config import Command, ConfigError
-from distexp.config.override_text import key_of
+from distexp.config.overrides import is_override, key_of, path_override, shell_quote
 from distexp.guard.sweep_files import check_files, check_stored_command, check_working_directory, is_own_file
-from distexp.runs.copyable_command import path_override, shell_quote
-from distexp.runs.json_files import read_json
+from distexp.runs.record import not_a_sweep
 from distexp.runs.run_dir import COMMAND
-from distexp.runs.sweep_dirs import not_a_sweep
+from distexp.system.files import read_json
 
 USAGE = """usage: distexp resume DIR [KEY=VALUE ...]
 

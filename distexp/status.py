@@ -18,18 +18,17 @@ from rich.live import Live
 from rich.table import Table
 
 from distexp.config import ConfigError
+from distexp.config.overrides import suggest_command
 from distexp.console.sweep_table import Row, count_states, states_table, truncated_reasons
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
-from distexp.launch.follow import FAST_POLL_S
 from distexp.launch.launcher import Launcher, launchers_of
-from distexp.runs.command_text import suggest_command
-from distexp.runs.existing import ExistingRun, ExistingRuns
-from distexp.runs.json_files import read_or_none
-from distexp.runs.record import FAILURES
+from distexp.launch.queued_runs import FAST_POLL_S
+from distexp.runs.record import FAILURES, choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
-from distexp.runs.sweep_dirs import choose_newest_sweep, not_a_sweep
-from distexp.runs.typed_values import matches
+from distexp.runs.spec import ExistingRun, ExistingRuns
+from distexp.system.files import read_or_none
+from distexp.system.typed_values import matches
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
 

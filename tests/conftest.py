@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distexp.config import DatasetConfig
-from distexp.system.hardware import visible_gpus
+from distexp.system.cgroups import visible_gpus
 from tests.helpers.datasets import squad_dataset, tinyimagenet_dataset
 from tests.helpers.slurm_cluster import Cluster, missing_requirement, running_cluster
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distexp.config.paths import options_of
-from distexp.strategies.fsdp_mesh import Sharding
+from distexp.config.keys import options_of
+from distexp.strategies.communication import Sharding
 from tests.helpers.runs import REPOSITORY
 
 PACKAGE = REPOSITORY / "distexp"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from distexp.config.paths import options_of
+from distexp.config.keys import options_of
 from tests.helpers.runs import REPOSITORY
 
 LAUNCHER = (
     "distexp.cli.main",
-    "distexp.cli.help",
+    "distexp.cli.help_topics",
     "distexp.launch.agent",
     "distexp.cli.dispatch",
     "distexp.launch.local.runner",
@@ -57,7 +57,7 @@ def test_checks_of_all_trainers_and_strategies_do_not_import_torch() -> None:
 def test_report_knows_nothing_of_the_worker() -> None:
     own = {"distexp.runs", "distexp.report", "distexp.config", "distexp.statistics", "distexp.tables"}
     allowed = own | {
-        "distexp.console.terminal",
+        "distexp.tables.columns",
         "distexp.exceptions",
         "distexp.system.units",
     }
@@ -69,7 +69,7 @@ def test_report_knows_nothing_of_the_worker() -> None:
 
 HOMES_OF_FACTS = {
     "hardware": {"distexp.hardware", "distexp.system.units"},
-    "statistics": {"distexp.statistics", "distexp.runs.entry_values"},
+    "statistics": {"distexp.statistics", "distexp.system.typed_values"},
     "tables": {"distexp.tables"},
 }
 
@@ -97,7 +97,7 @@ def test_the_worker_and_the_analysis_of_a_step_do_not_need_the_report() -> None:
     packages = ("worker", "training", "strategies", "measure")  # some are loaded by name
     files = [path for name in packages for path in (REPOSITORY / "distexp" / name).rglob("*.py")]
     names = [".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in files]
-    found = reachable("distexp.explain.explanation", "distexp.explain.profile_comparison", *names)
+    found = reachable("distexp.explain.explanation", "distexp.explain.output", *names)
     assert {"distexp.worker.rank", "distexp.training.loop", "distexp.explain.advice"} <= found
     assert {name for name in found if name.startswith("distexp.report")} == set()
 

@@ -96,7 +96,7 @@ def test_the_source_distribution_holds_nothing_else(built: tuple[Path, Path]) ->
 def test_an_installed_wheel_runs_anywhere(installed: Path, tmp_path: Path) -> None:
     python = str(installed / "bin" / "python")
     places = (
-        "import distexp, distexp.config.paths as p, hydra_plugins.distexp_plugin as h; print(p.conf_dir(), *h.__path__)"
+        "import distexp, distexp.config.keys as p, hydra_plugins.distexp_plugin as h; print(p.conf_dir(), *h.__path__)"
     )
     for place in run(python, "-c", places, cwd=tmp_path).split():
         assert Path(place).is_relative_to(installed), "this is not what the wheel brought"

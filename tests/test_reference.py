@@ -9,10 +9,10 @@ from dataclasses import fields
 import pytest
 
 from distexp.config import Config
-from distexp.config.field_info import info_of
-from distexp.config.key_info import describe_values, known_keys, schema_fields
+from distexp.config.fields import info_of
+from distexp.config.keys import describe_values, known_keys, schema_fields
 from distexp.reference import PAGES
-from distexp.resolve.scaling import RULES
+from distexp.resolve.scaling_rules import RULES
 from distexp.runs.record import RunRecord
 from tests.helpers.language import measure_prose
 from tests.helpers.runs import REPOSITORY

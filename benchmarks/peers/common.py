@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.peers.settings import Settings
 from distexp.config import DatasetConfig, ModelConfig
-from distexp.config.paths import conf_dir
+from distexp.config.keys import conf_dir
 from distexp.data.base import IGNORE
 from distexp.data.squad import load
 from distexp.measure.clock import StepClock

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.files import flush_names, move_into_place
-from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import CHECKPOINTS
+from distexp.system.files import flush_names, move_into_place, write_json
 
 MANIFEST = "manifest.json"
 KEEP = 2

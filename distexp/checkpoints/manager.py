@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from distexp.checkpoints import folder as disk
-from distexp.checkpoints import rng
 from distexp.checkpoints.folder import CheckpointMeta, Checksums
-from distexp.checkpoints.settings import describe_changes, training_settings
 from distexp.config import Config, ConfigError
+from distexp.config.fields import flatten
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.runs.record_sections import Built, RunError
 from distexp.strategies.base import DistributedModel
+from distexp.system import seeding
 from distexp.system.restricted_loading import weights_only_loading
 from distexp.training.inputs import TrainingInputs
 
@@ -63,7 +64,7 @@ class CheckpointManager:
             unfinished.mkdir(parents=True)
         dist.barrier()
         self.model.save(unfinished / MODEL)
-        state = {"rng_state": rng.rng_state(self.context.device), "metrics": self.logger.state()}
+        state = {"rng_state": seeding.rng_state(self.context.device), "metrics": self.logger.state()}
         torch.save(state, _rank_file(unfinished, self.context.rank))
         dist.barrier()
         checksums = self._compute_checksums(unfinished)
@@ -114,7 +115,7 @@ class CheckpointManager:
         if meta.world_size != ranks:
             self._note(f"the checkpoint has {meta.world_size} ranks, this run has {ranks}: the RNG state is reset")
             return
-        rng.restore_rng(_read_state(folder, self.context.rank)["rng_state"], self.context.device)
+        seeding.restore_rng(_read_state(folder, self.context.rank)["rng_state"], self.context.device)
 
     def _newest_valid_of(self, folder: Path) -> tuple[Path, CheckpointMeta] | None:
         """Return the newest valid checkpoint that ``train.resume=folder`` may mean.
@@ -230,3 +231,41 @@ def _read_state(folder: Path, rank: int) -> dict[str, Any]:
 
 def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.pt"
+
+
+# Settings of a training that a resumed training should share, and those that differ.
+
+
+Settings = dict[str, Any]
+"""Values by their dotted keys."""
+
+SECTIONS = ("model", "dataset", "precision", "train")
+
+UNRELATED = frozenset(
+    {
+        *("model.keys", "model.init", "model.path"),  # the weights are those of the checkpoint
+        *("dataset.keys", "dataset.num_workers", "dataset.answer_tokens"),
+        *("train.resume", "train.checkpoint_every", "train.save_model", "train.score_answers", "train.eval_batch_size"),
+        *("train.measure_after_step", "train.profile_steps", "train.log_every", "train.on_nan"),
+        *("train.global_batch_size", "train.micro_batch_search_s"),  # micro-batch and accumulation show a change
+    }
+)
+"""Keys of these sections that do not change the training."""
+
+
+def training_settings(config: Config) -> Settings:
+    """Return the settings of a training that its checkpoints contain."""
+    content = asdict(config)
+    pairs = flatten({section: content[section] for section in SECTIONS})
+    return {key: value for key, value in pairs if key not in UNRELATED}
+
+
+def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a text for each setting that differs, with the old and the new value."""
+    for key, value in current.items():
+        if key in saved and saved[key] != value:
+            yield f"{key} was {_format(saved[key])} in the checkpoint and is {_format(value)} in this run"
+
+
+def _format(value: Any) -> str:
+    return "null" if value is None else repr(value) if isinstance(value, str) else str(value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from distexp.cli.run import main as run
 from distexp.config import Command
-from distexp.config.key_info import is_key
+from distexp.config.keys import is_key
 from distexp.exceptions import run_until_pipe_closes
 
 USAGE = """usage: distexp choose [--json] [GROUP=OPTION ...] [KEY=VALUE ...]

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
-from distexp.choose.axis_keys import AXES, DEFAULT_VALUES, MICRO_BATCH, STRATEGY, STRATEGY_OF, axis_of
-from distexp.choose.space_checks import check_entry
-from distexp.choose.space_entries import SpaceEntry, parse_entry
-from distexp.config import ConfigError
-from distexp.config.override_text import key_of, value_of
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import OverrideParseException
+
+from distexp.choose.candidate import (
+    AXES,
+    CHECKPOINTING,
+    DEFAULT_VALUES,
+    GROUP_OF_KEY,
+    MICRO_BATCH,
+    OFFLOAD,
+    STRATEGY,
+    STRATEGY_OF,
+    axis_of,
+)
+from distexp.config import Config, ConfigError
+from distexp.config.fields import info_of
+from distexp.config.keys import options_of, schema_fields
+from distexp.config.overrides import key_of, parse, value_of
+from distexp.resolve.resources import launcher_traits
+from distexp.strategies.base import reference_name, shipped_strategies
+from distexp.strategies.traits import Option, StepTraits
 
 AUTO = "auto"
 Values = dict[str, tuple[str, ...]]
@@ -122,3 +140,246 @@ def _with_implied_strategy(varied: Values, chosen: Container[str]) -> Values:
     if not implied or STRATEGY in chosen or STRATEGY not in varied:
         return varied
     return varied | {STRATEGY: implied}
+
+
+# Checks of the entries of ``choose.space``: which keys may vary, and which values they may have.
+
+
+FURTHER_SECTIONS = (*(kind.section for kind in shipped_strategies().values() if kind.section), "offload")
+FURTHER_KEYS = (
+    *("train.logits", "train.loss", "train.loss_chunk_tokens", "train.compile", "train.activation_budget"),
+    *("train.compute_weights", "train.fused_update", "train.channels_last"),
+    *("model.attention", "dataset.num_workers", "dataset.cache"),
+)
+"""Keys outside of FURTHER_SECTIONS that ``choose.space`` may add, because the training stays the same."""
+
+
+def check_entry(entry: SpaceEntry) -> None:
+    """Check the key and the values of an entry.
+
+    Raises:
+        ConfigError: with what is possible instead.
+    """
+    _check_key(entry)
+    if entry.values is not None:
+        _check_values(entry, entry.values)
+    elif entry.key not in AXES:
+        raise ConfigError(f"choose.space: {entry.text} has no values: write {entry.key}=VALUE,VALUE")
+
+
+def further_keys() -> tuple[str, ...]:
+    """Return the keys that ``choose.space`` may add to the axes."""
+    fields = [(name, spec) for name, spec in schema_fields() if name.partition(".")[0] in FURTHER_SECTIONS]
+    varies = (name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path)
+    return (*varies, *FURTHER_KEYS)
+
+
+def _check_key(entry: SpaceEntry) -> None:
+    known = (*AXES, *further_keys())
+    if entry.key in known:
+        return
+    if entry.key in {name for name, _ in schema_fields()}:
+        raise ConfigError(
+            f"choose.space: {entry.text} changes the training or its resources: leave it out, or set it for all "
+            "candidates"
+        )
+    similar = get_close_matches(entry.key, known, n=1) or [key for key in known if key.endswith(f".{entry.key}")]
+    hint = f"did you mean {similar[0]}?" if similar else f"use {', '.join(AXES)}"
+    raise ConfigError(f"choose.space: {entry.key} is not a key that can vary: {hint}")
+
+
+@dataclass(frozen=True)
+class _ValueProblem:
+    """Values that a key cannot have, and the text of those that it can."""
+
+    wrong: Sequence[str]
+    limits: str
+
+
+def _check_values(entry: SpaceEntry, values: Sequence[str]) -> None:
+    if entry.key == MICRO_BATCH:
+        problem = _ValueProblem([value for value in values if not value.isdecimal() or int(value) < 1], "at least 1")
+    elif entry.key in DEFAULT_VALUES:
+        problem = _check_axis(entry.key, values)
+    else:
+        problem = _check_further(entry.key, values)
+    if problem.wrong:
+        raise ConfigError(
+            f"choose.space: {entry.text}: {entry.key}={problem.wrong[0]} is not possible: use {problem.limits}"
+        )
+
+
+def _check_axis(axis: str, values: Sequence[str]) -> _ValueProblem:
+    options = ("false", "true") if axis == CHECKPOINTING else _options_of(axis)
+    return _ValueProblem([value for value in values if value not in options], ", ".join(options))
+
+
+def _options_of(group: str) -> Sequence[str]:
+    """Return the options of a config group, also those in a folder of the user (``--config-dir``)."""
+    hydra = GlobalHydra.instance()
+    found = hydra.config_loader().get_group_options(group) if hydra.is_initialized() else []
+    return sorted({*options_of(group), *found})
+
+
+def _check_further(key: str, values: Sequence[str]) -> _ValueProblem:
+    """Check values of a key with a list of choices. Other values are checked when the candidates are composed."""
+    info = next(info_of(spec) for name, spec in schema_fields() if name == key)
+    choices = [str(choice).lower() if isinstance(choice, bool) else choice for choice in info.choices]
+    if not choices or info.at_least:
+        return _ValueProblem([], info.limits)
+    return _ValueProblem([value for value in values if value not in (*choices, "null")], info.limits)
+
+
+# Parser of the entries of ``choose.space``: ``KEY`` or ``KEY=VALUE,VALUE``.
+
+
+@dataclass(frozen=True)
+class SpaceEntry:
+    """An entry of ``choose.space``.
+
+    Attributes:
+        text: The entry as typed.
+        key: The axis, or another key to vary.
+        values: Values to try; None for an entry without values.
+    """
+
+    text: str
+    key: str
+    values: tuple[str, ...] | None
+
+
+def parse_entry(text: str) -> SpaceEntry:
+    """Return the key and the values of an entry.
+
+    Raises:
+        ConfigError: the values have a syntax error.
+    """
+    key, equals, _ = text.partition("=")
+    key = axis_of(key.strip())
+    if not equals:
+        return SpaceEntry(text, key, None)
+    try:
+        (override,) = parse([text])
+    except OverrideParseException:
+        raise ConfigError(f"choose.space: {text} cannot be read: write KEY=VALUE,VALUE") from None
+    return SpaceEntry(text, key, _values(override))
+
+
+def _values(override: Override) -> tuple[str, ...]:
+    values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+    if len(values) == 1 and isinstance(values[0], list):  # ``KEY=[a,b]``
+        values = values[0]
+    return tuple(map(_as_typed, values))
+
+
+def _as_typed(value: object) -> str:
+    """Return a parsed value as a user would type it."""
+    if isinstance(value, QuotedString):
+        return str(value.text)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+# The parts of the cluster that a search tries: ``choose.gpus``.
+
+
+@dataclass(frozen=True)
+class ClusterSize:
+    """A part of the cluster."""
+
+    nodes: int
+    workers_per_node: int
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers on all nodes."""
+        return self.nodes * self.workers_per_node
+
+
+def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
+    """Return the parts of the cluster to try.
+
+    Args:
+        base: Configuration of the command with all of its workers.
+        gpus: Numbers of workers, over all nodes; empty for that of the command.
+
+    Raises:
+        ConfigError: a number of GPUs needs a part of a node.
+    """
+    nodes, per_node = base.cluster.nodes, base.cluster.workers_per_node or 1
+    if not gpus:
+        return [ClusterSize(nodes, per_node)]
+    is_one_machine = launcher_traits(base).runs_here and nodes == 1
+    errors = [
+        f"choose.gpus={number} is no multiple of the {per_node} workers of a node: use {number // per_node * per_node}"
+        for number in gpus
+        if number > per_node and number % per_node and not is_one_machine
+    ]
+    if errors:
+        raise ConfigError(errors)
+    sizes = (
+        ClusterSize(1, number) if number <= per_node or is_one_machine else ClusterSize(number // per_node, per_node)
+        for number in gpus
+    )
+    return list(dict.fromkeys(sizes))
+
+
+# The strategies that are tried on a part of the cluster, with and without offloading.
+
+
+Kinds = Mapping[str, type[StepTraits]]
+"""The class of each strategy by its name."""
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """A strategy of a candidate.
+
+    Attributes:
+        strategy: Override that chooses it; empty for the strategy of the command.
+        offload: Override of offloading; empty for the value of the command.
+    """
+
+    strategy: str = ""
+    offload: str = ""
+
+
+def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[StrategyChoice]:
+    """Yield the strategies to try with a number of workers."""
+    names = axes.values.get(STRATEGY)
+    if names is None:
+        yield from (StrategyChoice(offload=offload) for offload in axes.overrides_of(OFFLOAD))
+        return
+    for name in names:
+        if name in STRATEGY_OF.values():
+            yield from _sharded_choices(name, kinds[name], size, axes)
+        elif _is_useful(kinds[name], size, is_only=len(names) == 1):
+            yield StrategyChoice(f"{STRATEGY}={name}")
+
+
+def _is_useful(kind: type[StepTraits], size: ClusterSize, *, is_only: bool) -> bool:
+    """Return whether a strategy without options is tried. On one worker ``ddp`` is ``single`` with an overhead."""
+    if kind.max_workers is not None and size.workers > kind.max_workers:
+        return False
+    return is_only or kind.is_reference or not kind.equals_reference(size.workers)
+
+
+def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
+    """Yield the options of a strategy such as FSDP or DeepSpeed. One that is the only one is tried in any case."""
+    axis = kind.option_group
+    values = axes.values.get(axis, ())
+    is_only = len(values) <= 1
+    # On one worker nothing is sharded, so only offloading makes a difference to the reference.
+    needs_offload = kind.equals_reference(size.workers) and reference_name() in axes.values[STRATEGY]
+    known = {option.value: option for option in kind.options}
+    for value in values or ("",):
+        option = known.get(value, Option(value))
+        if option.needs_nodes and size.nodes == 1 and not is_only:
+            continue
+        for offload in axes.overrides_of(OFFLOAD):
+            if offload == f"{OFFLOAD}=false" and needs_offload:
+                continue
+            if offload == f"{OFFLOAD}=true" and not option.offloads and not is_only:
+                continue
+            yield StrategyChoice(f"{axis}={value}" if value else f"{STRATEGY}={name}", offload)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
 from distexp.config import Config
+from distexp.config.overrides import format_count, key_of
 from distexp.plan.estimate import Estimate
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
+from distexp.statistics.noise import UsualErrors
+from distexp.strategies.base import shipped_strategies, strategy_label
+from distexp.system.units import MIB_PER_GB
 
 COMPLETED = "completed"
 OOM_GPU, OOM_HOST = "oom_gpu", "oom_host"
@@ -165,3 +170,200 @@ class Candidate:
     def _worker_time(self, step_s: float | None, objective: Objective) -> float | None:
         """Return a step time, for energy and cost that of all workers together."""
         return step_s if step_s is None or objective is Objective.THROUGHPUT else step_s * self.workers
+
+
+# The keys that a search varies, with the values that it tries by default: strategies state their options.
+
+
+MICRO_BATCH = "train.micro_batch_size"
+CHECKPOINTING = "train.activation_checkpointing"
+STRATEGY, OFFLOAD, KERNELS = "strategy", "offload", "kernels"
+
+STRATEGY_OF = {kind.option_group: name for name, kind in shipped_strategies().items() if kind.option_group}
+"""The strategy that an override of an option group chooses: ``fsdp`` for ``sharding``."""
+
+DEFAULT_VALUES: Mapping[str, tuple[str, ...]] = {
+    STRATEGY: tuple(shipped_strategies()),
+    **{
+        kind.option_group: tuple(option.value for option in kind.options)
+        for kind in shipped_strategies().values()
+        if kind.option_group
+    },
+    OFFLOAD: ("false", "true"),
+    CHECKPOINTING: ("false", "true"),
+    KERNELS: ("reference", "fast"),
+}
+"""Values of each axis, without the micro-batch, whose values are the divisors of a worker's samples."""
+
+AXES = (*DEFAULT_VALUES, MICRO_BATCH)
+"""All keys that vary by default."""
+
+GROUP_OF_KEY = {
+    **{kind.option_key: kind.option_group for kind in shipped_strategies().values() if kind.option_group},
+    "offload.enabled": OFFLOAD,
+}
+"""The axis of a key that a config group sets. A user may type either."""
+
+
+def axis_of(key: str) -> str:
+    """Return the axis for a typed key: ``sharding`` for ``fsdp.sharding``; any other key as it is."""
+    return GROUP_OF_KEY.get(key, key)
+
+
+def strategy_in(overrides: Iterable[str]) -> str:
+    """Return the name of the strategy that overrides choose, also by its option group; empty if they choose none."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key == STRATEGY or key in STRATEGY_OF:
+            return STRATEGY_OF.get(key, value)
+    return ""
+
+
+# The numbers that decide how thorough a search is.
+
+
+@dataclass(frozen=True)
+class SearchRules(UsualErrors):
+    """Numbers that decide how thorough a search is, and the usual errors of its forecasts.
+
+    Attributes:
+        steps: Measured steps of a first trial.
+        growth: Factor of the steps of a repeat, compared with those of a first trial.
+        wave: Families that are tried together, before the forecasts are scaled again. The first one is tried alone.
+        families: Families whose neighbors are tried.
+        near: Most that a family's score may exceed the best one if its neighbors are tried, relative to it.
+        neighbor_forecast: Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
+        neighbor_certain: The same if other families have measured its micro-batch. A smaller neighbor must be
+            expected to be as good as the best one.
+        worthwhile: Least gain for which a candidate is tried that probably does not fit.
+        neighbor_rounds: Most rounds of neighbors.
+        repeats: Most rounds of repeats. A round repeats one or two candidates.
+        negligible: Gain that the repeats may give up: they end if no candidate can be better by more than this, at the
+            end of the 95 % confidence interval.
+        usual_noise: Standard deviation of the score of a first trial on a quiet GPU, relative to it.
+        usual_trials: Weight of the usual noise: degrees of freedom that it has next to the repeated trials.
+        same_kernels: Most that the scaled forecast of a family may exceed the best score, if a family that differs only
+            in checkpointing was tried.
+        least_gain: Least expected improvement for which a family is tried, relative to the best score. Jones et al.,
+            Efficient Global Optimization of Expensive Black-Box Functions, 1998, end at 1 % too.
+        gain_of_sweep: The same, for a trial of all candidates together: in a large space, each of them costs a smaller
+            part of an exhaustive sweep, so a smaller improvement is worth it.
+        contradiction: Factor by which a first trial must be worse than its scaled forecast to be repeated.
+        disturbed: Factor by which it must then be worse than its repeat to be left out of the mean.
+    """
+
+    steps: int = 5
+    growth: int = 2
+    wave: int = 1
+    families: int = 4
+    near: float = 0.25
+    neighbor_forecast: float = 0.15
+    neighbor_certain: float = 0.05
+    worthwhile: float = 0.05
+    neighbor_rounds: int = 4
+    repeats: int = 12
+    negligible: float = 0.04
+    usual_noise: float = 0.02
+    usual_trials: int = 3
+    same_kernels: float = 0.2
+    least_gain: float = 0.01
+    gain_of_sweep: float = 0.25
+    contradiction: float = 4.0
+    disturbed: float = 2.0
+
+
+DEFAULT_RULES = SearchRules()
+
+SLURM_WAVE = 4
+"""Families that are tried together on Slurm: trials run at the same time, and may wait in a queue."""
+
+CPU_ERROR, CPU_ERROR_TRIALS = 0.4, 2
+"""Usual error of the forecasts on CPUs, and its weight. Their scale is unknown: they are for a GPU."""
+
+
+def rules_for(*, on_cpus: bool = False, on_slurm: bool = False) -> SearchRules:
+    """Return the rules of a search on CPUs or GPUs, on Slurm or on this machine."""
+    rules = replace(DEFAULT_RULES, wave=SLURM_WAVE) if on_slurm else DEFAULT_RULES
+    if not on_cpus:
+        return rules
+    return replace(rules, usual_error=CPU_ERROR, usual_error_trials=CPU_ERROR_TRIALS, usual_scale_trials=0)
+
+
+# Names of candidates and of objectives in texts.
+
+
+BETTER = {
+    Objective.THROUGHPUT: "faster than",
+    Objective.ENERGY: "less energy per sample than",
+    Objective.COST: "cheaper than",
+    Objective.MEMORY: "less memory than",
+}
+"""What a margin means, by objective."""
+
+LABELED = (*AXES, "cluster.nodes", "cluster.workers_per_node")
+"""Keys whose values the label of a configuration has. The other keys were added by ``choose.space``."""
+
+
+def format_worker_time(seconds: float, candidates: Iterable[Candidate]) -> str:
+    """Return a time summed over the workers: ``135 GPU-seconds``, or on CPUs ``135 worker-seconds``."""
+    return f"{seconds:,.0f} {_device(candidates)}-seconds"
+
+
+def format_worker_minutes(minutes: float, candidates: Iterable[Candidate]) -> str:
+    """Return a time summed over the workers: ``1 GPU-minute``, or on CPUs ``20 worker-minutes``."""
+    return f"{minutes:,g} {_device(candidates)}-minute{'' if minutes == 1 else 's'}"
+
+
+def _device(candidates: Iterable[Candidate]) -> str:
+    return "worker" if any(candidate.on_cpus for candidate in candidates) else "GPU"
+
+
+def label(candidate: Candidate) -> str:
+    """Return the label of a candidate: ``fsdp shard_grad_op, micro-batch 16 x 2, kernels=fast, 2 workers``."""
+    config = candidate.config
+    return " ".join(candidate.overrides) if config is None else ", ".join((config_label(config), *_added(candidate)))
+
+
+def row_label(candidate: Candidate) -> str:
+    """Return a candidate for a table: ``fsdp full_shard 16x2, fast, fsdp.backward_prefetch=2``."""
+    config = candidate.config
+    return " ".join(candidate.overrides) if config is None else ", ".join((short_label(config), *_added(candidate)))
+
+
+def _added(candidate: Candidate) -> list[str]:
+    return [text for text in candidate.overrides if key_of(text) not in LABELED]
+
+
+def config_label(config: Config) -> str:
+    """Return the label of a configuration, without what is the default."""
+    train, world = config.train, config.cluster.world_size
+    parts = [strategy_label(config), f"micro-batch {train.micro_batch_size} x {train.gradient_accumulation_steps}"]
+    if config.kernels.name != "reference":
+        parts.append(f"kernels={config.kernels.name}")
+    if train.activation_checkpointing:
+        parts.append("checkpointing")
+    if world > 1:
+        parts.append(format_count(world, "worker"))
+    return ", ".join(parts)
+
+
+def short_label(config: Config) -> str:
+    """Return a configuration for a table: ``fsdp full_shard 16x2, fast, checkpointing``."""
+    train = config.train
+    parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}"]
+    if config.kernels.name != "reference":
+        parts.append(config.kernels.name)
+    if train.activation_checkpointing:
+        parts.append("checkpointing")
+    return ", ".join(parts)
+
+
+def format_gb(mib: float | None) -> str:
+    """Return a memory size in GB; a dash if it is unknown."""
+    return "-" if mib is None else f"{mib / MIB_PER_GB:,.1f} GB"
+
+
+def format_share(share: float) -> str:
+    """Return a share in percent, with a decimal if it is small."""
+    percent = 100 * share
+    return f"{percent:.1f} %" if abs(percent) < 10 else f"{percent:.0f} %"

@@ -12,37 +12,39 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from distexp.choose.axes import read_axes
-from distexp.choose.candidate import Candidate, Status
-from distexp.choose.check_cost import check_gpu_seconds
-from distexp.choose.dry_run import print_plan
-from distexp.choose.labels import format_worker_minutes, label
-from distexp.choose.loss_check import LossChecker
-from distexp.choose.mean_metrics import mean_metrics
-from distexp.choose.outcome import Outcome, Rejected
-from distexp.choose.print_outcome import print_outcome
-from distexp.choose.pruning import prune_by_plan
-from distexp.choose.ranking import by_score, ranked
-from distexp.choose.result_texts import describe_values
-from distexp.choose.rough_forecast import set_forecasts
-from distexp.choose.search import search
-from distexp.choose.search_notes import search_notes
-from distexp.choose.search_result import PlannedTrial
-from distexp.choose.search_rules import rules_for
-from distexp.choose.settings import Settings, read_settings
-from distexp.choose.single_reference import fitting_singles
-from distexp.choose.space import make_space
-from distexp.choose.state import SearchState
-from distexp.choose.trial_budget import expected_gpu_seconds
-from distexp.choose.trial_outcome import add_trial
-from distexp.choose.trials import Trials
+from distexp.choose.candidate import Candidate, Status, format_worker_minutes, format_worker_time, label, rules_for
+from distexp.choose.loss_check import LossChecker, check_gpu_seconds, fitting_singles
+from distexp.choose.policy import STARTUP_S, describe_no_winner, expected_gpu_seconds
+from distexp.choose.predictions.pruning import prune_by_plan
+from distexp.choose.predictions.rough_forecast import set_forecasts
+from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
+from distexp.choose.result_texts import describe_values, other_sizes_hint
+from distexp.choose.search import first_trials, search
+from distexp.choose.search_output import (
+    PLAN_LEGEND,
+    Outcome,
+    Rejected,
+    candidate_json,
+    others_table,
+    planned_table,
+    print_outcome,
+    typed_overrides,
+)
+from distexp.choose.space import EXCLUDED_STEPS, Settings, base_config, kept_micro_batch, make_space, read_settings
+from distexp.choose.trial_metrics import add_trial
+from distexp.choose.trials import SearchState, Trials
+from distexp.compose.cells import Cell, MakeCell
+from distexp.config import Config
+from distexp.config.overrides import format_count, suggest_command
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
-from distexp.launch.cell import Cell, MakeCell
 from distexp.launch.launcher import TrialLauncher
-from distexp.launch.sweep_dir import locked_sweep_dir
+from distexp.launch.run_dirs import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
-from distexp.runs.command_text import suggest_command
-from distexp.runs.json_files import nan_to_none
-from distexp.runs.listing import format_count
+from distexp.plan.verdict import memory_to_fit_mib
+from distexp.resolve.resources import launcher_traits
+from distexp.system.cgroups import visible_gpus
+from distexp.system.files import nan_to_none
+from distexp.tables.columns import print_plain
 
 MAX_CHECKED = 3
 """Most candidates whose losses are checked before the search ends without a winner."""
@@ -190,3 +192,130 @@ def _finish(outcome: Outcome, state: SearchState, sweep_dir: Path, console: Cons
         print_outcome(outcome, state, sweep_dir, console)
     if outcome.winner is None:
         raise SweepFailedError
+
+
+# Output of ``choose.dry_run=true``: the candidates, what is left out and why, and the first trials with their cost.
+
+
+def print_plan(outcome: Outcome, console: Console) -> None:
+    """Print what a search would do.
+
+    Raises:
+        SweepFailedError: nothing would be tried.
+    """
+    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+    planned = first_trials(outcome.candidates, outcome.settings.objective)
+    costs = [trial_cost(candidate) for candidate in planned]
+    budget = outcome.settings.budget_gpu_s(max((candidate.workers for candidate in waiting), default=1))
+    if outcome.settings.as_json:
+        print(json.dumps(nan_to_none(plan_json(outcome, planned, costs, budget)), indent=2))
+    else:
+        _print_tables(outcome, planned, costs, budget, console)
+    if not waiting:
+        raise SweepFailedError
+
+
+def trial_cost(planned: PlannedTrial) -> float:
+    """Return the forecast cost of a trial in GPU-seconds."""
+    steps, candidate = planned.steps + EXCLUDED_STEPS, planned.candidate
+    return candidate.workers * (STARTUP_S + steps * (candidate.forecast_s or 0.0))
+
+
+def plan_json(
+    outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float
+) -> dict[str, object]:
+    """Return the plan for programs, in the format of a result without a winner."""
+    return {
+        "winner": None,
+        "dry_run": True,
+        "objective": str(outcome.settings.objective),
+        "candidates": [candidate_json(candidate) for candidate in outcome.candidates],
+        "planned": [
+            {"overrides": typed_overrides(candidate.candidate), "steps": candidate.steps, "gpu_seconds": round(cost, 1)}
+            for candidate, cost in zip(planned, costs, strict=True)
+        ],
+        "planned_gpu_seconds": round(sum(costs), 1),
+        "budget_gpu_seconds": budget,
+        "gpu_seconds": 0.0,
+    }
+
+
+def _print_tables(
+    outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
+) -> None:
+    line = partial(print_plain, console)
+
+    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+    left_out = [candidate for candidate in outcome.candidates if candidate.status is not Status.WAITING]
+    line(f"{format_count(len(outcome.candidates), 'configuration')}, of which {len(waiting)} may be tried")
+    if planned:
+        console.print(planned_table(planned, costs))
+        line(PLAN_LEGEND)
+    for part in others_table(left_out):
+        console.print(part)
+    if not waiting:
+        line(describe_no_winner(outcome.candidates))
+        return
+    budget_min = outcome.settings.section.budget_min
+    varies = len({candidate.micro_batch for candidate in waiting}) > 1
+    sizes = "tries other micro-batches of the best ones, and " if varies else ""
+    cost, limit = (format_worker_time(seconds, waiting) for seconds in (sum(costs), budget))
+    line(
+        f"""
+The search would start with these trials: one micro-batch of each strategy and its settings. It skips those that
+cannot win any more. All of them cost {cost}, with {STARTUP_S:.0f} s for each start-up.
+It also {sizes}repeats the best configurations with more steps.
+It ends at {limit} (choose.budget_min={budget_min:g} on all workers). A part of this time is left for
+the trials that compare the losses. Nothing was started."""
+    )
+    if hint := other_sizes_hint(outcome.candidates, outcome.settings):
+        line(hint)
+
+
+# What a search prints before it starts: what differs from what a user may expect.
+
+
+HOW_TO_NAME_MEMORY = {
+    "cuda": "name the GPU, as in plan.gpu=a100-80gb, or its memory, as in plan.gpu_memory_gb=80",
+    "cpu": "name that of a node, as in cluster.memory_gb=128",
+}
+"""What to type if the memory of the machine is unknown, by device."""
+
+
+def search_notes(make: MakeCell, settings: Settings) -> list[str]:
+    """Return the lines about the device, its memory, and the micro-batch."""
+    config = base_config(make, settings.command)
+    return [*_device_notes(config, settings), *_memory_notes(config), *_micro_batch_notes(config, settings)]
+
+
+def _memory_notes(config: Config) -> list[str]:
+    """Return that nothing is left out because it does not fit, if the memory is unknown."""
+    if memory_to_fit_mib(config) is not None:
+        return []
+    device = config.cluster.device
+    memory = "memory of the GPUs" if device == "cuda" else "memory of the nodes"
+    return [
+        f"the {memory} is unknown, so trials may run out of it: {HOW_TO_NAME_MEMORY[device]}. Then configurations that "
+        "do not fit are left out"
+    ]
+
+
+def _device_notes(config: Config, settings: Settings) -> list[str]:
+    """Return that the trials run on CPUs, unless the command requests it."""
+    cluster = config.cluster
+    requested = any("cluster.device=" in text for text in settings.command)
+    if not launcher_traits(config).runs_here or cluster.device != "cpu" or requested or visible_gpus():
+        return []
+    return ["this machine has no GPU that can be used: the trials run on its CPUs"]
+
+
+def _micro_batch_notes(config: Config, settings: Settings) -> list[str]:
+    """Return why the micro-batch does not vary, and how to vary it."""
+    axes = read_axes(settings.section.space, settings.command)
+    kept = kept_micro_batch(config, settings.section.gpus, axes)
+    if kept is None:
+        return []
+    return [
+        f"all configurations have train.micro_batch_size={kept}. A batch norm uses the statistics of a micro-batch, so "
+        "another size is another training. To vary it too, add train.micro_batch_size=auto"
+    ]

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import nan
+from math import inf, nan
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from distexp.choose.candidate import COMPLETED, Candidate, Status, Trial
-from distexp.choose.labels import label
-from distexp.choose.search_result import PlannedTrial
+from distexp.choose.candidate import (
+    CHECKPOINTING,
+    COMPLETED,
+    DEFAULT_RULES,
+    MICRO_BATCH,
+    Candidate,
+    Objective,
+    Status,
+    Trial,
+    label,
+)
+from distexp.choose.policy import expected_gpu_seconds
+from distexp.choose.predictions.pruning import prune_by_plan
+from distexp.choose.ranking import PlannedTrial, by_score
+from distexp.choose.space import EXCLUDED_STEPS, with_overrides, without_other_strategy
 from distexp.choose.trials import Trials
-from distexp.config.batch_sizes import depends_on_micro_batch
+from distexp.compose.cells import MakeCell
+from distexp.config.model_checks import depends_on_micro_batch
+from distexp.plan.planner import Planner, parallel_processes
 from distexp.plan.verdict import FITS
 from distexp.resolve.run_id import run_id
-from distexp.runs.entry_values import number_of
-from distexp.runs.jsonl import read_entries
 from distexp.runs.run_dir import METRICS
 from distexp.statistics.same_training import LossComparison, compare_trials
 from distexp.strategies.base import load_strategy, reference_name
+from distexp.strategies.single import REFERENCE
+from distexp.system.files import read_entries
+from distexp.system.typed_values import number_of
 
 NO_DROPOUT = "model.dropout=0"
 MAX_REFERENCES = 3
@@ -215,3 +231,86 @@ def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
         train.activation_checkpointing,
         candidate.workers,
     )
+
+
+# Configurations of ``single`` for the check of the losses, if it is not among the candidates.
+
+
+def fitting_singles(
+    candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell, planner: Planner
+) -> list[Candidate]:
+    """Return configurations of ``single`` that may fit, the fastest first; none if a candidate of ``single`` does.
+
+    Args:
+        candidates: All candidates, after those that do not fit were pruned.
+        command: Overrides of the command.
+        make: Composes a cell.
+        planner: Source of estimates.
+    """
+    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    if not waiting or any(each.config and load_strategy(each.config).is_reference for each in waiting):
+        return []
+    singles = list(_valid_singles(waiting, command, make))
+    prune_by_plan(singles, planner.estimate, Objective.THROUGHPUT, at_a_time=parallel_processes())
+    # Sorting keeps the order of equal ones.
+    return sorted((single for single in singles if single.status is Status.WAITING), key=lambda each: each.too_close)
+
+
+def _valid_singles(candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell) -> Iterator[Candidate]:
+    """Yield the valid configurations of ``single`` with the micro-batches of the candidates, the fastest first."""
+    kept = without_other_strategy(command, REFERENCE)
+    for size, is_checkpointed in _sizes(candidates):
+        family = (*REFERENCE, f"{CHECKPOINTING}={is_checkpointed}")
+        overrides = (*family, f"{MICRO_BATCH}={size}")
+        config = make(with_overrides(kept, overrides)).config
+        if config is not None:
+            yield Candidate(overrides, family, config.train.micro_batch, 1, config)
+
+
+def _sizes(candidates: Sequence[Candidate]) -> list[tuple[int, str]]:
+    """Return micro-batches, the largest first, and whether to checkpoint.
+
+    A batch norm depends on the micro-batch, so its model gets those of the candidates only.
+    """
+    sizes = sorted({candidate.micro_batch for candidate in candidates}, reverse=True)
+    config = candidates[0].config
+    if config is not None and depends_on_micro_batch(config):
+        return [(size, "false") for size in sizes]
+    return [(size, value) for value in ("false", "true") for size in dict.fromkeys((*sizes, 1))]
+
+
+# The expected cost of the check of the losses, which the search leaves in the budget.
+
+
+def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candidate], objective: Objective) -> float:
+    """Return the expected GPU-seconds of the trials that compare the losses of the best candidate so far.
+
+    Before the first trial, the best candidate is the best forecast one. The cost is 0 if the reference has a trial of
+    as many steps already, and if there is no reference.
+
+    Args:
+        candidates: All candidates of the search.
+        singles: Configurations of ``single`` that are no candidates.
+        objective: What the best candidate has least of.
+    """
+    best = _likely_winner(candidates, objective)
+    reference = next(references_of(best, candidates, singles), None) if best is not None else None
+    if best is None or best.config is None or reference is None:
+        return 0.0
+    steps = min((trial.steps for trial in best.completed), default=DEFAULT_RULES.steps)
+    if dropout_overrides(best):
+        missing = [best, reference]
+    else:
+        known = {trial.steps for trial in best.completed} & {trial.steps for trial in reference.completed}
+        missing = [] if known else [reference]
+    # The steps that are not measured are longer for the reference than for the trials that give the start-up.
+    return sum(expected_gpu_seconds(PlannedTrial(each, steps + EXCLUDED_STEPS), candidates) for each in missing)
+
+
+def _likely_winner(candidates: Sequence[Candidate], objective: Objective) -> Candidate | None:
+    """Return the best candidate so far; before the first trial the best forecast one."""
+    if tried := by_score(candidates, objective):
+        return tried[0]
+    waiting = [each for each in candidates if each.status is Status.WAITING and each.config is not None]
+    forecasts = [(each.forecast(objective) or inf, each) for each in waiting]
+    return min(forecasts, key=itemgetter(0), default=(inf, None))[1]

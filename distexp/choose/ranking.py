@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log, log1p, sqrt
-from operator import attrgetter
+from math import exp, log, log1p, sqrt
+from operator import attrgetter, itemgetter
+from typing import Any
 
-from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, Status, Trial
+from distexp.config import Config
 from distexp.statistics.noise import CPU_MEMORY_MIB, SINGLE_CPU_RUN, Deviation, distinct_ratio
+from distexp.strategies.base import load_strategy
+from distexp.strategies.traits import CUSTOM_COMPLEXITY
 
 
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
@@ -121,3 +124,209 @@ def squared_deviations(candidates: Iterable[Candidate], objective: Objective) ->
             squares += sum(steps * (score / mean - 1) ** 2 for score, steps in known)
             freedom += len(known) - 1
     return squares, freedom
+
+
+# Measured values of a candidate.
+
+
+@dataclass(frozen=True)
+class MeanMetrics:
+    """Means over the trials of a candidate, weighted by their steps. None: not measured."""
+
+    samples_per_second: float | None = None
+    step_s: float | None = None
+    peak_allocated_mib: float | None = None
+    j_per_sample: float | None = None
+    price_per_sample: float | None = None
+
+    def dominates(self, other: MeanMetrics) -> bool:
+        """Return whether these values are nowhere worse than others, and somewhere better."""
+        pairs = [(own, theirs) for own, theirs in zip(self._costs(), other._costs(), strict=True) if own and theirs]
+        return all(own <= theirs for own, theirs in pairs) and any(own < theirs for own, theirs in pairs)
+
+    def _costs(self) -> tuple[float | None, ...]:
+        """Return numbers of which less is better."""
+        speed = self.samples_per_second
+        return (1 / speed if speed else None, self.peak_allocated_mib, self.j_per_sample, self.price_per_sample)
+
+    def value(self, objective: Objective) -> float | None:
+        """Return what an objective is about; None if it was not measured."""
+        return {
+            Objective.THROUGHPUT: self.samples_per_second,
+            Objective.ENERGY: self.j_per_sample,
+            Objective.COST: self.price_per_sample,
+            Objective.MEMORY: self.peak_allocated_mib,
+        }[objective]
+
+
+def mean_metrics(candidate: Candidate) -> MeanMetrics:
+    """Return the means of the completed trials of a candidate."""
+    trials = candidate.completed
+    return MeanMetrics(
+        _mean(trials, "samples_per_second"),
+        _mean(trials, "step_s"),
+        max((trial.peak_allocated_mib for trial in trials if trial.peak_allocated_mib is not None), default=None),
+        _mean(trials, "j_per_sample"),
+        _mean(trials, "price_per_sample"),
+    )
+
+
+def _mean(trials: Sequence[Trial], name: str) -> float | None:
+    """Return the mean of a value; that of a speed is over the time, so it is the harmonic one."""
+    known = [(getattr(trial, name), trial.steps) for trial in trials if getattr(trial, name)]
+    if not known:
+        return None
+    steps = sum(count for _, count in known)
+    if name == "samples_per_second":
+        return float(steps / sum(count / value for value, count in known))
+    return float(sum(value * count for value, count in known) / steps)
+
+
+def measured_json(candidate: Candidate) -> dict[str, Any] | None:
+    """Return what the trials of a candidate measured; None if it was not tried."""
+    if not candidate.trials:
+        return None
+    values = mean_metrics(candidate)
+    return {
+        "samples_per_second": values.samples_per_second,
+        "step_s": values.step_s,
+        "peak_allocated_mib": values.peak_allocated_mib,
+        "j_per_sample": values.j_per_sample,
+        "price_per_sample": values.price_per_sample,
+        "gpu_seconds": round(sum(trial.gpu_seconds for trial in candidate.trials), 1),
+        "trials": [
+            {
+                "steps": trial.steps,
+                "status": trial.status,
+                "directory": None if trial.directory is None else str(trial.directory),
+                "samples_per_second": trial.samples_per_second,
+                "disturbed": trial.disturbed,
+            }
+            for trial in candidate.trials
+        ],
+    }
+
+
+# Candidates that are as good as the winner within the noise, and the simplest one of all.
+
+
+def equal_candidates(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> list[Candidate]:
+    """Return the other candidates whose difference to the winner is within the noise, the best one first."""
+    margins = [
+        (other, margin_between(winner, other, objective, candidates))
+        for other in ranked(candidates, objective)
+        if other is not winner
+    ]
+    return [other for other, margin in margins if margin is not None and margin.is_noise]
+
+
+def simplest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the simplest of some candidates; of several, the first one."""
+    return min(candidates, key=lambda candidate: _complexity(candidate.config))
+
+
+def _complexity(config: Config | None) -> tuple[int | bool, ...]:
+    """Return a key that is smaller for a simpler configuration."""
+    if config is None:
+        return (CUSTOM_COMPLEXITY,)
+    strategy = load_strategy(config)
+    is_fast, is_checkpointed = config.kernels.name != "reference", config.train.activation_checkpointing
+    option = strategy.option_complexity(config)
+    return strategy.own_complexity(), config.offload.enabled, is_checkpointed, is_fast, option
+
+
+# Which candidates a search repeats: the best one, and the rival that may be better within the noise.
+
+
+def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> list[Candidate]:
+    """Return the best candidate and its strongest rival, or the one of both with fewer steps; none if all is certain.
+
+    The best one is repeated in any case, because the best of many short trials was often only lucky. It is repeated
+    first, because its repeat may show that no rival needs one.
+    """
+    tried = by_score(candidates, objective)
+    if not tried:
+        return []
+    best, others = tried[0], tried[1:]
+    if len(best.completed) < 2:
+        return [best]
+    noise = deviation_of_a_step(candidates, objective, rules)
+    rivals = [(_possible_gain(best, other, objective, noise), other) for other in others]
+    gain, rival = max(rivals, key=itemgetter(0), default=(0.0, best))
+    if gain <= rules.negligible:
+        return []
+    steps = _steps(best), _steps(rival)
+    return [each for each, own in zip((best, rival), steps, strict=True) if own == min(steps)]
+
+
+def _possible_gain(best: Candidate, other: Candidate, objective: Objective, noise: Deviation) -> float:
+    """Return by how much another candidate may be better, at the end of the 95 % confidence interval."""
+    score, other_score = best.score(objective), other.score(objective)
+    assert score, "both were tried"
+    assert other_score, "both were tried"
+    noise_of_ratio = noise.noise_of_mean(1) * sqrt(1 / _steps(best) + 1 / _steps(other))
+    # The noise is that of the logarithm. So on a busy machine the worst candidates are not the strongest rivals.
+    return 1 - other_score / score * exp(-noise_of_ratio)
+
+
+def _steps(candidate: Candidate) -> int:
+    return sum(trial.steps for trial in candidate.completed)
+
+
+# The batches of trials of a search, and its result.
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """A trial to run.
+
+    Attributes:
+        candidate: The configuration to try.
+        steps: Number of measured steps.
+    """
+
+    candidate: Candidate
+    steps: int
+
+
+TryAll = Callable[[Sequence[PlannedTrial]], Sequence[Trial]]
+"""Function that runs a batch of trials, and returns their results in the same order."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A batch of trials that has ended.
+
+    Attributes:
+        name: Why it was run: ``families``, ``neighbors``, ``repeats`` or ``finalists``.
+        trials: What was tried, in order.
+        gpu_seconds: Cost of the batch.
+    """
+
+    name: str
+    trials: tuple[PlannedTrial, ...]
+    gpu_seconds: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Result of a search.
+
+    Attributes:
+        winner: The best candidate; None if none completed.
+        candidates: All candidates, with their trials.
+        rungs: The batches of trials, in order.
+        stopped: Why the search ended early, as a sentence; empty if it ended by itself.
+        statement: What prevents a winner, with the nearest configuration; empty if there is a winner.
+    """
+
+    winner: Candidate | None
+    candidates: tuple[Candidate, ...]
+    rungs: tuple[Rung, ...] = ()
+    stopped: str = ""
+    statement: str = ""
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Return the cost of all trials."""
+        return sum(rung.gpu_seconds for rung in self.rungs)

@@ -23,22 +23,20 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
-from distexp.choose.axis_keys import strategy_in
-from distexp.choose.candidate import Candidate, Objective
-from distexp.choose.common_error import most_different, prune_by_common_error
-from distexp.choose.doubtful import doubtful_candidates, mark_disturbed
-from distexp.choose.forecast_scale import without_checkpointing
-from distexp.choose.labels import format_worker_time
-from distexp.choose.neighbors import neighbors_to_try
-from distexp.choose.no_winner import describe_no_winner
-from distexp.choose.ranking import ranked
-from distexp.choose.repeats import candidates_to_repeat
-from distexp.choose.representatives import representatives, useful_representatives
-from distexp.choose.search_result import PlannedTrial, Rung, SearchResult, TryAll
-from distexp.choose.search_rules import DEFAULT_RULES, SearchRules
-from distexp.choose.trial_budget import affordable_trials
-from distexp.choose.trial_outcome import add_trial, prune_unmeasured
-from distexp.choose.untried import prune_untried
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, format_worker_time, strategy_in
+from distexp.choose.policy import (
+    affordable_trials,
+    describe_no_winner,
+    doubtful_candidates,
+    mark_disturbed,
+    neighbors_to_try,
+    prune_untried,
+    representatives,
+    useful_representatives,
+)
+from distexp.choose.predictions.forecast_scale import without_checkpointing
+from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, candidates_to_repeat, ranked
+from distexp.choose.trial_metrics import add_trial, most_different, prune_by_common_error, prune_unmeasured
 from distexp.strategies.base import COMMUNICATION, Strategy, shipped_strategies
 
 FINALISTS = "finalists"

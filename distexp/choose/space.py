@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 
-from distexp.choose.axes import Axes
-from distexp.choose.axis_keys import (
+from omegaconf import DictConfig, OmegaConf
+
+from distexp.choose.axes import Axes, ClusterSize, Kinds, StrategyChoice, cluster_sizes, strategy_choices
+from distexp.choose.candidate import (
     CHECKPOINTING,
     DEFAULT_VALUES,
+    GROUP_OF_KEY,
     KERNELS,
     MICRO_BATCH,
     OFFLOAD,
     STRATEGY,
     STRATEGY_OF,
+    Candidate,
+    Objective,
     strategy_in,
 )
-from distexp.choose.candidate import Candidate
-from distexp.choose.cluster_sizes import ClusterSize, cluster_sizes
-from distexp.choose.command_overrides import with_overrides
-from distexp.choose.strategy_choices import Kinds, StrategyChoice, strategy_choices
+from distexp.compose.cells import Cell, MakeCell
+from distexp.compose.composition import compose_all
 from distexp.config import Config, ConfigError, KernelsConfig
-from distexp.config.batch_sizes import depends_on_micro_batch, divisors
-from distexp.config.override_text import key_of
-from distexp.console.progress import show_progress
-from distexp.launch.cell import Cell, MakeCell
-from distexp.launch.parallel_composition import compose_all
-from distexp.plan.cells import replace_overrides
-from distexp.resolve.accumulation import multiples_near
-from distexp.runs.failure_text import join_errors
+from distexp.config.keys import config_groups
+from distexp.config.model_checks import depends_on_micro_batch, divisors
+from distexp.config.overrides import key_of, quote_choice, sets_key
+from distexp.config.sections import ChooseConfig
+from distexp.measure.run_energy import POWERCAP, can_read_energy
+from distexp.plan.planned_cells import replace_overrides
+from distexp.resolve.resources import launcher_traits
+from distexp.resolve.scaling_rules import multiples_near
+from distexp.runs.texts import join_errors
 from distexp.strategies.base import recorded_strategy, shipped_strategies
-from distexp.strategies.step_traits import StepTraits
+from distexp.strategies.single import REFERENCE
+from distexp.strategies.traits import StepTraits
+from distexp.tables.columns import show_progress
 
 
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
@@ -211,3 +217,205 @@ def _prune_duplicates(candidates: Sequence[Candidate]) -> None:
         first = seen.setdefault(repr(replace(candidate.config, kernels=KernelsConfig())), candidate)
         if first is not candidate:
             candidate.prune(f"the same as {' '.join(first.overrides)}")
+
+
+# The overrides of a command with those of a candidate in their place.
+
+
+SHARDED_KEYS = (*(f"{key}=" for key in (*STRATEGY_OF, *GROUP_OF_KEY)), "offload.")
+"""Overrides of a command that contradict the reference."""
+
+
+def with_overrides(command: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a command, with those of a candidate in their place."""
+    return replace_overrides(command, [quote_choice(text, config_groups()) for text in overrides])
+
+
+def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a command, without those that contradict the reference if others choose it."""
+    if REFERENCE[0] not in overrides:
+        return list(command)
+    return [text for text in command if not text.startswith(SHARDED_KEYS)]
+
+
+# The overrides that make a short trial of a training.
+
+
+EXCLUDED_STEPS = 3
+"""First steps of a trial that are not measured: compilation, and the recording of CUDA graphs."""
+
+SHORTEST_LIMIT_MIN = 10.0
+"""Least time limit of a trial. The first one may download and tokenize the data."""
+
+
+def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
+    """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output.
+
+    The model, the global batch, the seed and the order of the data stay the same.
+
+    Args:
+        config: Resolved configuration of the candidate.
+        steps: Number of measured steps.
+        budget_min: Budget of the search in minutes.
+    """
+    total, train = steps + EXCLUDED_STEPS, config.train
+    limit = max(budget_min, SHORTEST_LIMIT_MIN)
+    found = [
+        f"train.max_steps={total}",
+        f"train.num_epochs={total}",  # A small data set has fewer steps in an epoch.
+        f"train.measure_after_step={EXCLUDED_STEPS}",
+        "train.log_every=1",
+        "train.checkpoint_every=null",
+        "train.resume=null",
+        "train.save_model=false",
+        "train.evaluate=false",
+        "train.score_answers=false",
+        "train.profile_steps=0",
+        "profile=false",
+        "tracker=none",
+        "preflight.enabled=false",
+        f"cluster.timeout_min={min(limit, config.cluster.timeout_min or limit):g}",
+    ]
+    samples = train.global_batch_size
+    if samples is not None and "eval_size" in config.dataset.keys:
+        found.append(f"dataset.eval_size={min(samples, config.dataset.eval_size or samples)}")
+    return found
+
+
+# Settings of a search, and checks of the command line that starts it.
+
+
+BATCH = "train.global_batch_size"
+ACCUMULATION = "train.gradient_accumulation_steps"
+BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
+"""Limits of a scale that would give candidates with other micro-batches another global batch."""
+OWN_KEYS = ("choose.", "hydra.", "sweep.")
+DRY_RUN = "choose.dry_run=true"
+"""Override of a dry run for the GPUs of another machine. Without it, this machine must have as many GPUs."""
+
+SECONDS_PER_MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to search for.
+
+    Attributes:
+        section: Section ``choose`` of the configuration.
+        command: Overrides of the command without those of the search.
+        notes: What the user should know before the search.
+    """
+
+    section: ChooseConfig
+    command: list[str]
+    notes: list[str]
+
+    @property
+    def objective(self) -> Objective:
+        """Return the objective."""
+        return Objective(self.section.objective)
+
+    @property
+    def as_json(self) -> bool:
+        """Return whether stdout gets JSON only."""
+        return self.section.output == "json"
+
+    def budget_gpu_s(self, workers: int) -> float:
+        """Return the GPU time of the trials.
+
+        Args:
+            workers: Most workers of a candidate.
+        """
+        return self.section.budget_min * SECONDS_PER_MINUTE * workers
+
+
+def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
+    """Return the settings of a command.
+
+    Raises:
+        ConfigError: the command has several cells, or its objective or directory is impossible.
+    """
+    if len(cells) != 1:
+        raise ConfigError(
+            f"distexp choose is for one training, and these arguments have {len(cells)} cells: leave out presets with "
+            "a sweep, swept values and repeats. To try several values of a key, use choose.space"
+        )
+    cell = cells[0]
+    section = OmegaConf.to_object(cell.composed.choose)
+    assert isinstance(section, ChooseConfig)
+    config = cell.config or cell.decided
+    if error := "" if config is None else _unmeasured_on_cpus(section, config):
+        raise ConfigError(error)
+    if errors := _errors(section, cell, master):
+        raise ConfigError(errors)
+    command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
+    if section.dry_run and _names_gpu(cell):
+        command.append(DRY_RUN)
+    return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
+
+
+def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
+    """Return why no run on the CPUs of this machine has the metric of the objective; empty if it may have it."""
+    if config.cluster.device != "cpu":
+        return ""
+    if section.objective == Objective.COST:
+        return "choose.objective=cost needs GPUs, because a run on CPUs has no price: use throughput"
+    if section.objective == Objective.ENERGY and launcher_traits(config).runs_here and not can_read_energy():
+        return f"choose.objective=energy: the energy of these CPUs cannot be read (RAPL, {POWERCAP}): use throughput"
+    return ""
+
+
+def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:
+    """Return the settings of a command whose global batch is the same for all candidates."""
+    notes = []
+    if not sets_key(command, BATCH) and config.train.global_batch_size is None:
+        samples = global_batch(config)
+        command = [*(text for text in command if not sets_key([text], ACCUMULATION)), f"{BATCH}={samples}"]
+        notes.append(f"the global batch is {samples} samples, from these arguments: set {BATCH} for another one")
+    if config.scale.name != "full":
+        command = _without_batch_limits(command, config)
+    return Settings(section, command, notes)
+
+
+def _without_batch_limits(command: Sequence[str], config: Config) -> list[str]:
+    """Return a command of a shrunk training whose global batch is the same for all micro-batches."""
+    kept = [text for text in command if not any(sets_key([text], key) for key in BATCH_LIMITS)]
+    batch = [] if sets_key(kept, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
+    return [*kept, *batch, *(f"{key}=null" for key in BATCH_LIMITS)]
+
+
+def global_batch(config: Config) -> int:
+    """Return the samples of an optimizer step.
+
+    Raises:
+        ConfigError: the micro-batch is searched by the workers.
+    """
+    train = config.train
+    if isinstance(train.micro_batch_size, str):
+        raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")
+    return train.micro_batch_size * train.gradient_accumulation_steps * config.cluster.world_size
+
+
+def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:
+    """Return the errors of the section ``choose``, and of settings that a search does not support."""
+    # A search ignores other errors, because a candidate may be valid.
+    found = [error for error in cell.errors if error.startswith("choose.")]
+    if found:
+        return found
+    sweep = OmegaConf.to_container(master.hydra.sweep)
+    if isinstance(sweep, dict) and sweep["subdir"] == ".":
+        found.append("hydra.run.dir is for a single run, and choose starts several: use hydra.sweep.dir")
+    cluster = cell.composed.cluster
+    if section.objective == Objective.COST and not cluster.price_per_gpu_hour:
+        found.append("choose.objective=cost needs a price: set cluster.price_per_gpu_hour=2.5, for example")
+    if not cluster.wait:
+        found.append("cluster.wait=false: choose decides by the results of its trials, so it waits: leave it out")
+    if cluster.dry_run:
+        found.append("cluster.dry_run=true prints sbatch files: use choose.dry_run=true")
+    return found
+
+
+def _names_gpu(cell: Cell) -> bool:
+    """Return whether a command names the GPU or its memory."""
+    plan = cell.composed.plan
+    return plan.gpu is not None or plan.gpu_memory_gb is not None

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from distexp.choose.candidate import COMPLETED, Trial
+from distexp.choose.candidate import (
+    COMPLETED,
+    OUT_OF_MEMORY,
+    STRATEGY,
+    STRATEGY_OF,
+    Candidate,
+    Objective,
+    Status,
+    Trial,
+)
 from distexp.config import Config
-from distexp.runs.device_entries import cpu_peak_mib, device_values
-from distexp.runs.entry_values import number_of
-from distexp.runs.failure_text import failure_text
-from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import OPERATORS, RECORD, SPEC
+from distexp.runs.texts import failure_text
+from distexp.system.files import read_entries
+from distexp.system.typed_values import cpu_peak_mib, device_values, number_of
 
 SECONDS_PER_HOUR = 3600.0
 
@@ -94,3 +103,155 @@ def _price_per_sample(config: Config, samples_per_second: float | None) -> float
     if price is None or not samples_per_second or config.cluster.device == "cpu":
         return None
     return config.cluster.world_size * price / SECONDS_PER_HOUR / samples_per_second
+
+
+# What a trial means for its candidate, and for the other members of its family.
+
+
+UNMEASURED = {
+    Objective.THROUGHPUT: "the run measured no throughput",
+    Objective.ENERGY: "the run measured no energy: use choose.objective=throughput",
+    Objective.COST: "the run has no price: set cluster.price_per_gpu_hour",
+    Objective.MEMORY: "the run measured no memory",
+}
+"""Why a completed trial has no score."""
+
+NOT_ADVANCED = "its measured value is 0: the counter did not advance in so short a run"
+"""Why a completed trial with a value of 0 has no score."""
+
+MAX_FAILURES = 1
+"""Most trials of a family that may fail for another reason than memory before the rest of the family is pruned."""
+
+
+def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], objective: Objective) -> None:
+    """Add a trial to its candidate, and set the status. If it failed, prune what would fail too.
+
+    Args:
+        candidate: The candidate that was tried.
+        trial: Its trial.
+        family: All members of its family.
+        objective: The objective, whose metric the trial must have measured.
+    """
+    candidate.trials = (*candidate.trials, trial)
+    if trial.status == COMPLETED:
+        known = candidate.score(objective) is not None
+        candidate.status = Status.TRIED if known else Status.FAILED
+        candidate.reason = "" if known else _why_unmeasured(trial, objective)
+        return
+    candidate.status = Status.FAILED
+    ran_out = trial.status in OUT_OF_MEMORY
+    candidate.reason = trial.error or ("it ran out of memory" if ran_out else f"the run is {trial.status}")
+    if ran_out:
+        _prune_larger(candidate, family)
+    _prune_failing_family(candidate.reason, family)
+
+
+def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> None:
+    """Prune all that wait if trials have completed and none measured the objective, because others will not either."""
+    completed = [trial for candidate in candidates for trial in candidate.completed]
+    if completed and all(trial.measured(objective) is None for trial in completed):
+        for waiting in (candidate for candidate in candidates if candidate.status is Status.WAITING):
+            waiting.prune(UNMEASURED[objective])
+
+
+def _why_unmeasured(trial: Trial, objective: Objective) -> str:
+    """Return why a completed trial has no score."""
+    return UNMEASURED[objective] if trial.measured(objective) is None else NOT_ADVANCED
+
+
+def _prune_larger(candidate: Candidate, family: Sequence[Candidate]) -> None:
+    """Prune the members with a larger micro-batch than that of a candidate that ran out of memory."""
+    size = candidate.micro_batch
+    for member in family:
+        if member.status is Status.WAITING and member.micro_batch > size:
+            member.prune(f"micro-batch {member.micro_batch} needs more than {size}, which ran out of memory")
+
+
+def _prune_failing_family(reason: str, family: Sequence[Candidate]) -> None:
+    """Prune the rest of a family if too many of its trials failed for another reason than memory."""
+    failed = [candidate for candidate in family if candidate.status is Status.FAILED and not _ran_out(candidate)]
+    if len(failed) <= MAX_FAILURES:
+        return
+    for member in family:
+        if member.status is Status.WAITING:
+            member.prune(f"{len(failed)} trials of this family failed: {reason}")
+
+
+def _ran_out(candidate: Candidate) -> bool:
+    return any(trial.status in OUT_OF_MEMORY for trial in candidate.trials)
+
+
+# Errors that all candidates have in common, such as a data set that cannot be read. They end a search early.
+
+
+UNSUCCESSFUL = ("failed", "invalid")
+"""Statuses of trials whose error may concern all candidates. Too little memory, or too little time, does not."""
+
+
+def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
+    """Prune all candidates that wait if no trial completed, and no setting explains why the others failed.
+
+    A setting explains an error if all trials that failed have it, and some candidate that waits does not.
+
+    Args:
+        candidates: All candidates of the search.
+    """
+    failed = _failed_alike(candidates)
+    if len(failed) < 2:
+        return
+    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    common = _common_settings(failed, waiting)
+    if all(common <= _settings(candidate, dict(common)) for candidate in waiting):
+        for candidate in waiting:
+            candidate.prune(f"{len(failed)} trials with other settings failed: {failed[0].trials[-1].error}")
+
+
+def most_different(waiting: Sequence[Candidate], candidates: Iterable[Candidate]) -> Candidate | None:
+    """Return the candidate with the fewest settings that all failed ones have.
+
+    Args:
+        waiting: Candidates that may be tried, the best forecast first.
+        candidates: All candidates of the search.
+
+    Returns:
+        None if a trial completed, none failed, or the errors differ.
+    """
+    failed = _failed_alike(candidates)
+    if not failed:
+        return None
+    common = _common_settings(failed, waiting)
+    return min(waiting, key=lambda candidate: len(common & _settings(candidate, dict(common))), default=None)
+
+
+def _failed_alike(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates that failed, if no trial completed and all have the same error; else none."""
+    tried = [candidate for candidate in candidates if candidate.trials]
+    failed = [candidate for candidate in tried if candidate.trials[-1].status in UNSUCCESSFUL]
+    errors = {candidate.trials[-1].error for candidate in failed}
+    if len(errors) != 1 or "" in errors or any(candidate.completed for candidate in tried):
+        return []
+    return failed
+
+
+def _common_settings(failed: Sequence[Candidate], waiting: Sequence[Candidate]) -> set[tuple[str, str]]:
+    """Return the settings that all failed candidates have, as pairs of key and value."""
+    keys = {key for candidate in (*failed, *waiting) for key, _ in _overrides(candidate)}
+    return set.intersection(*(_settings(candidate, keys) for candidate in failed))
+
+
+def _settings(candidate: Candidate, keys: Iterable[str]) -> set[tuple[str, str]]:
+    """Return the values that a candidate has for some keys; an empty one for a key that it does not override.
+
+    A sharding or a stage that it does not have is no setting, because its strategy implies it.
+    """
+    values = dict(_overrides(candidate))
+    return {(key, values.get(key, "")) for key in keys if key in values or key not in STRATEGY_OF}
+
+
+def _overrides(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    """Yield the overrides as pairs of key and value. A sharding or a stage also names its strategy."""
+    for override in candidate.overrides:
+        key, _, value = override.partition("=")
+        if key in STRATEGY_OF:
+            yield STRATEGY, STRATEGY_OF[key]
+        yield key, value

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from distexp.choose.candidate import COMPLETED, Candidate, Trial
-from distexp.choose.command_overrides import with_overrides, without_other_strategy
-from distexp.choose.search_result import PlannedTrial
-from distexp.choose.state import SearchState, StoredTrial
+from distexp.choose.ranking import PlannedTrial
+from distexp.choose.space import trial_overrides, with_overrides, without_other_strategy
 from distexp.choose.trial_metrics import gpu_seconds, read_record, training_gpu_seconds, trial_of
-from distexp.choose.trial_overrides import trial_overrides
-from distexp.config import Config
-from distexp.launch.assigned_runs import AssignedRun, make_run_info
-from distexp.launch.cell import Cell, MakeCell
+from distexp.compose.cells import Cell, MakeCell
+from distexp.config import Config, ConfigError
+from distexp.config.overrides import suggest_command
 from distexp.launch.launcher import TrialRunner
-from distexp.launch.run_dir_claim import claim_run_dir, run_dir_for
-from distexp.runs.error_files import SUBMISSION_REFUSED
-from distexp.runs.failure_text import join_errors
+from distexp.launch.run_dirs import AssignedRun, claim_run_dir, make_run_info, run_dir_for
+from distexp.runs.attempts import SUBMISSION_REFUSED
 from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import CHOICE
+from distexp.runs.texts import join_errors
+from distexp.system.files import read_json, write_json
+from distexp.system.typed_values import parse_dataclass
 
 INTERRUPTED = frozenset({"killed", "preempted"})
 """Statuses of trials that run again when a search is resumed."""
@@ -162,3 +164,119 @@ class Trials:
 def _is_refused(record: RunRecord) -> bool:
     """Return whether Slurm has refused the job of a trial. Another command may submit it."""
     return record.error is not None and record.error.type == SUBMISSION_REFUSED
+
+
+# What is stored of a search, in ``choose.json``: its trials, so that it can be resumed, and its result.
+
+
+VERSION = 1
+
+
+@dataclass
+class StoredTrial:
+    """A trial in ``choose.json``: which run it is, and what it has cost.
+
+    Attributes:
+        overrides: Overrides of the candidate, and further ones of the trial.
+        steps: Number of measured steps.
+        repeat: Number of equal trials before it.
+        number: Number of its run.
+        status: Status of its record; None if it has not ended.
+        gpu_seconds: Time of the run times the number of workers.
+        startup_gpu_seconds: The part of it outside of training and evaluation.
+        compares_losses: Whether it was run to compare the losses, after the search.
+    """
+
+    overrides: list[str]
+    steps: int
+    repeat: int
+    number: int
+    status: str | None = None
+    gpu_seconds: float = 0.0
+    startup_gpu_seconds: float = 0.0
+    compares_losses: bool = False
+
+
+def _no_content() -> dict[str, Any]:
+    return {}
+
+
+@dataclass
+class SearchState:
+    """The file of a search.
+
+    Attributes:
+        folder: Directory of the search.
+        command: Overrides that the search is about.
+        describe: Returns what else the file contains: winner, candidates and statements.
+        trials: Trials that were started, in order.
+    """
+
+    folder: Path
+    command: list[str]
+    describe: Callable[[], dict[str, Any]] = _no_content
+    trials: list[StoredTrial] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, folder: Path, command: Sequence[str]) -> SearchState:
+        """Return the state of a directory, an empty one if it has no search yet.
+
+        Raises:
+            ConfigError: if the directory contains another search, or a damaged file.
+        """
+        path = folder / CHOICE
+        try:
+            raw = read_json(path)
+            stored, trials = raw["command"], [parse_dataclass(StoredTrial, trial) for trial in raw["trials"]]
+        except FileNotFoundError:
+            return cls(folder, list(command))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged ({error}): start the search in another directory") from None
+        if stored != list(command):
+            raise ConfigError(
+                f"{folder} contains the search for '{' '.join(map(str, stored))}', and this one is for "
+                f"'{' '.join(command)}': choose another hydra.sweep.dir, or continue that one with "
+                f"{suggest_command('resume', folder)}"
+            )
+        return cls(folder, list(command), trials=trials)
+
+    def find(self, overrides: Sequence[str], steps: int, repeat: int) -> StoredTrial | None:
+        """Return a trial that was started before; None if it was not."""
+        wanted = (list(overrides), steps, repeat)
+        return next((trial for trial in self.trials if (trial.overrides, trial.steps, trial.repeat) == wanted), None)
+
+    def add(self, trial: StoredTrial) -> StoredTrial:
+        """Add a trial and return it."""
+        self.trials.append(trial)
+        return trial
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Return the cost of all trials."""
+        return sum(trial.gpu_seconds for trial in self.trials)
+
+    @property
+    def startup_gpu_seconds(self) -> float:
+        """Return the part of the cost outside of training and evaluation."""
+        return sum(trial.startup_gpu_seconds for trial in self.trials)
+
+    @property
+    def check_gpu_seconds(self) -> float:
+        """Return the part of the cost for trials that compare the losses."""
+        return sum(trial.gpu_seconds for trial in self.trials if trial.compares_losses)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        return {
+            **self.describe(),
+            "gpu_seconds": round(self.gpu_seconds, 1),
+            "startup_gpu_seconds": round(self.startup_gpu_seconds, 1),
+            "check_gpu_seconds": round(self.check_gpu_seconds, 1),
+            "command": self.command,
+            "trials": [asdict(trial) for trial in self.trials],
+            "version": VERSION,
+        }
+
+    def write(self) -> None:
+        """Write the file atomically."""
+        write_json(self.folder / CHOICE, self.to_json())

@@ -1,1 +1,1 @@
-"""Command line: sub-commands, overrides, error messages and help."""
+"""The command line: subcommands, arguments, error messages and help."""

@@ -16,12 +16,12 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
+from distexp.compose.cells import Cell, MakeCell
+from distexp.compose.composition import Adjust, CellRules, cell_maker, compose_cells
 from distexp.config import Command
 from distexp.guard.command_line import packages_trusted_by_user
-from distexp.launch.cell import Cell, MakeCell
-from distexp.launch.composition import Adjust, CellRules, cell_maker, compose_cells
 from distexp.launch.launcher import Launcher, Sweep
-from distexp.launch.plan_runs import predict_before_start
+from distexp.launch.memory_check import predict_before_start
 from distexp.resolve.resources import find_launcher
 
 
@@ -90,8 +90,8 @@ def _prints_json(line: CommandLine) -> bool:
 
 def choose(line: CommandLine) -> list[JobReturn]:
     """Search for the best configuration. A candidate has other sizes, so it may be valid even if the cell is not."""
+    from distexp.choose.candidate import config_label
     from distexp.choose.command import run_choose
-    from distexp.choose.labels import config_label
 
     cells = line.compose(CellRules(may_be_invalid=True, sizes_vary=True))
     if not (cells[0].composed.cluster.dry_run or line.master.choose.dry_run):

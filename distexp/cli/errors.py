@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
+from collections.abc import Iterable, Sequence
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
-from distexp.cli.durations import explain_duration
-from distexp.cli.option_errors import explain_option
-from distexp.cli.overrides import home_message, parse, without_plus_prefix
-from distexp.cli.suggestions import suggest_key
 from distexp.config import ConfigError
-from distexp.config.key_info import describe_values, is_key, known_keys
-from distexp.config.paths import config_groups, options_of
-from distexp.runs.copyable_command import shell_quote
-from distexp.runs.full_disk import FULL, NOT_WRITABLE
+from distexp.config.keys import config_groups, describe_values, is_key, known_keys, options_of, strategy_groups
+from distexp.config.overrides import home_message, parse, shell_quote, without_plus_prefix
+from distexp.runs.texts import FULL, NOT_WRITABLE
 
 NEEDS_QUOTES = frozenset("!#&();<=>^`~")
 """Characters that Hydra's grammar accepts only in quotes."""
@@ -187,3 +184,159 @@ def _explain_missing_option(error: MissingConfigException) -> str:
     if not slash:
         return f"{_first_line(error).partition('. ')[0]}: leave --config-name out"
     return explain_option(group, option, sorted({*options_of(group), *(error.options or [])}))
+
+
+# Error messages for unknown options of config groups, with hints.
+
+
+BOOLEAN_NAMES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+"""Other names of true and false."""
+
+OPTION_NAMES = {
+    "precision": {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "full": "fp32"},
+    "offload": {**BOOLEAN_NAMES, "cpu": "true", "none": "false"},
+}
+"""Names of options in other programs, with the options of distexp."""
+
+ZERO_STAGE = re.compile(r"zero[-_ ]?([0-3])")
+"""Name of a ZeRO stage in other programs."""
+
+EXTENDED_GROUPS = ("model", "dataset", "strategy", "cluster")
+"""Groups to which users add custom options."""
+
+
+def explain_option(group: str, option: str, options: list[str]) -> str:
+    """Return the error for an option that a group does not have.
+
+    Args:
+        group: The config group.
+        option: The unknown option.
+        options: All options of the group.
+    """
+    near = _suggest_option(group, option, options)
+    texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
+    if not near and group in EXTENDED_GROUPS and option.isidentifier():
+        texts.append(f"A custom option, in FOLDER/{group}/{option}.yaml, needs --config-dir FOLDER")
+    if group == "model" and option:
+        texts.append(_transformers_hint("FOLDER_OR_HUB_ID" if near else option))
+    return f"{group}={option} is not an option{near or '.'} {'. '.join(texts)}"
+
+
+def _suggest_option(group: str, option: str, options: list[str]) -> str:
+    """Return ``. Did you mean a or b?``, or an empty text."""
+    name = option.lower()
+    name = OPTION_NAMES.get(group, {}).get(name, name)
+    if name in options:
+        return f". Did you mean {name}?"
+    if group == "strategy" and (stage := ZERO_STAGE.fullmatch(name)):
+        return f". Did you mean zero_stage={stage[1]}?"
+    confused = ("strategy", *strategy_groups())  # Groups that choose a strategy.
+    elsewhere = [other for other in confused if group in confused and name in options_of(other)]
+    return f". Did you mean {elsewhere[0]}={name}?" if elsewhere else suggest(name, options)
+
+
+def _transformers_hint(name: str) -> str:
+    """Return how to choose a model that is not an option."""
+    return f"For another model of transformers, from the hub or a folder: model=hf model.name={name}"
+
+
+# Hints for durations such as ``30m``, ``1:30`` and Slurm's ``1-12:00:00`` in a key that takes a number.
+
+
+UNITS = {"_min": ("minutes", 60), "_s": ("seconds", 1)}
+"""Unit of a key, and its length in seconds, by the end of the key."""
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+"""Length of the units that users type, by their first letter."""
+
+PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|days?|h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?)(?![a-z])\s*")
+"""A number with a unit, as in ``30m`` or ``30 minutes``."""
+
+CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
+"""Hours, minutes and seconds, as Slurm writes them, with or without days."""
+
+SHORT_CLOCK = re.compile(r"(\d+):(\d{1,2})")
+"""Hours and minutes, or minutes and seconds."""
+
+
+def explain_duration(key: str, value: str) -> str:
+    """Return which number to write for a duration, as the end of a message; empty if it is none."""
+    unit = next((unit for end, unit in UNITS.items() if key.endswith(end)), None)
+    if unit is None:
+        return ""
+    name, length = unit
+    text = value.strip("'\" ").lower()
+    if short := SHORT_CLOCK.fullmatch(text):
+        first, second = (int(part) for part in short.groups())
+        long, brief = 3600 * first + 60 * second, 60 * first + second
+        return (
+            f", in {name}: write {key}={long / length:g} for {first} h {second} min, or "
+            f"{key}={brief / length:g} for {first} min {second} s"
+        )
+    seconds = _seconds(text)
+    return "" if seconds is None else f", in {name}: write {key}={seconds / length:.12g}"
+
+
+def _seconds(text: str) -> float | None:
+    """Return the seconds of a duration with units, or of days, hours, minutes and seconds; None for another text."""
+    if clock := CLOCK.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return 86400 * days + 3600 * hours + 60 * minutes + seconds
+    parts = PARTS.findall(text)
+    if not parts or PARTS.sub("", text):
+        return None
+    return sum(float(number) * SECONDS[unit[0]] for number, unit in parts)
+
+
+# Suggestions for misspelled names.
+
+
+ALIASES = {
+    "lr": "train.learning_rate",
+    "epochs": "train.num_epochs",
+    "epoch": "train.num_epochs",
+    "batch_size": "train.micro_batch_size",
+    "steps": "train.max_steps",
+    "gpus": "cluster.workers_per_node",
+    "num_gpus": "cluster.workers_per_node",
+    "workers": "cluster.workers_per_node",
+    "nproc_per_node": "cluster.workers_per_node",
+    "nnodes": "cluster.nodes",
+    "sequence_length": "dataset.max_length",
+    "seq_len": "dataset.max_length",
+    "max_seq_length": "dataset.max_length",
+    "timeout": "cluster.timeout_min",
+    "time": "cluster.timeout_min",
+    "walltime": "cluster.timeout_min",
+    "mem": "cluster.memory_gb",
+}
+"""Names of keys in other programs, with the keys of distexp."""
+
+OPTION_ALIASES = {f"zero{separator}{stage}": f"zero_stage={stage}" for separator in ("", "-") for stage in range(4)}
+"""Usual names of options, with the overrides that choose them."""
+
+
+def suggest(wrong: str, known: Iterable[str]) -> str:
+    """Return ``. Did you mean a or b?``, or an empty text if no known name is similar."""
+    return _question(difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6))
+
+
+def suggest_key(wrong: str, known: Iterable[str]) -> str:
+    """Return the same for dotted keys.
+
+    Only the last part of a key is compared, because the right name in a wrong section is a common error.
+    """
+    section, _, name = wrong.rpartition(".")
+    if name in ALIASES:
+        return _question([ALIASES[name]])
+    by_name: dict[str, list[str]] = {}
+    for key in sorted(key for key in known if "/" not in key):
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    containing = [other for other in by_name if name in (other, *other.split("_"))]
+    near = containing or difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
+    keys = [key for other in near for key in by_name[other]]
+    return _question([key for key in keys if key.rpartition(".")[0] == section] or keys)
+
+
+def _question(near: Sequence[str]) -> str:
+    return f". Did you mean {' or '.join(near[:3])}?" if near else ""

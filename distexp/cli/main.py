@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from distexp import __version__
-from distexp.cli.commands import COMMANDS, run_command
 from distexp.exceptions import run_until_pipe_closes
 
 
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     if name == "run" and {"-h", "--help"} & set(arguments):
-        from distexp.cli.help import help_text
+        from distexp.cli.help_topics import help_text
 
         print(help_text())
         return 0
@@ -31,3 +32,39 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print(f"distexp {__version__}")
         return 0
     return run_command(name, arguments)
+
+
+# Sub-commands of ``distexp``: their names, modules and one-line help.
+
+
+class Command(NamedTuple):
+    """A sub-command."""
+
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "run": Command("start a run, or a sweep with --multirun (the word run may be left out)", "distexp.cli.run"),
+    "status": Command("show the state of every run of a sweep", "distexp.status"),
+    "resume": Command("run what is missing or failed in a sweep", "distexp.resume"),
+    "cancel": Command("end the runs of a sweep", "distexp.cancel"),
+    "plan": Command("predict the GPU memory of a run or a sweep, also without a GPU", "distexp.plan.__main__"),
+    "choose": Command("find the fastest configuration of a training by short runs", "distexp.choose.__main__"),
+    "explain": Command("show what the steps of a profiled run spend their time on", "distexp.explain.__main__"),
+    "forecast": Command("forecast the speed of a profiled run on other numbers of GPUs", "distexp.forecast.__main__"),
+    "report": Command("make tables, figures and a page from finished runs", "distexp.report.__main__"),
+    "experiments": Command("list the presets, or run those that match", "distexp.experiments"),
+    "doctor": Command("check this machine", "distexp.doctor.__main__"),
+    "preflight": Command("measure the bandwidth between workers, and matrix products", "distexp.preflight.__main__"),
+    "memory": Command("summarize nvidia-smi and psrecord logs", "distexp.memory"),
+    "help": Command("print this text, or help on a command, a group or a key", "distexp.help"),
+    "reference": Command("print a generated reference page", "distexp.reference"),
+}
+"""Sub-commands by name. Each module has a ``main(arguments)`` that returns the exit code."""
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Import the module of a sub-command, run it and return its exit code."""
+    code: int = importlib.import_module(COMMANDS[name].module).main(arguments)
+    return code

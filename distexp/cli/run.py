@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from distexp.cli.arguments import normalize_arguments
 from distexp.config import Command, ConfigError, register_schema
-from distexp.config.paths import conf_dir
+from distexp.config.keys import conf_dir
 from distexp.exceptions import (
     TRACE_VARIABLE,
     InterruptedRunError,
@@ -29,8 +29,8 @@ from distexp.exceptions import (
     SweepInterrupted,
     interruptions_kept,
 )
+from distexp.guard.command_line import check_arguments_for_secrets
 from distexp.guard.config_files import use_checked_loader
-from distexp.guard.secrets import check_arguments_for_secrets
 
 
 def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequence[str] = ()) -> int:

@@ -7,14 +7,13 @@ The YAML of each option lists its keys. Setting any other key is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.config.paths import conf_dir, options_of
-from distexp.config.value_checks import value_errors
-from distexp.config.weights_source import weights_source, weights_source_key
+from distexp.config import Config, ConfigError, DatasetConfig, ModelConfig
+from distexp.config.keys import conf_dir, options_of, value_errors
 
 COMMON_KEYS = frozenset({"_target_", "name", "task", "init", "keys"})
 """Keys of every option."""
@@ -132,3 +131,140 @@ def _head_errors(model: ModelConfig) -> Iterator[str]:
     hidden, heads = model.hidden_size, model.num_heads
     if hidden and heads and heads > 0 and hidden % heads:
         yield f"model.hidden_size={hidden} must be a multiple of model.num_heads={heads}: change one of them"
+
+
+# Checks of sizes that must fit together, without importing torch.
+
+
+def check_sequence_length(dataset: DatasetConfig, model: ModelConfig) -> str | None:
+    """Return an error if texts may be longer than the positions of the model."""
+    if dataset.max_length is None or model.seq_length is None or dataset.max_length <= model.seq_length:
+        return None
+    return (
+        f"dataset.max_length={dataset.max_length} exceeds model.seq_length={model.seq_length}, the most positions of "
+        f"model={model.name}: lower the first or raise the second"
+    )
+
+
+def check_samples_per_rank(
+    samples: int, workers: int, micro_batch_size: int, *, global_batch: int | None = None, unit: str = "samples"
+) -> str | None:
+    """Return an error if a micro-batch is larger than the samples of a rank.
+
+    Such a micro-batch would be padded, and its speed would be that of padding.
+
+    Args:
+        samples: samples of the training set.
+        workers: workers that share them.
+        micro_batch_size: samples per worker and forward pass.
+        global_batch: samples of a step, if they are set. Other micro-batches must divide those of a worker.
+        unit: ``samples``, or ``rows`` of packed samples.
+    """
+    per_rank = -(-samples // workers)
+    if micro_batch_size <= per_rank:
+        return None
+    share = f"{per_rank} {unit if per_rank > 1 else unit[:-1]}"
+    hint = (
+        _fitting_sizes(samples, workers, micro_batch_size)
+        if global_batch is None
+        else _divisor(global_batch // workers, per_rank)
+    )
+    return (
+        f"train.micro_batch_size={micro_batch_size} is more than the {share} of each worker ({samples} {unit}, "
+        f"{workers} workers): use {hint}a larger dataset.train_size"
+    )
+
+
+def _fitting_sizes(samples: int, workers: int, micro_batch_size: int) -> str:
+    """Return the largest micro-batch for these workers, and the most workers for this micro-batch, as alternatives."""
+    most = (samples - 1) // max(1, micro_batch_size - 1)
+    fewer = f" at most {most} worker{'s' if most > 1 else ''}," if most else ""
+    return f"train.micro_batch_size={-(-samples // workers)},{fewer} or "
+
+
+def _divisor(whole: int, largest: int) -> str:
+    """Return the largest micro-batch up to a limit that divides the samples of a worker, as an alternative."""
+    divisor = max(divisors(whole, largest), default=None)
+    return f"train.micro_batch_size={divisor}, or " if divisor else ""
+
+
+def several_lengths(dataset: DatasetConfig) -> str:
+    """Return the setting because of which batches have different lengths; empty if all have the same."""
+    if dataset.bucketing:
+        return "dataset.bucketing=true"
+    return "dataset.padding=longest" if dataset.padding == "longest" else ""  # packed rows are not all full
+
+
+# Where the weights and the tokenizer of a model come from: a hub id or a folder.
+
+
+def weights_source(model: ModelConfig) -> str | None:
+    """Return the hub id or folder of the weights and the tokenizer; None if the architecture has none."""
+    return model.name if weights_source_key(model) == "name" else model.path
+
+
+def weights_source_key(model: ModelConfig) -> str:
+    """Return the key that holds the weights source: ``name`` if the model lists it, else ``path``."""
+    return "name" if "name" in model.keys else "path"
+
+
+def loads_from_source(model: ModelConfig) -> bool:
+    """Return whether a run reads the weights source, for its weights or for its architecture."""
+    return model.init == "pretrained" or "name" in model.keys
+
+
+# Sizes of the batches of a training: micro-batch, accumulation and global batch.
+
+
+AUTO = "auto"
+"""Value of ``train.micro_batch_size`` for which the workers search the size."""
+
+
+def searches_micro_batch(config: Config) -> bool:
+    """Return whether the workers search the micro-batch size."""
+    return config.train.micro_batch_size == AUTO
+
+
+def depends_on_micro_batch(config: Config) -> bool:
+    """Return whether another micro-batch may be another training: a batch norm uses the statistics of a micro-batch.
+
+    Most image models have batch norms. Whether a custom one has none is not known before it is built.
+    """
+    return config.model.task == "image_classification"
+
+
+def samples_per_worker(config: Config) -> int:
+    """Return the samples of an optimizer step on each worker, for a configuration with a global batch size."""
+    assert config.train.global_batch_size is not None, "resolve() requires it for micro_batch_size=auto"
+    return config.train.global_batch_size // config.cluster.world_size
+
+
+def divisors(number: int, limit: int | None = None) -> list[int]:
+    """Return the divisors of a number up to a limit, in ascending order: the micro-batches that keep a global batch."""
+    largest = number if limit is None else min(number, limit)
+    return [size for size in range(1, largest + 1) if number % size == 0]
+
+
+def with_micro_batch(config: Config, size: int, accumulation: int | None = None) -> Config:
+    """Return a configuration with a micro-batch size.
+
+    Args:
+        config: the configuration.
+        size: samples per worker and forward pass.
+        accumulation: micro-batches per optimizer step; None: as many as give the global batch size.
+    """
+    steps = samples_per_worker(config) // size if accumulation is None else accumulation
+    return replace(config, train=replace(config.train, micro_batch_size=size, gradient_accumulation_steps=steps))
+
+
+# Numbers of the samples of generated data sets, if their configuration sets none.
+
+
+SQUAD_SAMPLE_TRAIN, SQUAD_SAMPLE_EVAL = 512, 128
+TINYIMAGENET_SAMPLE_TRAIN, TINYIMAGENET_SAMPLE_EVAL = 400, 100
+
+GENERATED_TRAIN_SIZES = {
+    "distexp.data.squad_sample.load": SQUAD_SAMPLE_TRAIN,
+    "distexp.data.tinyimagenet_sample.load": TINYIMAGENET_SAMPLE_TRAIN,
+}
+"""Training samples by the ``_target_`` of the dataset."""

@@ -15,28 +15,96 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from distexp.config.choose_section import ChooseConfig
-from distexp.config.cluster_section import ClusterConfig
-from distexp.config.data_sections import DatasetConfig, ModelConfig
-from distexp.config.field_info import key
-from distexp.config.forecast_section import ForecastConfig
-from distexp.config.measure_sections import MeasureConfig, PreflightConfig, TrackerConfig
-from distexp.config.plan_section import PlanConfig
-from distexp.config.scale_sections import ScaleConfig, ScalingConfig
-from distexp.config.strategy_sections import DDPConfig, DeepSpeedConfig, FSDPConfig
+from distexp.config.fields import key
+from distexp.config.sections import (
+    ChooseConfig,
+    ClusterConfig,
+    DatasetConfig,
+    DDPConfig,
+    DeepSpeedConfig,
+    ForecastConfig,
+    FSDPConfig,
+    ModelConfig,
+    PlanConfig,
+)
+
+# The sections of the schema with the size of a run: limits that shrink it, and growth with its workers.
 
 
-class ConfigError(ValueError):
-    """One or more errors of a configuration; each states the value, what is wrong with it, and a hint.
+@dataclass
+class ScaleConfig:
+    """Upper limits that shrink a run, for example a preset on a laptop. Null means no limit."""
 
-    Attributes:
-        config: the configuration with the values that were decided before the errors were found, or None.
-    """
+    name: str = key("full", "Name of the scale.")
+    shrink: int | None = key(None, "Divisor of the widths of a model.", at_least=1)
+    layers: int | None = key(None, "Layers of a model, or of each stage of a ResNet.", at_least=1)
+    heads: int | None = key(None, "Attention heads.", at_least=1)
+    vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1)
+    max_length: int | None = key(None, "Length of a text.", unit="tokens", at_least=1)
+    image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
+    train_size: int | None = key(None, "Training examples.", at_least=1)
+    eval_size: int | None = key(None, "Evaluation examples.", at_least=1)
+    micro_batch_size: int | None = key(None, "Samples per worker and forward pass.", at_least=1)
+    gradient_accumulation_steps: int | None = key(None, "Micro-batches per optimizer step.", at_least=1)
+    workers: int | None = key(None, "Workers on all nodes. A cell with more is invalid.", at_least=1)
+    workers_per_node: int = key(2, "Workers per node in the presets for several nodes.", at_least=1)
 
-    def __init__(self, errors: list[str] | str, config: Config | None = None) -> None:
-        self.errors = [errors] if isinstance(errors, str) else list(errors)
-        self.config = config
-        super().__init__("\n".join(self.errors))
+
+@dataclass
+class ScalingConfig:
+    """How the work changes with the number of workers."""
+
+    name: str = key("fixed", "Scaling rule.", choices=("fixed", "weak_data", "weak_model", "weak_model_workshop"))
+    samples_per_worker: int | None = key(None, "`weak_data`: training examples per worker.", at_least=1)
+    base_workers: int | None = key(
+        None, "`weak_model`: workers at which layers and micro-batch size are as configured.", at_least=1
+    )
+
+
+# The sections of the schema with the measurements of a run, and where a tracker sends them.
+
+
+@dataclass
+class MeasureConfig:
+    """Memory and utilization, sampled from outside the workers, and the watch for slow ranks inside of them."""
+
+    enabled: bool = key(True, "Whether to sample.")
+    interval_s: float = key(0.5, "Time between two samples.", unit="seconds", above=0)
+    slow_ranks: bool = key(
+        True,
+        "Whether to watch for slow ranks: how long each rank waits for the others in some steps. "
+        "If false, no method of torch is replaced.",
+    )
+    watchers: list[str] = key(
+        [], "Custom measurements of the training: classes that extend `Watcher`, from `trusted_packages`."
+    )
+
+
+@dataclass
+class TrackerConfig:
+    """Experiment tracker. Credentials are read by its library and are never part of a configuration."""
+
+    name: str = key("none", "Name of the tracker.")
+    _target_: str | None = key(None, "Class that implements the `Tracker` protocol.", null="no tracker")
+    project: str = key("distexp", "Project of wandb, or experiment of MLflow.")
+    online: bool = key(False, "wandb: upload while the run trains.")
+    uri: str | None = key(None, "MLflow server or store.", null="the folder `mlruns/`")
+
+
+@dataclass
+class PreflightConfig:
+    """Communication bandwidth test before training."""
+
+    enabled: bool = key(False, "Whether to run the test.")
+    min_busbw_gbps: float | None = key(
+        None, "Lowest accepted bus bandwidth of the largest all-reduce.", unit="GB/s", at_least=0,
+        null="5 on GPUs, no limit on CPUs",
+    )  # fmt: skip
+    max_bytes: int | None = key(
+        None, "Size of the largest buffer.", unit="bytes", at_least=1024, null="4 GiB on GPUs, 64 MiB on CPUs"
+    )
+    warmup_rounds: int = key(20, "Rounds before the measured ones.", at_least=0)
+    rounds: int = key(50, "Measured rounds. Fewer if one size would take longer than 10 s.", at_least=1)
 
 
 @dataclass

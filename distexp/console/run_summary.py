@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distexp.config import Config, ModelConfig
-from distexp.config.key_info import speed_references
-from distexp.console.busy_cores import busy_core_lines
-from distexp.console.energy import energy_lines
-from distexp.console.padding import padding_lines
-from distexp.runs.device_entries import cpu_peak_mib, device_values
-from distexp.runs.failure_text import failure_text
-from distexp.runs.listing import format_count
-from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, tensor_entries
+from distexp.config import ModelConfig
+from distexp.config.keys import speed_references
+from distexp.config.overrides import format_count
+from distexp.console.run_notes import busy_core_lines, energy_lines, padding_lines
+from distexp.runs.memory_trace import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
-from distexp.runs.missing_cost import missing_costs
-from distexp.runs.model_label import STAND_IN, model_label, record_model_label
-from distexp.runs.out_of_memory import memory_lines
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.runs.straggler_text import describe_straggler
-from distexp.strategies.base import load_strategy
+from distexp.runs.texts import (
+    STAND_IN,
+    describe_straggler,
+    failure_text,
+    memory_lines,
+    missing_costs,
+    model_label,
+    record_model_label,
+)
+from distexp.strategies.base import strategy_label
+from distexp.system.typed_values import cpu_peak_mib, device_values
 from distexp.system.units import MIB, format_tflops
 
 MAX_EPOCHS = 6
@@ -56,12 +58,6 @@ def run_title(spec: RunSpec) -> str:
     return (
         f"{model} on {config.dataset.name}, {strategy_label(config)}{engine}, {config.precision.name}, {workers}{nodes}"
     )
-
-
-def strategy_label(config: Config) -> str:
-    """Return the strategy with its main option: ``fsdp full_shard, offloaded``."""
-    name = load_strategy(config).label(config)
-    return f"{name}, offloaded" if config.offload.enabled else name
 
 
 def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:

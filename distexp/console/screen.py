@@ -7,9 +7,11 @@ therefore draw nothing, and a run on another machine can be followed in the same
 from __future__ import annotations
 
 import re
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,18 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from distexp.console.invalid_cells import InvalidCells
-from distexp.console.operator_build import build_message
+from distexp.config.overrides import format_count, suggest_command
+from distexp.console.run_notes import build_message
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
-from distexp.console.sweep_progress import SweepProgress
+from distexp.console.sweep_table import InvalidCells
 from distexp.report.overview_table import build_exercise_tables, build_overview_table
-from distexp.runs.command_text import suggest_command
-from distexp.runs.error_files import ERROR_HEADING
-from distexp.runs.failure_text import failure_text
-from distexp.runs.jsonl import Tail
-from distexp.runs.listing import format_count
-from distexp.runs.printable import printable
+from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, log_path
 from distexp.runs.spec import RunSpec
+from distexp.runs.texts import failure_text
+from distexp.system.files import Tail, printable
+from distexp.system.units import format_about
 
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
 """Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log."""
@@ -263,3 +263,62 @@ class Screen:
 def _plain(text: str) -> str:
     """Return a text that neither rich nor a terminal interprets."""
     return escape(printable(text))
+
+
+# Progress of a sweep: how many cells are done, and how long the others will take.
+
+
+MIN_SPREAD = 1.5
+"""Longest over shortest duration from which both are printed."""
+
+
+@dataclass
+class SweepProgress:
+    """Progress of a sweep on this machine.
+
+    Attributes:
+        cells: Number of cells.
+        runs: Number of cells that train; the others are invalid.
+        ended: Number of cells that have ended.
+        durations: Status and seconds of each run of this command, with the start of its processes.
+    """
+
+    cells: int
+    runs: int
+    ended: int = 0
+    durations: list[tuple[str, float]] = field(default_factory=list)
+    ended_runs: int = 0
+    started: float | None = None
+
+    def start(self) -> None:
+        """Note the time at which a cell starts."""
+        self.started = time.monotonic()
+
+    def add(self, record: RunRecord) -> None:
+        """Count a cell that has ended, or was done before."""
+        self.ended += 1
+        if record.status == "invalid":
+            return
+        self.ended_runs += 1
+        if self.started is not None:
+            self.durations.append((record.status, time.monotonic() - self.started))
+
+    def line(self) -> str | None:
+        """Return ``2 of 8 done, about 50 s left``; None for a single run and at the end."""
+        left = self.runs - self.ended_runs
+        if self.cells == 1 or left <= 0:
+            return None
+        return f"{self.ended} of {self.cells} done, {self._time_left(left)}"
+
+    def _time_left(self, runs: int) -> str:
+        """Return the time of the remaining runs, if they are like the median of the earlier ones.
+
+        A run that failed may have ended early, so it counts only if no run completed.
+        """
+        known = [seconds for status, seconds in self.durations if status == "completed"]
+        known = known or [seconds for _, seconds in self.durations]
+        if not known:
+            return "time left unknown until a run has ended"
+        shortest, longest = min(known), max(known)
+        spread = f" (runs took {shortest:,.0f} to {longest:,.0f} s)" if longest > MIN_SPREAD * shortest else ""
+        return f"about {format_about(runs * statistics.median_low(known))} left{spread}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.markup import escape
 from rich.table import Table
 
+from distexp.config.overrides import format_runs
 from distexp.console.run_summary import status_color
-from distexp.runs.listing import format_runs
-from distexp.runs.progress import read_progress
-from distexp.runs.run_state import RunState
+from distexp.runs.run_state import RunState, read_progress
 
 MIN_DETAIL_WIDTH = 20
 COLUMN_GAP = 2
@@ -133,3 +132,32 @@ def _state_color(run: RunState) -> str:
 def _truncate_left(text: str, size: int) -> str:
     """Shorten a text on the left; the rightmost override varies fastest."""
     return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
+
+
+# Invalid cells of a sweep: each reason is printed once, with the number of cells that it concerns.
+
+
+class InvalidCells:
+    """The reasons of the invalid cells of a sweep, and which ones were printed."""
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        """Count the cells of each reason.
+
+        Args:
+            reasons: The reason of each invalid cell.
+        """
+        self._counts = Counter(reasons)
+        self._printed: set[str] = set()
+
+    def label(self, number: int, reason: str) -> str | None:
+        """Return which runs a reason concerns: ``run 0 and 3 more``. None if the reason was printed before.
+
+        Args:
+            number: Number of a run.
+            reason: Why it is invalid.
+        """
+        if reason in self._printed:
+            return None
+        self._printed.add(reason)
+        others = self._counts[reason] - 1
+        return f"run {number}" + (f" and {others} more" if others > 0 else "")

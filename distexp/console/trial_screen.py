@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from distexp.console.screen import LiveRun, Screen
-from distexp.runs.failure_text import failure_text
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import TRIALS_LOG
 from distexp.runs.spec import RunSpec
+from distexp.runs.texts import failure_text
 
 
 class TrialScreen(Screen):

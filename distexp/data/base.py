@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from numbers import Integral
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from distexp.config import ConfigError
+from distexp.config.custom_code import PAGE, check_returned, describe_type
 
 COLLATE = "collate of the dataset"
 """Name of the collate function in messages."""
@@ -125,3 +131,209 @@ class TaskData:
     tokenizer: Any = None
     tokenizer_name: str | None = None
     notes: list[str] = field(default_factory=list)
+
+
+# Checks of the object that a dataset returns.
+
+
+SAMPLES = ("train", "evaluation")
+"""Fields of TaskData that are datasets."""
+
+
+def check_task_data(data: TaskData, task: str, source: str) -> None:
+    """Check the fields of a TaskData.
+
+    Args:
+        data: the object.
+        task: the task of the model.
+        source: what returned the object, as in ``dataset._target_=my_package.load``.
+
+    Raises:
+        ConfigError: with one message for each wrong field.
+    """
+    wrong = [
+        f"{name} is {describe_type(samples)} without __len__ or __getitem__"
+        for name, samples in ((name, getattr(data, name)) for name in SAMPLES)
+        if not (hasattr(type(samples), "__len__") and hasattr(type(samples), "__getitem__"))
+    ]
+    collate: Any = data.collate
+    classes: Any = data.num_classes
+    if not callable(collate):
+        wrong.append(f"collate is {describe_type(collate)}, which cannot be called")
+    if not isinstance(classes, Integral):
+        wrong.append(f"num_classes is {describe_type(classes)} and not an int")
+    if data.task != task:
+        wrong.append(f"task is {data.task!r}, but the task of the model is {task!r}")
+    if wrong:
+        raise ConfigError([f"{source} returned a TaskData whose {text}: correct it, as in {PAGE}" for text in wrong])
+
+
+def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
+    """Check that the sets of a run have samples.
+
+    Args:
+        data: the data, with notes about examples that were left out.
+        evaluates: whether the run evaluates the model.
+
+    Raises:
+        ConfigError: the training set is empty, or the evaluation set of a run that evaluates.
+    """
+    left_out = f" ({'; '.join(data.notes)})" if data.notes else ""
+    if not len(data.train):
+        raise ConfigError(f"the training set has no sample{left_out}: correct the data, or choose other data")
+    if evaluates and not len(data.evaluation):
+        raise ConfigError(f"the evaluation set has no sample{left_out}: correct the data, or set train.evaluate=false")
+
+
+# Collate functions that pass the targets of a batch to the output head of a causal LM.
+
+
+KEPT_MULTIPLE = 8
+"""The number of kept tokens is a multiple of it, as matrix products on a GPU are faster then."""
+
+COMPILED_MULTIPLE = 128
+"""The same for compiled models. Few shapes may occur, because each of them is compiled."""
+
+
+@dataclass(frozen=True)
+class TargetTokens:
+    """Collate function for ``train.logits=targets``: only tokens that predict a target are kept.
+
+    The batch gets an input TARGET_POSITIONS of shape (kept,), and its labels have shape (1, kept). As with all logits,
+    the logits of a token predict the next label, and those of the last token predict nothing. ``kept_tokens`` is the
+    number of kept tokens. The added ones have position 0 and no target.
+
+    Attributes:
+        compiled: whether the model is compiled.
+        max_targets: the most targets of a batch, by its number of samples. All batches keep as many tokens as that one,
+            so they have one shape.
+    """
+
+    collate: Callable[[Sequence[Sample]], Batch]
+    compiled: bool = False
+    max_targets: Mapping[int, int] = field(default_factory=dict)
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        """Collate samples, and select their targets."""
+        batch = self.collate(samples)
+        check_returned(batch, Batch, COLLATE)
+        next_labels = _next_labels(batch.labels.numpy())
+        (found,) = (next_labels != IGNORE).nonzero()
+        most = max(len(found), self.max_targets.get(len(samples), 0))
+        kept = kept_tokens(most, len(next_labels), compiled=self.compiled)
+        positions = np.zeros(kept, dtype=np.int64)
+        positions[: len(found)] = found
+        labels = np.full((1, kept), IGNORE, dtype=next_labels.dtype)
+        labels[0, 1 : len(found) + 1] = next_labels[found[: kept - 1]]
+        return replace(
+            batch,
+            inputs={**batch.inputs, TARGET_POSITIONS: torch.from_numpy(positions)},
+            labels=torch.from_numpy(labels),
+        )
+
+
+def _next_labels(labels: NDArray[Any]) -> NDArray[Any]:
+    """Return the label that each token predicts, shape (tokens,); the last one of a row predicts nothing."""
+    following = np.full_like(labels, IGNORE)
+    following[:, :-1] = labels[:, 1:]
+    return following.ravel()
+
+
+@dataclass(frozen=True)
+class LabelsForHead:
+    """Collate function for ``train.loss=chunked``: the labels are also an input of the model."""
+
+    collate: Callable[[Sequence[Sample]], Batch]
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        """Collate samples, and add the input TARGET_LABELS."""
+        batch = self.collate(samples)
+        check_returned(batch, Batch, COLLATE)
+        return replace(batch, inputs={**batch.inputs, TARGET_LABELS: batch.labels})
+
+
+def kept_tokens(targets: int, tokens: int, *, compiled: bool) -> int:
+    """Return how many tokens to keep: more than ``targets``, but at most all ``tokens``.
+
+    For compiled models it is a multiple of COMPILED_MULTIPLE, and of a power of two above an eighth of ``targets``. So
+    batches whose numbers of targets differ by a tenth have two or three shapes. At most a quarter is added.
+    """
+    multiple = max(COMPILED_MULTIPLE, 1 << max(0, targets.bit_length() - 3)) if compiled else KEPT_MULTIPLE
+    return min(-(-(targets + 1) // multiple) * multiple, tokens)
+
+
+# Sizes of batches, from which their FLOPs follow.
+
+
+BLOCK = 128
+"""Queries and keys of a block of flex attention on a GPU, see ``create_block_mask``."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of batches. Those of tokens are 0 for images.
+
+    Attributes:
+        samples: samples with targets. A packed row has several.
+        tokens: their tokens, without padding.
+        token_pairs: sum of the squares of their lengths.
+        targets: labels that count towards the loss.
+        rows: rows of the batches, with padding samples.
+        positions: their tokens, with padding.
+        position_pairs: sum of the squares of the lengths of the rows.
+        visited_pairs: those of ``position_pairs`` in blocks that flex attention does not skip on a GPU.
+        head_tokens: tokens whose logits are computed.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    token_pairs: int = 0
+    targets: int = 0
+    rows: int = 0
+    positions: int = 0
+    position_pairs: int = 0
+    visited_pairs: int = 0
+    head_tokens: int = 0
+
+    def __add__(self, other: Workload) -> Workload:
+        return Workload(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+
+def measure_workload(batches: Iterable[Batch]) -> Workload:
+    """Return the sizes of batches in CPU memory."""
+    return sum(map(_workload_of, batches), start=Workload())
+
+
+def _workload_of(batch: Batch) -> Workload:
+    if not batch.num_positions:
+        return Workload(samples=batch.num_samples, targets=batch.num_targets, rows=len(batch.labels))
+    rows, length = batch.inputs["input_ids"].shape
+    kept = batch.inputs.get(TARGET_POSITIONS)
+    return Workload(
+        samples=batch.num_samples,
+        tokens=batch.num_tokens,
+        token_pairs=batch.num_token_pairs or batch.num_tokens**2 // max(1, batch.num_samples),
+        targets=batch.num_targets,
+        rows=rows,
+        positions=rows * length,
+        position_pairs=rows * length**2,
+        visited_pairs=_visited_pairs(rows, length, batch.inputs.get(POSITIONS)),
+        head_tokens=rows * length if kept is None else kept.numel(),
+    )
+
+
+def _visited_pairs(rows: int, length: int, positions: Tensor | None) -> int:
+    """Return the pairs of queries and keys in blocks that flex attention visits.
+
+    Args:
+        rows: rows of the batch.
+        length: tokens of a row.
+        positions: positions in the documents of packed rows, shape (rows, length).
+    """
+    starts = torch.arange(0, length, BLOCK)
+    ends = (starts + BLOCK).clamp(max=length)
+    first = torch.zeros(rows, len(starts), dtype=torch.long)  # the first key that a block of queries needs
+    if positions is not None:
+        first = starts - positions[:, ::BLOCK]
+    visited_keys = ends - first // BLOCK * BLOCK
+    return int(((ends - starts) * visited_keys).sum())

@@ -16,8 +16,7 @@ from torch import Tensor
 from distexp.config import ConfigError
 from distexp.config.custom_code import describe_type
 from distexp.data.base import IGNORE, Batch, Sample, Samples, TaskData
-from distexp.data.decoded_images import decode_once, read_ahead
-from distexp.data.images import ImageFiles, normalize_pixels
+from distexp.data.images import ImageFiles, decode_once, normalize_pixels, read_ahead
 from distexp.system.cgroups import usable_memory
 from distexp.system.units import MIB, format_memory
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from distexp.data.cache import build_once, cache_dir
 from distexp.data.text import TokenSamples
 from distexp.data.tokenization import TokenIds, Tokenizer
+from distexp.system.cache_dir import build_once, cache_dir
 
 FORMAT = "tokens-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""

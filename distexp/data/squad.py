@@ -20,7 +20,7 @@ from distexp.data.qa import (
 from distexp.data.squad_json import START, find_format_error, format_error, load_json, no_examples
 from distexp.data.text import TextCollate, sequence_length
 from distexp.data.tokenization import Tokenizer, load_tokenizer
-from distexp.system.hub import offline_if_unreachable
+from distexp.system.cache_dir import offline_if_unreachable
 
 SPLITS = {"train": "training", "eval": "evaluation"}
 """The start of a split's keys in ``dataset``, and its name in messages."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.config.model_checks import SQUAD_SAMPLE_EVAL, SQUAD_SAMPLE_TRAIN
 from distexp.data import squad
 from distexp.data.base import TaskData
-from distexp.data.cache import build_once, cache_dir
-from distexp.data.sample_sizes import SQUAD_SAMPLE_EVAL, SQUAD_SAMPLE_TRAIN
+from distexp.system.cache_dir import build_once, cache_dir
 
 FORMAT = "squad-sample-v1"
 PARAGRAPHS = 8

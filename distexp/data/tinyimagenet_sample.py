@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.config.model_checks import TINYIMAGENET_SAMPLE_EVAL, TINYIMAGENET_SAMPLE_TRAIN
 from distexp.data import tinyimagenet
 from distexp.data.base import TaskData
-from distexp.data.cache import build_once, cache_dir
-from distexp.data.sample_sizes import TINYIMAGENET_SAMPLE_EVAL, TINYIMAGENET_SAMPLE_TRAIN
+from distexp.system.cache_dir import build_once, cache_dir
 
 FORMAT = "tinyimagenet-sample-v1"
 CLASSES = 10

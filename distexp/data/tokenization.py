@@ -17,9 +17,8 @@ import tokenizers
 from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.weights_source import loads_from_source, weights_source
-from distexp.data.cache import build_once, cache_dir
-from distexp.system.hub import offline_if_unreachable
+from distexp.config.model_checks import loads_from_source, weights_source
+from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 
 # Forked loader workers never tokenize. Without this, tokenizers would print a warning at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distexp.doctor.check_result import CheckResult
-from distexp.doctor.devices import check_collective, check_gpus, check_nccl, check_port
 from distexp.doctor.machine import (
+    CheckResult,
     check_disk,
     check_distexp_cache,
     check_hub_cache,
@@ -26,12 +25,25 @@ from distexp.doctor.machine import (
     check_memory,
     check_shm,
 )
-from distexp.doctor.operators import build, check_operators
-from distexp.doctor.software import check_bytecode, check_conf, check_libraries, check_python, check_torch, probe_torch
-from distexp.doctor.tools import check_compiler, check_ninja, check_slurm, check_toolkit
-from distexp.doctor.verdict import Verdict, format_verdict, make_verdict
+from distexp.doctor.software import (
+    check_bytecode,
+    check_collective,
+    check_compiler,
+    check_conf,
+    check_gpus,
+    check_libraries,
+    check_nccl,
+    check_ninja,
+    check_port,
+    check_python,
+    check_slurm,
+    check_toolkit,
+    check_torch,
+    probe_torch,
+)
+from distexp.doctor.verdict import Verdict, build, check_operators, format_verdict, make_verdict
 from distexp.exceptions import run_until_pipe_closes
-from distexp.system.hardware import visible_gpus
+from distexp.system.cgroups import visible_gpus
 
 STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
 

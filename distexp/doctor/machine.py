@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
+import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from distexp.config import ConfigError
-from distexp.data.cache import cache_dir
-from distexp.doctor.check_result import CheckResult, missing, ok, warning
-from distexp.system.cgroups import usable_memory
-from distexp.system.hardware import cpu_count
+from distexp.system.cache_dir import cache_dir
+from distexp.system.cgroups import cpu_count, usable_memory
 from distexp.system.units import GIB, MIB
 
 MIN_SHM, MIN_DISK, MIN_RAM, MIN_OPEN_FILES = 1 * GIB, 10 * GIB, 4 * GIB, 4096
@@ -135,3 +137,79 @@ def write_error(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+# Result of one check.
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Result of one check; ``hint`` is set unless the state is ok."""
+
+    name: str
+    state: str  # ok, warning, missing
+    found: str
+    hint: str | None = None
+
+
+def ok(name: str, found: str) -> CheckResult:
+    """Return the result of a check that passed."""
+    return CheckResult(name, "ok", found)
+
+
+def warning(name: str, found: str, hint: str) -> CheckResult:
+    """Return the result of a check that passed in part."""
+    return CheckResult(name, "warning", found, hint)
+
+
+def missing(name: str, found: str, hint: str) -> CheckResult:
+    """Return the result of a check that failed."""
+    return CheckResult(name, "missing", found, hint)
+
+
+# Commands that may hang, run with a timeout.
+
+
+TOOL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """Exit code and output of a command."""
+
+    code: int | None  # None: timeout, or the command could not be started
+    output: str
+    errors: str
+
+    @property
+    def error_line(self) -> str:
+        """Return the last line of stderr, or of stdout if stderr is empty: the likely reason of a failure."""
+        lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
+        return lines[-1] if lines else "no output"
+
+
+def run_command(command: Sequence[str], timeout_s: float) -> CommandResult:
+    """Run a command, then kill everything it started; never raise.
+
+    Args:
+        command: Program and arguments.
+        timeout_s: Seconds after which the command is killed.
+    """
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            )
+        except OSError as error:
+            return CommandResult(None, "", str(error))
+        try:
+            code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return CommandResult(code, output.read(), errors.read())

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from distexp.config import Config
-from distexp.config.custom_code import check_members, check_returned, shorten_errors
-from distexp.config.targets import locate
+from distexp.config.custom_code import check_members, check_returned, locate, shorten_errors
 from distexp.distributed.context import Context
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import EvaluableModel

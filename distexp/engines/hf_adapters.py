@@ -19,14 +19,14 @@ from transformers.utils import logging
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.models.blocks import find_blocks
 from distexp.models.blueprint import Blueprint
-from distexp.strategies import ds_initialization
-from distexp.strategies.ds_config import uses_autocast
-from distexp.strategies.ds_stage0 import repair_16_bits
-from distexp.strategies.fsdp_mesh import mesh_shape, sharding_of
+from distexp.models.transforms import find_blocks
+from distexp.strategies.communication import mesh_shape, sharding_of
 from distexp.strategies.optimizer import build_optimizer
 from distexp.strategies.torch_model import DTYPES, unsharded_weights
+from distexp.strategies.zero import ds_initialization
+from distexp.strategies.zero.ds_config import uses_autocast
+from distexp.strategies.zero.ds_initialization import repair_16_bits
 
 
 class HFAdapter:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from distexp.config import Config
-from distexp.config.targets import locate
+from distexp.config.custom_code import locate
 from distexp.data.base import Batch
 from distexp.data.loader import StepData
 from distexp.distributed.context import Context
+from distexp.engines.base import check_built
 from distexp.engines.hf_adapters import HFAdapter
-from distexp.engines.hf_arguments import training_arguments
-from distexp.engines.hf_step_loader import StepLoader
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
+from distexp.runs.record_sections import Built
 from distexp.strategies.base import load_strategy
+from distexp.strategies.fsdp_units import read_distribution
+from distexp.strategies.model_tensors import innermost_optimizer
 from distexp.strategies.optimizer import clip_gradients
+from distexp.strategies.torch_model import DTYPES, Distribution, read_ddp_distribution
+from distexp.strategies.torch_model import describe as describe_torch
+from distexp.strategies.zero.ds_initialization import describe as describe_deepspeed
+from distexp.system.seeding import seed_everything
 from distexp.training.inputs import TrainingInputs
+from distexp.training.loop import end_epoch
 
 
 class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -97,3 +107,207 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             grad_norm = self._clip_grad_norm(model)
         self.gradient_norm = super()._get_grad_norm(model, grad_norm)
         return self.gradient_norm
+
+
+# Logging, learning rate and evaluation of the native loop, as a callback of ``transformers.Trainer``.
+
+
+class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """A callback that does at the same points what the native loop does: logging, learning rate and evaluation.
+
+    Attributes:
+        built: what the Trainer built; None before ``train``.
+    """
+
+    def __init__(self, trainer: DistexpTrainer, model: HFEvaluableModel) -> None:
+        self.trainer, self.model, self.inputs = trainer, model, trainer.inputs
+        self.built: Built | None = None
+        self.learning_rate = 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Check what was built, and start the measurements."""
+        trainer = self.trainer
+        self.built = self.model.describe()
+        self._check_built(self.built)
+        trainer.adapter.start(trainer)
+        optimizer = getattr(trainer.model_wrapped, "optimizer", trainer.optimizer)
+        self.inputs.logger.follow(trainer.model_wrapped, optimizer)
+        seed_everything(trainer.config.train.seed + trainer.context.rank)
+        self.inputs.logger.start()
+
+    def _check_built(self, built: Built) -> None:
+        """Raise RuntimeError if the model or the optimizer is not the requested one."""
+        trainer = self.trainer
+        check_built(built, trainer.strategy.expected_build(trainer.config))
+        if innermost_optimizer(trainer.optimizer) is not trainer.own_optimizer:
+            raise RuntimeError(f"the Trainer replaced the optimizer of distexp by {built.optimizer}")
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Start the step clock."""
+        self.inputs.logger.start_steps()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the learning rate of the step."""
+        self.learning_rate = self.inputs.plan.learning_rate(state.global_step)
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Measure the memory before the update."""
+        if not self.trainer.adapter.steps_itself:  # otherwise the update is over, and HFAdapter.start observes it
+            self.inputs.logger.watchers.before_update()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record the step."""
+        trainer = self.trainer
+        assert trainer.step is not None
+        total = torch.stack(trainer.contributions).sum(dim=0)
+        self.inputs.logger.record_step(trainer.step, total, torch.as_tensor(trainer.gradient_norm), self.learning_rate)
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Evaluate, and record the epoch."""
+        end_epoch(self.model, self.inputs)
+
+
+# The model that ``transformers.Trainer`` has distributed, for evaluations and exports.
+
+
+class HFEvaluableModel:
+    """The EvaluableModel of a Trainer."""
+
+    def __init__(self, trainer: DistexpTrainer) -> None:
+        self.trainer = trainer
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the module as the Trainer wrapped it."""
+        wrapped: nn.Module = self.trainer.model_wrapped
+        return wrapped
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Any:
+        """Return the outputs of the module. The Trainer casts images for DeepSpeed, and accelerate for the others."""
+        return self.module(**self.trainer._prepare_inputs(batch.inputs))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter and buffer in full, on this rank's device; a collective."""
+        return self.trainer.adapter.weights(self.module)
+
+    def describe(self) -> Built:
+        """Return what was built."""
+        trainer = self.trainer
+        return describe(trainer, trainer.config.strategy.name, trainer.unwrapped, trainer.adapter.units)
+
+
+# The steps of an epoch, as the data loader of ``transformers.Trainer``.
+
+
+class StepLoader:
+    """The steps of an epoch, as a data loader for the Trainer.
+
+    Its length is the number of micro-batches.
+    """
+
+    def __init__(self, inputs: TrainingInputs) -> None:
+        self.inputs, self.epoch = inputs, 0
+
+    def __len__(self) -> int:
+        return len(self.inputs.training.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch; the Trainer calls this before each epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[StepData]:
+        logger = self.inputs.logger
+        remaining_steps = self.inputs.plan.steps_of(self.epoch, logger.steps)
+        return self.inputs.training.iter_steps(self.epoch, remaining_steps)
+
+
+# The TrainingArguments of a run.
+
+
+CONFLICTING_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+"""Environment variables of ``accelerate launch``, or of an earlier training in this process; they change a run."""
+
+
+def training_arguments(config: Config, context: Context, total_steps: int, adapter: HFAdapter) -> TrainingArguments:
+    """Return the arguments of a run, and set accelerate's process-wide state.
+
+    Args:
+        config: the configuration of the run.
+        context: this worker.
+        total_steps: number of optimizer steps of the whole training.
+        adapter: the adapter of the strategy.
+    """
+    train = config.train
+    for name in [name for name in os.environ if name.startswith(CONFLICTING_PREFIXES)]:
+        del os.environ[name]
+    # Without this variable, accelerate would set the number of threads.
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    with adapter.argument_context():
+        arguments = TrainingArguments(
+            output_dir=str(context.run_dir),
+            per_device_train_batch_size=train.micro_batch,
+            gradient_accumulation_steps=train.gradient_accumulation_steps,
+            max_steps=total_steps,
+            learning_rate=train.learning_rate,
+            lr_scheduler_type="constant",  # on_step_begin sets the learning rate
+            max_grad_norm=train.gradient_clipping or 0.0,
+            seed=train.seed,
+            bf16=adapter.precision == "bf16",
+            fp16=adapter.precision == "fp16",
+            use_cpu=context.device.type == "cpu",
+            average_tokens_across_devices=True,
+            # MetricsLogger writes the logs. The filter would wait for the device after every micro-batch.
+            logging_strategy="no",
+            logging_nan_inf_filter=False,
+            save_strategy="no",
+            eval_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **adapter.arguments(),
+        )
+    adapter.configure_arguments(arguments)
+    return arguments
+
+
+# Description of what ``transformers.Trainer`` built, read from the live objects.
+
+
+ENGINE = "hf_trainer"
+
+
+def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.Module]) -> Built:
+    """Return what was built.
+
+    Args:
+        trainer: a transformers.Trainer that has started to train.
+        strategy: name of the strategy, for the record; everything else is read from the live objects.
+        model: the model that the Trainer was given.
+        units: the blocks that FSDP should have sharded as separate units.
+
+    Raises:
+        RuntimeError: FSDP did not shard all blocks.
+    """
+    wrapped = trainer.model_wrapped
+    if type(wrapped).__name__ == "DeepSpeedEngine":
+        return describe_deepspeed(wrapped, trainer=ENGINE)
+    distribution = _distribution(wrapped, model, units)
+    # accelerate replaces ``forward`` if it casts, and keeps the original in this attribute.
+    casts = "_original_forward" in vars(model)
+    autocast_dtype = DTYPES[trainer.accelerator.mixed_precision] if casts else None
+    optimizer = innermost_optimizer(trainer.optimizer)
+    return describe_torch(wrapped, optimizer, distribution, autocast_dtype, strategy=strategy, engine=ENGINE)
+
+
+def _distribution(wrapped: nn.Module, model: nn.Module, units: Sequence[nn.Module]) -> Distribution:
+    if isinstance(wrapped, DistributedDataParallel):
+        return read_ddp_distribution(wrapped)
+    if isinstance(wrapped, FSDPModule):
+        missing = [unit for unit in units if not isinstance(unit, FSDPModule)]
+        if missing:
+            raise RuntimeError(f"FSDP did not shard {len(missing)} of {len(units)} blocks as separate units")
+        # accelerate never reshards the root and the last unit after the forward pass; torch does the same by default.
+        return read_distribution(wrapped, units)
+    return Distribution("none" if wrapped is model else type(wrapped).__name__, mesh=[1, 1])

@@ -31,10 +31,8 @@ class HFTrainer:
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
         """Run ``transformers.Trainer.train`` until the end of the plan."""
-        from distexp.engines.hf_callback import TrainingCallback
-        from distexp.engines.hf_evaluable import HFEvaluableModel
-        from distexp.engines.hf_loop import DistexpTrainer
-        from distexp.strategies.weight_types import explained_buffer_types
+        from distexp.engines.hf_loop import DistexpTrainer, HFEvaluableModel, TrainingCallback
+        from distexp.strategies.zero.ds_initialization import explained_buffer_types
 
         trainer = DistexpTrainer(build_model(), config, context, inputs)
         model = HFEvaluableModel(trainer)

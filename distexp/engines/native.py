@@ -11,8 +11,7 @@ from distexp.config.custom_code import check_members
 from distexp.distributed.context import Context
 from distexp.engines.base import check_built
 from distexp.runs.record_sections import Built
-from distexp.strategies.base import DistributedModel, EvaluableModel, load_strategy
-from distexp.strategies.fast import FUSED_ADAMW
+from distexp.strategies.base import FUSED_ADAMW, DistributedModel, EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
 PRELOAD = ("torch._dynamo", "torch.profiler", "distexp.checkpoints.manager")
@@ -32,8 +31,8 @@ class Native:
         """Build and check the model, resume from the newest checkpoint, and train."""
         from distexp.checkpoints.manager import CheckpointManager
         from distexp.data.loader import StopRequestedError
-        from distexp.runs.stop_request import StopRequest
-        from distexp.strategies.weight_types import explained_buffer_types
+        from distexp.runs.run_state import StopRequest
+        from distexp.strategies.zero.ds_initialization import explained_buffer_types
         from distexp.training.loop import fit
 
         model, built = _build(build_model, config, context)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distexp.config import Command, ConfigError
+from distexp.config.overrides import format_runs
 from distexp.exceptions import run_until_pipe_closes
+from distexp.explain.explanation import read_profiled_run, read_profiled_runs
 from distexp.explain.output import print_comparison, print_explanations
-from distexp.explain.profiled_runs import read_profiled_run, read_profiled_runs
-from distexp.runs.listing import format_runs
-from distexp.runs.sweep_dirs import choose_newest_sweep
+from distexp.runs.record import choose_newest_sweep
 
 DESCRIPTION = """Show what the steps of a profiled run spend their time on, and what would
 make them faster. With two runs: why B is slower than A, part by part.

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from distexp.console.plain_text import print_plain
-from distexp.console.terminal import make_console
-from distexp.explain.notes import batch_line, comparison_notes, profile_notes, reason_lines, scaling_note, try_line
-from distexp.explain.profile_comparison import ProfileComparison
-from distexp.explain.profiled_runs import ProfiledRun
-from distexp.explain.table import comparison_table, ranks_table
-from distexp.runs.json_files import nan_to_none
+from distexp.config.overrides import format_count
+from distexp.explain.explanation import Explanation, ProfiledRun, describe_missing_cores
+from distexp.explain.step_profile import RankStep, StepProfile
+from distexp.runs.disturbance import describe_disturbance
+from distexp.runs.step_files import HIDDEN, PARTS
+from distexp.system.files import nan_to_none
+from distexp.tables.columns import ALWAYS, Column, build_table, cell, fit_columns, make_console, print_plain
 
 
 def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
@@ -68,3 +72,274 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
 
 def _print_json(content: Any) -> None:
     print(json.dumps(nan_to_none(content), indent=2))
+
+
+# The lines below the tables of ``distexp explain``: overrides to try, and what limits the meaning of a profile.
+
+
+LARGE_OVERHEAD = 0.05
+"""Difference of the profiled step from the median one, as a share of it, that is worth a note."""
+
+CPU_NOTE = "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown."
+
+
+def try_line(alternatives: Sequence[str]) -> str | None:
+    """Return the line with the overrides to try; None if there are none."""
+    return f"try: {'  or  '.join(alternatives)}" if alternatives else None
+
+
+def reason_lines(explanation: Explanation) -> Iterator[str]:
+    """Yield why each alternative would help, with its first override."""
+    reasons = ((overrides.split()[0], explanation.reasons.get(overrides)) for overrides in explanation.alternatives)
+    yield from (f"  {override}: {reason}" for override, reason in reasons if reason)
+
+
+def batch_line(larger: Sequence[str]) -> str | None:
+    """Return the line about overrides that make the global batch larger; None if there are none."""
+    return f"A larger global batch changes the training: {', '.join(larger)}." if larger else None
+
+
+def profile_notes(profile: StepProfile) -> Iterator[str]:
+    """Yield what limits the meaning of a profile."""
+    if profile.on_gpu and profile.overhead_ms > LARGE_OVERHEAD * profile.step_ms:
+        yield (
+            f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
+            "slow launches, host work and waiting, in proportion to their size, and then of the data wait."
+        )
+    if profile.includes_overhead and profile.on_gpu:
+        yield "The parts include the overhead of the profiler, because the batches have different sizes."
+    if median := profile.different_median_ms:
+        yield (
+            f"The parts add up to {profile.step_ms:,.1f} ms. The median of the steps that were not profiled is "
+            f"{median:,.1f} ms."
+        )
+    if not profile.on_gpu:
+        yield CPU_NOTE
+
+
+def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str]:
+    """Yield that the times of a profile on CPUs are scaled, if this changes them much.
+
+    Args:
+        profile: The profile.
+        has_percentages: Whether the table above the note has a column with percentages.
+    """
+    difference = profile.overhead_ms / profile.step_ms
+    if profile.on_gpu or abs(difference) <= LARGE_OVERHEAD:
+        return
+    percentages = " The percentages are those of the profiled step." if has_percentages else ""
+    yield (
+        f"The profiled step took {profile.profiled_ms:,.1f} ms, {abs(difference):.0%} "
+        f"{'more' if difference > 0 else 'less'} than the median of the other steps.{percentages} The times are scaled "
+        "to that median."
+    )
+
+
+def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
+    """Yield what limits the meaning of two profiles: of both, then of one of them, then what both have."""
+    of_a, of_b = (list(_notes_in_comparison(profile)) for profile in (comparison.a, comparison.b))
+    yield from _global_batches(comparison)
+    yield from (f"A: {note}" for note in of_a if note not in of_b)
+    yield from (f"B: {note}" for note in of_b if note not in of_a)
+    yield from (note for note in of_a if note in of_b)
+
+
+def _notes_in_comparison(profile: StepProfile) -> Iterator[str]:
+    """Yield the notes on a run, with the wait for CPU cores, which its own explanation has in the sentence."""
+    if waiting := describe_missing_cores(profile):
+        yield waiting
+    yield from profile_notes(profile)
+    yield from scaling_note(profile, has_percentages=False)
+
+
+def _global_batches(comparison: ProfileComparison) -> Iterator[str]:
+    a, b = comparison.a.global_batch, comparison.b.global_batch
+    if a != b:
+        unit = "row" if comparison.a.setting("dataset.packing") else "sample"
+        yield f"A step has {format_count(a, unit)} in A and {b:,} in B, so these are different trainings."
+
+
+# Tables of ``distexp explain``: the parts of a step with bars, for each rank, or of two runs.
+
+
+BAR_WIDTH = 24
+BAR, HALF = "█", "▌"
+HIDDEN_TITLE = "hidden communication"
+WITHOUT_CORE_TITLE = "waiting for a CPU core"
+"""Time inside the parts."""
+
+
+def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
+    """Yield the table with a row per part and a column per rank, and how many ranks it hides."""
+    shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in profile.ranks)]
+    means_ms = [profile.mean_ms(name) for name in shown]
+    largest = max(means_ms, default=0.0) or 1.0
+    others = [HIDDEN_TITLE, *([WITHOUT_CORE_TITLE] if profile.without_core_share is not None else [])]
+    empty = [""] * len(others)
+    columns = [
+        Column("part", (*map(_title, shown), "sum", *others), ALWAYS, right=False),
+        Column(
+            "mean\n%" if len(profile.ranks) > 1 else "%",
+            (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means_ms), "100.0", *empty),
+            ALWAYS,
+        ),
+        Column("", (*(_bar(mean / largest) for mean in means_ms), "", *empty), 90, right=False),
+        *(_rank_column(rank, shown, len(others)) for rank in profile.ranks),
+    ]
+    kept, hidden = fit_columns(columns, width)
+    yield build_table(kept)
+    if hidden:
+        count = sum(column.title.startswith("rank") for column in hidden)
+        yield Text(f"{count} more ranks: use --json, or a wider terminal. The % are means over all ranks.", style="dim")
+
+
+def _rank_column(rank: RankStep, shown: Sequence[str], num_others: int) -> Column:
+    """Return the times of a rank: its parts, their sum, and others. In a narrow terminal, rank 0 stays longest."""
+    others = (rank.parts[HIDDEN], rank.without_core_ms)[:num_others]
+    times = (*(rank.parts[name] for name in shown), rank.step_ms, *others)
+    return Column(f"rank {rank.rank}\nms", tuple(cell(time, ",.2f") for time in times), 80 if rank.rank else 95)
+
+
+def comparison_table(comparison: ProfileComparison, width: int) -> Table:
+    """Return the table with a row per part, and both runs per sample."""
+    ranks = (*comparison.a.ranks, *comparison.b.ranks)
+    shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in ranks)]
+    parts = [comparison.per_sample(name) for name in shown]
+    rows = [*parts, comparison.totals]
+    largest = max((abs(part.change) for part in parts), default=0.0) or 1.0
+    columns = [
+        Column("part", (*map(_title, shown), "sum"), ALWAYS, right=False),
+        Column("A\nms/sample", tuple(f"{row.a:,.3f}" for row in rows), ALWAYS),
+        Column("B\nms/sample", tuple(f"{row.b:,.3f}" for row in rows), ALWAYS),
+        Column("difference", tuple(f"{row.change:+,.3f}" for row in rows), ALWAYS),
+        Column("", (*(_bar(abs(part.change) / largest) for part in parts), ""), 50, right=False),
+    ]
+    return build_table(fit_columns(columns, width)[0])
+
+
+def _title(name: str) -> str:
+    return PARTS[name]
+
+
+def _bar(fraction: float) -> str:
+    halves = round(2 * BAR_WIDTH * fraction)
+    return BAR * (halves // 2) + HALF * (halves % 2)
+
+
+# Comparison of two profiled runs, part by part, in milliseconds per sample.
+
+
+SAME = 0.02
+"""Smaller relative differences are no difference."""
+MIN_SHARE = 0.15
+"""Smallest share of all changes that the sentence names."""
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """A time of the runs A and B, in milliseconds per sample."""
+
+    a: float
+    b: float
+
+    @property
+    def change(self) -> float:
+        """Return how much longer B takes."""
+        return self.b - self.a
+
+    def to_json(self) -> dict[str, float]:
+        """Return both times for programs."""
+        return {"a": self.a, "b": self.b}
+
+
+@dataclass(frozen=True)
+class ProfileComparison:
+    """The profiled runs A and B."""
+
+    a: StepProfile
+    b: StepProfile
+
+    def per_sample(self, name: str) -> PerSample:
+        """Return the time of a part."""
+        return self._per_sample(self.a.mean_ms(name), self.b.mean_ms(name))
+
+    @property
+    def totals(self) -> PerSample:
+        """Return the time of a sample: the sum of the parts."""
+        return self._per_sample(self.a.step_ms, self.b.step_ms)
+
+    @property
+    def medians(self) -> PerSample:
+        """Return the time of a sample without the profiler; ``totals`` if one is unknown."""
+        a_ms, b_ms = self.a.median_ms, self.b.median_ms
+        return self.totals if a_ms is None or b_ms is None else self._per_sample(a_ms, b_ms)
+
+    def _per_sample(self, a_ms: float, b_ms: float) -> PerSample:
+        return PerSample(a_ms / self.a.samples_per_step, b_ms / self.b.samples_per_step)
+
+    @property
+    def noise(self) -> float | None:
+        """Return the noise of the difference of both speeds, relative to the higher speed; None if it is unknown."""
+        a_noise, b_noise = self.a.speed_noise, self.b.speed_noise
+        if a_noise is None or b_noise is None:
+            return None
+        fastest = min(self.medians.a, self.medians.b)
+        return math.hypot(a_noise * fastest / self.medians.a, b_noise * fastest / self.medians.b)
+
+    @property
+    def is_noise(self) -> bool:
+        """Return whether the difference of the speeds is within the noise. The report has the same test."""
+        times = self.medians.a, self.medians.b
+        return self.noise is not None and 1 - min(times) / max(times) <= self.noise
+
+    @property
+    def disturbances(self) -> list[str]:
+        """Return what shows that something else slowed a run down."""
+        reasons = ((name, describe_disturbance(profile.record)) for name, profile in (("A", self.a), ("B", self.b)))
+        return [f"{name} was disturbed: {reason}" for name, reason in reasons if reason]
+
+    def sentence(self) -> str:
+        """Return why B is slower or faster than A. The parts may include the profiler, so the medians decide."""
+        a, b = self.medians.a, self.medians.b
+        times = f"A needs {a:,.3f} ms per sample, and B {b:,.3f} ms"
+        if self.disturbances:
+            return (
+                f"It is not decided which run is faster: {times}. {'. '.join(self.disturbances)}. Repeat this when no "
+                "other program needs the machine."
+            )
+        if self.is_noise:
+            return (
+                f"A and B are equal within the noise (±{self.noise:.0%} of the higher speed): {times}. The parts below "
+                "may differ only by noise, too. For a smaller noise, repeat both runs, and compare them with distexp "
+                "report."
+            )
+        if abs(b - a) <= SAME * a:
+            return f"A and B are equally fast: {times}."
+        ratio = f"{b / a:.2f} times slower" if b > a else f"{a / b:.2f} times faster"
+        if (self.totals.change > 0) != (b > a):
+            return (
+                f"B is {ratio} than A: {times}. The profiled steps do not show this: they take {self.totals.b:,.3f} ms "
+                f"instead of {self.totals.a:,.3f} ms per sample. Profile more steps, for example with "
+                "train.profile_steps=10."
+            )
+        return f"B is {ratio} than A: {times}. Largest changes: {', '.join(self._changes())}."
+
+    def _changes(self) -> Iterator[str]:
+        """Yield the parts that changed most, the largest change first."""
+        changes = {name: self.per_sample(name).change for name in PARTS}
+        least = MIN_SHARE * sum(map(abs, changes.values()))
+        for name in sorted(PARTS, key=lambda part: -abs(changes[part])):
+            if abs(changes[name]) >= least:
+                yield f"{PARTS[name]} {changes[name]:+,.3f} ms"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison for programs."""
+        return {
+            "ms_per_sample": self.totals.to_json(),
+            "median_ms_per_sample": self.medians.to_json(),
+            "noise": self.noise,
+            "equal_within_noise": self.is_noise,
+            "disturbances": self.disturbances,
+            "parts_ms_per_sample": {name: self.per_sample(name).to_json() for name in PARTS},
+            "sentence": self.sentence(),
+        }

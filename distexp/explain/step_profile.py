@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from distexp.runs.entry_values import number_of
+from omegaconf.errors import OmegaConfBaseException
+
+from distexp.config import DatasetConfig
+from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.runs.record import RunRecord
-from distexp.runs.step_parts import HIDDEN, PARTS
+from distexp.runs.spec import parse_config
+from distexp.runs.step_files import HIDDEN, PARTS
 from distexp.statistics.noise import speed_noise, step_noise
 from distexp.strategies.base import recorded_strategy
-from distexp.strategies.memory_traits import MemoryTraits
+from distexp.strategies.traits import MemoryTraits
+from distexp.system.typed_values import cpu_peak_mib, number_of
+from distexp.system.units import MIB
 
 COMPUTE = ("matmul", "other_kernels")
 """Parts in which kernels run."""
@@ -189,3 +197,209 @@ def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
         cpu_busy_ms=number_of(entry, "cpu_busy_ms"),
         without_core_ms=number_of(entry, "without_core_ms"),
     )
+
+
+# The rank that the others wait for: in which part it takes longer, and whether its CPU does.
+
+
+SLOWER = 0.3
+"""Fraction of the waiting by which a rank must take longer than the others to be its cause."""
+
+MISSING_CORE = 0.5
+"""Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause."""
+
+LOCAL_PARTS = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer", "host")
+"""Parts in which a rank does not depend on the others."""
+
+
+@dataclass(frozen=True)
+class SlowPart:
+    """The part in which the slowest rank exceeds the others most.
+
+    Attributes:
+        part: Name of the part.
+        excess_ms: By how much it exceeds the mean of the others.
+    """
+
+    part: str
+    excess_ms: float
+
+
+def slow_part(profile: StepProfile) -> SlowPart:
+    """Return the part in which the slowest rank exceeds the others most. With a single rank nothing exceeds."""
+    slowest, others = profile.slowest, _others(profile)
+    if not others:
+        return SlowPart(LOCAL_PARTS[0], 0.0)
+    excess = {name: slowest.time_ms(name) - _mean([rank.time_ms(name) for rank in others]) for name in LOCAL_PARTS}
+    name = max(excess, key=excess.__getitem__)
+    return SlowPart(name, excess[name])
+
+
+def is_one_rank_slow(profile: StepProfile) -> bool:
+    """Return whether one part of the slowest rank is the cause of the waiting."""
+    return slow_part(profile).excess_ms >= SLOWER * max(rank.time_ms("waiting") for rank in profile.ranks)
+
+
+def had_no_core(profile: StepProfile) -> bool:
+    """Return whether the slowest rank is slower because other programs had its core, so not in every step."""
+    longer_ms = without_core_excess_ms(profile)
+    return longer_ms is not None and longer_ms > 0 and longer_ms >= MISSING_CORE * slow_part(profile).excess_ms
+
+
+def without_core_excess_ms(profile: StepProfile) -> float | None:
+    """Return how much longer the slowest rank is without a core than the others; None if unknown."""
+    own, others = profile.slowest.without_core_ms, [rank.without_core_ms for rank in _others(profile)]
+    known = [time for time in others if time is not None]
+    return None if own is None or not known or len(known) < len(others) else own - _mean(known)
+
+
+def are_others_ahead(profile: StepProfile) -> bool:
+    """Return whether the CPUs of the other ranks are as slow, and only ahead of that of the slowest rank.
+
+    A GPU whose CPU is ahead waits in collectives, and is not idle between kernels. Its CPU also works for nearly the
+    whole step. If the slowest rank had a slower CPU, the CPUs of the others would wait for their GPUs.
+
+    The time of the CPU is that of a profiled step, and the waiting is without the overhead of the profiler. So this
+    compares shares of the step.
+    """
+    if slow_part(profile).part != "launch_idle" or not is_one_rank_slow(profile):
+        return False
+    busier = _busier_by(profile)
+    waiting = max(rank.time_ms("waiting") / rank.step_ms for rank in profile.ranks)
+    return busier is not None and busier < SLOWER * waiting
+
+
+def describe_excess(profile: StepProfile) -> str:
+    """Return by how many milliseconds the slowest rank exceeds the others in its slow part.
+
+    The GPUs of the others are less idle, also because they wait in collectives. So if the part is launch idle, the
+    rank is slower by at most what its CPU works longer than theirs.
+    """
+    slow = slow_part(profile)
+    if slow.part != "launch_idle":
+        return f"{slow.excess_ms:,.1f} ms"
+    busier = _busier_by(profile)
+    if busier is None:
+        return f"up to {slow.excess_ms:,.1f} ms"
+    return f"{min(slow.excess_ms, busier * profile.slowest.step_ms):,.1f} ms"
+
+
+def _busier_by(profile: StepProfile) -> float | None:
+    """Return by which fraction of a step the CPU of the slowest rank works longer than the others; None: unknown."""
+    busy, others = profile.slowest.cpu_busy_share, [rank.cpu_busy_share for rank in _others(profile)]
+    known = [share for share in others if share is not None]
+    return None if busy is None or len(known) < len(others) else busy - _mean(known)
+
+
+def _others(profile: StepProfile) -> list[RankStep]:
+    slowest = profile.slowest
+    return [rank for rank in profile.ranks if rank is not slowest]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+# CPU cores and CPU memory that a run leaves free.
+
+
+def images_fit(profile: StepProfile) -> bool:
+    """Return whether the decoded images are few enough for CPU memory, as for kernels=fast."""
+    names = ("root", "train_size", "eval_size", "image_size")
+    needed = estimate_image_bytes(DatasetConfig(**{name: profile.setting(f"dataset.{name}") for name in names}))
+    return needed is not None and needed <= MAX_CPU_BYTES
+
+
+def free_cores(profile: StepProfile) -> int:
+    """Return the CPU cores of a worker that do not train."""
+    environment = profile.record.environment
+    cores = (environment.cpu_count or 0) if environment else 0
+    if environment and environment.cpu_limit is not None:
+        cores = min(cores, int(environment.cpu_limit))
+    training = 1 if profile.on_gpu else profile.number("cluster.cpus_per_worker", 1)
+    return max(0, cores // math.ceil(profile.world_size / _machines(profile)) - training)
+
+
+def _machines(profile: StepProfile) -> int:
+    """Return the number of machines. Simulated nodes share one. During a run only its attempt has the hosts."""
+    run = profile.record.run
+    hosts = run.hosts or (run.attempts[-1].get("hosts") if run.attempts else None)
+    return len(set(hosts)) if hosts else max(1, profile.number("cluster.nodes", 1))
+
+
+# Whether a change would fit into the memory of the GPU, or of the machine, from the measured memory of the run.
+
+
+USABLE = 0.9
+"""Fraction of the memory of a GPU that is used at most."""
+
+SMALL_GROWTH = 0.1
+"""Fraction of the measured CPU memory by which a change may increase it. The free memory of the machine is unknown."""
+
+
+def usable_mib(profile: StepProfile) -> float | None:
+    """Return the memory of a GPU that torch may use; None if it is unknown."""
+    environment = profile.record.environment
+    total, outside = environment.gpu_total_mib if environment else None, outside_torch_mib(profile)
+    if total is None or outside is None:
+        return None
+    limit = profile.setting("cluster.gpu_memory_limit_gb")
+    return USABLE * ((min(total, 1024 * limit) if isinstance(limit, int | float) else total) - outside)
+
+
+def outside_torch_mib(profile: StepProfile) -> float | None:
+    """Return the memory of CUDA, NCCL and other programs; None if it is unknown.
+
+    It is the measured one, or the usual one if this is more: ``cluster.gpu_memory_limit_gb`` subtracts at least that.
+    """
+    found = _values(profile.record.memory.get("parts"), "context_mib")
+    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged record
+        found.append(profile.strategy.total_overhead_mib(parse_config(profile.record.config)))
+    return max(found, default=None)
+
+
+def peak_mib(profile: StepProfile) -> float | None:
+    """Return the largest reserved memory of all ranks; None if it is unknown."""
+    return _largest(profile.record.memory.get("torch"), "peak_reserved_mib")
+
+
+def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1) -> bool:
+    """Return whether a run would certainly fit. Return false if its memory is unknown.
+
+    Weights and optimizer states do not depend on the micro-batch. All other memory is counted as if it grew with it.
+    On a CPU, only a change fits that hardly needs more memory.
+    """
+    if not profile.on_gpu:
+        return _grows_little(profile, bytes_more, batch_factor)
+    usable, peak = usable_mib(profile), peak_mib(profile)
+    if usable is None or peak is None:
+        return False
+    parts = profile.record.memory.get("parts")
+    constant = sum(_smallest(parts, name) for name in ("parameters_mib", "optimizer_states_mib"))
+    constant = min(constant, peak)
+    return constant + batch_factor * (peak - constant) + bytes_more / MIB <= usable
+
+
+def _grows_little(profile: StepProfile, bytes_more: float, batch_factor: int) -> bool:
+    """Return whether the memory of the processes grows by a small fraction. Their activations grow with the batch."""
+    peak = cpu_peak_mib(profile.record.memory)
+    activations = _largest(profile.record.memory.get("parts"), "activations_mib")
+    if peak is None or activations is None:
+        return False
+    more_mib = (batch_factor - 1) * activations + bytes_more / MIB
+    return profile.world_size * more_mib <= SMALL_GROWTH * peak
+
+
+def _values(entries: Any, name: str) -> list[float]:
+    listed = entries if isinstance(entries, list) else []
+    found = (number_of(entry, name) for entry in listed if isinstance(entry, Mapping))
+    return [value for value in found if value is not None]
+
+
+def _largest(entries: Any, name: str) -> float | None:
+    return max(_values(entries, name), default=None)
+
+
+def _smallest(entries: Any, name: str) -> float:
+    """Return the smallest value, so that the memory that grows is not underestimated."""
+    return min(_values(entries, name), default=0.0)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from distexp.forecast.machine import CurvePoint, MachineCurves
+from distexp.preflight.machine import CurvePoint, MachineCurves
 
 FAST_BANDWIDTH = 0.25
 """Fraction of the bandwidth that the protocol LL reaches (NCCL, tuning.cc)."""

@@ -5,33 +5,33 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from distexp.compose.cells import Cell
 from distexp.config import ConfigError, ForecastConfig
-from distexp.console.plain_text import print_plain
-from distexp.console.terminal import make_console
 from distexp.exceptions import SweepFailedError
-from distexp.forecast.json_output import row_to_json
-from distexp.forecast.measured import add_measured
-from distexp.forecast.memory import add_memory
+from distexp.forecast.forecast_table import EXPOSED, answer, notes, sizes_table
 from distexp.forecast.profiled_run import ProfiledRun, read_profiled_run
-from distexp.forecast.rows import forecast_sizes
-from distexp.forecast.size_row import SizeRow
-from distexp.forecast.table import answer, notes, sizes_table
-from distexp.forecast.what_if import what_if
-from distexp.launch.cell import Cell
-from distexp.plan.planner import Planner
+from distexp.forecast.size_rows import SizeRow, add_measured, forecast_sizes
+from distexp.forecast.uncertainty import largest_expected, machine_name, read_errors, running_error
+from distexp.plan.command import show_predictions
+from distexp.plan.planned_cells import PlannedCell, plan_cells
+from distexp.plan.planner import Planner, with_gpu
+from distexp.plan.verdict import memory_to_fit_mib, predict
 from distexp.runs.disturbance import describe_disturbance
-from distexp.runs.entry_values import number_of
-from distexp.runs.forecast import StoredForecast, write_forecasts
-from distexp.runs.forecast_errors import largest_expected, machine_name, read_errors, running_error
-from distexp.runs.json_files import nan_to_none
+from distexp.runs.predictions import StoredForecast, write_forecasts
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Predicted
+from distexp.runs.run_dir import RECORD
+from distexp.system.files import nan_to_none
+from distexp.system.typed_values import number_of
+from distexp.tables.columns import make_console, print_plain
 
 LARGE_SHARE_WITHOUT_CORE = 0.2
 """Share of the profiled step without a CPU core from which a forecast has a warning."""
@@ -153,3 +153,132 @@ def stored_forecast(row: SizeRow, assumed: str) -> StoredForecast | None:
         beyond=forecast.beyond,
         what_if=assumed,
     )
+
+
+# The sizes of a forecast for programs.
+
+
+def row_to_json(row: SizeRow) -> dict[str, Any]:
+    """Return a size for programs. Times are in seconds, and shares are fractions."""
+    forecast, measured = row.forecast, row.measured
+    nodes, workers_per_node = row.size
+    low, high = row.efficiency_interval or (None, None)
+    found: dict[str, Any] = {
+        "nodes": nodes,
+        "workers_per_node": workers_per_node,
+        "step_time_s": forecast and forecast.step_time_s,
+        "low_s": forecast and forecast.low_s,
+        "high_s": forecast and forecast.high_s,
+        "samples_per_second": row.samples_per_second,
+        "efficiency": row.efficiency,
+        "efficiency_low": low,
+        "efficiency_high": high,
+        "workers": row.workers,
+        "micro_batches": forecast and forecast.target.micro_batches,
+        "samples_per_step": forecast and forecast.target.samples_per_step,
+        "parts_s": dict(forecast.parts) if forecast else {},
+        "exposed_communication_share": row.share(EXPOSED),
+        "bottleneck": row.bottleneck[0] if row.bottleneck else None,
+        "bottleneck_share": row.bottleneck[1] if row.bottleneck else None,
+        "times_the_measured": row.workers / row.profiled_workers if row.profiled_workers else None,
+        "limit": forecast.limit if forecast else "",
+        "beyond": forecast.beyond if forecast else "",
+        "notes": list(forecast.notes) if forecast else [],
+        "memory": asdict(row.memory) if row.memory else None,
+        "j_per_step": row.power.j_per_step(forecast) if row.power and forecast else None,
+        "j_per_sample": row.j_per_sample,
+        "price_per_million_samples": row.price,
+        "measured_step_time_s": measured and measured.measured_s,
+        "error": measured and measured.relative,
+    }
+    return {**found, "reason": row.error} if row.error else found
+
+
+# Assumptions of a forecast that a later run may not share. Then the difference is no error of the forecast.
+
+
+NETWORK_KEYS = ("network", "rail_optimized", "oversubscription")
+
+
+def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
+    """Return the options that make a forecast one for another machine, as typed; empty without them.
+
+    Args:
+        options: Options of the forecast.
+        profiled: Record of the profiled run.
+        nodes: Number of nodes of the forecast. One node has no network.
+    """
+    return " ".join([*_preflight(options, profiled), *(_network(options) if nodes > 1 else ())])
+
+
+def _network(options: ForecastConfig) -> Iterator[str]:
+    """Yield the options of the network. A record does not have its network, so each one is an assumption."""
+    default = ForecastConfig()
+    for name in NETWORK_KEYS:
+        value = getattr(options, name)
+        if value != getattr(default, name):
+            yield f"forecast.{name}={str(value).lower()}"
+
+
+def _preflight(options: ForecastConfig, profiled: RunRecord) -> Iterator[str]:
+    """Yield the option of the bandwidths, unless the same type of device has measured them."""
+    if options.preflight is None:
+        return
+    try:
+        measured = RunRecord.read(Path(options.preflight) / RECORD)
+    except ValueError:
+        measured = None
+    if measured is None or machine_name(measured) != machine_name(profiled):
+        yield f"forecast.preflight={options.preflight}"
+
+
+# Memory of the sizes of a forecast, as ``distexp plan`` predicts it.
+
+
+CACHED, OFF = "cached", "off"
+
+MAX_PREDICTED_WORKERS = 64
+"""Most workers of a size whose memory is predicted."""
+
+TOO_LARGE = f"memory is predicted up to {MAX_PREDICTED_WORKERS} workers only"
+NOT_CACHED = "memory was not predicted before: leave forecast.memory=cached out"
+
+
+def add_memory(rows: Sequence[SizeRow], mode: str, planner: Planner) -> list[SizeRow]:
+    """Return the rows with their predicted memory.
+
+    Args:
+        rows: The sizes.
+        mode: predict, cached or off.
+        planner: Source of estimates.
+    """
+    if mode == OFF:
+        return list(rows)
+    reasons = [row.error or _reason(row, mode, planner) for row in rows]
+    wanted = [row.cell for row, reason in zip(rows, reasons, strict=True) if not reason]
+    configs = [cell.config for cell in wanted if cell.config is not None]
+    with show_predictions(planner.count_missing(configs), "") as advance:
+        planned = iter(plan_cells(wanted, planner, advance))
+    return [
+        replace(row, memory_error=reason) if reason else _with_memory(row, next(planned))
+        for row, reason in zip(rows, reasons, strict=True)
+    ]
+
+
+def _reason(row: SizeRow, mode: str, planner: Planner) -> str:
+    """Return why the memory of a size is not predicted; empty if it is."""
+    if mode == CACHED and row.cell.config is not None:
+        return "" if planner.cached(with_gpu(row.cell.config)) is not None else NOT_CACHED
+    return TOO_LARGE if row.workers > MAX_PREDICTED_WORKERS else ""
+
+
+def _with_memory(row: SizeRow, planned: PlannedCell) -> SizeRow:
+    return replace(row, memory=_of_one_node(planned), memory_error=planned.error)
+
+
+def _of_one_node(planned: PlannedCell) -> Predicted | None:
+    """Return the prediction for a node with the memory of this machine, although a local run would simulate nodes."""
+    estimate, config = planned.estimate, planned.cell.config
+    if estimate is None or config is None or not estimate.on_cpu:
+        return planned.predicted
+    return predict(replace(estimate, step_mib=estimate.host_mib), memory_to_fit_mib(config))

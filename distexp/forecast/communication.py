@@ -5,13 +5,14 @@ See docs/decisions/forecast-model.md for the sources. A run with several workers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from distexp.forecast.collectives import GroupLayout
-from distexp.forecast.target import Target
-from distexp.runs.step_model import Collective, Item, StepModel
-from distexp.strategies.step_collectives import LAUNCH_S, StepCommunication
+from distexp.forecast.simulate import Scales, scaled_tail
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Segment, StepModel
+from distexp.strategies.communication import GATHERS, LAUNCH_S, REDUCTIONS, StepCommunication, insert, work
 
 
 def plan_communication(
@@ -51,3 +52,279 @@ def group_layout(communication: StepCommunication, axis: str, target: Target) ->
         replicas_per_node = max(1, per_node // shard)
         return GroupLayout(replicas, -(-replicas // replicas_per_node), per_node)
     return GroupLayout(target.workers, target.nodes, per_node)
+
+
+# What is forecast, and the result.
+
+
+TO_MEASURE = "To measure them:"
+"""Text in a note before the command that replaces its assumption."""
+
+PARTS = ("compute", "exposed_communication", "launch", "waiting", "other")
+"""Parts of a forecast step. ``launch``: the device is idle because the CPU launches its work too slowly."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number of workers to forecast.
+
+    Attributes:
+        nodes: Number of nodes.
+        workers_per_node: Workers on each node.
+        micro_batches: Micro-batches of a step on each worker. Their size is that of the profiled run.
+        samples_per_step: Samples of a step over all workers.
+    """
+
+    nodes: int
+    workers_per_node: int
+    micro_batches: int
+    samples_per_step: float
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers."""
+        return self.nodes * self.workers_per_node
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of one target.
+
+    Attributes:
+        target: What was forecast.
+        step_time_s: Duration of a step.
+        low_s: Lower end of the interval.
+        high_s: Upper end of the interval.
+        parts: Seconds of each part of PARTS, which add up to the step.
+        hidden_communication_s: Communication at the same time as computation.
+        beyond: How far the target is outside of the measured range. Empty: inside.
+        limit: What limits the step most, as ``the all_reduce of 540 MB``. Empty: unknown.
+        notes: Assumptions.
+    """
+
+    target: Target
+    step_time_s: float
+    low_s: float
+    high_s: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    hidden_communication_s: float = 0.0
+    beyond: str = ""
+    limit: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Return the throughput over all workers."""
+        return self.target.samples_per_step / self.step_time_s
+
+
+# The items of a step with another number of micro-batches.
+
+
+def with_micro_batches(
+    items: Sequence[Item], profiled: int, wanted: int, communication: StepCommunication
+) -> tuple[Item, ...]:
+    """Return the items of a step with another number of micro-batches of the same size.
+
+    The first and the last micro-batch are as in the profiled step, and those between them are all alike. Gradients are
+    reduced in the last one, unless the strategy reduces them in each.
+
+    Args:
+        items: Items of the profiled step, with at most three micro-batches.
+        profiled: Micro-batches of the profiled step.
+        wanted: Micro-batches of the result.
+        communication: What the strategy states about its collectives.
+    """
+    blocks = _blocks(items)
+    if not blocks or (wanted == profiled and len(blocks) == profiled):
+        return tuple(items)
+    found: list[Item] = []
+    for position in range(wanted):
+        last = position == wanted - 1
+        block = _source(blocks, position, wanted)
+        if last and wanted == 1 and communication.gathers_once:
+            block = _with_gathers_of(block, blocks[0])
+        kept = [item for item in block if _is_used(item, position, last=last, communication=communication)]
+        found += [replace(item, micro_batch=position) for item in kept]
+    return (*found, *(replace(item, micro_batch=wanted - 1) for item in items if item.phase == OPTIMIZER))
+
+
+def _blocks(items: Sequence[Item]) -> list[list[Item]]:
+    """Return the items of forward and backward pass of each micro-batch that the profile has."""
+    blocks: dict[int, list[Item]] = {}
+    for item in items:
+        if item.phase != OPTIMIZER:
+            blocks.setdefault(item.micro_batch, []).append(item)
+    return [blocks[number] for number in sorted(blocks)]
+
+
+def _source(blocks: Sequence[list[Item]], position: int, wanted: int) -> list[Item]:
+    """Return the profiled micro-batch for a position."""
+    if position == wanted - 1:
+        return blocks[-1]
+    return blocks[0] if position == 0 else blocks[1] if len(blocks) > 2 else blocks[0]
+
+
+def _is_used(item: Item, position: int, *, last: bool, communication: StepCommunication) -> bool:
+    """Return whether an item happens in a micro-batch; a collective of another one may not."""
+    if isinstance(item, Segment):
+        return True
+    if item.kind in REDUCTIONS:
+        if item.phase == FORWARD:  # as the number of targets, which is summed once per step
+            return position == 0
+        return last or communication.reduces_each_micro_batch
+    return position == 0 or not (communication.gathers_once and item.kind in GATHERS)
+
+
+def _with_gathers_of(block: Sequence[Item], first: Sequence[Item]) -> list[Item]:
+    """Return a micro-batch with the collectives of another that gather weights, at the same shares of its work."""
+    if any(isinstance(item, Collective) and item.kind in GATHERS for item in block):
+        return list(block)
+    found = list(block)
+    for phase in (FORWARD, BACKWARD):
+        done = 0.0
+        total = sum(work(item) for item in first if item.phase == phase) or 1.0
+        for item in first:
+            if item.phase == phase and isinstance(item, Collective) and item.kind in GATHERS:
+                insert(found, item, done / total)
+            done += work(item) if item.phase == phase else 0.0
+    return found
+
+
+# The optimizer part of a step with another number of workers, if they shard the optimizer states.
+#
+# A worker then updates its share of the elements, so the kernels of the update and of the norm take less time. How
+# many kernels there are depends on the strategy:
+#
+# - FSDP and ZeRO-3 divide each parameter. Each worker has a part of all of them, and launches as many kernels.
+# - ZeRO-1 and ZeRO-2 divide each group of the optimizer, whose parameters are in one flat tensor. Check and norm launch
+#   kernels for each parameter in the part of a worker, and the workers have different numbers of them.
+
+
+SHORTEST_KERNEL_S = 2e-6
+"""Time of a kernel with hardly any work: an assumption."""
+FEWEST_LAUNCHES = 32
+"""Launches of a segment from which they are those of a loop over parameters. Flat tensors need fewer: an assumption."""
+SMALL_PARAMETER_S = 40e-6
+"""Time of a CPU to update a parameter of 1,000 elements with AdamW: 33 us on a 2-core machine, and its norm."""
+
+Groups = Sequence[Sequence[int]]
+"""Elements of each parameter in each group of the optimizer."""
+
+
+@dataclass(frozen=True)
+class UpdateShare:
+    """What a worker updates.
+
+    Attributes:
+        elements: Elements of the worker with the most.
+        parameters: Parameters of which the worker with the most has a part.
+    """
+
+    elements: int
+    parameters: int
+
+
+def update_share(groups: Groups, communication: StepCommunication, shards: int) -> UpdateShare:
+    """Return what a worker updates.
+
+    Args:
+        groups: The parameters of the optimizer.
+        communication: What the strategy states about its update.
+        shards: Workers over which the optimizer states are sharded.
+    """
+    if communication.flattens_groups:
+        parts = [-(-sum(group) // shards) for group in groups]
+        counts = [_parameters_by_worker(group, part, shards) for group, part in zip(groups, parts, strict=True)]
+        return UpdateShare(sum(parts), max(map(sum, zip(*counts, strict=True)), default=0))
+    elements = sum(-(-size // shards) for group in groups for size in group)
+    return UpdateShare(elements, sum(len(group) for group in groups))
+
+
+def _parameters_by_worker(group: Sequence[int], part: int, shards: int) -> list[int]:
+    """Return how many parameters of a flat group each worker has a part of.
+
+    Args:
+        group: Elements of each parameter.
+        part: Elements of a worker.
+        shards: Number of workers.
+    """
+    starts = [0] * (shards + 1)  # differences between a worker and the one before
+    end = 0
+    for elements in group:
+        first, end = end // part, end + elements
+        starts[first] += 1
+        starts[(end - 1) // part + 1] -= 1
+    return list(accumulate(starts))[:shards]
+
+
+def shard_update(
+    items: Sequence[Item],
+    before: UpdateShare,
+    after: UpdateShare,
+    communication: StepCommunication,
+    *,
+    on_gpu: bool,
+) -> tuple[Item, ...]:
+    """Return the items of a step with the update of another share.
+
+    Args:
+        items: Items of the profiled step.
+        before: What a worker of the profiled run updates.
+        after: What a worker updates instead.
+        communication: What the strategy states about its update.
+        on_gpu: Whether the worker uses a GPU.
+    """
+    update = [item for item in items if _is_update(item)]
+    elements = after.elements / before.elements
+    updates_on_cpu = communication.offloads or not on_gpu
+    host = _factor_on_cpu(update, elements, after.parameters) if updates_on_cpu else 1.0
+    parameters = after.parameters / before.parameters if communication.flattens_groups else 1.0
+
+    def shrink(item: Item) -> Item:
+        if not isinstance(item, Segment) or not _is_update(item):
+            return item
+        is_loop = item.launches >= FEWEST_LAUNCHES
+        launches = parameters if is_loop else 1.0
+        return _scale(item, host if updates_on_cpu else launches, elements, launches)
+
+    return tuple(map(shrink, items))
+
+
+def _is_update(item: Item) -> bool:
+    return isinstance(item, Segment) and item.phase == OPTIMIZER
+
+
+def _factor_on_cpu(update: Sequence[Item], elements: float, parameters: int) -> float:
+    """Return the factor of the time of a CPU that does the update.
+
+    Args:
+        update: The segments of the update.
+        elements: Factor of the elements.
+        parameters: Parameters of which a worker has a part.
+    """
+    host_s = sum(item.host_s for item in update)
+    least_s = min(host_s, parameters * SMALL_PARAMETER_S)
+    return max(elements, least_s / host_s) if host_s else 1.0
+
+
+def _scale(item: Segment, host: float, elements: float, launches: float) -> Segment:
+    """Return a segment of an update of other elements.
+
+    Args:
+        item: The segment.
+        host: Factor of the time of the CPU.
+        elements: Factor of the elements, and so of the time of a long kernel.
+        launches: Factor of the number of kernels.
+    """
+    count = round(launches * item.launches)
+    device_s = max(elements * item.device_s, min(item.device_s, count * SHORTEST_KERNEL_S))
+    device = device_s / item.device_s if item.device_s else 1.0
+    return replace(
+        item,
+        host_s=host * item.host_s,
+        device_s=device_s,
+        tail_s=scaled_tail(item, Scales(host, device)),
+        tail_half_s=scaled_tail(item, Scales(host / 2, device)),
+        launches=count,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 
-from distexp.runs.step_model import NEXT, OPTIMIZER, Collective, Item, Segment
+from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, Segment
 
 MAX_STEPS = 40
 """Steps after which the last one counts, even if the duration is not constant."""

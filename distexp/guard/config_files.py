@@ -24,10 +24,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from distexp.config import ConfigError
-from distexp.config.boolean_values import refuse_numbers_as_booleans
-from distexp.config.paths import conf_dir
-from distexp.guard.command_line import TRUSTED, packages_of_environment, packages_trusted_by_user, typed_keys
-from distexp.guard.secrets import check_for_secrets, refuse_secret_interpolations
+from distexp.config.keys import conf_dir, refuse_numbers_as_booleans
+from distexp.guard.command_line import (
+    TRUSTED,
+    check_for_secrets,
+    packages_of_environment,
+    packages_trusted_by_user,
+    refuse_secret_interpolations,
+    typed_keys,
+)
 
 SEARCH_PATH = "hydra.searchpath"
 OWN_PACKAGES = ("distexp", "hydra")

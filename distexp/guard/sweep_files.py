@@ -16,10 +16,9 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
-from distexp.cli.overrides import is_override
 from distexp.config import ConfigError
-from distexp.config.paths import options_of
-from distexp.data.cache import cache_dir
+from distexp.config.keys import options_of
+from distexp.config.overrides import copyable_override, is_override, join_first, shell_quote
 from distexp.guard.command_line import (
     TRUSTED,
     as_text,
@@ -29,9 +28,8 @@ from distexp.guard.command_line import (
     typed_overrides,
 )
 from distexp.guard.config_files import CLUSTER_KEYS
-from distexp.runs.copyable_command import copyable_override, shell_quote
-from distexp.runs.listing import join_first
 from distexp.runs.run_dir import COMMAND
+from distexp.system.cache_dir import cache_dir
 
 MAX_SHOWN = 3
 

@@ -1,1 +1,1 @@
-"""Start of runs: composing the cells of a sweep, starting agents, and writing records."""
+"""Start of runs: agents, records, and the launchers for this machine and for Slurm."""

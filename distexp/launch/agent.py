@@ -7,38 +7,32 @@ they exceed their time, or if it gets SIGTERM. It imports no torch, so that it c
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from distexp.launch.exit_codes import STOPPED_CODE
+from distexp.launch.failures import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, encode_group_code, inspect_workers
 from distexp.launch.forked_workers import ForkedWorkers, NotStartedError
-from distexp.launch.node import is_simulated, node_gpus, worker_environment
-from distexp.launch.node_requirements import lacks_gpus, lacks_operators
-from distexp.launch.rendezvous import Rendezvous, reserve_port, wait_for_head
-from distexp.launch.timeouts import exceeded_limit, watch
+from distexp.launch.operator_build import is_simulated, lacks_gpus, lacks_operators, node_gpus, worker_environment
 from distexp.measure.memory.sampler import Sampler
-from distexp.runs import stop_request
-from distexp.runs.error_files import write_error
-from distexp.runs.full_disk import ERROR_TYPE, free_bytes, full_disk_message, is_full_disk, release_reserve
-from distexp.runs.owner import write_agent
+from distexp.runs import run_state
+from distexp.runs.attempts import write_agent, write_error
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import (
-    agent_error_path,
-    group_log_path,
-    log_dir,
-    memory_trace_path,
-)
+from distexp.runs.run_dir import RENDEZVOUS, agent_error_path, group_log_path, log_dir, memory_trace_path
+from distexp.runs.run_state import last_build_step, last_heartbeat
 from distexp.runs.spec import RunSpec
-from distexp.system.hardware import cpu_count
-from distexp.system.process_shutdown import WatchedProcess, end_tree
-from distexp.system.processes import die_with_parent, orphaned, start_module
+from distexp.runs.texts import ERROR_TYPE, free_bytes, full_disk_message, is_full_disk, release_reserve
+from distexp.system.cgroups import cpu_count
+from distexp.system.files import write_json
+from distexp.system.processes import WatchedProcess, die_with_parent, end_tree, orphaned, start_module
 
 GRACE_S = 4.0
 """Time between SIGTERM and SIGKILL for the workers."""
@@ -51,7 +45,7 @@ class StoppedError(BaseException):
 
 
 def main() -> None:
-    """Run the workers of a node. The exit code is that of the workers, or one of ``distexp.launch.exit_codes``."""
+    """Run the workers of a node. The exit code is that of the workers, or one of ``distexp.launch.failures``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     connection = int(sys.argv[3]) if len(sys.argv) > 3 else None
     _handle_signals(run_dir)
@@ -77,8 +71,8 @@ def _handle_signals(run_dir: Path) -> None:
     """End the workers on SIGTERM and if the launcher dies; request a checkpoint on SIGUSR1 and SIGUSR2."""
     signal.signal(signal.SIGTERM, raise_stopped)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
-    for signal_number in stop_request.SIGNALS:
-        signal.signal(signal_number, lambda number, _: stop_request.request_stop(run_dir, signal.Signals(number).name))
+    for signal_number in run_state.SIGNALS:
+        signal.signal(signal_number, lambda number, _: run_state.request_stop(run_dir, signal.Signals(number).name))
     die_with_parent(signal.SIGTERM)
 
 
@@ -187,6 +181,122 @@ def _sampler(spec: RunSpec, run_dir: Path, node: int) -> Sampler:
         interval_s=spec.config.measure.interval_s,
         cores=max(1, cpu_count() // (spec.nodes if is_simulated(spec) else 1)),
     )
+
+
+# Rendezvous of a run's nodes: the head's address and port, in a file of the run directory.
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Address and port of the head, with the attempt that they are valid for."""
+
+    address: str
+    port: int
+    attempt: str = ""
+
+
+def reserve_port(address: str, run_dir: Path, attempt: str = "") -> tuple[Rendezvous, socket.socket]:
+    """Find a free port on the head, and write it for the other nodes.
+
+    Returns:
+        The rendezvous, and a bound socket that does not listen. While the socket is open, the kernel gives the port
+        to no process that asks for a free one. torch sets SO_REUSEADDR, so it can still listen on the port.
+    """
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    found = Rendezvous(address, holder.getsockname()[1], attempt)
+    write_json(run_dir / RENDEZVOUS, asdict(found))
+    return found, holder
+
+
+def read_rendezvous(run_dir: Path) -> Rendezvous | None:
+    """Return the rendezvous of the latest attempt, or None if the head has not written it."""
+    try:
+        return Rendezvous(**json.loads((run_dir / RENDEZVOUS).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def wait_for_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezvous:
+    """Wait for the rendezvous of an attempt and return it.
+
+    Raises:
+        TimeoutError: if the head does not write it in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = read_rendezvous(run_dir)
+        if found is not None and found.attempt == attempt:
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(f"node 0 wrote no {RENDEZVOUS} to {run_dir} within {timeout_s:g} s")
+
+
+# Time limit and hang timeout of a run: the agent of each node watches its workers.
+#
+# ``cluster.timeout_min`` limits a run, from the end of the build of DeepSpeed's operators.
+# ``cluster.hang_timeout_min`` limits the time without a step or a new phase, which rank 0 reports by its heartbeat.
+# The timeout of collectives is longer, see ``distributed.process_group``. The defaults are in
+# ``distexp.config.sections``.
+
+
+POLL_S = 0.1
+OWN_SIGTERM_S = 1.0
+"""Time in which the agent's own SIGTERM arrives, if Slurm ended the job: Slurm signals every process of it."""
+
+
+def watch(
+    group: WatchedProcess,
+    spec: RunSpec,
+    run_dir: Path,
+    node: int,
+    started: float,
+    *,
+    peer_failed: Callable[[], bool] = lambda: False,
+) -> int:
+    """Wait until the workers end, exceed their time or hang, or until another node fails.
+
+    Args:
+        group: The parent process of the workers.
+        spec: The run.
+        run_dir: Directory of the run.
+        node: The node.
+        started: Start of the run, in Unix seconds.
+        peer_failed: Returns whether another node has failed.
+
+    Returns:
+        The exit code of the workers' parent process, or a code of ``exit_codes``.
+    """
+    while (code := group.poll()) is None:
+        exceeded = exceeded_limit(spec, run_dir, started)
+        if exceeded == HANG_CODE:
+            inspect_workers(group.pid, run_dir, node)
+        if exceeded is not None:
+            return exceeded
+        if peer_failed():
+            return 0  # The other node reports the cause.
+        time.sleep(POLL_S)
+    if code == -signal.SIGTERM:
+        time.sleep(OWN_SIGTERM_S)
+    return encode_group_code(code)
+
+
+def exceeded_limit(spec: RunSpec, run_dir: Path, started: float) -> int | None:
+    """Return the exit code for the time limit or the hang timeout if the run has exceeded it, else None.
+
+    Args:
+        spec: The run.
+        run_dir: Directory of the run.
+        started: Start of the run, in Unix seconds.
+    """
+    cluster, now = spec.config.cluster, time.time()
+    limit_s = cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
+    if now - max(started, last_build_step(run_dir)) > limit_s:
+        return TIMEOUT_CODE
+    if now - max(started, last_heartbeat(run_dir)) > cluster.hang_timeout_min * 60:
+        return HANG_CODE
+    return None
 
 
 if __name__ == "__main__":

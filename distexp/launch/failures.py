@@ -5,19 +5,35 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distexp.launch.exit_codes import HANG_CODE, TIMEOUT_CODE, decode_group_signal
-from distexp.launch.hang import hang_error
-from distexp.launch.oom import oom_killed
-from distexp.runs.error_files import read_rank_errors
-from distexp.runs.out_of_memory import out_of_memory_status
-from distexp.runs.phases import read_phase_events
+import psutil
+
+from distexp.config.overrides import join_first
+from distexp.measure.memory.sampler import run_traces
+from distexp.measure.stragglers import GpuEvidence, read_gpu_evidence
+from distexp.runs.attempts import read_rank_errors
+from distexp.runs.events import RankProgress, ranks_behind, read_phase_events, read_rank_progress
+from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import EVENTS, worker_exits_paths
+from distexp.runs.run_dir import (
+    EVENTS,
+    OOM_KILLS,
+    oom_mark_path,
+    oom_marks,
+    stopped_ranks_path,
+    stopped_ranks_paths,
+    worker_exits_paths,
+)
 from distexp.runs.spec import RunSpec
+from distexp.runs.texts import out_of_memory_status
+from distexp.system.cgroups import oom_kills
+from distexp.system.files import write_json
+from distexp.system.processes import descendants
 
 PEER_LOSS = re.compile(
     r"connection (reset|closed|refused|was)|closed by peer|broken pipe|socket|timed? ?out|DistBackendError|NCCL",
@@ -134,3 +150,174 @@ def current_phase(directory: Path) -> str | None:
     """Return the latest phase of a run, or None."""
     events = read_phase_events(directory / EVENTS)
     return events[-1].phase if events else None
+
+
+# Exit codes of an agent. The process that writes the record finds the cause of a failed run from them.
+
+
+HANG_CODE = 75
+TERMINATED_CODE = 76
+"""The parent process of the workers got SIGTERM from outside."""
+
+TIMEOUT_CODE = 124
+
+SIGNAL_OFFSET = 128
+"""The code is this plus N if signal N ended the parent process of the workers."""
+
+STOPPED_CODE = SIGNAL_OFFSET + signal.SIGTERM
+"""The agent got SIGTERM itself."""
+
+
+def encode_group_code(code: int) -> int:
+    """Return the exit code of an agent whose workers have ended.
+
+    Args:
+        code: Exit code of the parent process of the workers, negative for a signal.
+    """
+    if code == -signal.SIGTERM:
+        return TERMINATED_CODE
+    return code if code >= 0 else SIGNAL_OFFSET - code
+
+
+def decode_group_signal(code: int) -> int | None:
+    """Return the signal that ended the parent process of the workers; None if no signal did.
+
+    Args:
+        code: Exit code of an agent.
+    """
+    if code == TERMINATED_CODE:
+        return signal.SIGTERM
+    return code - SIGNAL_OFFSET if code > SIGNAL_OFFSET and code != STOPPED_CODE else None
+
+
+# Cause of a hang: the rank that the others wait for.
+#
+# Every agent looks at its own workers before it ends them, because only a live process can be seen to be stopped. The
+# process that writes the record combines this with the progress of all ranks.
+
+
+STACK_DUMP_S = 2.0
+"""Time that workers get to write their stacks."""
+
+
+def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
+    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log.
+
+    Args:
+        group_pid: The parent process of the workers.
+        run_dir: Directory of the run.
+        node: The node.
+    """
+    workers = descendants(group_pid, recursive=False)
+    stopped_pids = {worker.pid for worker in workers if _is_stopped(worker)}
+    stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
+    write_json(stopped_ranks_path(run_dir, node), stopped)
+    for worker in workers:
+        worker.send_signal(signal.SIGUSR1)
+    time.sleep(STACK_DUMP_S)
+
+
+def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
+    """Return the error of a run without progress, with the phase and the rank that the others wait for.
+
+    Args:
+        run_dir: Directory of the run.
+        phase: The latest phase of rank 0, or None.
+        limit: The setting that limits the time without progress.
+    """
+    progress = read_rank_progress(run_dir)
+    stopped = {rank for path in stopped_ranks_paths(run_dir) for rank in json.loads(path.read_text())}
+    culprits = [entry for entry in progress if entry.rank in stopped] or ranks_behind(progress)
+    message = f"{_describe(culprits, progress, stopped=bool(stopped))}: no step or new phase within {limit}. "
+    if not culprits:
+        where = phase or (progress[0].phase if progress else "setup")
+        return RunError("Hang", f"{message}The stacks of all ranks are in logs/node*/rank*.log", where)
+    first = culprits[0]
+    return RunError("Hang", f"{message}The stacks of the ranks are in logs/node*/rank*.log", first.phase, first.rank)
+
+
+def _describe(culprits: Sequence[RankProgress], progress: Sequence[RankProgress], *, stopped: bool) -> str:
+    if not progress:
+        return "no worker has started"
+    if not culprits:
+        return "all ranks wait at the same point"
+    verb = "is" if len(culprits) == 1 else "are"
+    state = "stopped by a signal (SIGSTOP)" if stopped else "behind, and the other ranks wait"
+    return f"{join_first(map(str, culprits))} {verb} {state}"
+
+
+def _is_stopped(worker: psutil.Process) -> bool:
+    try:
+        return bool(worker.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+# Detection of processes that the kernel killed for memory during a run.
+
+
+def save_counters(directory: Path) -> None:
+    """Save the kernel's OOM counters at the start of a run, on the node that writes the record."""
+    write_json(directory / OOM_KILLS, oom_kills())
+
+
+def mark_if_killed(directory: Path, node: int, before: Mapping[str, int]) -> None:
+    """Leave a mark for the node that writes the record, if the OOM counter of this node has increased.
+
+    Args:
+        directory: Directory of the run.
+        node: This node.
+        before: Its counters at the start of the run.
+    """
+    if _increased(before, oom_kills()):
+        with suppress(OSError):  # The run has failed anyway, and has a signal as its cause then.
+            oom_mark_path(directory, node).touch()
+
+
+def oom_killed(directory: Path) -> bool:
+    """Return whether the kernel has killed a process of a run for memory, on this node or on one that left a mark."""
+    if oom_marks(directory):
+        return True
+    path = directory / OOM_KILLS
+    return path.exists() and _increased(json.loads(path.read_text()), oom_kills())
+
+
+def _increased(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Return whether the OOM counter of this cgroup has increased.
+
+    Without a cgroup, the machine's counter decides. It also counts the processes of other runs.
+    """
+    name = "cgroup" if "cgroup" in before and "cgroup" in now else "machine"
+    return now.get(name, 0) > before.get(name, now.get(name, 0))
+
+
+# Stragglers in the record: slow ranks with the evidence of their GPUs, and GPUs with a problem.
+
+
+def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add what the agents saw to ``metrics.stragglers``. A GPU with a problem is added even if no rank is slow."""
+    if spec.config.cluster.device != "cuda" or not spec.config.measure.enabled:
+        return
+    evidence = read_gpu_evidence(run_traces(directory, spec.nodes), directory / EVENTS, spec.workers_per_node)
+    for entry in record.metrics.stragglers or []:
+        found = evidence.get(entry["rank"])
+        if found is not None:
+            entry["gpu"] = found.index
+            entry["evidence"] = "; ".join([entry["evidence"], *found.problems, *found.differences])
+    named = {entry["rank"] for entry in record.metrics.stragglers or []}
+    problems = {rank: found for rank, found in evidence.items() if found.problems and rank not in named}
+    if problems:
+        entries = [_problem_entry(record, rank, found, spec) for rank, found in sorted(problems.items())]
+        record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]
+
+
+def _problem_entry(record: RunRecord, rank: int, found: GpuEvidence, spec: RunSpec) -> dict[str, Any]:
+    """Return the entry of a rank that is not slow, but whose GPU has a problem."""
+    hosts = record.run.hosts
+    return {
+        "rank": rank,
+        "gpu": found.index,
+        "host": hosts[rank // spec.workers_per_node] if len(hosts) == spec.nodes else None,
+        "slower_by_pct": None,
+        "evidence": "; ".join(found.problems),
+    }

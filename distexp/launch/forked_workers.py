@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from distexp.launch.exit_codes import encode_group_code
-from distexp.system.messages import receive, send
+from distexp.launch.failures import encode_group_code
+from distexp.system.processes import receive, send
 
 LOST_CODE = encode_group_code(-signal.SIGKILL)
 """Exit code of an agent whose workers have died with the process that they were forked from."""

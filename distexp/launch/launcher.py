@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distexp.config import ClusterConfig, Config, ConfigError
-from distexp.config.paths import PACKAGE, conf_dir, options_of
+from distexp.config.keys import conf_dir, options_of
 from distexp.resolve.resources import LauncherTraits, find_launcher
-from distexp.runs.json_files import read_json
 from distexp.runs.run_dir import COMMAND, SPEC
 from distexp.runs.run_state import RunState
+from distexp.system.files import PACKAGE, read_json
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.console import Console
 
-    from distexp.launch.assigned_runs import AssignedRun
-    from distexp.launch.cell import Cell
-    from distexp.launch.git_state import GitState
-    from distexp.runs.existing import ExistingRun
+    from distexp.compose.cells import Cell
+    from distexp.launch.run_dirs import AssignedRun, GitState
+    from distexp.runs.spec import ExistingRun
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,8 @@ class Launcher(LauncherTraits):
             SweepFailedError: A run failed.
             MonitoringInterrupted: On Ctrl-C; the runs continue.
         """
-        from distexp.launch.follow import follow
-        from distexp.runs.existing import ExistingRuns
+        from distexp.launch.queued_runs import follow
+        from distexp.runs.spec import ExistingRuns
 
         runs = ExistingRuns.read(sweep_dir).runs
         follow(lambda: self.states(sweep_dir, ExistingRuns.read(sweep_dir).runs), len(runs), sweep_dir, console)

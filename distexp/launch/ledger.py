@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
-from distexp.runs.jsonl import read_entries
 from distexp.runs.run_dir import LEDGER
-from distexp.runs.typed_values import parse_dataclass
+from distexp.system.files import read_entries
+from distexp.system.typed_values import parse_dataclass
 
 JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 """A Slurm job as ARRAY_INDEX. Anything else could be an option of Slurm's commands."""

@@ -5,17 +5,118 @@ A compiler takes minutes and gigabytes. A run that compiled while it is measured
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import platform
 import re
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
-from distexp.launch.operator_marks import mark_built
-from distexp.runs.jsonl import Entry, Tail
-from distexp.strategies import ds_operators
-from distexp.system.process_shutdown import end_tree
-from distexp.system.processes import start_module
+from distexp.resolve.resources import launcher_traits
+from distexp.runs.attempts import write_error
+from distexp.runs.record_sections import RunError
+from distexp.runs.run_dir import OPERATORS, agent_error_path, operators_log_path
+from distexp.runs.spec import RunSpec
+from distexp.strategies.base import load_strategy
+from distexp.strategies.zero import ds_operators
+from distexp.strategies.zero.ds_operators import BATON
+from distexp.system.cgroups import Gpu, visible_gpus
+from distexp.system.files import PACKAGE, Entry, Tail, append_line, write_json
+from distexp.system.processes import end_tree, start_module
+
+# What a node must have before its workers start: enough GPUs, and the C++ operators of the strategy.
+
+
+def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
+    """Return whether a node has fewer GPUs than workers, and write an error if so."""
+    found, needed = len(node_gpus(spec, node)), spec.workers_per_node
+    if spec.config.cluster.device != "cuda" or found >= needed:
+        return False
+    message = (
+        f"cluster.workers_per_node={needed} needs {needed} GPUs, but node {node} ({socket.gethostname()}) has {found}: "
+        "request nodes with more GPUs (cluster.constraint, cluster.partition), or set cluster.device=cpu"
+    )
+    write_error(agent_error_path(run_dir, node), RunError("TooFewGpus", message, "setup"))
+    return True
+
+
+def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
+    """Build the operators that the run needs; return whether that failed, and write an error if so.
+
+    On simulated nodes only the head builds.
+    """
+    if not _may_need_operators(spec) or (is_simulated(spec) and node > 0):
+        return False
+    environment = worker_environment(spec, node)
+    missing = missing_operators(load_strategy(spec.config).operators(spec.config), environment)
+    if not missing:
+        return False
+    try:
+        with (run_dir / OPERATORS).open("a") as file:
+
+            def report(entry: Entry) -> None:
+                append_line(file, {"unix_time_s": time.time(), "node": node, **entry})
+
+            build_operators(missing, environment, operators_log_path(run_dir, node), report)
+    except OperatorError as error:
+        write_error(agent_error_path(run_dir, node), RunError("OperatorError", str(error), "compile"))
+        return True
+    return False
+
+
+def _may_need_operators(spec: RunSpec) -> bool:
+    """Return whether a run trains with a strategy of distexp. Custom ones are not imported: they may import torch."""
+    return spec.config.strategy._target_.startswith(f"{PACKAGE.name}.") and not spec.config.is_preflight
+
+
+# GPUs and environment of the workers of one node.
+
+
+DEBUG_VARIABLES = {
+    "NCCL_DEBUG": "INFO",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+}
+"""Variables of the workers with ``cluster.debug=true``."""
+
+
+def is_simulated(spec: RunSpec) -> bool:
+    """Return whether all nodes of a run are on this machine."""
+    return launcher_traits(spec.config).runs_here
+
+
+def node_gpus(spec: RunSpec, node: int) -> tuple[Gpu, ...]:
+    """Return the GPUs of a node's workers. Simulated nodes share the GPUs of this machine."""
+    if spec.config.cluster.device != "cuda":
+        return ()
+    first = node * spec.workers_per_node if is_simulated(spec) else 0
+    return visible_gpus()[first:][: spec.workers_per_node]
+
+
+def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:
+    """Return the environment of a node's workers: that of this process, with the settings of the run."""
+    cluster = spec.config.cluster
+    environment = {
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **(DEBUG_VARIABLES if cluster.debug else {}),
+        **cluster.environment,
+        "OMP_NUM_THREADS": str(cluster.cpus_per_worker),
+        "DS_ACCELERATOR": cluster.device,
+    }
+    if cluster.device == "cuda" and spec.nodes > 1 and is_simulated(spec):
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in node_gpus(spec, node))
+    return environment
+
 
 MESSAGE = re.compile(rf"{ds_operators.REPORT_PREFIX} (compiling|built|skipped|waiting for) (\S+) ?(.*)")
 """Line of the process that builds: what happens, an operator, and the rest, which is the library or a reason."""
@@ -125,3 +226,88 @@ def _reason(log: Path) -> str:
     """Return the first line of a log that names an error, else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return next((line for line in lines if ERROR.search(line)), lines[-1] if lines else "no output")[:300]
+
+
+# Marks of built C++ operators, in PyTorch's cache of extensions: a later run need not import torch to check.
+
+
+STEERING = ("DS_ACCELERATOR", "TORCH_CUDA_ARCH_LIST", "CXX", "CC", "CUDA_HOME")
+"""Environment variables that change what is compiled."""
+
+
+def missing_operators(names: Iterable[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the operators that are not known to be built; none without DeepSpeed, which a worker then reports.
+
+    Args:
+        names: Names of DeepSpeed's operators.
+        environment: Environment of the workers.
+    """
+    if not _installation("deepspeed"):
+        return []
+    return [name for name in names if not _is_built(_mark_path(name, environment))]
+
+
+def _is_built(mark: Path) -> bool:
+    """Return whether the library is the one that was built when the mark was written, and no process builds it.
+
+    Environments with other paths share the cache. Ninja compiles again after another one has built. The lock may be
+    that of a killed process, for which all workers would wait.
+    """
+    try:
+        entry = json.loads(mark.read_text())
+        library = entry["library"]
+        return library is None or (entry == _describe(library) and not Path(library).with_name(BATON).exists())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _describe(library: str | None) -> dict[str, Any]:
+    """Return the content of the mark of a library."""
+    if library is None:
+        return {"library": None}
+    return {"library": library, "size": Path(library).stat().st_size, "plan": _plan(library)}
+
+
+def _plan(library: str) -> str | None:
+    """Return the hash of Ninja's file next to a library; None if there is none."""
+    try:
+        return hashlib.sha256(Path(library).with_name(ds_operators.NINJA_FILE).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def mark_built(name: str, environment: Mapping[str, str], library: str | None) -> None:
+    """Mark an operator as built.
+
+    Args:
+        name: Name of the operator.
+        environment: Environment of the workers.
+        library: Path of the library; None if the operator is not supported here, so that there is nothing to build.
+    """
+    with suppress(OSError):  # Without a mark, the next run checks again.
+        write_json(_mark_path(name, environment), _describe(library))
+
+
+def _mark_path(name: str, environment: Mapping[str, str]) -> Path:
+    """Return the file that marks an operator as built with these versions and this environment."""
+    root = environment.get("TORCH_EXTENSIONS_DIR")
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(root) if root else Path(cache).expanduser() / "torch_extensions"
+    settings = [platform.python_version(), platform.machine(), _installation("torch"), _installation("deepspeed")]
+    settings += [environment.get(variable, "") for variable in STEERING]
+    key = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:12]
+    return folder / f"distexp-{name}-{key}.json"
+
+
+def _installation(package: str) -> str:
+    """Return the version and the folder of an installed package; empty if it is not installed."""
+    try:
+        found = distribution(package)
+    except PackageNotFoundError:
+        return ""
+    return f"{found.version} {found.locate_file('')}"
+
+
+def current_environment(device: str) -> dict[str, str]:
+    """Return the environment in which a run on a device would build without settings of its own."""
+    return {**os.environ, "DS_ACCELERATOR": device}

@@ -6,24 +6,73 @@ has died.
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distexp.checkpoints.folder import remove_unfinished
-from distexp.launch.failures import classify_failure, current_phase
-from distexp.launch.record_measurements import add_explanation, add_strategy, add_traces
-from distexp.launch.unsuccessful_records import failed_record
+from distexp.explain.explanation import explain
+from distexp.launch.failures import add_evidence, classify_failure, current_phase
+from distexp.launch.operator_build import worker_environment
+from distexp.measure.memory.sampler import run_traces, summarize_run
+from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
 from distexp.runs import attempts
-from distexp.runs.full_disk import name_folder, release_reserve
-from distexp.runs.prediction import read_prediction
+from distexp.runs.events import last_value, resume_changes
+from distexp.runs.predictions import add_search, read_prediction
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import DISK_RESERVE, RESULT
+from distexp.runs.record_sections import RunError, RunInfo, make_environment
+from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
+from distexp.runs.texts import join_errors, name_folder, release_reserve
+from distexp.strategies.base import load_strategy
+from distexp.system.environment_variables import select_variables
+
+# What the agents measured during a run, in its record: memory, utilization, energy, cost and stragglers.
+
+
+def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add the preflight's results, and what the memory traces contain, to a record."""
+    if (directory / PREFLIGHT).exists():
+        record.preflight = json.loads((directory / PREFLIGHT).read_text())
+    if spec.config.measure.enabled:
+        summary = summarize_run(directory, spec.nodes)
+        record.memory.update(summary.memory)
+        record.utilization.update(summary.utilization)
+    add_energy(record, spec, directory)
+    add_evidence(record, spec, directory)
+
+
+def add_strategy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add what the strategy states for the report, if no worker did."""
+    record.strategy = record.strategy or load_strategy(spec.config).report_traits(spec.config)
+
+
+def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add the bottleneck of the profiled step, if there is one, with the advice of the strategy.
+
+    Its advice depends on the measured memory, so call it after ``add_traces``.
+    """
+    found = explain(record, load_strategy(spec.config)) if record.metrics.step_breakdown else None
+    record.metrics.explanation = None if found is None else found.to_json()
+
+
+def add_energy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add energy and cost to a record. Without measurement only the GPU-hours and their price are known."""
+    traces = run_traces(directory, spec.nodes)
+    energy = measure_energy(traces, directory / EVENTS) if spec.config.measure.enabled else TraceEnergy()
+    samples = last_value(directory, "measured_samples")
+    tokens = last_value(directory, "measured_tokens")
+    record.metrics.energy = energy_entry(
+        energy, spec.config.cluster, duration_s=record.run.duration_s, samples=samples, tokens=tokens
+    )
+
 
 DISK_RESERVE_BYTES = 256 * 1024
 """Size of a file that is kept during a run, so that the record can be written even if the disk is full."""
@@ -98,9 +147,9 @@ def add_advice(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     """Add what would have fit, if the run was out of GPU memory."""
     if record.status != "oom_gpu" or record.error is None or record.error.memory is None:
         return
-    from distexp.launch import oom_advice  # It needs the planner.
+    from distexp.launch import memory_check  # It needs the planner.
 
-    oom_advice.add_advice(record.error.memory, spec, directory)
+    memory_check.add_advice(record.error.memory, spec, directory)
 
 
 def add_prediction(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -129,3 +178,44 @@ def read_result(directory: Path) -> RunRecord | None:
         return RunRecord.read(directory / RESULT)
     except ValueError:
         return None
+
+
+# Records of runs that did not complete, and of cells that cannot run: no worker has written them.
+
+
+def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, started: float | None) -> RunRecord:
+    """Return the record of a run that did not complete, without memory traces.
+
+    Args:
+        spec: The run.
+        directory: Directory of the run.
+        status: Status of the run.
+        error: Cause of the failure.
+        started: Start of the run in Unix seconds; None if it never started, or not on this machine.
+    """
+    run, device = spec.run, spec.config.cluster.device
+    if error.rank is not None and (log := find_log(directory, error.rank)) is not None:
+        error.log = str(log)
+    variables = {}
+    if started is not None:
+        run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
+        run.duration_s = time.time() - started
+        run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
+        attempts.record_resume(run, last_value(directory, "resumed_from_step"), resume_changes(directory))
+        variables = select_variables(worker_environment(spec, node=0))
+    environment = make_environment(on_gpu=device == "cuda", variables=variables)
+    record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=environment)
+    record.memory["torch"] = [json.loads(path.read_text()) for path in allocator_paths(directory)]
+    add_search(record, directory)
+    return record
+
+
+def invalid_record(run: RunInfo, config: dict[str, Any], errors: list[str]) -> RunRecord:
+    """Return the record of a cell whose combination of options is impossible."""
+    return RunRecord(
+        status="invalid",
+        run=run,
+        config=config,
+        error=RunError("ConfigError", join_errors(errors), errors=errors),
+        environment=make_environment(on_gpu=True),
+    )

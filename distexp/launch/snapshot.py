@@ -7,25 +7,25 @@ ignore. For an installed distexp, it contains the package. The user's ``trusted_
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from distexp.config.paths import PACKAGE
+from distexp.config import ConfigError
 from distexp.guard.sweep_files import is_own_file, remember_file
-from distexp.launch.git_state import GitState, git_root, git_state, run_git
-from distexp.launch.snapshot_files import select_files
-from distexp.launch.snapshot_filter import describe_left_out
-from distexp.runs.files import create_atomically
-from distexp.runs.json_files import write_json
+from distexp.launch.run_dirs import GitState, git_root, git_state, run_git
 from distexp.runs.run_dir import SNAPSHOT, SNAPSHOT_MARKER
+from distexp.system.files import PACKAGE, create_atomically, write_json
+from distexp.system.units import MIB
 
 
 @dataclass(frozen=True)
@@ -123,3 +123,134 @@ def _write_info(root: Path | None, git: GitState, folder: Path, omitted: Iterabl
         f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions() if item.metadata["Name"]
     }
     (info / "pip-freeze.txt").write_text("\n".join(sorted(packages, key=str.lower)) + "\n")
+
+
+# Files of a snapshot of the code: which ones belong to the code, and which of them are left out.
+
+
+MAX_TOTAL_MB = 500
+INSTALLED = ("site-packages", "dist-packages")
+"""Folders of installed libraries."""
+
+
+@dataclass(frozen=True)
+class SnapshotFiles:
+    """Files of the code.
+
+    Attributes:
+        copied: Path on disk by path in the snapshot.
+        omitted: Why a file is left out, by its path in the snapshot.
+    """
+
+    copied: dict[str, Path]
+    omitted: dict[str, str]
+
+
+def select_files(package: Path, root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> SnapshotFiles:
+    """Return the files to copy, without those that may be secrets and without large ones.
+
+    Args:
+        package: Folder of distexp.
+        root: Root of its git checkout, or None.
+        sweep_dir: Directory of the sweep, which is left out.
+        trusted: Names of the user's packages.
+
+    Raises:
+        ConfigError: if there are more than ``MAX_TOTAL_MB`` to copy.
+    """
+    own = _package_files(package) if root is None else _tracked_files(package.parent, sweep_dir)
+    files = dict(own) | {name: path for name in trusted for name, path in _trusted_files(name, root)}
+    omitted = left_out(files)
+    copied = {name: path for name, path in files.items() if name not in omitted}
+    _check_size(copied)
+    return SnapshotFiles(copied, omitted)
+
+
+def _tracked_files(base: Path, sweep_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the files below a folder of a checkout that git tracks or would track.
+
+    The folder is the parent of distexp, which may be a folder of a larger project.
+    """
+    listed = run_git(base, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
+    for name in sorted(set(listed.split("\0")) - {""}):
+        path = base / name
+        if (path.is_file() or path.is_symlink()) and not path.resolve().is_relative_to(sweep_dir.resolve()):
+            yield name, path
+
+
+def _trusted_files(package: str, root: Path | None) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the files of a user's package, if they are not part of the checkout.
+
+    There are none of a package that is installed like any library, and of a missing one, which ``resolve`` reports.
+    """
+    found = importlib.util.find_spec(package.partition(".")[0])
+    origin = Path(found.origin) if found is not None and found.origin else None
+    if origin is None or any(part in INSTALLED for part in origin.parts):
+        return
+    if root is None or not origin.is_relative_to(root):
+        yield from _package_files(origin.parent if origin.name == "__init__.py" else origin)
+
+
+def _package_files(package: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the files of a package, or of a module that is one file."""
+    if package.is_file():
+        yield package.name, package
+        return
+    for path in sorted(package.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            yield str(Path(package.name) / path.relative_to(package)), path
+
+
+def _check_size(files: Mapping[str, Path]) -> None:
+    sizes = {name: path.lstat().st_size for name, path in files.items()}
+    total_mb = sum(sizes.values()) / MIB
+    if total_mb > MAX_TOTAL_MB:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ConfigError(
+            f"the code to copy for the jobs has {total_mb:,.0f} MB, more than {MAX_TOTAL_MB}: add files that are not "
+            f"code to .gitignore. The largest is {files[largest]} with {sizes[largest] / MIB:,.0f} MB"
+        )
+
+
+# Files that a snapshot of the code leaves out: secrets, because others may read the copy, and large files.
+
+
+LARGE_MB = 50
+
+SECRET_FILES = (
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", ".npmrc", ".pypirc", ".git-credentials", ".htpasswd"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "*.ppk", "*.gpg"),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    *("credentials", "credentials.*", "*credentials.json", "secrets.*", "service_account*.json", "kaggle.json"),
+)
+"""Names of files with secrets, in lower case."""
+
+NO_SECRETS = (".env.example", ".env.sample", ".env.template", "*.pub", "*.py")
+
+
+def left_out(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return the files that are not copied, each with the reason.
+
+    Args:
+        files: Path on disk by path in the snapshot.
+    """
+    found = {name: _reason(name, path) for name, path in files.items()}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def describe_left_out(reasons: Mapping[str, str]) -> str:
+    """Return the note about files that are not copied."""
+    shown = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+    return f"not copied for the jobs: {shown}"
+
+
+def _reason(name: str, path: Path) -> str | None:
+    base = PurePosixPath(name).name.lower()
+    if _matches(base, SECRET_FILES) and not _matches(base, NO_SECRETS):
+        return "may be a secret"
+    size = path.lstat().st_size / MIB
+    return f"{size:,.0f} MB, more than {LARGE_MB}" if size > LARGE_MB else None
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -1,1 +1,1 @@
-"""Measurements of a run: memory, time per step, floating point operations, communication, answer quality."""
+"""Measurements of a run: memory, time per step, floating point operations, and energy."""

@@ -9,7 +9,7 @@ recomputes, but without the blocks that flex attention skips. Other attention ke
 which is not known and not counted.
 
 torch counts the operations of an eager copy of the model without memory, because it cannot look into compiled code. See
-also ``distexp.models.flop_counting``, which counts those of a forward pass, and ``distexp.resolve.parameter_count``.
+also ``distexp.models.introspection``, which counts those of a forward pass, and ``distexp.resolve.resources``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from distexp.config import Config
-from distexp.config.targets import locate
-from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, to_device
-from distexp.data.workload import Workload
-from distexp.models.flop_counting import count_forward_flops, count_training_flops
+from distexp.config.custom_code import locate
+from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, Workload, to_device
 from distexp.models.head import adapt_head
+from distexp.models.introspection import count_forward_flops, count_training_flops
 from distexp.models.transforms import transform_blocks
 
 FORWARD_AND_BACKWARD = 3

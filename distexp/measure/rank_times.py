@@ -13,13 +13,13 @@ from torch import nn
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure.clock import quantiles
-from distexp.measure.memory.model_tensors import ReadTensors
 from distexp.measure.profiling.profiler import StepProfiler
 from distexp.measure.slow_rank_watch import SlowRankWatch
 from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
 from distexp.measure.watcher import TRAIN, MeasuredSteps, Step, Watcher
-from distexp.runs.full_disk import print_despite_full_disk, write_despite_full_disk
-from distexp.runs.step_times import StepTime, write_step_times
+from distexp.runs.step_files import StepTime, write_step_times
+from distexp.runs.texts import print_despite_full_disk, write_despite_full_disk
+from distexp.strategies.model_tensors import ReadTensors
 
 MAX_STEPS = 4096
 """The latest ordinary steps that are kept."""

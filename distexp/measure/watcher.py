@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from distexp.measure.memory.model_tensors import ReadTensors
+from distexp.strategies.model_tensors import ReadTensors
+from distexp.system.torch_internals.compilation import CompileEvent, compile_counters, on_compilation
 
 PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"
 """Phases of the steps. Only those of ``train`` count for the speed."""
@@ -79,3 +82,86 @@ class Watcher:
     def summary(self, steps: MeasuredSteps) -> Mapping[str, Any]:
         """Return the values for the record, as JSON. All ranks call it, and the values of rank 0 are kept."""
         return {}
+
+
+# How long ``torch.compile`` took in a training, and how often it compiled.
+
+
+class CompileWatch(Watcher):
+    """Time and counts of the compilations between ``start`` and ``stop``.
+
+    The first steps contain these times. They are the time from the start to the end of each compilation, also of a
+    backward graph, which is compiled in the first backward pass, and of the recording of a CUDA graph.
+    """
+
+    section = "metrics"
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.seconds = 0.0
+        self.recompilations = 0
+        self._started: float | None = None
+        self._before: dict[str, int] = {}
+        self._remove: Callable[[], None] | None = None
+
+    def start(self, done: int) -> None:
+        """Start to watch."""
+        if self.enabled:
+            self._before = compile_counters()
+            self._remove = on_compilation(self._begin, self._end)
+
+    def stop(self) -> None:
+        """Stop to watch."""
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+
+    def summary(self, steps: MeasuredSteps) -> dict[str, Any]:
+        """Return ``metrics.compile``, if anything is compiled."""
+        if not self.enabled:
+            return {}
+        counts = {name: value - self._before.get(name, 0) for name, value in compile_counters().items()}
+        return {"compile": {"seconds": self.seconds, "recompilations": self.recompilations, **counts}}
+
+    def _begin(self, event: CompileEvent) -> None:
+        self.recompilations += event.is_recompilation
+        self._started = time.perf_counter()
+
+    def _end(self, _: CompileEvent) -> None:
+        if self._started is not None:
+            self.seconds += time.perf_counter() - self._started
+        self._started = None
+
+
+# Methods of classes that are replaced for some time, and then restored exactly as they were.
+
+
+Method = Callable[..., Any]
+
+
+class MethodReplacements:
+    """Replaced methods. The classes may be written in C++."""
+
+    def __init__(self) -> None:
+        # What the classes themselves have. The attribute of a class in C++ is another object, which gets no self.
+        self._originals: list[tuple[type[Any], str, Any]] = []
+
+    @property
+    def active(self) -> bool:
+        """Return whether methods are replaced."""
+        return bool(self._originals)
+
+    def replace(self, owner: type[Any], name: str, make: Callable[[Method], Method]) -> None:
+        """Replace a method by what ``make`` returns for it."""
+        original = getattr(owner, name)
+        self._originals.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, wraps(original)(make(original)))
+
+    def restore(self) -> None:
+        """Restore all methods."""
+        while self._originals:
+            owner, name, own = self._originals.pop()
+            if own is None:
+                delattr(owner, name)  # The owner inherits it.
+            else:
+                setattr(owner, name, own)

@@ -157,7 +157,7 @@ def _kernel_options(query: Tensor) -> dict[str, Any]:
 def compiled_flex_attention(device: torch.device) -> Any:
     """Return compiled flex attention; None on a CPU, because torch does not compile it for training there.
 
-    ``distexp.plan.compiled`` replaces this function.
+    ``distexp.plan.trace.compiled`` replaces this function.
     """
     return None if device.type == "cpu" else _compiled_flex_attention()
 

@@ -21,9 +21,8 @@ from torch.nn import functional
 
 from distexp.config import ConfigError, TrainConfig
 from distexp.data.base import IGNORE, TARGET_LABELS, TARGET_POSITIONS
-from distexp.models.linear_loss import linear_cross_entropy
-from distexp.models.objective import LOSS_SUM, get_logits
-from distexp.system.torch_internals.modes import has_values
+from distexp.models.objective import LOSS_SUM, get_logits, linear_cross_entropy
+from distexp.system.torch_internals.tensors import has_values
 
 CONSTANT = 4096.5
 """A value that is exact in fp32 and in no 16-bit type, and larger than any cap of logits."""

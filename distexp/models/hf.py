@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import validate_model
-from distexp.models.dropout import DROPOUT_ENDINGS
-from distexp.models.pretrained import on_meta_device, read_config, read_weights
+from distexp.data.base import TaskData
+from distexp.models.transforms import DROPOUT_ENDINGS
+from distexp.runs.run_dir import MODEL
+from distexp.system.cache_dir import offline_if_unreachable
+from distexp.system.files import replace_atomically
+from distexp.system.restricted_loading import refused_as_config_error
 
 PRELOAD = ("transformers",)
 """Imported once for all workers of a node."""
@@ -51,7 +57,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     if _is_bidirectional(built):
         raise ConfigError(_not_causal_message(model, config))
     if replaces_attention:
-        from distexp.models.bloom_attention import use_attention
+        from distexp.models.bloom import use_attention
 
         use_attention(built, model.attention)
     return built
@@ -144,3 +150,151 @@ def _not_causal_message(model: ModelConfig, config: Any) -> str:
         f"model.name={model.name} is not a causal LM ({config.model_type}), but model=hf trains only causal LMs: "
         "use a model such as GPT-2, Llama, Qwen or OPT"
     )
+
+
+# Readers of configurations and weights of Hugging Face models.
+
+
+def read_config(key: str, source: str) -> Any:
+    """Read the configuration of a model.
+
+    Args:
+        key: key that has the source, for messages: model.name or model.path.
+        source: a hub id, or a folder written by ``save_pretrained``.
+
+    Raises:
+        ConfigError: there is no configuration, or transformers does not support it.
+    """
+    from transformers import AutoConfig
+
+    offline_if_unreachable(source)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(_read_error(key, source, "a model's config.json", error)) from error
+
+
+def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Module:
+    """Build a model with pretrained weights, in fp32 and in training mode.
+
+    Args:
+        model_class: class with a method ``from_pretrained``.
+        key: key that has the source, for messages.
+        source: a hub id, or a folder written by ``save_pretrained``.
+        config: configuration of the model, from ``read_config``.
+
+    Raises:
+        ConfigError: weights are missing or damaged, have other shapes, or contain code.
+    """
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    offline_if_unreachable(source)
+    logging.disable_progress_bar()  # each update would be a line in the log
+    try:
+        with refused_as_config_error(Path(source)):  # transformers reads pytorch_model.bin with weights_only
+            model, info = model_class.from_pretrained(
+                source, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(_read_error(key, source, "a model's weights", error)) from error
+    # transformers would initialize these at random and continue.
+    missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    if missing:
+        raise ConfigError(_missing_weights_error(key, source, type(model).__name__, missing))
+    built: nn.Module = model.train()  # from_pretrained leaves it in evaluation mode
+    return built
+
+
+def on_meta_device() -> bool:
+    """Return whether torch's default device is meta, so that weights need not be read."""
+    return torch.empty(0).device.type == "meta"
+
+
+def _missing_weights_error(key: str, source: str, model_class: str, missing: list[str]) -> str:
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return (
+        f"{key}={source} lacks weights of {model_class}, or they have another shape: "
+        f"{', '.join(missing[:3])}{more}: use the complete weights of a causal LM, or model.init=random"
+    )
+
+
+def _read_error(key: str, source: str, what: str, error: Exception) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
+    return (
+        f"{key}={source} is neither a folder with {what} nor available from the local cache or the hub "
+        f"({reason}): correct {key}, or set it to a local folder"
+    )
+
+
+# Export of a trained model in the Hugging Face layout.
+
+
+StateDict = dict[str, Tensor]
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A model that can be converted to an equivalent model of transformers."""
+
+    def to_hugging_face(self, state: StateDict) -> tuple[Any, StateDict]:
+        """Return the equivalent model on the meta device, and the weights under its names."""
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Raise ConfigError if a model cannot be saved in the Hugging Face layout."""
+    if not hasattr(model, "save_pretrained") and not isinstance(model, Exportable):
+        raise ConfigError(
+            f"train.save_model=true is not supported by {type(model).__name__}, which is not a model of transformers: "
+            "add a method to_hugging_face(state) to it, or set train.save_model=false"
+        )
+
+
+def save_model(
+    weights: Iterator[tuple[str, Tensor]], build: Callable[[], nn.Module], data: TaskData, run_dir: Path, rank: int
+) -> None:
+    """Collect the weights on rank 0, and write them to ``run_dir/model``.
+
+    This is a collective. The weights are in rank 0's CPU memory until they are written.
+
+    Args:
+        weights: whole parameters and buffers by name, one at a time. Every rank must consume all of them.
+        build: builds the model; called on the meta device.
+        data: data of the task; its tokenizer is written with the weights.
+        run_dir: directory of the run.
+        rank: rank of this worker.
+    """
+    state = _collect(weights, rank)
+    if rank != 0:
+        return
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # each update would be a line in the log
+    with torch.device("meta"):
+        model: Any = build()
+    if isinstance(model, Exportable):
+        model, state = model.to_hugging_face(state)
+    _set_generation_config(model, data)
+    with replace_atomically(run_dir / MODEL) as folder:
+        model.save_pretrained(folder, state_dict=state)
+        if data.tokenizer is not None:
+            data.tokenizer.save(folder)
+
+
+def _collect(weights: Iterator[tuple[str, Tensor]], rank: int) -> StateDict:
+    """Return the weights in CPU memory on rank 0; the other ranks only take part in gathering them."""
+    state: StateDict = {}
+    for name, tensor in weights:
+        if rank == 0:
+            state[name] = tensor.detach().cpu()
+    return state
+
+
+def _set_generation_config(model: Any, data: TaskData) -> None:
+    """Enable the key-value cache, and set the special tokens of the tokenizer."""
+    if data.tokenizer is None:
+        return
+    model.config.use_cache = True
+    for settings in (model.config, model.generation_config):
+        settings.bos_token_id = None
+        settings.eos_token_id, settings.pad_token_id = data.tokenizer.eos_id, data.tokenizer.pad_id

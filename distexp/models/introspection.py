@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from distexp.config import ConfigError
-from distexp.data.base import LOGITS_TO_KEEP
-from distexp.models.blocks import NamedModules
+from distexp.data.base import LOGITS_TO_KEEP, POSITIONS
+from distexp.models.objective import get_logits
+from distexp.models.transforms import NamedModules
 
 
 def find_embeddings(model: nn.Module) -> NamedModules:
@@ -102,3 +106,105 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
             f"{type(model).__name__}.forward({', '.join(arguments.parameters)}) cannot take the inputs of the dataset "
             f"({error}): its arguments must be {', '.join(names)}"
         ) from error
+
+
+# Check that a model keeps the samples of a packed row apart.
+
+
+TOKENS = 8
+"""Vocabulary of the small model that is tried."""
+
+
+def check_packing(model: nn.Module) -> None:
+    """Check that a model takes packed rows.
+
+    A model of transformers is tried: a small one of its class, with one layer of each kind, computes a row of two
+    samples. The logits of the second must be those without the first.
+
+    Raises:
+        ConfigError: its ``forward`` has no ``position_ids``, or it mixes the samples.
+    """
+    check_forward_arguments(model, ("input_ids", POSITIONS))
+    if not hasattr(model, "config") or hasattr(model, "attention_implementation"):
+        return  # the models of distexp support packing, and a custom model declares it by its arguments
+    if not _separates_samples(model):
+        raise ConfigError(
+            f"dataset.packing=true is not supported by {type(model).__name__}, because it mixes the samples of a row: "
+            "use dataset.bucketing=true"
+        )
+
+
+def _separates_samples(model: Any) -> bool:
+    """Return whether a small copy of a model of transformers keeps two samples apart."""
+    row, positions = torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            small = type(model)(_shrink(model.config)).float().eval()
+            for parameter in small.parameters():
+                nn.init.normal_(parameter, std=0.2)
+            packed = get_logits(small(input_ids=row, position_ids=positions))[:, 4:]
+            expected = get_logits(small(input_ids=row[:, 4:]))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return False  # an architecture that has no such small copy is not supported
+    return torch.allclose(packed, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def _shrink(config: Any) -> Any:
+    """Return the configuration of a model with few tokens and one layer of each kind."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    if kinds:
+        text.layer_types = kinds
+    text.num_hidden_layers, text.vocab_size = max(len(kinds), 1), TOKENS
+    text.bos_token_id = text.eos_token_id = text.pad_token_id = None
+    text.use_cache = False  # with a cache, transformers does not look for several samples in a row
+    small._attn_implementation = "eager"
+    return small
+
+
+# FLOPs of one pass of a model, counted on the meta device.
+#
+# See also ``distexp.measure.flops``, which derives the FLOPs of a training from these.
+
+
+def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Count the floating point operations of one forward pass.
+
+    A multiply-add counts as two.
+
+    Args:
+        model: a copy on the meta device, which takes no memory and no time. Do not use it afterwards,
+            because its attention implementation is changed.
+        inputs: its keyword arguments, on any device; only the shapes matter.
+    """
+    with torch.no_grad():
+        return _count_flops(lambda: _run_on_meta(model, inputs))
+
+
+def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Count the floating point operations of one forward and one backward pass, with what they recompute.
+
+    Args:
+        model: as for ``count_forward_flops``.
+        inputs: as for ``count_forward_flops``.
+    """
+
+    def run() -> None:
+        get_logits(_run_on_meta(model, inputs)).sum().backward()  # type: ignore[no-untyped-call]
+
+    return _count_flops(run)
+
+
+def _count_flops(run: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def _run_on_meta(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    set_attention = getattr(model, "set_attn_implementation", None)
+    if set_attention is not None:
+        # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
+        set_attention("eager")
+    return model(**{name: tensor.to("meta") for name, tensor in inputs.items()})

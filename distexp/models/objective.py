@@ -5,6 +5,8 @@ They are sums, not means, so that the mean over ranks and micro-batches is exact
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -110,3 +112,168 @@ def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     if task == "image_classification":
         return logits, batch.labels
     raise ValueError(f"task={task} must be causal_lm or image_classification")
+
+
+# Cross entropy of a linear output head, computed in chunks of tokens.
+#
+# The logits of a chunk are freed before those of the next one, so the matrix (tokens, vocabulary) is never in memory.
+# The gradients are computed in the forward pass, as in Liger and in ``linear_cross_entropy`` of torch 2.13. So no
+# matrix product is computed twice.
+
+
+FP16_SCALE = 256.0
+"""Factor of the gradients of logits in fp16. Probabilities below 6e-8 would be 0 without it."""
+
+FP16_TOKENS = 4096
+"""Most tokens times factor in a sum over the tokens of a chunk in fp16, which has no values above 65504."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk_tokens: int
+) -> Tensor:
+    """Return the cross entropy in nats, summed over the targets, in fp32.
+
+    It equals ``cross_entropy(linear(hidden, weight, bias).float(), labels)`` up to the order of the sums. The logits
+    have the dtype of autocast, or else that of ``hidden``.
+
+    Args:
+        hidden: shape (tokens, hidden).
+        weight: shape (vocabulary, hidden).
+        bias: shape (vocabulary,), or None.
+        labels: shape (tokens,); IGNORE if a token has no target.
+        chunk_tokens: tokens of each chunk.
+    """
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return _loss(hidden, weight, bias, labels, hidden.dtype, chunk_tokens)
+    with torch.autocast(device, enabled=False):  # torch does not keep compiled graphs that switch autocast
+        return _loss(hidden, weight, bias, labels, torch.get_autocast_dtype(device), chunk_tokens)
+
+
+def _loss(  # noqa: PLR0917 (autograd passes no keyword arguments)
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dtype: torch.dtype, chunk_tokens: int
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _loss_only(hidden, *_cast(weight, bias, dtype), labels, chunk_tokens)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, chunk_tokens)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _chunks(hidden: Tensor, labels: Tensor, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, len(labels), chunk_tokens):
+        yield hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens]
+
+
+def _loss_only(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk_tokens: int) -> Tensor:
+    loss = hidden.new_zeros((), dtype=torch.float32)
+    for rows, targets in _chunks(hidden, labels, chunk_tokens):
+        logits = functional.linear(rows.to(weight.dtype), weight, bias)
+        loss += functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss, with its gradients computed in the forward pass."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes no keyword arguments)
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+    ) -> Tensor:
+        """Return the loss and keep the gradients, multiplied by ``ctx.scale`` and ``ctx.weight_scale``."""
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.scale, ctx.weight_scale = _scales(dtype, chunk_tokens)
+        ratio = ctx.weight_scale / ctx.scale
+        matrix, vector = _cast(weight, bias, dtype)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        hidden_gradients: list[Tensor] = []
+        weight_gradient: Tensor | None = None
+        bias_gradient: Tensor | None = None
+        for rows, targets in _chunks(hidden, labels, chunk_tokens):
+            ignored = targets == IGNORE
+            # A row of zeros adds nothing to the gradient of the weight. This is cheaper than a mask of the logits.
+            inputs = rows.masked_fill(ignored[:, None], 0).to(dtype)
+            part, gradient = _loss_and_gradient(functional.linear(inputs, matrix, vector), targets, ctx.scale)
+            loss = loss + part  # With +=, torch 2.11 compiles a backward pass whose gradients are zero.
+            if ctx.needs_input_grad[0]:
+                hidden_gradients.append((gradient @ matrix).masked_fill_(ignored[:, None], 0))
+            if ctx.needs_input_grad[1]:
+                factors = inputs if ctx.scale == ctx.weight_scale else inputs * ratio
+                weight_gradient = _add_product(weight_gradient, gradient.t(), factors)
+            if bias is not None and ctx.needs_input_grad[2]:
+                product = (gradient.t() @ ((~ignored).to(dtype) * ratio)).float()
+                bias_gradient = product if bias_gradient is None else bias_gradient + product
+        ctx.save_for_backward(torch.cat(hidden_gradients) if hidden_gradients else None, weight_gradient, bias_gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, multiplied by that of the loss."""
+        weight_factor = grad_output / ctx.weight_scale
+        hidden, weight, bias = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (
+            _scale(hidden, grad_output / ctx.scale, hidden_dtype),
+            _scale(weight, weight_factor, weight_dtype),
+            _scale(bias, weight_factor, weight_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _scales(dtype: torch.dtype, chunk_tokens: int) -> tuple[float, float]:
+    """Return the factors of the gradients of the hidden states, and of weight and bias.
+
+    The latter are sums over the tokens of a chunk. If most tokens had the same target, they would be infinite with the
+    factor of the former, and no loss scaling could prevent that.
+    """
+    if dtype != torch.float16:
+        return 1.0, 1.0
+    return FP16_SCALE, min(FP16_SCALE, 2.0 ** math.floor(math.log2(FP16_TOKENS / chunk_tokens)))
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the loss of a chunk, and its gradient by the logits in their dtype, times ``scale``.
+
+    The memory of ``logits`` is used for the gradient. Rows without a target have an arbitrary gradient.
+    """
+    logarithms = functional.log_softmax(logits, dim=-1, dtype=torch.float32)
+    loss = functional.nll_loss(logarithms, targets, ignore_index=IGNORE, reduction="sum")
+    classes = targets.clamp(min=0)[:, None]
+    # p - 1 would be 0 in bf16 for p close to 1.
+    at_target = (torch.expm1(logarithms.gather(1, classes)) * scale).to(logits.dtype)
+    if scale != 1.0:
+        logarithms += math.log(scale)
+    gradient = torch.exp(logarithms, out=logits)
+    return loss, gradient.scatter_(1, classes, at_target)
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``total + left @ right``; the sum of several products is in fp32."""
+    if total is None:
+        return left @ right
+    if left.dtype == torch.float32:
+        return total.addmm_(left, right)
+    return total.float().add_(left @ right)
+
+
+def _scale(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Multiply in fp32, and in place if possible, because the gradient of the weight is large.
+
+    Then a second backward pass is an error: autograd finds that a saved tensor has changed.
+    """
+    if gradient is None:
+        return None
+    if gradient.dtype == torch.float32 and not torch.compiler.is_compiling():
+        return gradient.mul_(factor).to(dtype)
+    return (gradient.float() * factor).to(dtype)

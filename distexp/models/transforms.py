@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config, ConfigError
-from distexp.models.blocks import find_blocks, find_units
-from distexp.models.dropout import check_dropout
-from distexp.models.recomputation import checkpointed
 from distexp.system.torch_internals.compilation import (
     allow_graphs_per_function,
     compile_errors,
@@ -53,7 +57,7 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
 
 
 def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return a compiled function. ``distexp.plan.compiled`` replaces this one."""
+    """Return a compiled function. ``distexp.plan.trace.compiled`` replaces this one."""
     compiled: Callable[..., Any] = torch.compile(forward, backend=BACKEND, **options)
     return compiled
 
@@ -121,3 +125,218 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
     if train.compiled != "blocks":
         return []
     return [block for _, block in find_units(model, config.fsdp.wrap)] or [model]
+
+
+# Repeated blocks of a model: the units that are sharded, checkpointed and compiled.
+
+
+NamedModules = list[tuple[str, nn.Module]]
+"""Modules with their names in ``named_modules``."""
+
+
+def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, alternative: str) -> NamedModules:
+    """Find the repeated blocks of a model, in forward order.
+
+    Args:
+        model: any module.
+        wrap: as in ``find_units``.
+        needed_for: the settings that need blocks, for the message.
+        alternative: what to set instead, for the message.
+
+    Raises:
+        ConfigError: the model has no module of these classes, or no repeated blocks.
+    """
+    blocks = find_units(model, wrap)
+    if not blocks:
+        raise ConfigError(
+            f"{needed_for} needs a model with repeated blocks, which {type(model).__name__} lacks: set {alternative}, "
+            "or fsdp.wrap to class names of its modules"
+        )
+    return blocks
+
+
+def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
+    """Find the repeated blocks of a model, in forward order; ``auto`` finds none in a model without them.
+
+    Args:
+        model: any module.
+        wrap: class names separated by commas, or ``auto``. ``auto`` finds the classes in
+            ``_no_split_modules`` of transformers, or else the members of containers whose members have the
+            same class. Of several such classes, it takes the one with the most parameters.
+
+    Raises:
+        ConfigError: the model has no module of these classes.
+    """
+    if wrap != "auto":
+        return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
+    declared = set(getattr(model, "_no_split_modules", None) or ())
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in declared]
+    return found or _largest_repeated(model)
+
+
+def _find_classes(model: nn.Module, wanted: list[str]) -> NamedModules:
+    parts = [(name, module, type(module).__name__) for name, module in model.named_modules() if name]
+    available = {kind for _, _, kind in parts}
+    missing = set(wanted) - available
+    if missing or not wanted:
+        problem = f"the model has no modules of class {', '.join(sorted(missing))}" if missing else "no class is given"
+        raise ConfigError(
+            f"fsdp.wrap={','.join(wanted)}: {problem}. Use auto, or some of {', '.join(sorted(available))}"
+        )
+    return [(name, module) for name, module, kind in parts if kind in wanted]
+
+
+def _largest_repeated(model: nn.Module) -> NamedModules:
+    by_class: dict[type[nn.Module], NamedModules] = defaultdict(list)
+    for name, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        members = list(container.named_children())
+        classes = {type(member) for _, member in members}
+        all_have_children = all(any(True for _ in member.children()) for _, member in members)
+        if len(classes) == 1 and all_have_children:
+            prefix = f"{name}." if name else ""
+            by_class[classes.pop()] += [(prefix + child, member) for child, member in members]
+    return max(by_class.values(), key=_count_parameters, default=[])
+
+
+def _count_parameters(modules: NamedModules) -> int:
+    return sum(parameter.numel() for _, module in modules for parameter in module.parameters())
+
+
+# Batch norms of models whose weights FSDP or DeepSpeed casts to 16 bits.
+
+
+def use_fp32_batch_norms(model: nn.Module) -> None:
+    """Let batch norms compute with their weights in fp32, as under autocast. Their running statistics are in fp32 too.
+
+    torch has no batch norm on a CPU for weights in 16 bits and statistics in fp32. A class with its own ``forward``
+    keeps it.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
+            # Not a partial, because torch.compile would compile each block again.
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(norm: _BatchNorm, inputs: Tensor) -> Tensor:
+    """Compute what ``forward`` of a batch norm computes, with weights in fp32."""
+    norm._check_input_dim(inputs)  # type: ignore[no-untyped-call]
+    updates = norm.training and norm.track_running_stats
+    if updates and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    uses_statistics = updates or not norm.training
+    return functional.batch_norm(
+        inputs,
+        norm.running_mean if uses_statistics else None,
+        norm.running_var if uses_statistics else None,
+        None if norm.weight is None else norm.weight.float(),
+        None if norm.bias is None else norm.bias.float(),
+        norm.training or norm.running_mean is None,
+        _share_of_batch(norm, updates=updates),
+        norm.eps,
+    )
+
+
+def _share_of_batch(norm: _BatchNorm, *, updates: bool) -> float:
+    """Return the share of a batch in the new running statistics. Without a momentum they are means of all batches."""
+    if norm.momentum is not None:
+        return float(norm.momentum)
+    return 1 / float(norm.num_batches_tracked) if updates and norm.num_batches_tracked is not None else 0.0
+
+
+# Dropout rates of a model, and where they are not supported.
+
+
+DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
+"""Ends of the names of dropout rates in configurations of transformers."""
+
+
+def check_dropout(model: nn.Module, config: Config) -> None:
+    """Check that no activation budget recomputes dropout: torch would draw other numbers (pytorch issue 190758).
+
+    Raises:
+        ConfigError: the model has dropout, and ``train.activation_budget`` is below 1.
+    """
+    budget = config.train.activation_budget
+    if budget is None or budget >= 1:
+        return
+    for name, rate in dropout_rates(model).items():
+        raise ConfigError(
+            f"train.activation_budget={budget:g} gives wrong gradients with dropout, but {type(model).__name__} has "
+            f"{name}={rate:g}: set model.dropout=0, or use train.activation_checkpointing=true in place of the budget"
+        )
+
+
+def largest_dropout(model: nn.Module) -> float:
+    """Return the largest dropout rate of a model, which may be wrapped, with the model as ``module``."""
+    configured = dropout_rates(getattr(model, "module", model)).values()
+    return max([*configured, *(module.p for module in model.modules() if isinstance(module, _DropoutNd))], default=0.0)
+
+
+def dropout_rates(model: nn.Module) -> dict[str, float]:
+    """Return the rates above zero by name: those of the modules, and those of the model's configuration."""
+    modules = {f"{name}.p": module.p for name, module in model.named_modules() if isinstance(module, _DropoutNd)}
+    settings = getattr(model, "config", None)
+    configured = {
+        name: value
+        for name, value in (vars(settings) if hasattr(settings, "__dict__") else {}).items()
+        if name.endswith(DROPOUT_ENDINGS) and isinstance(value, float)
+    }
+    return {name: rate for name, rate in (configured | modules).items() if rate > 0}
+
+
+# Activation checkpointing of a block, whose batch norms still count each batch once.
+
+
+def checkpointed(block: nn.Module, forward: Callable[..., Any], *, in_graph: bool) -> Callable[..., Any]:
+    """Return a function that computes a block and recomputes its activations in the backward pass.
+
+    Args:
+        block: the block.
+        forward: its computation, possibly compiled.
+        in_graph: whether the result becomes part of a larger compiled graph. There torch updates the running
+            statistics of batch norms once by itself.
+    """
+    norms = [] if in_graph else [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    options: dict[str, Any] = {"context_fn": partial(_contexts, norms)} if norms else {}
+    return partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of the forward pass and of the recomputation."""
+    return nullcontext(), _unchanged_statistics(norms)
+
+
+@contextmanager
+def _unchanged_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore the running statistics, which are other tensors than those of the model before it is on its device."""
+    before = [(buffer, buffer.detach().clone()) for norm in norms for buffer in norm.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)  # not buffer.copy_, because autograd has saved the buffer
+
+
+# Memory format of convolution weights, for ``train.channels_last``.
+
+
+CONVOLUTION_AXES = 4
+
+
+def set_memory_format(model: nn.Module, config: Config) -> None:
+    """Convert the weights of convolutions to channels-last, if ``train.channels_last=true``.
+
+    Images are channels-last. A convolution of images and weights in different formats may have to copy the weights.
+    """
+    if config.train.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # changes 4-dimensional tensors only
+
+
+def read_memory_format(model: nn.Module) -> bool | None:
+    """Return whether the weights of convolutions are channels-last; None if the model has none on this worker."""
+    weights = [parameter for parameter in model.parameters() if parameter.dim() == CONVOLUTION_AXES]
+    # With one pixel, as with one channel, both formats are the same.
+    distinct = [weight for weight in weights if weight.shape[1] > 1 and weight.shape[2:].numel() > 1]
+    return all(weight.is_contiguous(memory_format=torch.channels_last) for weight in distinct) if distinct else None

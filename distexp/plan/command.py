@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from distexp.compose.cells import Cell, MakeCell
 from distexp.config import Config
-from distexp.console.plain_text import print_plain
+from distexp.config.overrides import format_count
 from distexp.exceptions import SweepFailedError, SweepInterrupted
-from distexp.launch.cell import Cell, MakeCell
-from distexp.plan.cells import PlannedCell, change_notes, plan_cells, search_of
-from distexp.plan.cpu_memory import BASE_ERROR_MIB, CPU_ERROR_BOUND
 from distexp.plan.estimate import Estimate
-from distexp.plan.micro_batches import MAX_SIZES
-from distexp.plan.planner import Planner
-from distexp.plan.progress import show_predictions, show_search
-from distexp.plan.search import Search, candidate_overrides
-from distexp.plan.table import (
+from distexp.plan.fitting_change import MAX_SIZES, Search, candidate_overrides
+from distexp.plan.plan_table import (
     cells_table,
     change_lines,
     describe_change,
+    full_data_override,
     micro_batch_line,
     notes,
     parts_table,
     parts_title,
+    sample_notes,
+    sharding_notes,
+    training_lines,
 )
-from distexp.plan.training_lines import full_data_override, sample_notes, sharding_notes, training_lines
+from distexp.plan.planned_cells import PlannedCell, change_notes, plan_cells, search_of
+from distexp.plan.planner import Planner
+from distexp.plan.process_overheads import BASE_ERROR_MIB, CPU_ERROR_BOUND
 from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
 from distexp.resolve.resources import launcher_traits
-from distexp.runs.json_files import nan_to_none
-from distexp.system.hardware import visible_gpus
+from distexp.system.cgroups import visible_gpus
+from distexp.system.files import nan_to_none
 from distexp.system.units import format_memory
+from distexp.tables.columns import print_plain
 
 SLOW_S = 100.0
 """Time of a prediction from which no variants are predicted."""
@@ -185,3 +190,66 @@ def _print_variant(override: str, search: Callable[[Callable[[], None]], Search]
         variant = found.variant(override)
     if variant is not None:
         print_plain(console, f"with {describe_change(variant, found.memory_mib)}")
+
+
+# Progress of predictions on stderr: a line for each step, or on a terminal one that changes.
+
+
+@contextmanager
+def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
+    """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
+
+    Args:
+        total: Number of configurations that are not in the cache.
+        remark: What to add to the line.
+
+    Yields:
+        Function to call after each prediction.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal or not total:
+        if total:
+            _print(f"predicting the memory of {format_count(total, 'configuration')}{remark}")
+        yield lambda: None
+        return
+    columns = (TextColumn("predicting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def show_search(title: str, most: int, remark: str = "") -> Iterator[Callable[[], None]]:
+    """Show on stderr that variants are predicted, and how many are done.
+
+    Args:
+        title: What is searched.
+        most: Number of variants that are predicted at most.
+        remark: What to add to the title.
+
+    Yields:
+        Function to call after each prediction.
+    """
+    console, title = Console(stderr=True), f"searching for {title}"
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        show(f"{done} of at most {format_count(most, 'variant')} predicted")
+
+    if console.is_terminal:
+        with console.status(f"{title}{remark}") as status:
+
+            def show(text: str) -> None:
+                status.update(f"{title}: {text}{remark}")
+
+            yield advance
+    else:
+        show = _print
+        show(f"{title}{remark}")
+        yield advance
+
+
+def _print(text: str) -> None:
+    print(f"distexp: {text}", file=sys.stderr)

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from distexp.config import Config
+from distexp import __version__
+from distexp.config import Config, TrainConfig
 from distexp.exceptions import InterruptedRunError
-from distexp.plan.cache import cache_path, read_estimate, store_estimate
+from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.plan.estimate import Estimate
-from distexp.plan.jobs import LOG, POLL_S, job_path, result_path
+from distexp.plan.process_overheads import simulated_nodes
 from distexp.plan.verdict import planned_gpu
-from distexp.runs.json_files import read_json, write_json
-from distexp.runs.typed_values import parse_dataclass
-from distexp.system.cgroups import available_memory, cpu_limit
-from distexp.system.hardware import cpu_count
-from distexp.system.process_shutdown import end_tree
-from distexp.system.processes import start_module
-from distexp.system.signals import handle_signals
+from distexp.resolve.run_id import run_id
+from distexp.system.cache_dir import cache_dir
+from distexp.system.cgroups import available_memory, cpu_count, cpu_limit
+from distexp.system.files import PACKAGE, read_json, write_json
+from distexp.system.processes import end_tree, handle_signals, start_module
+from distexp.system.typed_values import parse_dataclass, read_dataclass
 from distexp.system.units import GIB
 
-SERVER = "distexp.plan.server"
+SERVER = "distexp.plan.trace.server"
 MEMORY_PER_PROCESS = 3 * GIB
 """Memory that a process may need to trace a model."""
 
@@ -166,3 +173,129 @@ def started_server(processes: int) -> Iterator[TraceServer]:
 
 def _raise_interrupted(number: int, _: FrameType | None) -> None:
     raise InterruptedRunError(number, " before all predictions were made")
+
+
+# Cache of estimates, by configuration, by the code of distexp and of custom packages, and by versions of libraries.
+
+
+SOURCES = (
+    *("config", "data", "distributed", "engines", "models", "plan", "resolve", "strategies", "system", "training"),
+    "worker",
+)
+"""Packages whose code an estimate depends on."""
+
+LIBRARIES = ("torch", "transformers", "deepspeed")
+
+IRRELEVANT = (
+    *("learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size", "gamma", "warmup_steps"),
+    *("measure_after_step", "log_every", "on_nan", "score_answers", "resume"),
+)
+"""Keys of ``train`` that do not change an estimate."""
+
+BATCH_KEYS = ("num_epochs", "max_steps", "seed")
+"""Keys of ``train`` that decide which samples are in the largest micro-batch."""
+
+
+def read_estimate(config: Config) -> Estimate | None:
+    """Return the cached estimate of a configuration; None if there is none."""
+    return read_dataclass(Estimate, cache_path(config))  # A damaged file is replaced.
+
+
+def store_estimate(config: Config, estimate: Estimate) -> None:
+    """Keep an estimate. Without a writable cache, print a warning."""
+    path = cache_path(config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, estimate.to_json())
+    except OSError as error:
+        print(f"distexp: the prediction is not cached: {path.parent}: {error.strerror}", file=sys.stderr)
+
+
+def cache_path(config: Config) -> Path:
+    """Return the file of an estimate for the GPU to plan for."""
+    key = {
+        "run": run_id(_relevant(config)),
+        "code": code_hash(),
+        "custom": [package_hash(name) for name in custom_packages(config)],
+        "versions": library_versions(),
+        "workspace": cublas_workspace(planned_gpu(config)),
+        "multiprocessors": gpu_facts(planned_gpu(config)).multiprocessors,
+        "simulated_nodes": simulated_nodes(config),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_dir() / "plan" / f"{digest}.json"
+
+
+def _relevant(config: Config) -> Config:
+    """Return a copy in which what does not change the memory has its default."""
+    changed, default = copy.deepcopy(config), TrainConfig()
+    for name in IRRELEVANT if _sizes_vary(config) else (*IRRELEVANT, *BATCH_KEYS):
+        setattr(changed.train, name, getattr(default, name))
+    return changed
+
+
+def _sizes_vary(config: Config) -> bool:
+    """Return whether the memory of a step depends on the samples of its micro-batch."""
+    dataset, train = config.dataset, config.train
+    if config.model.task != "causal_lm":
+        return False
+    padded = dataset.padding == "max_length" and not dataset.bucketing and not dataset.packing
+    is_custom = not dataset._target_.startswith("distexp.")  # It may pad in another way.
+    return is_custom or not padded or train.logits != "all" or train.loss != "full"
+
+
+@lru_cache(maxsize=1)
+def code_hash() -> str:
+    """Return a hash of the code that an estimate depends on."""
+    digest = hashlib.sha256(__version__.encode())
+    for package in SOURCES:
+        for path in sorted((PACKAGE / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def custom_packages(config: Config) -> list[str]:
+    """Return the packages outside of distexp whose code an estimate depends on."""
+    targets = (config.model._target_, config.dataset._target_, config.strategy._target_)
+    return sorted({target.partition(".")[0] for target in targets} - {"distexp"})
+
+
+@lru_cache(maxsize=16)
+def package_hash(name: str) -> str:
+    """Return a hash of the names, sizes and times of a package's modules, which are not imported."""
+    digest = hashlib.sha256(name.encode())
+    with suppress(ImportError, ValueError, OSError):  # The process that traces reports what cannot be imported.
+        spec = find_spec(name)
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        modules = [Path(spec.origin)] if spec and spec.origin else []
+        for path in sorted({*modules, *(path for folder in folders for path in Path(folder).rglob("*.py"))}):
+            found = path.stat()
+            digest.update(f"{path}:{found.st_size}:{found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def library_versions() -> dict[str, str]:
+    """Return the versions of the installed libraries."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+# Files between the planner and the process that traces.
+
+
+POLL_S = 0.05
+LOG = "log.txt"
+
+
+def job_path(folder: Path, number: int) -> Path:
+    """Return the file with the configuration of a job."""
+    return folder / f"job{number}.json"
+
+
+def result_path(folder: Path, number: int) -> Path:
+    """Return the file with the result of a job."""
+    return folder / f"result{number}.json"

@@ -7,8 +7,7 @@ from distexp.hardware.facts import facts, gpus_with, planned_gpus
 from distexp.plan.estimate import Estimate
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
-from distexp.system.cgroups import usable_memory
-from distexp.system.hardware import visible_gpus
+from distexp.system.cgroups import usable_memory, visible_gpus
 from distexp.system.units import MIB, MIB_PER_GB, format_memory
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too_close", "does_not_fit"

@@ -1,1 +1,1 @@
-"""Communication bandwidth test before training. ``distexp preflight [cluster=... cluster.nodes=2]``."""
+"""Communication bandwidth test before training: ``distexp preflight``."""

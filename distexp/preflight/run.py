@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import re
 import socket
+import statistics
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +19,13 @@ import torch.distributed as dist
 from distexp.config import ConfigError, PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.forecast.machine import points_of_preflight, simulates_nodes, store_points
+from distexp.measure.clock import synchronize
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies
-from distexp.preflight.gpu_health import gpu_problems
-from distexp.preflight.matrix_ceiling import measure_matrix_ceiling, store_ceiling
-from distexp.runs.json_files import write_json
+from distexp.preflight.machine import points_of_preflight, simulates_nodes, store_points
 from distexp.runs.run_dir import PREFLIGHT
-from distexp.system.hardware import visible_gpus
+from distexp.system.cache_dir import cache_dir
+from distexp.system.cgroups import BUSY_MIB, NvmlUnavailableError, nvml_session, visible_gpus
+from distexp.system.files import read_or_none, write_json
 from distexp.system.units import GIB, MIB, format_tflops
 
 MAX_BYTES_CPU, MAX_BYTES_GPU = 64 * MIB, 4 * GIB
@@ -169,3 +174,140 @@ def print_table(result: Mapping[str, Any]) -> None:
     if result["min_busbw_gbps"] is None and result["measurements"]:
         print("hint: set preflight.min_busbw_gbps to stop runs on a slow interconnect")
     sys.stdout.flush()
+
+
+# Health of a GPU as NVML reports it: memory in use, memory errors, reduced clocks.
+
+
+THROTTLE_REASONS = {
+    "nvmlClocksThrottleReasonHwSlowdown": "the hardware reduces its clocks (power or temperature)",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "the hardware reduces its clocks because it is too hot",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply reduces its clocks",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "the driver reduces its clocks because it is too hot",
+}
+
+
+def gpu_problems(index: int) -> list[str]:
+    """Return one message for each problem of a GPU. Call it before this process allocates GPU memory.
+
+    Args:
+        index: Index of the GPU in NVML.
+    """
+    try:
+        with nvml_session() as nvml:
+            return list(_find_problems(nvml, index))
+    except NvmlUnavailableError as error:
+        return [f"the health of GPU {index} cannot be checked: NVML reports {error}"]
+
+
+def _find_problems(nvml: Any, index: int) -> Iterator[str]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    used = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB
+    if used > BUSY_MIB:
+        yield f"GPU {index} has {used:,.0f} MiB in use before the run: another process uses it"
+    errors = _read_counter(
+        nvml,
+        lambda: nvml.nvmlDeviceGetTotalEccErrors(
+            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
+    )
+    if errors:
+        yield f"GPU {index} has {errors} uncorrected memory errors since the last driver load: have it replaced"
+    reasons = _read_counter(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
+    for name, description in THROTTLE_REASONS.items():
+        if reasons & getattr(nvml, name):
+            yield f"GPU {index}: {description}"
+
+
+def _read_counter(nvml: Any, read: Callable[[], int]) -> int | None:
+    """Return a counter, or None if this GPU does not support it."""
+    try:
+        return read()
+    except nvml.NVMLError:
+        return None
+
+
+# The matrix ceiling: the TFLOP/s of a large matrix product, which no training exceeds.
+#
+# It is below the peak of the datasheet, because the clocks of a GPU depend on power and temperature. The preflight
+# stores it in the cache directory, and later runs read it. The highest of all measurements is kept, because a busy or
+# hot machine measures too little.
+
+
+SIZE_GPU, SIZE_CPU = 8192, 512
+"""Rows and columns of the matrices."""
+
+ROUND_S = 0.05
+"""Approximate time of a round."""
+
+ROUNDS = 7
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
+    """Return the TFLOP/s of a product of two square matrices: the median of several rounds after a warm-up.
+
+    The values are random, because a GPU needs less power for zeros. The global RNG state is not used.
+
+    Args:
+        device: the device.
+        precision: fp32, bf16 or fp16. Whether fp32 uses TF32 depends on torch's settings, as in a training.
+    """
+    size = SIZE_GPU if device.type == "cuda" else SIZE_CPU
+    generator = torch.Generator(device).manual_seed(0)
+    left, right, product = (
+        torch.randn(size, size, generator=generator, device=device).to(DTYPES[precision]) for _ in range(3)
+    )
+
+    def multiply() -> None:
+        torch.mm(left, right, out=product)
+
+    _time(multiply, 1, device)  # loads the library
+    count = max(1, round(ROUND_S / _time(multiply, 1, device)))
+    _time(multiply, count, device)
+    seconds = statistics.median(_time(multiply, count, device) for _ in range(ROUNDS)) / count
+    return 2 * size**3 / seconds / 1e12
+
+
+def _time(run: Callable[[], None], count: int, device: torch.device) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        run()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def store_ceiling(tflops: float, device: torch.device, precision: str) -> Path:
+    """Write the ceiling of a type of device, unless a higher one is stored; return the file.
+
+    Raises:
+        ConfigError: this user has no cache directory.
+        OSError: the file cannot be written.
+    """
+    path = _path(device, precision)
+    if tflops > (stored_ceiling(device, precision) or 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"tflops": tflops})
+    return path
+
+
+def stored_ceiling(device: torch.device, precision: str) -> float | None:
+    """Return the ceiling that a preflight stored for this type of device, in TFLOP/s; None if there is none."""
+    try:
+        tflops = read_or_none(_path(device, precision), "tflops")
+    except ConfigError:
+        return None
+    return float(tflops) if isinstance(tflops, int | float) and tflops > 0 else None
+
+
+def _path(device: torch.device, precision: str) -> Path:
+    """Return the file of a type of device, a precision and a version of torch."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"cpu of {platform.node()} {torch.get_num_threads()} threads"
+    products = torch.get_float32_matmul_precision() if precision == "fp32" else ""
+    parts = (name, precision, products, f"torch-{torch.__version__}")
+    return cache_dir() / "matrix-ceiling" / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', ' '.join(filter(None, parts)))}.json"

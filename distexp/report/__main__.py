@@ -15,18 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distexp.config import Command, ConfigError
-from distexp.console.terminal import make_console
 from distexp.exceptions import run_until_pipe_closes
-from distexp.report.compare import Comparison
-from distexp.report.comparison_table import ComparisonTable
+from distexp.report.comparison import Comparison, ComparisonTable
 from distexp.report.data.forecasts import keep_errors
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
 from distexp.report.files import PAGE, write_files
 from distexp.report.overview_table import OverviewTable
-from distexp.runs.full_disk import describe_disk_error
+from distexp.runs.record import choose_newest_sweep
 from distexp.runs.run_dir import RECORD, REPORT
-from distexp.runs.sweep_dirs import choose_newest_sweep
+from distexp.runs.texts import describe_disk_error
+from distexp.tables.columns import make_console
 
 DIRECTORY_HELP = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from distexp.config.fields import flatten
+from distexp.report.data.metrics import METRICS
 from distexp.report.data.overview import Overview
-from distexp.report.data.result_rows import column_names, result_row
-from distexp.report.result_files import write_csv, write_parquet
-from distexp.runs.files import replace_atomically
+from distexp.report.data.rows import Row
+from distexp.report.data.run_settings import WORKERS
+from distexp.system.files import replace_atomically
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 PAGE = "report.html"
 
@@ -33,8 +41,7 @@ def write_files(
     # Imported here, because the table after a sweep should not wait for plotting libraries.
     from distexp.report.figures import build_figures
     from distexp.report.figures.base import render_files
-    from distexp.report.markdown import write_markdown
-    from distexp.report.page.build import write_page
+    from distexp.report.page.build import write_markdown, write_page
     from distexp.report.traces import load_traces
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,3 +71,106 @@ def _replace(path: Path, write: Callable[[Path], None]) -> Path:
     with replace_atomically(path) as temporary:
         write(temporary)
     return path
+
+
+# Results of all runs as CSV and Parquet.
+
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
+    """Write comma-separated values. A value that was not measured is empty.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe.
+    """
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, restval=None)
+        writer.writeheader()
+        writer.writerows({name: _as_text(value) for name, value in row.items()} for row in rows)
+
+
+def _as_text(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
+
+
+def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
+    """Write typed columns.
+
+    Metrics are doubles even if no run has them, so that files can be concatenated.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    metrics = {metric.name for metric in METRICS}
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    arrays = {
+        name: pa.array(values, pa.float64()) if name in metrics else _typed_array(values)
+        for name, values in columns.items()
+    }
+    pq.write_table(pa.table(arrays), path)
+
+
+def _typed_array(values: list[Any]) -> pa.Array:
+    """Return an array of one type: strings for mixed types, as ``64`` and ``auto``."""
+    import pyarrow as pa
+
+    types = {type(value) for value in values if value is not None}
+    if types == {bool}:
+        return pa.array(values, pa.bool_())
+    if types == {int}:
+        return pa.array(values, pa.int64())
+    if types and types <= {int, float}:
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+    return pa.array([None if value is None else str(value) for value in values], pa.string())
+
+
+# Rows of ``results.csv`` and ``results.parquet``.
+
+
+ResultRow = dict[str, Any]
+
+
+def result_row(row: Row) -> ResultRow:
+    """Return all values of a run by column; lists are JSON, None is not measured."""
+    record = row.record
+    found: ResultRow = {
+        "run": row.label,
+        **_run_values(row),
+        "world_size": row.settings[WORKERS],
+        **row.metrics,
+        **{f"config.{key}": value for key, value in flatten(record.config)},
+        **_section("built", record.built),
+        **_section("environment", record.environment),
+        "record": str(row.path) if row.path else None,
+    }
+    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _run_values(row: Row) -> ResultRow:
+    """Return what identifies a run, and how it ended."""
+    record, run, error = row.record, row.record.run, row.record.error
+    return {
+        "run_id": run.id,
+        "name": run.name,
+        "number": run.number,
+        "overrides": " ".join(run.overrides),
+        "status": record.status,
+        "disturbance": row.disturbance,
+        **{f"error_{key}": getattr(error, key, None) for key in ("type", "message", "phase", "rank")},
+        "started_at": run.started_at,
+        "hosts": " ".join(run.hosts),
+        "git_sha": run.git_sha,
+    }
+
+
+def _section(name: str, section: object | None) -> ResultRow:
+    """Return the fields of a section of a record; none if the record lacks it."""
+    return {} if section is None else {f"{name}.{key}": value for key, value in vars(section).items()}
+
+
+def column_names(rows: Sequence[ResultRow]) -> list[str]:
+    """Return the column names of some rows; the path of the record is the last."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    del names["record"]
+    return [*names, "record"]

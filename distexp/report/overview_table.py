@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
@@ -10,15 +11,28 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.report.data.memory_parts import build_parts_table, has_small_parts
-from distexp.report.data.overview import Overview
+from distexp.config.overrides import join_first
+from distexp.report.data.memory_by_part import build_parts_table, has_small_parts
+from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
+from distexp.report.data.overview import (
+    NOISE_MARK,
+    Overview,
+    RankedGroup,
+    Ranking,
+    group_by_task,
+    memory_metric,
+    rank_by_metric,
+)
+from distexp.report.data.remarks import describe_disturbances, describe_stragglers, energy_totals, remark_on_scaling
 from distexp.report.data.repeats import RunGroup, format_metric
-from distexp.report.data.rows import rows_from_records
-from distexp.report.data.settings import MAX_LENGTH, format_setting
+from distexp.report.data.rows import Row, format_noise, name_runs, rows_from_records
+from distexp.report.data.run_settings import MAX_LENGTH, format_setting, global_batch
 from distexp.report.exercises import exercise_tables, quiz_columns
 from distexp.report.same_training import describe_same_training
-from distexp.report.summary import summarize
 from distexp.runs.record import FAILURES, RunRecord
+from distexp.runs.texts import STAND_IN, missing_costs, record_model_label
+from distexp.statistics.noise import SINGLE_CPU_RUN, difference_noise, distinct_ratio
+from distexp.system.typed_values import UNCOUNTED_CPU_PHASES, number_of
 from distexp.tables.columns import (
     ALWAYS,
     Column,
@@ -138,3 +152,239 @@ def _notes(overview: Overview) -> Iterator[Text]:
         yield Text(note, style="yellow")
     if len(notes) > MAX_NOTES:
         yield Text(f"{len(notes) - MAX_NOTES} more errors are not shown.", style="dim")
+
+
+# Sentences below the table of runs: results and warnings that the table itself cannot show.
+
+
+MAX_TASKS = 4
+SAME = 0.005  # relative difference
+FEW_STEPS = 5
+CPU_SPEEDS = "Speeds on CPU vary with other programs"
+HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
+
+
+def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[str]:
+    """Yield the sentences below a table of runs.
+
+    Args:
+        overview: The runs.
+        hidden: Titles of the columns that the table does not show. They are not explained.
+    """
+    yield from _stand_ins(overview)
+    yield from explain_cpu_speeds(overview)
+    if are_trials(overview.rows):
+        yield from _trials(overview)
+    else:
+        yield from _fastest(overview)
+        yield from _smallest(overview)
+    yield from describe_disturbances(overview)
+    yield from describe_stragglers(overview.rows)
+    yield from _setup_peaks(overview)
+    yield from remark_on_scaling(overview)
+    if not are_trials(overview.rows):
+        yield from _few_steps(overview)
+    yield from _global_batches(overview)
+    yield from _definitions(overview, hidden)
+    yield from _repeats(overview)
+    yield from _total_energy(overview)
+    yield from _incomplete_runs(overview)
+
+
+def _stand_ins(overview: Overview) -> Iterator[str]:
+    """Yield the models whose sizes were made small, with the number of their parameters."""
+    sizes: dict[str, list[int]] = {}
+    for record in (row.record for row in overview.rows):
+        label = record_model_label(record)
+        if STAND_IN in label and record.built is not None:
+            sizes.setdefault(label, []).append(record.built.parameters)
+    for label, counts in list(sizes.items())[:MAX_TASKS]:
+        low, high = min(counts), max(counts)
+        yield f"Model: {label}, {low:,}{f' to {high:,}' if high > low else ''} parameters."
+
+
+def explain_cpu_speeds(overview: Overview) -> Iterator[str]:
+    """Yield what speed comparisons on CPU are worth, if these runs can be compared."""
+    tasks = group_by_task([group for group in overview.groups if group.completed and _is_on_cpu(group)])
+    for groups in list(tasks.values())[:MAX_TASKS]:
+        if len(groups) < 2:
+            continue
+        repeated = groups[0].deviations.get(SPEED)
+        if repeated is None:
+            ratio = f"{distinct_ratio(SINGLE_CPU_RUN):.1f}x"
+            yield f"{CPU_SPEEDS}: compare only those that differ by more than {ratio}, or use repeats=3."
+        else:
+            deviation = format_noise(repeated.relative, 1)
+            yield f"{CPU_SPEEDS}: equal runs differed by {deviation} here (standard deviation)."
+        return
+
+
+def _is_on_cpu(group: RunGroup) -> bool:
+    return group.setting("device") == "cpu" and group.metric(SPEED) is not None
+
+
+def are_trials(rows: Sequence[Row]) -> bool:
+    """Return whether all runs are trials of ``distexp choose``."""
+    return all(row.record.config.get("command") == "choose" for row in rows)
+
+
+def _trials(overview: Overview) -> Iterator[str]:
+    """Yield that the runs are short, and that their comparison is in the result of the search."""
+    steps = sorted({row.record.metrics.total_steps for row in overview.rows if row.record.metrics.total_steps})
+    if steps:
+        count = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
+        yield f"These are trials of distexp choose with {count} steps each. Their speeds are rough."
+    yield "The winner and its margin are in choose.json."
+
+
+def _fastest(overview: Overview) -> Iterator[str]:
+    yield from _best(overview, SPEED, "Fastest", "{:,.1f} samples/s", largest=True)
+    yield from _not_ranked(overview)
+
+
+def _not_ranked(overview: Overview) -> Iterator[str]:
+    """Yield the tasks whose fastest run is not known, because at most one run was not disturbed."""
+    tasks = group_by_task([group for group in overview.groups if group.completed and group.metric(SPEED)])
+    for task, groups in list(tasks.items())[:MAX_TASKS]:
+        disturbed = [group.label for group in groups if group.disturbance is not None]
+        if len(groups) > 1 and len(groups) - len(disturbed) < 2:
+            start = f"Fastest ({task})" if len(tasks) > 1 else "Fastest"
+            yield f"{start}: not decided, because the speed of {name_runs(disturbed)} is not known."
+
+
+def _smallest(overview: Overview) -> Iterator[str]:
+    name = memory_metric(overview)
+    if name is not None:
+        yield from _best(overview, name, f"Lowest {MEMORIES[name]}", "{:,.0f} MiB", largest=False)
+
+
+def _best(overview: Overview, name: str, what: str, number_format: str, *, largest: bool) -> Iterator[str]:
+    """Yield the best group of each task, or that several are equal within the noise."""
+    rankings = list(rank_by_metric(overview, name, largest=largest))[:MAX_TASKS]
+    for ranking in rankings:
+        if len(ranking.ranked) > 1:
+            start = f"{what} ({ranking.task}): " if len(rankings) > 1 else f"{what}: "
+            yield from _compare_best(overview, ranking, start, number_format)
+
+
+def _compare_best(overview: Overview, ranking: Ranking, start: str, number_format: str) -> Iterator[str]:
+    """Yield the best group and the next one. The next one is the first that is equal to the best, if there is one."""
+    best, equal = ranking.best, ranking.equal_to_best
+    following = equal[0] if equal else ranking.ranked[1]
+    first, other = (_describe_value(overview, group, number_format) for group in (best, following))
+    noise = difference_noise(best.value, following.value)
+    if equal and noise is not None:
+        yield f"{start}{first}, and {other}, are equal within the noise of {format_noise(noise, best.value.mean)}."
+        if len(equal) > 1:
+            yield f"Also equal within the noise: {name_runs(group.group.label for group in equal[1:])}."
+        return
+    yield f"{start}{first}."
+    if noise is not None:
+        yield f"The next is {other}, beyond the noise of {format_noise(noise, best.value.mean)}."
+    elif abs(best.value.mean - following.value.mean) < SAME * best.value.mean:
+        yield f"Equal within {SAME:.1%}: {other}."
+
+
+def _describe_value(overview: Overview, ranked: RankedGroup, number_format: str) -> str:
+    return f"{overview.describe(ranked.group)}, {number_format.format(ranked.value.mean)}"
+
+
+def _setup_peaks(overview: Overview) -> Iterator[str]:
+    """Yield runs whose CPU memory peaked during setup, for example while DeepSpeed compiled an extension."""
+    if memory_metric(overview) != "cpu_peak_mib":
+        return
+    for row in (row for group in overview.groups for row in group.counted_rows if row.completed):
+        phases = [entry.get("phases") or {} for entry in row.record.memory.get("cpu") or []]
+        setup = max((peaks.get("setup") or 0.0 for peaks in phases), default=0.0)
+        left_out = {"setup", *UNCOUNTED_CPU_PHASES}
+        steps = [peak for peaks in phases for phase, peak in peaks.items() if phase not in left_out]
+        later = max(steps, default=0.0)
+        if later and setup > HIGH_SETUP_PEAK * later:
+            yield f"Run {row.label} had its memory peak during setup. After setup its peak was {later:,.0f} MiB."
+            if (strategy := row.record.strategy) is not None and strategy.setup_note:
+                yield strategy.setup_note
+
+
+def _few_steps(overview: Overview) -> Iterator[str]:
+    few = [
+        group.label for group in overview.groups
+        if group.completed and 0 < _measured_steps(group.rows[0]) < FEW_STEPS
+    ]  # fmt: skip
+    if few:
+        yield f"Fewer than {FEW_STEPS} steps were measured in {name_runs(few)}."
+        yield "For a reliable speed, raise train.max_steps or train.num_epochs."
+
+
+def _measured_steps(row: Row) -> int:
+    """Return the number of steps that the speed is measured over, up to ten; 0 if there is no speed.
+
+    So few steps are a block each. A single step has no error.
+    """
+    total, speed = row.record.metrics.total_steps, row.metrics[SPEED]
+    if total is None or speed is None:
+        return 0
+    blocks = number_of(row.record.metrics.speed_error or {}, "blocks")
+    if blocks is not None:
+        return int(blocks)
+    return total - int(row.settings.get("measure_after_step") or 0) - int(row.settings.get("profile_steps") or 0)
+
+
+def _global_batches(overview: Overview) -> Iterator[str]:
+    """Yield a warning for each task whose runs have different global batch sizes."""
+    tasks = group_by_task([group for group in overview.groups if group.completed])
+    for task, groups in list(tasks.items())[:MAX_TASKS]:
+        batches = _labels_by_batch(groups)
+        if len(batches) > 1:
+            of = f" ({task})" if len(tasks) > 1 else ""
+            sizes = join_first((f"{batch} in {name_runs(labels, 2)}" for batch, labels in batches.items()), MAX_TASKS)
+            yield f"Global batch sizes differ{of}: {sizes}."
+            yield "Their losses are not comparable. Make the batches equal with train.gradient_accumulation_steps."
+
+
+def _labels_by_batch(groups: Sequence[RunGroup]) -> dict[int, list[str]]:
+    batches: dict[int, list[str]] = {}
+    for group in groups:
+        if batch := global_batch(group.rows[0].settings):
+            batches.setdefault(batch, []).append(group.label)
+    return batches
+
+
+def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:
+    if overview.baseline is not None and METRICS_BY_NAME[SPEEDUP].title not in hidden:
+        several = len(group_by_task([group for group in overview.groups if group.completed])) > 1
+        only = f" Only runs of {overview.baseline.task} have one." if several else ""
+        yield f"Speedup: samples/s relative to {overview.describe(overview.baseline)}.{only}"
+        if any(overview.mark(SPEEDUP, group) == NOISE_MARK for group in overview.groups):
+            yield f"{NOISE_MARK}: equal to this run within the noise."
+    several_epochs = any(len(row.record.metrics.train_losses) > 1 for row in overview.rows)
+    if several_epochs and METRICS_BY_NAME["train_loss"].title not in hidden:
+        yield "Train loss: mean of all steps, as in the Hugging Face Trainer."
+    if overview.series and METRICS_BY_NAME[EFFICIENCY].title not in hidden:
+        yield "Efficiency: ideal time / real time, relative to the fewest workers of the same configuration."
+
+
+def _repeats(overview: Overview) -> Iterator[str]:
+    counts = [len(group.counted_rows) for group in overview.groups if group.completed]
+    if any(count > 1 for count in counts):
+        yield "Repeats of a training are one row (n runs): mean ± sample standard deviation."
+    elif len(counts) > 1:
+        yield "Each row is one run. Repeat with repeats=3 to measure the noise."
+    mixed = [group for group in overview.groups if len({row.record.run.git_sha for row in group.rows}) > 1]
+    if mixed:
+        yield f"These repeats ran different git commits: {join_first(map(overview.describe, mixed), 3)}."
+
+
+def _incomplete_runs(overview: Overview) -> Iterator[str]:
+    counts = Counter(row.record.status for row in overview.rows if not row.completed)
+    if counts:
+        each = ", ".join(f"{count} {status}" for status, count in counts.items())
+        yield f"{sum(counts.values())} of {len(overview.rows)} runs did not complete: {each}."
+
+
+def _total_energy(overview: Overview) -> Iterator[str]:
+    """Yield energy and cost of all runs together, and why they lack some of it. A single run has them in its row."""
+    totals = list(energy_totals(overview.rows))
+    if totals and len(overview.rows) > 1:
+        yield f"In total: {', '.join(totals)}."
+    for reason in dict.fromkeys(reason for row in overview.rows for reason in missing_costs(row.record)):
+        yield f"{reason[0].upper()}{reason[1:]}."

@@ -12,12 +12,12 @@ from distexp.report.data.metrics import MEMORIES, SPEED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
-from distexp.report.data.settings import run_label
-from distexp.report.data.step_lanes import RankLanes, read_lanes
-from distexp.runs.jsonl import read_entries
+from distexp.report.data.run_settings import run_label
+from distexp.report.data.step_parts import RankLanes, read_lanes
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, read_memory_trace
-from distexp.runs.prediction import Curve, read_curve
+from distexp.runs.predictions import Curve, read_curve
 from distexp.runs.run_dir import MEMORY, METRICS, PROFILE
+from distexp.system.files import read_entries
 
 MAX_TRACES = 8  # more curves would need similar colors
 MAX_POINTS = 240  # of a curve

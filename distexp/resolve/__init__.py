@@ -3,7 +3,6 @@
 Nothing here imports torch, so that a wrong command line is reported in a fraction of a second.
 """
 
-from distexp.resolve.resolution import resolve
-from distexp.resolve.typed_config import without_hydra
+from distexp.resolve.resolution import resolve, without_hydra
 
 __all__ = ["resolve", "without_hydra"]

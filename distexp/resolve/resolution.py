@@ -2,36 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import lru_cache, partial
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
-from distexp.config.value_checks import check_values
-from distexp.resolve.absolute_paths import make_paths_absolute
-from distexp.resolve.accumulation import set_accumulation
-from distexp.resolve.data_checks import check_lengths, check_sizes, check_task
-from distexp.resolve.device_checks import check_device
-from distexp.resolve.file_checks import (
-    check_checkpoint,
-    check_dataset_files,
-    check_files,
-    check_model_files,
-    check_tokenizer_files,
+from distexp.config.keys import check_values, conf_dir
+from distexp.resolve.kernels import check_speed_options, choose_kernels
+from distexp.resolve.resources import (
+    check_device,
+    check_strategy,
+    check_trainer,
+    decide_resources,
+    make_paths_absolute,
+    set_strategy_defaults,
 )
-from distexp.resolve.implied_strategy import Choices, check_implied_strategy
-from distexp.resolve.kernels import choose_kernels
-from distexp.resolve.option_checks import check_cluster_keys, check_dataset_keys, check_model_keys, check_targets
-from distexp.resolve.plan_checks import check_plan
-from distexp.resolve.profile_steps import choose_profile_steps
-from distexp.resolve.resources import decide_resources
-from distexp.resolve.scaling import apply_scaling
-from distexp.resolve.shrink import check_exercise_device, shrink_global_batch, shrink_to_scale
-from distexp.resolve.speed_checks import check_speed_options
-from distexp.resolve.strategy_steps import check_strategy, check_trainer, set_strategy_defaults
-from distexp.resolve.tracker_checks import check_tracker
-from distexp.resolve.typed_config import to_dataclasses
+from distexp.resolve.scaling_rules import (
+    apply_scaling,
+    check_exercise_device,
+    set_accumulation,
+    shrink_global_batch,
+    shrink_to_scale,
+)
+from distexp.resolve.section_checks import (
+    check_checkpoint,
+    check_cluster_keys,
+    check_dataset_files,
+    check_dataset_keys,
+    check_files,
+    check_lengths,
+    check_model_files,
+    check_model_keys,
+    check_plan,
+    check_sizes,
+    check_targets,
+    check_task,
+    check_tokenizer_files,
+    check_tracker,
+)
+
+# The typed form of a composed configuration: dataclasses instead of the nodes of OmegaConf.
+
+
+EXAMPLES = {"model.name": " to a hub id or a folder, for example model.name=bigscience/bloom-560m"}
+"""Ends of the message for a missing value."""
+
+
+def without_hydra(composed: DictConfig) -> DictConfig:
+    """Return a copy of a composed configuration without its ``hydra`` node."""
+    content = composed.copy()
+    with open_dict(content):
+        content.pop("hydra", None)
+    return content
+
+
+def to_dataclasses(composed: DictConfig) -> Config:
+    """Convert a composed configuration to dataclasses.
+
+    Raises:
+        ConfigError: a key is unknown, a mandatory value is missing, or a reference cannot be resolved.
+    """
+    unknown = sorted({*_unknown_keys(composed, Config)} - {"hydra"})
+    if unknown:
+        raise ConfigError([f"{key} is not a key of the configuration: leave it out" for key in unknown])
+    try:
+        # Hydra has checked the types. Merging into the schema again would take 20 ms per run.
+        values = {spec.name: composed[spec.name] for spec in fields(Config)}
+        typed: dict[str, Any] = {
+            name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for name, value in values.items()
+        }
+    except MissingMandatoryValue as error:
+        missing = ", ".join(sorted(OmegaConf.missing_keys(without_hydra(composed))))
+        raise ConfigError(f"{missing} is required: set it{EXAMPLES.get(missing, '')}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    return Config(**typed)
+
+
+def _unknown_keys(section: DictConfig, schema: Any) -> Iterator[str]:
+    """Yield the keys that the user added with a plus and that no dataclass has."""
+    known = {spec.name for spec in fields(schema)}
+    for key, node in section.items_ex(resolve=False):
+        if key not in known:
+            yield str(key)
+        elif isinstance(node, DictConfig) and is_dataclass(below := OmegaConf.get_type(node)):
+            yield from (f"{key}.{name}" for name in _unknown_keys(node, below))
+
+
+# Config groups that imply a strategy, such as ``sharding``: their YAML files override ``/strategy``.
+
+
+Choices = Mapping[str, str | None]
+"""The chosen option of each config group."""
+
+OVERRIDE = "override /strategy"
+
+
+def check_implied_strategy(config: Config, choices: Choices) -> Iterator[str]:
+    """Yield an error for each chosen option that implies another strategy than the chosen one."""
+    for group, option in choices.items():
+        implied = implied_strategy(group, option) if option is not None else None
+        if implied not in (None, config.strategy.name):
+            yield (
+                f"{group}={option} needs strategy={implied}, but this run has strategy={config.strategy.name}: "
+                f"leave {group} out, or choose strategy={implied}"
+            )
+
+
+@lru_cache(maxsize=256)
+def implied_strategy(group: str, option: str) -> str | None:
+    """Return the strategy that an option implies, None if it implies none.
+
+    A preset only suggests a strategy: the command line may choose another one.
+    """
+    path = conf_dir() / group / f"{option}.yaml"
+    if group == "experiment" or not path.is_file():
+        return None
+    content: Any = OmegaConf.load(path)
+    for entry in content.get("defaults", []):
+        if OmegaConf.is_dict(entry) and OVERRIDE in entry:
+            return str(entry[OVERRIDE])
+    return None
+
+
+# The key ``profile``, which is short for ``train.profile_steps``.
+
+
+PROFILE_STEPS = 3
+"""Profiled steps of ``profile=true``. The median step of three has neither the start nor the end of the profile."""
+
+
+def choose_profile_steps(config: Config) -> list[str]:
+    """Set ``train.profile_steps`` for ``profile=true``, unless it has a value. Return no errors."""
+    if config.profile and not config.train.profile_steps:
+        config.train.profile_steps = PROFILE_STEPS
+    return []
+
 
 Step = Callable[[Config], Iterable[str]]
 """A step may change the configuration in place. It returns its errors and leaves raising to ``resolve``."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
-from functools import cache
-from typing import ClassVar, TypeVar
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
-from distexp.config import ClusterConfig, Config, ConfigError
-from distexp.config.custom_code import PAGE, check_not_abstract, shorten_errors
-from distexp.config.field_info import info_of
-from distexp.config.targets import check_target, locate
+from distexp.config import ClusterConfig, Config, ConfigError, DatasetConfig, ModelConfig
+from distexp.config.custom_code import PAGE, check_not_abstract, check_returned, check_target, locate, shorten_errors
+from distexp.config.fields import info_of
+from distexp.config.keys import get_value, schema_fields, set_value
+from distexp.config.model_checks import loads_from_source, weights_source_key
+from distexp.engines.base import load_trainer
+from distexp.strategies.base import COMMUNICATION, load_strategy
 
 MIN_BUSBW_GBPS = 5.0
 """Default limit of the preflight on GPUs; an interconnect that is slower than this is broken."""
@@ -97,3 +102,186 @@ def decide_resources(config: Config) -> list[str]:
     if config.cluster.device == "cuda" and config.preflight.min_busbw_gbps is None:
         config.preflight.min_busbw_gbps = MIN_BUSBW_GBPS
     return errors
+
+
+# Steps that call the chosen strategy and trainer, which may be custom classes.
+
+
+def set_strategy_defaults(config: Config) -> list[str]:
+    """Let the strategy set the options that the user left open. Return no errors."""
+    strategy = load_strategy(config)
+    with shorten_errors(config.strategy._target_, "set_defaults()"):
+        strategy.set_defaults(config)
+    return []
+
+
+def check_strategy(config: Config) -> list[str]:
+    """Return an error for each thing that the strategy cannot do."""
+    strategy = load_strategy(config)
+    with shorten_errors(config.strategy._target_, "main_option()"):
+        option = strategy.main_option(config)  # shown while the run trains, so an error would appear only then
+    check_returned(option, str, f"strategy._target_={config.strategy._target_}: main_option()")
+    with shorten_errors(config.strategy._target_, "validate()"):
+        return _checked_messages(strategy.validate(config), config.strategy._target_)
+
+
+def check_trainer(config: Config) -> list[str]:
+    """Return an error for each thing that the trainer cannot do."""
+    trainer = load_trainer(config)
+    with shorten_errors(config.engine._target_, "validate()"):
+        return _checked_messages(trainer.validate(config), config.engine._target_)
+
+
+def needs_one_worker(config: Config) -> bool:
+    """Return whether the strategy cannot use more than one worker."""
+    return COMMUNICATION not in load_strategy(config).requires
+
+
+def _checked_messages(returned: Any, target: str) -> list[str]:
+    """Return what ``validate`` of a custom class returned, if it is a list of messages.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(returned, list) and all(isinstance(message, str) for message in returned):
+        return returned
+    raise ConfigError(
+        f"{target}: validate() returned {returned!r}: return a list of messages, empty if all is supported"
+    )
+
+
+# Checks of settings in several sections that need a GPU.
+
+
+def check_device(config: Config) -> Iterator[str]:
+    """Yield an error for each setting that needs a GPU, if the run has none."""
+    on_gpu = config.cluster.device == "cuda"
+    if config.cluster.gpu_memory_limit_gb is not None and not (on_gpu or config.is_prediction):
+        yield (
+            f"cluster.gpu_memory_limit_gb={config.cluster.gpu_memory_limit_gb:g} needs a GPU, but this run is on "
+            "cpu: leave it out"
+        )
+    if config.precision.name == "fp16" and not on_gpu:
+        yield "precision=fp16 needs a GPU, but this run is on cpu: choose precision=bf16 or fp32"
+    if config.model.attention in ("flex", "flash") and not on_gpu:
+        yield (
+            f"model.attention={config.model.attention} needs a GPU, because it has no backward pass on a CPU: choose "
+            "model.attention=sdpa"
+        )
+    if config.dataset.cache == "gpu" and not on_gpu:
+        yield "dataset.cache=gpu needs a GPU, but this run is on cpu: choose dataset.cache=cpu"
+    if config.offload.pin_memory and not on_gpu:
+        yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true or offload=false"
+
+
+# Absolute paths: a worker may start in another directory than the command.
+
+
+BUILT_IN_TOKENIZERS = ("auto", "byte")
+
+
+def make_paths_absolute(config: Config) -> list[str]:
+    """Make all paths absolute; a value that may be a hub id only if the path exists. Return no errors."""
+    kinds = {key: info_of(spec).path for key, spec in schema_fields()}
+    if loads_from_source(config.model):
+        kinds[f"model.{weights_source_key(config.model)}"] = "hub"
+    for key, kind in kinds.items():
+        value = get_value(config, key)
+        if not kind or value is None or (kind == "hub" and value in BUILT_IN_TOKENIZERS):
+            continue
+        path = os.path.abspath(os.path.expanduser(value))
+        if kind != "hub" or os.path.exists(path):
+            set_value(config, key, path)
+    return []
+
+
+# Memory of decoded images, estimated without decoding them.
+
+
+MAX_CPU_BYTES = 64 * 10**9
+"""Decoded images that are kept in CPU memory without an explicit ``dataset.cache``."""
+
+CHANNELS = 3
+
+
+GENERATED = (500, 32)
+"""Number of the images of ``dataset=tinyimagenet_sample``, and their height and width in pixels."""
+
+
+def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
+    """Return the bytes that ``dataset.cache`` needs, if all images are as large as the first one.
+
+    Returns:
+        The bytes, or None if the folder cannot be read, which another check reports.
+    """
+    images = GENERATED if dataset.root is None else _measure_folder(dataset.root)
+    if images is None:
+        return None
+    count, edge = images
+    if dataset.train_size is not None and dataset.eval_size is not None:
+        count = dataset.train_size + dataset.eval_size
+    return count * CHANNELS * min(edge, dataset.image_size or edge) ** 2
+
+
+@lru_cache(maxsize=8)
+def _measure_folder(root: str) -> tuple[int, int] | None:
+    """Count the images in a folder of TinyImageNet's layout, and measure the larger edge of one of them."""
+    from PIL import Image
+
+    try:
+        folders = [Path(root, "val", "images"), *(Path(entry, "images") for entry in os.scandir(Path(root, "train")))]
+        count = sum(len(os.listdir(folder)) for folder in folders)
+        with Image.open(next(folders[0].iterdir())) as image:
+            return count, max(image.size)
+    except (OSError, StopIteration):
+        return None
+
+
+# Number of parameters of a model, computed from its configuration without building it.
+#
+# See also ``distexp.measure.flops``.
+
+
+GPT, BLOOM = "distexp.models.gpt.build", "distexp.models.bloom.build"
+"""Targets of the models whose architecture is known here."""
+
+NORM_VECTORS = 2
+"""Vectors of the hidden size in a layer norm: scale and bias."""
+
+
+def parameter_count(model: ModelConfig, layers: int | None = None) -> int | None:
+    """Return the number of parameters; a shared weight counts once.
+
+    Args:
+        model: the model.
+        layers: number of layers to count instead of ``model.num_layers``.
+
+    Returns:
+        None for an unknown architecture, or if the vocabulary is that of the tokenizer.
+    """
+    depth, hidden = layers or model.num_layers, model.hidden_size
+    if model.vocab_size is None or hidden is None or depth is None or model.init != "random":
+        return None
+    if model._target_ == GPT and model.ff_dim and model.seq_length:
+        tables = (1 if model.tie_embeddings else 2) * model.vocab_size + model.seq_length  # tokens and positions
+        return (tables + NORM_VECTORS) * hidden + depth * _block_parameters(hidden, model.ff_dim)
+    if model._target_ == BLOOM:  # It has a norm after the embedding too, and no table of positions.
+        return (model.vocab_size + 2 * NORM_VECTORS) * hidden + depth * _block_parameters(hidden, 4 * hidden)
+    return None
+
+
+def ties_embeddings(model: ModelConfig) -> bool:
+    """Return whether embedding and output head share one weight."""
+    return bool(model.tie_embeddings) or model._target_ == BLOOM
+
+
+def _block_parameters(hidden: int, inner: int) -> int:
+    """Count the parameters of attention, MLP and two norms, with their biases.
+
+    Args:
+        hidden: width of the hidden states.
+        inner: width of the MLP.
+    """
+    attention = 4 * (hidden + 1) * hidden  # query, key, value, output
+    mlp = (hidden + 1) * inner + (inner + 1) * hidden
+    return attention + mlp + 2 * NORM_VECTORS * hidden

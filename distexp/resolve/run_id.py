@@ -6,15 +6,15 @@ import hashlib
 import json
 import os
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from distexp.checkpoints.folder import MANIFEST, candidates, read_manifest
 from distexp.config import Config
-from distexp.config.batch_sizes import searches_micro_batch
-from distexp.config.field_info import info_of
-from distexp.config.key_info import schema_fields
-from distexp.config.weights_source import loads_from_source, weights_source_key
-from distexp.resolve.fingerprints import checkpoint_fingerprint, fingerprint, model_fingerprint
+from distexp.config.fields import info_of
+from distexp.config.keys import schema_fields
+from distexp.config.model_checks import loads_from_source, searches_micro_batch, weights_source_key
 
 IRRELEVANT = (
     *("name", "command", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels", "plan"),
@@ -96,3 +96,63 @@ def _remove_unchanged(settings: dict[str, Any]) -> None:
             del settings[section][name]
         if "keys" in settings[section]:
             settings[section]["keys"] = [listed for listed in settings[section]["keys"] if listed != name]
+
+
+# Fingerprints: short hashes of the content of datasets, models and checkpoints.
+#
+# Two runs with the same data have the same run id, wherever the data is.
+
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+"""Endings of files with weights."""
+
+PIECES, PIECE_BYTES = 64, 1 << 16
+"""Number of pieces to read of a large file, and the size of a piece."""
+
+
+@lru_cache(maxsize=64)
+def model_fingerprint(folder: str, *, weights: bool) -> str:
+    """Return a hash of the files of a model: all of a small file, evenly spaced pieces of a large one.
+
+    Pieces are enough: two trainings of one architecture differ nearly everywhere.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if not path.is_file() or (path.suffix in WEIGHTS and not weights):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        step = max(PIECE_BYTES, size // PIECES)
+        with path.open("rb") as file:
+            for start in range(0, size, step):
+                file.seek(start)
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def checkpoint_fingerprint(folder: Path) -> str | None:
+    """Return a hash of the newest checkpoint in a folder, None if it has none.
+
+    The manifest is hashed, because it contains a checksum of every file.
+    """
+    for candidate in candidates(folder):
+        if read_manifest(candidate) is not None:
+            return fingerprint(str(candidate / MANIFEST))
+    return None
+
+
+@lru_cache(maxsize=64)
+def fingerprint(path: str) -> str:
+    """Return a hash of the content of a file, or of the file names and sizes of a folder."""
+    digest = hashlib.sha256()
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    else:
+        for root, folders, names in os.walk(path):
+            folders.sort()
+            for name in sorted(names):
+                file_path = Path(root) / name
+                digest.update(f"{file_path.relative_to(path)}:{file_path.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,16 +1,39 @@
-"""Attempts of a run. All work in the same run directory, and the record lists them."""
+"""Attempts of a run, the processes behind it, their error files, and the locks of runs and sweeps."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from distexp.config import ConfigError
+from distexp.config.overrides import suggest_command
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPT_FILES, ATTEMPTS, HEARTBEAT, OWNER, RECORD, SPEC, STOP_REQUEST
-from distexp.runs.typed_values import read_dataclass
+from distexp.runs.record_sections import RunError, RunInfo
+from distexp.runs.run_dir import (
+    ARCHIVED_RECORD,
+    ATTEMPT_FILES,
+    ATTEMPTS,
+    HEARTBEAT,
+    LOCK,
+    OWNER,
+    RECORD,
+    SPEC,
+    STOP_REQUEST,
+    SWEEP_LOCK,
+    agent_owner_path,
+    error_paths,
+)
+from distexp.system.files import read_json, write_json
+from distexp.system.processes import machine_id, start_ticks
+from distexp.system.typed_values import read_dataclass
 
 Attempt = dict[str, Any]
 """An entry of ``run.attempts`` in a record. ``new_attempt`` makes one with all its keys."""
@@ -107,3 +130,187 @@ def finalize(record: RunRecord) -> None:
     """Record the hosts of the latest attempt, and the status of the run as its reason."""
     if record.run.attempts:
         record.run.attempts[-1] |= {"hosts": record.run.hosts, "reason": record.status}
+
+
+# Error files of a run, which ranks and agents write before they end.
+
+
+ERROR_HEADING = "this rank ends with an error:"
+"""Line of a rank's log before the error that ends the rank."""
+
+SUBMISSION_REFUSED = "SubmissionRefused"
+"""Type of the error of a run whose job Slurm has refused."""
+
+
+def write_error(path: Path, error: RunError) -> None:
+    """Write an error with the current time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"unix_time_s": time.time(), **asdict(error)})
+
+
+def read_rank_errors(run_dir: Path) -> list[RunError]:
+    """Read the errors of all ranks and agents in the order of time."""
+    by_time: list[tuple[float, RunError]] = []
+    for path in error_paths(run_dir):
+        try:
+            content = read_json(path)
+        except ValueError:
+            continue  # Torn, because its rank was killed. The rank's log has more.
+        unix_time_s = float(content.pop("unix_time_s"))
+        by_time.append((unix_time_s, RunError(**content)))
+    by_time.sort(key=lambda timed: timed[0])
+    return [error for _, error in by_time]
+
+
+# Processes behind a local run: ``owner.json`` names its launcher and the agent of its first node.
+#
+# On the same machine, they decide at once whether the run is still running. Elsewhere only the age of the run's files
+# can decide.
+
+
+AGENT_TIMEOUT_S = 30.0
+"""Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""
+
+POLL_S = 0.1
+"""Time between two checks whether an agent has ended."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process. ``started`` is different for a later process with the same id."""
+
+    pid: int
+    started: int  # clock ticks since the machine started
+    machine: str
+    host: str
+
+    @classmethod
+    def current(cls) -> Owner:
+        """Return this process."""
+        return cls(os.getpid(), start_ticks(os.getpid()) or 0, machine_id(), socket.gethostname())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the process was started on this machine, since its last reboot."""
+        return self.machine == machine_id()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs on this machine."""
+        return self.is_local and start_ticks(self.pid) == self.started
+
+
+def write_launcher(run_dir: Path) -> None:
+    """Write that this process is the launcher of a run."""
+    write_json(run_dir / OWNER, asdict(Owner.current()))
+
+
+def write_agent(run_dir: Path) -> None:
+    """Write that this process is the agent of a run's first node."""
+    path = agent_owner_path(run_dir)
+    with suppress(OSError):  # A full disk must not keep the agent from reporting the run's error.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(Owner.current()))
+
+
+def read_launcher(run_dir: Path) -> Owner | None:
+    """Return the launcher of a run's latest attempt; None if it is not known."""
+    return read_dataclass(Owner, run_dir / OWNER)
+
+
+def read_agent(run_dir: Path) -> Owner | None:
+    """Return the agent of a run's first node; None if it is not known."""
+    return read_dataclass(Owner, agent_owner_path(run_dir))
+
+
+def wait_for_agent(run_dir: Path) -> str | None:
+    """Wait for the agent of a launcher that was killed; return which process it is if it does not end.
+
+    It ends its workers and writes the record of its attempt.
+    """
+    deadline = time.monotonic() + AGENT_TIMEOUT_S
+    while (agent := read_agent(run_dir)) is not None and agent.is_alive:
+        if time.monotonic() > deadline:
+            return f"process {agent.pid} on {agent.host}"
+        time.sleep(POLL_S)
+    return None
+
+
+# Locks of runs and sweeps, so that two commands never write to the same directory at the same time.
+
+
+@contextmanager
+def run_lock(directory: Path) -> Iterator[str | None]:
+    """Hold the lock of a run directory during the block.
+
+    The system frees it if this process dies. File systems without locks are used without.
+
+    Yields:
+        None, or which process has the lock.
+    """
+    with _locked(directory / LOCK) as owner:
+        yield owner
+
+
+@contextmanager
+def sweep_lock(sweep_dir: Path) -> Iterator[None]:
+    """Hold the lock of a sweep directory during the block.
+
+    Raises:
+        ConfigError: if another command holds it.
+    """
+    with _locked(sweep_dir / SWEEP_LOCK) as owner:
+        if owner is not None:
+            raise ConfigError(
+                f"{owner} runs the sweep in {sweep_dir}: follow it with '{suggest_command('status', sweep_dir)} "
+                f"--watch', end it with '{suggest_command('cancel', sweep_dir)}', or choose another directory with "
+                "hydra.sweep.dir=DIR"
+            )
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[str | None]:
+    """Hold a lock file during the block; yield None, or the process that holds it."""
+    descriptor = _open_locked(path)
+    if descriptor is None:
+        yield _read_owner(path) or "another process"
+        return
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield None
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _read_owner(path: Path) -> str:
+    """Return which process has a lock; empty if it has not written it yet, or has just removed the file."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _open_locked(path: Path) -> int | None:
+    """Open and lock a file; None if another process has the lock."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:
+            return descriptor  # the file system has no locks
+        if _is_file_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)  # The process that had the lock has removed the file.
+
+
+def _is_file_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from distexp.runs.entry_values import number_of
 from distexp.runs.record import RunRecord
+from distexp.system.typed_values import number_of
 
 UNEVEN = 1.5
 """Mean step in median steps, from which a run was disturbed. Undisturbed runs had up to 1.4."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import time
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from distexp.runs.entry_values import number_of
-from distexp.runs.jsonl import append_line, read_entries
-from distexp.runs.rank_progress import ProgressWriter
-from distexp.runs.run_dir import EVENTS
+from distexp.runs.run_dir import EVENTS, rank_progress_path, rank_progress_paths
+from distexp.system.files import Entry, Tail, append_line, read_entries
+from distexp.system.typed_values import number_of
 
 
 class Events:
@@ -60,3 +65,149 @@ def last_value(run_dir: Path, key: str) -> int | None:
 def resume_changes(run_dir: Path) -> list[str]:
     """Return the settings that differ from those of the checkpoint that a run resumed from."""
     return [str(change) for entry in read_entries(run_dir / EVENTS) for change in entry.get("changes", ())]
+
+
+# Phases of a run over time, as rank 0 writes them to ``events.jsonl``.
+
+
+@dataclass(frozen=True, order=True)
+class PhaseEvent:
+    """The start of a phase."""
+
+    unix_time_s: float
+    phase: str
+
+
+class TimeInterval(NamedTuple):
+    """A time from its start up to its end, both in Unix seconds."""
+
+    start_s: float
+    end_s: float
+
+
+class PhaseTail:
+    """Current phase of a run. It reads only what was added to the file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tail = Tail(path)
+        self._restarts = 0
+        self._events: list[PhaseEvent] = []
+
+    def at(self, unix_time_s: float) -> str:
+        """Return the phase at a time, as far as it is on disk; empty before the first event.
+
+        Raises:
+            OSError: if the file exists and cannot be read.
+        """
+        new = self._tail.read_entries()
+        if self._tail.restarts > self._restarts:
+            self._restarts, self._events = self._tail.restarts, []
+        self._events = sorted([*self._events, *phase_events_of(new)])
+        return phase_at(self._events, unix_time_s)
+
+
+def read_phase_events(path: Path) -> list[PhaseEvent]:
+    """Read the phase events of a file in the order of time; a missing file has none.
+
+    Raises:
+        OSError: if the file exists and cannot be read.
+    """
+    return phase_events_of(read_entries(path))
+
+
+def phase_events_of(entries: Iterable[Entry]) -> list[PhaseEvent]:
+    """Return the entries that start a phase, in the order of time. Other entries report something else."""
+    found = []
+    for entry in entries:
+        try:
+            found.append(PhaseEvent(float(entry["unix_time_s"]), str(entry["phase"])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return sorted(found)
+
+
+def phase_at(events: Sequence[PhaseEvent], unix_time_s: float) -> str:
+    """Return the phase at a time; empty before the first event."""
+    position = bisect_right(events, unix_time_s, key=lambda event: event.unix_time_s)
+    return events[position - 1].phase if position else ""
+
+
+def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> list[TimeInterval]:
+    """Return the intervals in which a run was in one of some phases. The last one may end at infinity."""
+    ends = [event.unix_time_s for event in events[1:]] + [math.inf]
+    return [
+        TimeInterval(event.unix_time_s, end) for event, end in zip(events, ends, strict=False) if event.phase in phases
+    ]
+
+
+# Progress of each rank, so that a hang can name the rank that the others wait for.
+#
+# All ranks pass the same points of the program in the same order: phases, batches and steps. Each rank counts the
+# points that it has passed, in a small file that it overwrites in place. The rank with the lowest count is behind.
+
+
+FILE_BYTES = 256
+"""Size of the file. It never changes, so that a full disk does not end the training here."""
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """The last point that a rank has passed.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process.
+        count: Points passed so far.
+        phase: The current phase.
+        step: Finished optimizer steps.
+    """
+
+    rank: int
+    pid: int
+    count: int
+    phase: str
+    step: int
+
+    def __str__(self) -> str:
+        after = f" after step {self.step}" if self.step else ""
+        return f"rank {self.rank} in phase {self.phase}{after}"
+
+
+class ProgressWriter:
+    """Writer of the progress of one rank.
+
+    Args:
+        run_dir: Directory of the run.
+        node: Node of the rank.
+        rank: The rank.
+    """
+
+    def __init__(self, run_dir: Path, node: int, rank: int) -> None:
+        self._rank, self._pid, self._count = rank, os.getpid(), 0
+        self._file = os.open(rank_progress_path(run_dir, node, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def advance(self, phase: str, step: int) -> None:
+        """Write that the rank has passed a point."""
+        self._count += 1
+        progress = {"rank": self._rank, "pid": self._pid, "count": self._count, "phase": phase, "step": step}
+        os.pwrite(self._file, json.dumps(progress).ljust(FILE_BYTES).encode(), 0)
+
+
+def read_rank_progress(run_dir: Path, node: int | None = None) -> list[RankProgress]:
+    """Read the progress of all ranks, or of those of a node; ranks that have not started are left out."""
+    return sorted(_read(run_dir, node), key=lambda progress: progress.rank)
+
+
+def ranks_behind(progress: list[RankProgress]) -> list[RankProgress]:
+    """Return the ranks with the lowest count; none if all ranks have the same count."""
+    counts = {rank.count for rank in progress}
+    return [rank for rank in progress if rank.count == min(counts)] if len(counts) > 1 else []
+
+
+def _read(run_dir: Path, node: int | None) -> Iterator[RankProgress]:
+    for path in rank_progress_paths(run_dir, node):
+        try:
+            yield RankProgress(**json.loads(path.read_text()))
+        except (ValueError, TypeError):
+            continue  # The rank was killed before its first line.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from distexp.config.field_info import key
+from distexp.config.fields import key
 
 
 @dataclass

@@ -6,17 +6,20 @@ layout, so a change of a key's meaning raises SCHEMA_VERSION.
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from distexp.config import Config
-from distexp.config.field_info import describe, key
-from distexp.runs.json_files import read_json, write_json
+from distexp.config import Command, Config, ConfigError
+from distexp.config.fields import describe, key
 from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
-from distexp.runs.run_dir import RECORD, RESULT
-from distexp.runs.typed_values import device_errors, parse_dataclass, section_errors
+from distexp.runs.run_dir import CHOICE, COMMAND, OUTPUTS, RECORD, RESULT, SNAPSHOT_MARKER
+from distexp.system.files import read_json, read_or_none, write_json
+from distexp.system.typed_values import device_errors, parse_dataclass, section_errors
 
 SCHEMA_VERSION = 2
 """Version of the format. A record of another version is refused. A new key does not raise it."""
@@ -131,3 +134,126 @@ class RunRecord:
         if errors:
             raise ValueError(", ".join(errors[:MAX_SHOWN_ERRORS]))
         return parse_dataclass(cls, raw)
+
+
+# Search for the records of runs below some folders.
+
+
+class StoredRecord(NamedTuple):
+    """A record, and the path of its file."""
+
+    path: Path
+    record: RunRecord
+
+
+class FoundRecords(NamedTuple):
+    """The readable records below some folders, and a message for each record that is not readable."""
+
+    stored: list[StoredRecord]
+    messages: list[str]
+
+    @property
+    def records(self) -> list[RunRecord]:
+        """Return the records without their paths."""
+        return [found.record for found in self.stored]
+
+
+def read_records(*roots: Path) -> FoundRecords:
+    """Read every record below some directories, in the order of their run numbers."""
+    stored: list[StoredRecord] = []
+    messages: list[str] = []
+    for path in find_records(*roots):
+        try:
+            stored.append(StoredRecord(path, RunRecord.read(path)))
+        except ValueError as error:
+            messages.append(str(error))
+    return FoundRecords(stored, messages)
+
+
+def find_records(*roots: Path) -> Iterator[Path]:
+    """Yield the records below some directories, at any depth, in the order of their run numbers."""
+    for root in roots:
+        yield from sorted(_record_paths(root), key=_by_run_number)
+
+
+def _record_paths(root: Path) -> Iterator[Path]:
+    """Yield the records below a folder, without those in snapshots of the code."""
+    for folder, subfolders, files in os.walk(root):
+        # os.walk enters only the subfolders that are left in this list.
+        subfolders[:] = [name for name in subfolders if not os.path.exists(os.path.join(folder, name, SNAPSHOT_MARKER))]
+        if RECORD in files:
+            yield Path(folder, RECORD)
+
+
+def _by_run_number(path: Path) -> tuple[str, int, str]:
+    """Return the key that sorts the records of a sweep by number, because as texts 10 comes before 9."""
+    folder = path.parent
+    return str(folder.parent), int(folder.name) if folder.name.isdecimal() else -1, folder.name
+
+
+# The sweep that a command is about: the newest one, or why a folder is none.
+
+
+def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
+    """Return the newest sweep below ``multirun_outputs/``, and print which one it is to stderr.
+
+    Args:
+        leave_out: Commands whose directories are no sweeps here.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    files = sorted(_command_files(Path(OUTPUTS)), key=_modified, reverse=True)
+    newest = next((file for file in files if not _is_of(file, leave_out)), None)
+    if newest is None:
+        raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
+    sweep_dir = newest.parent
+    names = " and ".join(leave_out)
+    skipped = "" if newest is files[0] else f" (later directories of {names} do not count)"
+    print(f"newest sweep: {sweep_dir}{skipped}", file=sys.stderr)
+    return sweep_dir
+
+
+def _is_of(command_file: Path, commands: Collection[Command]) -> bool:
+    """Return whether a sweep was started by one of these commands. A damaged file is of none."""
+    return read_or_none(command_file, "command") in commands
+
+
+def describe_no_training(record: RunRecord) -> str:
+    """Return what a run is that trains nothing for the user, and what to give instead; empty if it is a training."""
+    command = record.config.get("command")
+    if command == Command.CHOOSE:
+        return f"is a search of distexp choose: run the command of its winner ({CHOICE}) with profile=true"
+    if command == Command.PREFLIGHT:
+        return "is a preflight: give the directory of a training with profile=true"
+    return ""
+
+
+def _command_files(folder: Path) -> Iterator[Path]:
+    """Yield the command file of every sweep below a folder."""
+    for where, subfolders, files in os.walk(folder):
+        if COMMAND in files:
+            subfolders.clear()  # A sweep contains no other sweep.
+            yield Path(where, COMMAND)
+
+
+def not_a_sweep(directory: Path, missing: str) -> str:
+    """Return why a directory is not a sweep, with the directory to give instead if it is inside or above one.
+
+    Args:
+        directory: The directory that the user gave.
+        missing: What a sweep would contain, as in ``command.json``.
+    """
+    if not directory.is_dir():
+        problem = "is a file" if directory.exists() else "does not exist"
+        return f"{directory} {problem}: give the directory of a sweep"
+    for above in directory.absolute().parents:
+        if (above / COMMAND).is_file():
+            return f"{directory} is not a sweep but is inside one: give {above}"
+    below = [*directory.glob(f"*/{COMMAND}"), *directory.glob(f"*/*/{COMMAND}")]
+    example = f", such as {max(below, key=_modified).parent}" if below else ""
+    return f"{directory} contains no {missing}: give the directory of a sweep{example}"
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import platform
+import re
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from distexp.config.field_info import describe, key
+from distexp.config.fields import describe, key
+from distexp.system.cgroups import cpu_count, cpu_limit, visible_gpus
 
 
 @dataclass
@@ -162,3 +170,51 @@ class Predicted:
     error_bound: float | None = key(None, "Largest relative error of the prediction. Null: unknown, so no verdict.")
     most_mib: float | None = key(None, "Most memory that the run may need: required_mib and its error.", unit="MiB")
     notes: list[str] = key([], "What was assumed or could not be predicted.")
+
+
+# Software and machine of a run, found without importing torch.
+
+
+def make_environment(*, on_gpu: bool, variables: Mapping[str, str] | None = None) -> Environment:
+    """Return the environment of this process.
+
+    Args:
+        on_gpu: Whether the run uses GPUs. If not, the record names no GPU and no CUDA version.
+        variables: Environment variables of the workers.
+    """
+    torch = torch_versions()
+    gpu = next(iter(visible_gpus()), None) if on_gpu else None
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.get("__version__") or package_version("torch"),
+        cuda=torch.get("cuda") if on_gpu else None,
+        transformers=package_version("transformers"),
+        deepspeed=package_version("deepspeed"),
+        accelerate=package_version("accelerate"),
+        gpu_name=gpu.name if gpu else None,
+        gpu_total_mib=gpu.total_mib if gpu else None,
+        cpu_count=cpu_count(),
+        cpu_limit=cpu_limit(),
+        hostname=socket.gethostname(),
+        variables=dict(variables or {}),
+    )
+
+
+def torch_versions() -> dict[str, str]:
+    """Read ``__version__`` and ``cuda`` from torch's version file: the metadata lacks the build, as in +cu130."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return {}
+    return dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= *['\"](.+)['\"]", text, re.MULTILINE))
+
+
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

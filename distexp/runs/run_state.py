@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from distexp.runs.failure_text import failure_text
+from distexp.runs.attempts import read_agent, read_launcher
+from distexp.runs.events import phase_events_of
 from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import EVENTS, HEARTBEAT, METRICS, OPERATORS, RECORD, SPEC, STOP_REQUEST, memory_trace_paths
+from distexp.runs.spec import ExistingRun
+from distexp.runs.texts import failure_text
+from distexp.system.files import read_entries, read_last_entry, write_json
+from distexp.system.typed_values import number_of
 
 ACTIVE = ("pending", "running", "ending", "unknown")
 """States of a run that may not have ended yet."""
@@ -44,3 +55,217 @@ class RunState:
     def is_active(self) -> bool:
         """Whether the run may not have ended yet."""
         return self.state in ACTIVE
+
+
+# Progress of a run, read from the files that it writes.
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The latest phase, step and loss of a run. None if it has not reported one."""
+
+    phase: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return self.phase or "start"
+        loss = "nan" if self.loss is None else f"{self.loss:.4f}"
+        return f"{self.phase} step {self.step}/{self.steps or '?'}, loss {loss}"
+
+
+def read_progress(directory: Path) -> Progress:
+    """Read the progress of a run from its metrics and events. A file that cannot be read is named as the phase."""
+    try:
+        return _read_progress(directory)
+    except OSError as error:
+        return Progress(phase=f"unknown ({error.filename}: {error.strerror})")
+
+
+def _read_progress(directory: Path) -> Progress:
+    events = read_entries(directory / EVENTS)
+    phases = phase_events_of(events)
+    last_step = read_last_entry(directory / METRICS)
+    return Progress(
+        phase=phases[-1].phase if phases else _phase_before_workers(directory),
+        step=_count_of(last_step, "step"),
+        steps=_first_count(events, "total_steps"),
+        loss=number_of(last_step, "loss"),
+    )
+
+
+def _phase_before_workers(directory: Path) -> str | None:
+    """Return ``compile`` while DeepSpeed's operators are compiled, else None."""
+    build = read_last_entry(directory / OPERATORS)
+    return "compile" if build and not build.keys() & {"compiled_s", "waited_s"} else None
+
+
+def _first_count(entries: Iterable[Mapping[str, Any]], key: str) -> int | None:
+    """Return the whole number of the first entry that has one."""
+    counts = (_count_of(entry, key) for entry in entries)
+    return next((count for count in counts if count is not None), None)
+
+
+def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
+    """Return a number of an entry as a whole number; None if the entry has none."""
+    number = number_of(entry, key)
+    return None if number is None else int(number)
+
+
+def last_activity(directory: Path) -> float:
+    """Return the Unix time in seconds at which a run last wrote a file; 0 if it wrote none."""
+    paths = (directory / SPEC, *memory_trace_paths(directory))
+    return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
+
+
+# Heartbeat of a run: rank 0 touches a file after each step, and the agents check its age.
+
+
+MIN_INTERVAL_S = 1.0
+"""Shortest time between two touches. On a network file system each touch is a message to the server."""
+
+
+class Heartbeat:
+    """Writer of ``run_dir/heartbeat``. It touches the file at most once a second."""
+
+    def __init__(self, run_dir: Path, *, enabled: bool) -> None:
+        self.path = run_dir / HEARTBEAT if enabled else None
+        self._last_touch_s = 0.0
+
+    def beat(self) -> None:
+        """Record that a step is done."""
+        now = time.monotonic()
+        if self.path is not None and now - self._last_touch_s >= MIN_INTERVAL_S:
+            self.path.touch()
+            self._last_touch_s = now
+
+
+def record_progress(run_dir: Path) -> None:
+    """Record progress of a process that does not train, as the search of a micro-batch."""
+    (run_dir / EVENTS).touch()
+
+
+def last_heartbeat(run_dir: Path) -> float:
+    """Return the Unix time in seconds of the last step, event or build step; 0 before the first."""
+    return max(_modified(run_dir / name) for name in (HEARTBEAT, EVENTS, OPERATORS))
+
+
+def last_build_step(run_dir: Path) -> float:
+    """Return the Unix time in seconds at which the build of operators last reported; 0 if there was none."""
+    return _modified(run_dir / OPERATORS)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+# Graceful-stop requests: a file in the run directory that rank 0 polls.
+#
+# A file works for workers that are still starting, and for all nodes. The command and its agents write it when they
+# get SIGUSR1 or SIGUSR2. A worker's own SIGUSR1 prints its stacks. SIGTERM ends a run at once.
+
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that ask a command or an agent to stop its run after a checkpoint."""
+
+POLL_S = 1.0
+"""Shortest time between two polls. On a network file system each poll is a message to the server."""
+
+
+def request_stop(run_dir: Path, reason: str) -> None:
+    """Ask the workers of a run to write a checkpoint after their current step, and to end.
+
+    Args:
+        run_dir: Directory of the run.
+        reason: ``time_limit``, ``preemption``, or the name of a signal.
+    """
+    write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
+
+
+def read_reason(run_dir: Path) -> str | None:
+    """Return why a run was asked to stop, or None if it was not."""
+    request = _read(run_dir)
+    return None if request is None else str(request["reason"])
+
+
+class StopRequest:
+    """Poller of the stop request, at most once a second. A disabled one never polls.
+
+    A new attempt archives or deletes the request for an earlier one. So the file may be older than this process, for
+    example if it was written while operators were built.
+    """
+
+    def __init__(self, run_dir: Path, *, enabled: bool) -> None:
+        self.run_dir = run_dir
+        self.enabled = enabled
+        self.received = False
+        self._next_poll_s = 0.0
+
+    def __call__(self) -> bool:
+        """Return whether a stop was requested; once true, it stays true."""
+        if self.enabled and not self.received and time.monotonic() >= self._next_poll_s:
+            self._next_poll_s = time.monotonic() + POLL_S
+            self.received = _read(self.run_dir) is not None
+        return self.received
+
+    def reason(self) -> str:
+        """Return why the run was asked to stop."""
+        return read_reason(self.run_dir) or "unknown"
+
+
+def _read(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        request: dict[str, Any] = json.loads((run_dir / STOP_REQUEST).read_text())
+    except FileNotFoundError:
+        return None
+    return request
+
+
+# State of a run that is not on Slurm, from the files in its directory and its launcher.
+
+
+MAX_IDLE_S = 15.0
+"""A run of another machine with more recent activity is running; memory samples and steps count as activity."""
+
+
+def local_state(run: ExistingRun) -> RunState:
+    """Return the state of a run. Its launcher decides, if it was started on this machine."""
+    if run.status is not None:
+        return _finished_state(run)
+    launcher, agent = read_launcher(run.directory), read_agent(run.directory)
+    if launcher is None or not launcher.is_local:
+        return _state_by_activity(run)
+    if launcher.is_alive:
+        return _state(run, "running")
+    if (run.directory / RECORD).exists():  # It is damaged, or was written since the run was read.
+        return _finished_state(run)
+    reason = f"its launcher (process {launcher.pid}) ended without a record"
+    return _state(run, "ending" if agent is not None and agent.is_alive else "no record", reason)
+
+
+def _finished_state(run: ExistingRun) -> RunState:
+    """Return the state of a run with a record, which may be damaged or of another version."""
+    try:
+        record = RunRecord.read(run.directory / RECORD)
+    except ValueError as error:
+        return _state(run, "no record", str(error))
+    return RunState.from_record(run.number, run.directory, None, record)
+
+
+def _state_by_activity(run: ExistingRun) -> RunState:
+    """Return the state of a run without a launcher on this machine: the age of its files decides."""
+    active_at = last_activity(run.directory)
+    idle_s = time.time() - active_at
+    if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
+        return _state(run, "running")
+    reason = f"last activity {idle_s:,.0f} s ago (process probably killed)" if active_at else "its record is damaged"
+    return _state(run, "no record", reason)
+
+
+def _state(run: ExistingRun, state: str, reason: str = "") -> RunState:
+    return RunState(run.number, run.directory, job=None, state=state, reason=reason)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config
-from distexp.runs.json_files import write_json
+from distexp.runs.record import INVALID_ID, STATUSES
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.regular_files import open_file
-from distexp.runs.run_dir import SPEC
-from distexp.runs.typed_values import parse_dataclass
+from distexp.runs.run_dir import NON_RUN_DIRS, RECORD, SPEC
+from distexp.system.files import open_file, read_json, write_json
+from distexp.system.typed_values import parse_dataclass
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,126 @@ def parse_config(values: Any) -> Config:
 def _schema() -> DictConfig:
     """Return the schema. It is cached, because making it takes as long as composing a cell."""
     return cast(DictConfig, OmegaConf.structured(Config))
+
+
+# Existing runs of a sweep, matched with the cells of a command that resumes it.
+
+
+DONE = frozenset({"completed", "oom_gpu", "oom_host"})
+"""Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
+
+
+@dataclass(frozen=True)
+class ExistingRun:
+    """A run on disk, with the status of its record; None if it has no record."""
+
+    number: int
+    directory: Path
+    id: str
+    overrides: list[str]
+    status: str | None
+
+
+@dataclass
+class ExistingRuns:
+    """Runs of a sweep that no cell has been matched with."""
+
+    runs: list[ExistingRun] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, sweep_dir: Path) -> ExistingRuns:
+        """Read every run directory below a sweep directory."""
+        return cls(sorted(_read_runs(sweep_dir), key=lambda run: run.number))
+
+    def match(self, cells: Sequence[RunInfo]) -> list[ExistingRun | None]:
+        """Return the run of each cell, or None. Each run is matched once, and then removed from ``runs``.
+
+        The first of these that matches is taken:
+
+        1. same id and same overrides;
+        2. same id, because other overrides may describe the same training;
+        3. same overrides, if the run was invalid.
+
+        Cells with the same id keep their own runs, for example ``cluster.cpus_per_worker=1,2``.
+
+        Args:
+            cells: What each cell would run. Only its id and its overrides count.
+        """
+        found: list[ExistingRun | None] = [None] * len(cells)
+        for is_match in (_is_same, _is_same_training, _was_invalid):
+            for position, cell in enumerate(cells):
+                if found[position] is None:
+                    found[position] = self._take(cell, is_match)
+        return found
+
+    def _take(self, cell: RunInfo, is_match: Callable[[ExistingRun, RunInfo], bool]) -> ExistingRun | None:
+        """Return the first run that matches a cell, and remove it from ``runs``."""
+        found = next((run for run in self.runs if is_match(run, cell)), None)
+        self.runs = [run for run in self.runs if run is not found]
+        return found
+
+    def unfinished(self, below: Path) -> list[ExistingRun]:
+        """Return the unmatched runs that could be resumed.
+
+        Args:
+            below: Sweep directory. A run whose directory is the sweep directory itself is left out.
+        """
+        ended = {*DONE, "invalid"}
+        return [run for run in self.runs if run.status not in ended and run.directory != below.absolute()]
+
+
+def _is_same(run: ExistingRun, cell: RunInfo) -> bool:
+    return run.id == cell.id and run.overrides == cell.overrides
+
+
+def _is_same_training(run: ExistingRun, cell: RunInfo) -> bool:
+    return run.id == cell.id != INVALID_ID
+
+
+def _was_invalid(run: ExistingRun, cell: RunInfo) -> bool:
+    return run.id == INVALID_ID and run.overrides == cell.overrides
+
+
+def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
+    """Return the warning about unfinished runs that no cell matches; None if there are none."""
+    if not runs:
+        return None
+    shown = ", ".join(f"{run.number} ({run.status or 'no record'})" for run in runs)
+    if len(runs) == 1:
+        return (
+            f"run {shown} was not resumed: the new overrides define a different run. "
+            "Resume without them to continue it."
+        )
+    return (
+        f"runs {shown} were not resumed: the new overrides define different runs. Resume without them to continue them."
+    )
+
+
+def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
+    for folder, subfolders, files in os.walk(sweep_dir):
+        # os.walk enters only the subfolders that are left in this list.
+        subfolders[:] = [name for name in subfolders if not name.startswith(NON_RUN_DIRS)]
+        if RECORD in files or SPEC in files:
+            directory = Path(folder)
+            run = _read_run(directory / RECORD) or _read_run(directory / SPEC) or _damaged_run(directory)
+            if run is not None:
+                yield run
+
+
+def _read_run(path: Path) -> ExistingRun | None:
+    """Return the run of a record or a spec; None if the file is missing or damaged."""
+    try:
+        raw = read_json(path)
+        run = parse_dataclass(RunInfo, raw["run"])
+        status = raw.get("status")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    status = status if status in STATUSES else None
+    return ExistingRun(run.number, path.parent.absolute(), run.id, run.overrides, status)
+
+
+def _damaged_run(directory: Path) -> ExistingRun | None:
+    """Return a run of which no file can be read, by the number of its folder."""
+    if not directory.name.isdecimal():
+        return None
+    return ExistingRun(int(directory.name), directory.absolute(), id="", overrides=[], status=None)

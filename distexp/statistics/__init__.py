@@ -1,1 +1,1 @@
-"""Pure statistics of measured values: noise, expected improvement, and the bounds of the same training."""
+"""Statistics of runs: noise, expected gains, and the bounds of the same training."""

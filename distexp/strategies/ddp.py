@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
-from distexp.config.batch_sizes import searches_micro_batch
+from distexp.config.model_checks import searches_micro_batch
 from distexp.distributed.context import Context
-from distexp.runs.step_model import NEXT, OPTIMIZER, Collective, Item, StepModel
-from distexp.strategies.base import DistributedModel, Strategy
-from distexp.strategies.fast import FAST_BUCKET_MB, update_values, whole_model_values
-from distexp.strategies.memory_traits import Advice, CpuMemory, ProfiledStep
+from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, StepModel
+from distexp.strategies.base import FAST_BUCKET_MB, DistributedModel, Strategy, update_values, whole_model_values
+from distexp.strategies.communication import StepCommunication, insert_buckets, is_gradient_reduction
 from distexp.strategies.single import offload_errors
-from distexp.strategies.step_collectives import StepCommunication, insert_buckets, is_gradient_reduction
-from distexp.strategies.step_traits import Settings, common_values, setting
+from distexp.strategies.traits import Advice, CpuMemory, ProfiledStep, Settings, common_values, setting
 from distexp.system.units import MIB
 
 if TYPE_CHECKING:
@@ -173,9 +171,8 @@ class DDP(Strategy):
         """Initialize the model on its device and wrap it."""
         from torch.nn.parallel import DistributedDataParallel
 
-        from distexp.models.memory_format import set_memory_format
-        from distexp.strategies.compute_weights import copy_weights
-        from distexp.strategies.ddp_reduction import set_reduction
+        from distexp.models.transforms import set_memory_format
+        from distexp.strategies.ddp_reduction import copy_weights, set_reduction
         from distexp.strategies.torch_model import TorchModel, read_ddp_distribution
 
         blueprint.materialize(blueprint.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +12,31 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.hardware.facts import facts
 from distexp.runs.record_sections import Built
-from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy
-from distexp.strategies.ds_communication import ZeroCommunication, read_zero_options
-from distexp.strategies.ds_config import CHECKED_GRADIENTS
-from distexp.strategies.ds_config_file import get_nested, read_or_empty
-from distexp.strategies.ds_conflicts import conflicts
-from distexp.strategies.ds_operators import needed_operators
-from distexp.strategies.fast import block_values
-from distexp.strategies.memory_traits import ADAMW_STATES, Advice, CpuMemory, ProfiledStep
-from distexp.strategies.step_traits import Option, Settings, common_values, setting
+from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy, block_values
+from distexp.strategies.traits import (
+    ADAMW_STATES,
+    Advice,
+    CpuMemory,
+    Option,
+    ProfiledStep,
+    Settings,
+    common_values,
+    setting,
+)
+from distexp.strategies.zero.ds_communication import ZeroCommunication, read_zero_options
+from distexp.strategies.zero.ds_config import (
+    CHECKED_GRADIENTS,
+    get_nested,
+    read_file,
+    read_or_empty,
+    values_set_by_distexp,
+)
+from distexp.strategies.zero.ds_operators import needed_operators
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
 
-PRELOAD = ("distexp.strategies.ds_import",)
+PRELOAD = ("distexp.strategies.zero.ds_import",)
 """Imported once for all workers of a node. It imports DeepSpeed."""
 
 PRELOAD_ON_CPU = ("torch.utils.cpp_extension",)
@@ -170,12 +182,12 @@ class DeepSpeed(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Write the effective ds_config.json and give model and optimizer to DeepSpeed."""
-        from distexp.strategies.deepspeed_model import DeepSpeedModel
-        from distexp.strategies.ds_initialization import build_settings
+        from distexp.strategies.zero.ds_initialization import build_settings
+        from distexp.strategies.zero.ds_model import DeepSpeedModel
 
         return DeepSpeedModel(blueprint, config, context, build_settings(blueprint, config, context))
 
-    tracer: ClassVar[str | None] = "distexp.plan.traced_deepspeed.TracedDeepSpeed"
+    tracer: ClassVar[str | None] = "distexp.plan.trace.traced_deepspeed.TracedDeepSpeed"
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(65.0, reserve=1.2)
     operator_problem: ClassVar[str] = "DeepSpeed's CPU Adam: it cannot be compiled, set deepspeed.cpu_optimizer=torch"
     setup_note: ClassVar[str] = "DeepSpeed compiles its extensions during setup if they are missing."
@@ -339,3 +351,52 @@ def _async_update_error(config: Config) -> str | None:
             "which DeepSpeed has another optimizer: leave one of them out"
         )
     return None
+
+
+# Conflicts between the user's ds_config.json and the configuration of a run.
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    """Yield an error for each value in the user's file that is set differently here."""
+    path = config.deepspeed.config_file
+    if path is None or not Path(path).is_file():
+        return
+    try:
+        settings = read_file(path)
+    except ValueError as error:
+        yield f"deepspeed.config_file={path} is not a JSON object ({error}): correct the file"
+        return
+    expected = dict(values_set_by_distexp(config, config.cluster.world_size))
+    for keys, value in {**expected, **_expected_optimizer(config)}.items():
+        in_file = get_nested(settings, keys)
+        if in_file not in (None, "auto") and in_file != value:
+            yield (
+                f"deepspeed.config_file sets {'.'.join(keys)}={json.dumps(in_file)}, but this run has "
+                f'{json.dumps(value)}: make them equal, or write "auto" in the file'
+            )
+    yield from _unknown_optimizer_params(settings, config)
+    if "scheduler" in settings:
+        yield "deepspeed.config_file has a scheduler: remove it, and set train.schedule instead"
+    for name in ("offload_optimizer", "offload_param"):
+        device = get_nested(settings, ("zero_optimization", name, "device"))
+        if not config.offload.enabled and device not in (None, "auto", "none"):
+            yield f"deepspeed.config_file sets zero_optimization.{name}.device={device}: also choose offload=true"
+
+
+def _expected_optimizer(config: Config) -> dict[tuple[str, ...], Any]:
+    train = config.train
+    own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
+    params = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}
+    return {
+        ("optimizer", "type"): {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer],
+        **{("optimizer", "params", name): value for name, value in params.items()},
+    }
+
+
+def _unknown_optimizer_params(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield an error for each parameter of the optimizer that distexp would not pass on."""
+    params = get_nested(settings, ("optimizer", "params"))
+    known = {keys[-1] for keys in _expected_optimizer(config)}
+    for name in sorted(set(params) - known) if isinstance(params, Mapping) else ():
+        value = json.dumps(params[name])
+        yield f"deepspeed.config_file sets optimizer.params.{name}={value}, which this run does not use: remove it"

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import DistributedModel, Strategy
-from distexp.strategies.fast import block_values
-from distexp.strategies.fsdp_communication import FSDPCommunication
-from distexp.strategies.fsdp_mesh import Sharding, mesh_shape, sharding_of
-from distexp.strategies.fsdp_prefetch import TORCH_PREFETCH
-from distexp.strategies.memory_traits import Advice, CpuMemory, ProfiledStep
-from distexp.strategies.step_traits import Option, Settings, common_values, setting
+from distexp.strategies.base import DistributedModel, Strategy, block_values
+from distexp.strategies.communication import FSDPCommunication, Sharding, mesh_shape, sharding_of
+from distexp.strategies.traits import Advice, CpuMemory, Option, ProfiledStep, Settings, common_values, setting
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
     from distexp.models.blueprint import Blueprint
 
 PRELOAD = ("torch.distributed.fsdp",)
@@ -122,8 +120,7 @@ class FSDP(Strategy):
         """Initialize and shard one unit at a time, then build the optimizer."""
         from torch.distributed.fsdp import FSDPModule
 
-        from distexp.strategies.fsdp_distribution import read_distribution
-        from distexp.strategies.fsdp_units import shard_units
+        from distexp.strategies.fsdp_units import read_distribution, shard_units
         from distexp.strategies.torch_model import TorchModel
 
         model = blueprint.model
@@ -202,3 +199,20 @@ def _replicas_errors(config: Config) -> Iterator[str]:
             f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
             f"{config.cluster.workers_per_node} = {workers} workers"
         )
+
+
+# Prefetching of FSDP: how many units are gathered ahead of the one that computes.
+
+
+TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
+"""Number of blocks that torch prefetches by default."""
+
+
+def set_prefetch(units: list[FSDPModule], config: Config) -> None:
+    """Set which units are gathered while another one computes. The units are in forward order."""
+    ahead, behind = config.fsdp.forward_prefetch, config.fsdp.backward_prefetch
+    for position, unit in enumerate(units):
+        if ahead:
+            unit.set_modules_to_forward_prefetch(units[position + 1 : position + 1 + ahead])
+        if behind != TORCH_PREFETCH["backward_prefetch"]:
+            unit.set_modules_to_backward_prefetch(units[max(0, position - behind) : position][::-1])

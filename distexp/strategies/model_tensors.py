@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distexp.measure.memory.model_tensors import ModelTensors
 from distexp.models.introspection import find_embeddings
-from distexp.system.torch_internals.ddp import ddp_bucket_sizes
+from distexp.system.torch_internals.collectives import ddp_bucket_sizes
 
 MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
 """Attributes with the fp32 masters of DeepSpeed's optimizers: stages 1 and 2, stage 3, and fp16 at stage 0."""
@@ -95,3 +95,31 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
     elif isinstance(content, (list, tuple)):
         for value in content:
             yield from _tensors_in(value)
+
+
+# The tensors of a distributed model on one rank.
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """Tensors of a distributed model on this rank. Views of one storage count once.
+
+    Attributes:
+        buffers: tensors of the module that are not trained.
+        communication: buffers of collectives.
+        bucket_sizes: bytes of the buckets that only the library can reach.
+        names: name of each parameter, by its id.
+        vocabulary: size of the vocabulary; None for image models.
+    """
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    optimizer_states: Sequence[Tensor]
+    buffers: Sequence[Tensor] = ()
+    communication: Sequence[Tensor] = ()
+    bucket_sizes: Sequence[int] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+    vocabulary: int | None = None
+
+
+ReadTensors = Callable[[], ModelTensors]

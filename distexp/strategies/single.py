@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import DistributedModel, Strategy
-from distexp.strategies.fast import update_values, whole_model_values
-from distexp.strategies.memory_traits import CpuMemory, ProfiledStep
-from distexp.strategies.step_collectives import StepCommunication
-from distexp.strategies.step_traits import Settings, common_values
+from distexp.strategies.base import DistributedModel, Strategy, update_values, whole_model_values
+from distexp.strategies.communication import StepCommunication
+from distexp.strategies.traits import CpuMemory, ProfiledStep, Settings, common_values
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
@@ -72,8 +70,8 @@ class Single(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize the model on its device."""
-        from distexp.models.memory_format import set_memory_format
-        from distexp.strategies.compute_weights import copy_weights
+        from distexp.models.transforms import set_memory_format
+        from distexp.strategies.ddp_reduction import copy_weights
         from distexp.strategies.torch_model import Distribution, TorchModel
 
         module = blueprint.model

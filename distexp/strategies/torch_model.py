@@ -25,7 +25,7 @@ from distexp.models.introspection import persistent_buffers
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import MODEL_SCOPES, explained_compilation
 from distexp.runs.record_sections import Built
-from distexp.strategies.compute_weights import StepWeights
+from distexp.strategies.ddp_reduction import StepWeights
 from distexp.strategies.fused_adamw import FusedAdamW, fused_adamw
 from distexp.strategies.optimizer import (
     add_missing_states,
@@ -35,7 +35,7 @@ from distexp.strategies.optimizer import (
     restore_kernel,
     trained_parameters,
 )
-from distexp.system.torch_internals.ddp import ddp_communication_dtype
+from distexp.system.torch_internals.collectives import ddp_communication_dtype
 from distexp.system.torch_internals.tensors import active_autocast_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,1 +1,1 @@
-"""The machine and its processes: GPUs, cores, cgroups, environment variables, signals, the Hugging Face Hub."""
+"""The machine and its processes: files, cores, cgroups, signals, and private APIs of PyTorch."""

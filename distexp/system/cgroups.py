@@ -1,12 +1,17 @@
-"""Limits of memory and CPU, and out-of-memory counters, of control groups (cgroup v1 and v2)."""
+"""Limits of control groups, and the GPUs and CPU cores that this process may use."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from distexp.system.units import MIB
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -163,3 +168,85 @@ def _read_counter(path: Path) -> int | None:
     except OSError:
         return None
     return int(found[1]) if found else None
+
+
+# GPUs and CPU cores that this process may use, found without importing torch.
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process may use; ``index`` is the index in NVML, not in CUDA_VISIBLE_DEVICES."""
+
+    index: int
+    uuid: str
+    name: str
+    total_mib: float
+
+
+@lru_cache(maxsize=1)
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, in CUDA's order."""
+    try:
+        with nvml_session() as nvml:
+            gpus = [_read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except NvmlUnavailableError:
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(gpus)
+    selected = [_find_gpu(gpus, name.strip()) for name in visible.split(",") if name.strip()]
+    return tuple(gpu for gpu in selected if gpu is not None)
+
+
+def _read_gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    total_mib = nvml.nvmlDeviceGetMemoryInfo(handle).total / MIB
+    return Gpu(index, as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle)), total_mib)
+
+
+def _find_gpu(gpus: list[Gpu], name: str) -> Gpu | None:
+    """Return the GPU with an index or a prefix of a UUID, as CUDA_VISIBLE_DEVICES lists them."""
+    for gpu in gpus:
+        if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
+            return gpu
+    return None
+
+
+def cpu_count() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+# Sessions of NVML, the library that reports the state of NVIDIA GPUs.
+
+
+BUSY_MIB = 2048
+"""A GPU with more memory in use counts as busy. The driver keeps several hundred MiB; a training takes GiB."""
+
+
+class NvmlUnavailableError(RuntimeError):
+    """NVML cannot be initialized on this machine."""
+
+
+@contextmanager
+def nvml_session() -> Iterator[Any]:
+    """Initialize NVML, yield the module ``pynvml``, and shut NVML down. Sessions may be nested.
+
+    Raises:
+        NvmlUnavailableError: NVML cannot be initialized, for example because there is no driver.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailableError(str(error)) from error
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def as_text(value: str | bytes) -> str:
+    """Return a string of NVML as text; older versions of pynvml return bytes."""
+    return value.decode() if isinstance(value, bytes) else value

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import IO, NoReturn
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NamedTuple, NoReturn, Protocol
 
-from distexp.config.paths import PACKAGE
+import psutil
+
+from distexp.system.files import PACKAGE
 
 PR_SET_PDEATHSIG = 1
 """Option of ``prctl(2)`` that sets the signal for the death of the parent."""
@@ -98,3 +105,203 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None 
 def orphaned() -> bool:
     """Return whether the parent of this process has died."""
     return os.getppid() == 1
+
+
+# Identity of a process and of this machine, so that a later process with the same id is not taken for it.
+
+
+START_TIME = 18
+"""Position of ``starttime`` in ``/proc/PID/stat``, counted from the field after the state."""
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    state, *numbers = stat.rpartition(")")[2].split()  # The name before may contain spaces.
+    return None if state in "ZX" else int(numbers[START_TIME])
+
+
+def machine_id() -> str:
+    """Return an identity of this machine since its last boot, and of the container in which process ids count."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+# End of a child process with all its descendants, which it would leave behind.
+
+
+KILL_S = 10.0
+"""Longest time to wait for the end of a killed process. One that waits for a file system may take forever."""
+
+POLL_S = 0.05
+"""Time between two checks whether processes have ended."""
+
+
+def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
+    """Return the descendants of a process, or only its children; empty if it does not exist."""
+    try:
+        return psutil.Process(pid).children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return []
+
+
+class WatchedProcess(Protocol):
+    """A process that this one has started, or had started. It has these methods of a ``Popen``."""
+
+    @property
+    def pid(self) -> int:
+        """Return its id, which no other process gets before its end is known here."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs."""
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal if the process runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL if the process runs."""
+
+
+def end_tree(process: WatchedProcess, grace_s: float) -> None:
+    """End a child process and all its descendants, and wait for their end.
+
+    Args:
+        process: The child.
+        grace_s: Seconds between SIGTERM for the child and SIGKILL for every process that is left.
+    """
+    family = _terminate(process, grace_s)
+    left = [member for member in family if _is_alive(member)]
+    for member in left:
+        with suppress(psutil.NoSuchProcess):  # It may have ended by itself meanwhile.
+            member.kill()
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    _wait_until(lambda: not any(map(_is_alive, left)), KILL_S)
+
+
+def _terminate(process: WatchedProcess, grace_s: float) -> list[psutil.Process]:
+    """Send SIGTERM to a child process, give its tree some seconds to end, and return all its descendants."""
+    family: dict[int, psutil.Process] = {}
+
+    def find_family() -> None:
+        family.update((member.pid, member) for member in descendants(process.pid))
+
+    def has_ended() -> bool:
+        find_family()
+        return process.poll() is not None and not any(map(_is_alive, family.values()))
+
+    find_family()  # The descendants of a child that has ended cannot be found.
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    _wait_until(has_ended, grace_s)
+    return list(family.values())
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for a condition, at most some seconds."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not condition():
+        time.sleep(POLL_S)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a child process and all its descendants. It waits for none of them."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # It starts no further process.
+    for member in descendants(pid):
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# Signal handlers that last for a block.
+
+
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+
+
+@contextmanager
+def handle_signals(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
+    """Use a handler for some signals until the block ends."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def defer_interrupts() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM take effect at the end of the block."""
+    received: list[int] = []
+    with handle_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM):
+        yield
+    for number in received[:1]:
+        signal.raise_signal(number)
+
+
+# Messages between two processes on one machine, over a Unix socket that keeps their limits.
+
+
+MAX_BYTES = 65536
+"""Size of the largest message."""
+
+MAX_DESCRIPTORS = 4
+"""Number of open files that a message may bring."""
+
+
+class Received(NamedTuple):
+    """A message, and the descriptors of its open files. Without a message, the other process closed its socket."""
+
+    message: dict[str, Any] | None
+    descriptors: list[int]
+
+
+def message_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets for messages."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send a message, with open files for the other process.
+
+    Raises:
+        OSError: the other process has closed its socket.
+    """
+    # No SIGPIPE: the caller handles the error.
+    socket.send_fds(channel, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL)
+
+
+def receive(channel: socket.socket) -> Received:
+    """Wait for a message.
+
+    Raises:
+        BlockingIOError: no message is there, and the socket does not block.
+        TimeoutError: no message has arrived within the timeout of the socket.
+    """
+    try:
+        content, descriptors, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_DESCRIPTORS)
+    except ConnectionResetError:
+        return Received(None, [])
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return Received(json.loads(content) if content else None, descriptors)

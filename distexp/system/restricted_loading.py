@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from distexp.config import ConfigError
+from distexp.exceptions import ConfigError
 from distexp.system.environment_variables import variable_set
 
 FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

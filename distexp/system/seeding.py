@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,3 +14,29 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+# Save and restore the random states (RNG) of one rank.
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the RNG states, as numbers and tensors so that loading runs no code."""
+    legacy: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = legacy
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def restore_rng(saved: dict[str, Any], device: torch.device) -> None:
+    """Restore what ``rng_state`` returned."""
+    version, inner, gauss = saved["python"]
+    random.setstate((version, tuple(inner), gauss))
+    name, keys, *rest = saved["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(saved["torch"])
+    if device.type == "cuda" and saved["cuda"] is not None:
+        torch.cuda.set_rng_state(saved["cuda"], device)

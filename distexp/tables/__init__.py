@@ -1,1 +1,1 @@
-"""Tables on a terminal of any width: ``columns`` hides or continues columns, ``text_table`` wraps words."""
+"""Tables on a terminal, and the consoles that show them."""

@@ -5,11 +5,14 @@ Required columns are never hidden. If they do not fit next to each other, they c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich import box
 from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -137,3 +140,67 @@ def build_table(columns: Sequence[Column], status_styles: Sequence[str] = ()) ->
         ]
         table.add_row(*texts)
     return table
+
+
+# The console of commands that print tables.
+
+
+PIPED_WIDTH = 240  # characters, if the output is not a terminal
+
+
+def make_console() -> Console:
+    """Return a console as wide as the terminal; without one, as PIPED_WIDTH."""
+    console = Console(emoji=False)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(width=PIPED_WIDTH, emoji=False)
+
+
+# Lines printed exactly as they are: rich would style numbers, wrap paths, and replace ``[...]`` and ``:name:``.
+
+
+def print_plain(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text in one style, without markup, emoji and line breaks."""
+    console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+# Progress bar of the steps before the runs of a large sweep start.
+
+
+MIN_CELLS = 20
+"""Number of cells from which a bar is shown; fewer take less than a second."""
+
+
+@contextmanager
+def show_progress(step: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on stderr until the block ends, if stderr is a terminal. Stdout may be redirected to a file.
+
+    Args:
+        step: What is done, as in ``composing``.
+        total: Number of cells.
+
+    Yields:
+        Function to call after each cell.
+    """
+    if total < MIN_CELLS:
+        yield lambda: None
+        return
+    from rich.console import Console  # A single run needs none of this before its workers start.
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Without a thread that refreshes the bar, because processes are forked while it is shown.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task(step, total=total)
+        progress.refresh()
+
+        def advance() -> None:
+            progress.advance(task)
+            if progress.tasks[0].completed % max(1, total // 100) == 0:
+                progress.refresh()
+
+        yield advance

@@ -7,12 +7,11 @@ import sys
 import threading
 from pathlib import Path
 
-from distexp.config.custom_code import check_members, check_returned
-from distexp.config.targets import locate
-from distexp.runs.jsonl import Tail
+from distexp.config.custom_code import check_members, check_returned, locate
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, RECORD, tracker_end_path
 from distexp.runs.spec import RunSpec
+from distexp.system.files import Tail
 from distexp.system.processes import die_with_parent
 from distexp.tracking.base import Tracker, evaluation_values, find_artifacts, step_values, summary_values
 

@@ -1,1 +1,1 @@
-"""The training loop and what all trainers share: inputs, schedule and metrics."""
+"""The training loop and what all trainers share: data, schedule and metrics."""

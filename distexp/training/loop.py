@@ -10,9 +10,9 @@ import torch
 from distexp.data.loader import StepData
 from distexp.distributed.process_group import broadcast_buffers, sum_over_ranks
 from distexp.measure.clock import synchronize
-from distexp.measure.profiling.annotations import OPTIMIZER, annotate
 from distexp.models.objective import evaluation_sums
 from distexp.strategies.base import DistributedModel, EvaluableModel
+from distexp.system.torch_internals.annotations import OPTIMIZER, annotate
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import Evaluation
 

@@ -13,22 +13,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from distexp.data.base import Workload
 from distexp.data.loader import StepData
-from distexp.data.workload import Workload
 from distexp.distributed.context import Context
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
-from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
+from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
 from distexp.measure.watcher import PROFILE, TRAIN, WARMUP, MeasuredSteps, Step, Watcher
 from distexp.runs.events import Events
-from distexp.runs.heartbeat import Heartbeat
-from distexp.runs.jsonl import append_line
 from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS
+from distexp.runs.run_state import Heartbeat
 from distexp.strategies.model_tensors import read_model_tensors
-from distexp.training.loss_history import LossHistory
-from distexp.training.schedule import StepPlan
-from distexp.training.step_counts import StepCounts, TotalCounts
+from distexp.system.files import append_line
+from distexp.training.inputs import StepPlan
+from distexp.training.step_metrics import LossHistory, StepCounts, TotalCounts
 from distexp.training.watchers import Watchers
 
 

@@ -11,19 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from distexp.config import MeasureConfig
-from distexp.config.custom_code import check_returned, shorten_errors
-from distexp.config.targets import locate
+from distexp.config.custom_code import check_returned, locate, shorten_errors
 from distexp.distributed.context import Context
-from distexp.measure.compilation import CompileWatch
-from distexp.measure.memory.allocator import AllocatorWatch
-from distexp.measure.memory.oom import OutOfMemoryWatch
-from distexp.measure.memory.parts import PartsWatch
+from distexp.measure.memory.rank_memory import AllocatorWatch, OutOfMemoryWatch, PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
 from distexp.measure.profiling.profiler import StepProfiler
 from distexp.measure.rank_times import RankTimesWatch
-from distexp.measure.watcher import MeasuredSteps, Watcher
+from distexp.measure.watcher import CompileWatch, MeasuredSteps, Watcher
 from distexp.runs.metrics import Metrics
-from distexp.training.schedule import StepPlan
+from distexp.training.inputs import StepPlan
 
 
 def build_watchers(plan: StepPlan, measure: MeasureConfig, context: Context) -> list[Watcher]:

@@ -19,23 +19,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from distexp.config import ConfigError
-from distexp.config.code_place import custom_code_place
-from distexp.runs.error_files import ERROR_HEADING, write_error
-from distexp.runs.events import Events
-from distexp.runs.full_disk import (
-    ERROR_TYPE,
-    FULL_BYTES,
-    free_bytes,
-    full_disk_message,
-    is_full_disk,
-    release_reserve,
-)
-from distexp.runs.json_files import write_json
-from distexp.runs.rank_progress import ProgressWriter
+from distexp.config.custom_code import custom_code_place
+from distexp.runs.attempts import ERROR_HEADING, write_error
+from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import allocator_path, error_path, log_path
 from distexp.runs.spec import RunSpec
+from distexp.runs.texts import ERROR_TYPE, FULL_BYTES, free_bytes, full_disk_message, is_full_disk, release_reserve
 from distexp.system.environment_variables import captured_environment
+from distexp.system.files import write_json
 from distexp.system.processes import die_with_parent, end_at_once
 
 USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
@@ -121,7 +113,7 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     free = free_bytes(run_dir)
     if is_full_disk(error) or (phase == "save" and free < FULL_BYTES):
         return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
-    oom = sys.modules.get("distexp.measure.memory.oom")  # None if the error came before torch was imported
+    oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
     place = None if memory or isinstance(error, ConfigError) else _custom_code_place(error, run_dir)
     return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank, place=place, memory=memory)
@@ -138,7 +130,7 @@ def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:
     """Write the allocator's peaks of a failed rank. They matter most for a run that was out of memory."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        from distexp.measure.memory.allocator import allocator_peaks
+        from distexp.measure.memory.rank_memory import allocator_peaks
 
         write_json(allocator_path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
 

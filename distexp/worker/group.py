@@ -15,11 +15,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distexp.runs.full_disk import print_despite_full_disk
-from distexp.runs.json_files import write_json
 from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
+from distexp.runs.texts import print_despite_full_disk
 from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment
+from distexp.system.files import write_json
 from distexp.system.processes import die_with_parent, end_at_once
 from distexp.worker.__main__ import run_worker
 from distexp.worker.preload import own_modules, preload

@@ -14,10 +14,10 @@ from itertools import chain
 from types import ModuleType
 
 from distexp.config import Config
-from distexp.config.paths import PACKAGE
 from distexp.system.environment_variables import variable_set
+from distexp.system.files import PACKAGE
 
-COMPILER = "distexp.worker.compiler_import"
+COMPILER = "distexp.worker.compile_cache"
 """Module that imports torch's compiler."""
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"

@@ -15,32 +15,47 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from distexp.config import Config
 from distexp.config.custom_code import check_returned
 from distexp.data.base import TaskData
+from distexp.data.image_cache import describe_cache
+from distexp.data.loader import ShardedLoader
+from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
 from distexp.engines.base import load_trainer
-from distexp.models.export import save_model
-from distexp.preflight.run import run_preflight
+from distexp.hardware.facts import peak_tflops
+from distexp.measure.flops import training_flops
+from distexp.models.head import describe_head
+from distexp.models.hf import save_model
+from distexp.models.introspection import read_attention
+from distexp.models.transforms import MODEL_SCOPES, largest_dropout, read_compiled, read_memory_format
+from distexp.preflight.run import run_preflight, stored_ceiling
 from distexp.runs import attempts
 from distexp.runs.events import Events
-from distexp.runs.full_disk import write_despite_full_disk
+from distexp.runs.metrics import Metrics
+from distexp.runs.predictions import add_search
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import Built
+from distexp.runs.record_sections import Built, Environment, make_environment
+from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
+from distexp.runs.texts import write_despite_full_disk
 from distexp.strategies.base import EvaluableModel, load_strategy
+from distexp.system.environment_variables import captured_environment
+from distexp.system.files import write_json
 from distexp.system.seeding import seed_everything
-from distexp.training.inputs import TrainingInputs
+from distexp.system.torch_internals.compilation import read_activation_budget
+from distexp.system.units import MIB
+from distexp.training.build import build_model, load_data, make_loaders, model_factory
+from distexp.training.generation import score_answers
+from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
-from distexp.training.schedule import StepPlan
 from distexp.training.watchers import build_watchers
-from distexp.worker.build import build_model, load_data, make_loaders, model_factory
 from distexp.worker.compile_cache import use_compile_cache
-from distexp.worker.micro_batch.processes import ModelParts
-from distexp.worker.micro_batch.search import find_micro_batch
-from distexp.worker.training_record import add_answers, complete_built, make_record, rank_environment
+from distexp.worker.size_processes import ModelParts
+from distexp.worker.size_search import find_micro_batch
 
 
 def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
@@ -162,3 +177,126 @@ def run_trainer(
         raise
     check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
     return returned
+
+
+# The record of a finished training.
+
+
+def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
+    """Add the fields that follow from model and data. The strategy has filled in its own."""
+    built.tokenizer, built.attention = data.tokenizer_name, read_attention(module)
+    built.dropout = largest_dropout(module)
+    if data.task == "causal_lm":
+        built.logits, built.loss = describe_head(module)
+    built.channels_last, built.compiled = read_memory_format(module), read_compiled(module)
+    built.image_cache = describe_cache(data)
+    if config.train.activation_budget is not None:
+        built.activation_budget = read_activation_budget()
+
+
+def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, logger: MetricsLogger) -> RunRecord:
+    """Return the record of a training that has ended. All ranks must call it, and only that of rank 0 is complete."""
+    config = spec.config
+    record = RunRecord(
+        status="preempted" if logger.stopped else "completed",
+        error=logger.stopped,
+        run=spec.run,
+        config=asdict(config),
+        built=built,
+        environment=rank_environment(context.device),
+        metrics=logger.finish(),
+        strategy=load_strategy(config).report_traits(config),
+    )
+    add_search(record, context.run_dir)
+    if config.train.compiled == "graphs" and context.rank == 0:
+        print_graph_skips(record.metrics)
+    record.memory |= logger.memory
+    if context.rank == 0:
+        add_flops(record, config, data, logger)
+    return record
+
+
+def print_graph_skips(metrics: Metrics) -> None:
+    """Print how many graphs torch runs without a CUDA graph, which it does without an error."""
+    skips = (metrics.compile or {}).get("cuda_graph_skips", 0)
+    if skips:
+        print(
+            f"note: torch recorded no CUDA graph {skips} times, so these launches are not faster. For the reasons set "
+            "TORCH_LOGS=cudagraphs in cluster.environment, or use train.compile=model",
+            flush=True,
+        )
+
+
+def add_answers(
+    record: RunRecord,
+    model: EvaluableModel,
+    evaluation: ShardedLoader,
+    tokenizer: Tokenizer,
+    *,
+    logger: MetricsLogger,
+    context: Context,
+) -> None:
+    """Add exact match and F1 to the record, and write the answers in the format of SQuAD's script.
+
+    It runs after everything that is timed.
+    """
+    logger.events.set_phase("eval")
+    max_new_tokens = record.config["dataset"]["answer_tokens"]
+    # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
+    eager = record.config["train"]["compile"] in MODEL_SCOPES
+    with torch.compiler.set_stance("force_eager" if eager else "default"):
+        found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
+    record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
+    logger.events.emit(exact_match=found.exact_match, f1=found.f1)
+    if context.rank == 0:
+        write_json(context.run_dir / PREDICTIONS, answers)
+
+
+def rank_environment(device: torch.device) -> Environment:
+    """Return the environment of this rank, with what only torch knows."""
+    on_gpu = device.type == "cuda"
+    environment = make_environment(on_gpu=on_gpu, variables=captured_environment())
+    if on_gpu:
+        gpu = torch.cuda.get_device_properties(device)
+        environment.nccl = _nccl_version()
+        environment.gpu_name, environment.gpu_total_mib = gpu.name, gpu.total_memory / MIB
+    return environment
+
+
+def _nccl_version() -> str:
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
+
+
+# FLOPs and their fraction of what the device can do, for the record of a run.
+
+
+TERA = 1e12
+
+
+def add_flops(record: RunRecord, config: Config, data: TaskData, logger: MetricsLogger) -> None:
+    """Add FLOPs and utilization to the record of a finished training. Only rank 0 needs them.
+
+    A custom model may not run without memory. Then the reason is printed, and the metrics are None.
+    """
+    metrics, speed = record.metrics, record.metrics.train_samples_per_second
+    if speed is None:
+        return
+    try:
+        flops = training_flops(config, data, logger.measured_work, logger.context.device)
+    except Exception as error:  # any: the code of the model raises it, and the training is finished
+        print(f"note: the FLOPs of the model are not counted: {type(error).__name__}: {error}", flush=True)
+        return
+    per_sample, world_size = TERA * logger.counts.measured_samples, logger.context.world_size
+    metrics.model_tflops_per_sample = flops.model / per_sample
+    metrics.executed_tflops_per_sample = flops.executed / per_sample
+    metrics.tflops_per_device = metrics.model_tflops_per_sample * speed / world_size
+    metrics.executed_tflops_per_device = metrics.executed_tflops_per_sample * speed / world_size
+    metrics.matrix_ceiling_tflops = stored_ceiling(logger.context.device, config.precision.name)
+    gpu_name = record.environment.gpu_name if record.environment else None
+    if peak := peak_tflops(gpu_name, config.precision.name):
+        metrics.mfu = metrics.tflops_per_device / peak
+        metrics.hfu = metrics.executed_tflops_per_device / peak
+    if ceiling := metrics.matrix_ceiling_tflops:
+        metrics.mfu_of_ceiling = metrics.tflops_per_device / ceiling
+        metrics.hfu_of_ceiling = metrics.executed_tflops_per_device / ceiling

@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 
 from distexp.models import shared_weights
 from distexp.system.environment_variables import captured_environment
-from distexp.system.messages import receive, send
-from distexp.system.processes import NOTICE_SIGNAL, die_with_parent, end_at_once
+from distexp.system.processes import NOTICE_SIGNAL, die_with_parent, end_at_once, receive, send
 from distexp.worker.group import run_group, set_torchrun_defaults
 from distexp.worker.preload import preload
 

@@ -17,10 +17,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from distexp.cli.overrides import add_plus_prefix, quote_choice
 from distexp.config import ConfigError
-from distexp.config.paths import config_groups
-from distexp.runs.listing import format_count, join_first
+from distexp.config.keys import config_groups
+from distexp.config.overrides import add_plus_prefix, format_count, join_first, quote_choice
 
 CELLS_KEY = "sweep.cells"
 REPEATS_KEY = "repeats"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.explain import CHECKS, Run, energy_rows, main, parts_rows, silent_rows, straggler_rows
-from distexp.runs.step_parts import PARTS
+from distexp.runs.step_files import PARTS
 
 
 def record(**metrics: Any) -> dict[str, Any]:

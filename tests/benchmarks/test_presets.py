@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import presets
 from benchmarks.presets import PRESETS, Preset, Row, accepts, overrides, parse, table
-from distexp.config.paths import conf_dir
+from distexp.config.keys import conf_dir
 
 
 def test_every_preset_of_the_workshop_for_one_node_has_a_row() -> None:

@@ -12,7 +12,7 @@ from benchmarks.commands import PACKAGES
 from benchmarks.explain import CHECKS, Run, watching_rows
 from benchmarks.watching import RandomPairs, estimate_shift, pair_differences, read_differences
 from distexp.runs.record import RunRecord
-from distexp.runs.step_times import StepTime, read_step_times, write_step_times
+from distexp.runs.step_files import StepTime, read_step_times, write_step_times
 from tests.helpers.runs import run_distexp
 
 

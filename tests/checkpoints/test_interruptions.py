@@ -19,9 +19,9 @@ import pytest
 from distexp.checkpoints import folder as disk
 from distexp.config import ConfigError
 from distexp.resolve.run_id import run_id
-from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import STOP_REQUEST
+from distexp.system.files import read_entries
 from tests.helpers.runs import HELPERS, REPOSITORY, TIMEOUT_S, make_spec, resolve_cell, run_distexp, run_module
 
 ENV = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HELPERS)])}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distexp.checkpoints import folder as disk
 from distexp.checkpoints.folder import CheckpointMeta
-from distexp.checkpoints.settings import describe_changes, training_settings
+from distexp.checkpoints.manager import describe_changes, training_settings
 from tests.helpers.runs import make_spec
 
 OVERRIDES = ("strategy=single", "cluster.device=cpu")

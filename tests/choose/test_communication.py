@@ -7,11 +7,9 @@ from math import inf
 
 import pytest
 
-from distexp.choose.machine_speeds import MachineSpeeds
-from distexp.choose.rough_forecast import Work, rough_step_s
-from distexp.forecast.communication import add_replication, plan_communication
-from distexp.forecast.target import Target
-from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+from distexp.choose.predictions.rough_forecast import MachineSpeeds, Work, rough_step_s
+from distexp.forecast.communication import Target, add_replication, plan_communication
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
 from distexp.strategies.base import load_strategy
 from tests.helpers.runs import resolve_cell
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
-from distexp.choose.equal_candidates import equal_candidates, simplest
+from distexp.choose.ranking import equal_candidates, simplest
 from tests.helpers.runs import resolve_cell
 
 

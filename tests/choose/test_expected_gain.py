@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from distexp.choose.candidate import Candidate, Objective, Status, Trial
-from distexp.choose.fitting import probably_fits
-from distexp.choose.forecast_scale import exact_scale, least_gain
-from distexp.choose.search_rules import DEFAULT_RULES, rules_for
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, Status, Trial, rules_for
+from distexp.choose.predictions.forecast_scale import exact_scale, least_gain
+from distexp.choose.predictions.pruning import probably_fits
 from distexp.runs.record_sections import Predicted
-from distexp.statistics.expected_gain import expected_gain
+from distexp.statistics.noise import expected_gain
 
 NO_PRIOR = replace(DEFAULT_RULES, usual_error=0.0, usual_error_trials=0, usual_scale_trials=0)
 

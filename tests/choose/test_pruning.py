@@ -9,14 +9,13 @@ import pytest
 
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.machine_speeds import MachineSpeeds
-from distexp.choose.no_winner import describe_no_winner
-from distexp.choose.pruning import prune_by_plan
-from distexp.choose.rough_forecast import Work, rough_step_s, set_forecasts
+from distexp.choose.policy import describe_no_winner
+from distexp.choose.predictions.pruning import prune_by_plan
+from distexp.choose.predictions.rough_forecast import MachineSpeeds, Work, rough_step_s, set_forecasts
 from distexp.choose.space import make_space
 from distexp.config import Config
-from distexp.plan.cpu_memory import node_peak_mib
 from distexp.plan.estimate import Estimate
+from distexp.plan.process_overheads import node_peak_mib
 from distexp.strategies.base import load_strategy
 from tests.helpers.planning import composed
 from tests.helpers.runs import resolve_cell

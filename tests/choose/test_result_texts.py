@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.choose.candidate import Candidate, Objective, Status, Trial
-from distexp.choose.mean_metrics import MeanMetrics
+from distexp.choose.ranking import MeanMetrics
 from distexp.choose.result_texts import describe_values, winner_sentence
 
 

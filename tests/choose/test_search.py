@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from distexp.choose.state import SearchState
+from distexp.choose.trials import SearchState
 from distexp.config import Config, ConfigError
 from distexp.exceptions import SweepFailedError
-from distexp.measure.energy import cpu_reader
+from distexp.measure import run_energy
 from distexp.plan.estimate import Estimate
 from distexp.runs.run_dir import CHOICE
 from tests.helpers.planning import FormulaPlanner, linear_estimate
@@ -331,7 +331,7 @@ def test_a_dry_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of the energy counters. It has none."""
     folder = tmp_path / "powercap"
-    monkeypatch.setattr(cpu_reader, "POWERCAP", folder)
+    monkeypatch.setattr(run_energy, "POWERCAP", folder)
     return folder
 
 

@@ -6,8 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from distexp.choose.axes import read_axes
-from distexp.choose.settings import read_settings
-from distexp.choose.space import make_space
+from distexp.choose.space import make_space, read_settings
 from tests.helpers.planning import composed
 
 

@@ -8,11 +8,10 @@ import pytest
 
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
-from distexp.choose.command_overrides import with_overrides
 from distexp.choose.loss_check import references_of
-from distexp.choose.space import make_space
+from distexp.choose.space import make_space, with_overrides
+from distexp.compose.cells import MakeCell
 from distexp.config import ConfigError
-from distexp.launch.cell import MakeCell
 from distexp.runs.record_sections import Predicted
 from tests.helpers.planning import composed
 

@@ -9,7 +9,7 @@ from distexp.choose.candidate import Candidate, Objective, Status, Trial
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.ranking import margin_between
 from distexp.choose.result_texts import faster_reference
-from distexp.choose.table import result_table
+from distexp.choose.search_output import result_table
 from tests.helpers.planning import composed
 
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from distexp.choose.candidate import Candidate, Objective, Status, Trial
-from distexp.choose.forecast_scale import scaled_forecast
-from distexp.choose.ranking import margin_between, ranked
+from distexp.choose.candidate import Candidate, Objective, Status, Trial, rules_for
+from distexp.choose.policy import prune_untried
+from distexp.choose.predictions.forecast_scale import scaled_forecast
+from distexp.choose.ranking import PlannedTrial, SearchResult, margin_between, ranked
 from distexp.choose.search import first_trials, search
-from distexp.choose.search_result import PlannedTrial, SearchResult
-from distexp.choose.search_rules import rules_for
-from distexp.choose.untried import prune_untried
 from distexp.runs.record_sections import Predicted
 from tests.helpers.landscapes import Landscape
 

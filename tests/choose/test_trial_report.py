@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distexp.report.data.overview import Overview
-from distexp.report.summary import summarize
+from distexp.report.overview_table import summarize
 from distexp.runs.record import RunRecord
 from tests.helpers.records import record
 

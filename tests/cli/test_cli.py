@@ -13,8 +13,7 @@ import pytest
 
 from distexp import __version__
 from distexp.cli.arguments import normalize_arguments
-from distexp.cli.commands import COMMANDS
-from distexp.cli.main import main
+from distexp.cli.main import COMMANDS, main
 from distexp.config import Command
 from distexp.help import main as help_main
 from distexp.runs.record import RunRecord

@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 def predicts(parent: psutil.Process) -> bool:
     """Return whether a command has started the process that predicts."""
     with suppress(psutil.NoSuchProcess):
-        return any("distexp.plan.server" in child.cmdline() for child in parent.children())
+        return any("distexp.plan.trace.server" in child.cmdline() for child in parent.children())
     return False
 
 
@@ -94,7 +94,7 @@ def test_ctrl_c_while_the_report_draws(tmp_path: Path) -> None:
 
 
 READERS = {
-    "explain": "distexp.explain.profiled_runs.read_records",
+    "explain": "distexp.explain.explanation.read_records",
     "status": "distexp.status.read_folder",
     "run": "distexp.cli.run.normalize_arguments",
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.cli.overrides import quote_choice
-from distexp.config.paths import config_groups
+from distexp.config.keys import config_groups
+from distexp.config.overrides import quote_choice
 
 
 @pytest.mark.parametrize(

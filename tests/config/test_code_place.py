@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distexp.config.code_place import code_place, custom_code_place
+from distexp.config.custom_code import code_place, custom_code_place
 
 FAILING = "def read(*others):\n    raise ValueError('no image')\n"
 CALLING = "\ndef read(function, *others):\n    function(*others)\n"

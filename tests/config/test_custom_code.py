@@ -11,17 +11,14 @@ import pytest
 import torch
 
 from distexp.config import Config, ConfigError
-from distexp.config.custom_code import PAGE
-from distexp.config.targets import locate
-from distexp.data.base import TaskData
-from distexp.data.loader import ShardedLoader
-from distexp.data.sampler import BatchSharding
-from distexp.data.targets import TargetTokens
+from distexp.config.custom_code import PAGE, locate
+from distexp.data.base import TargetTokens, TaskData
+from distexp.data.loader import BatchSharding, ShardedLoader
 from distexp.engines.base import check_built
 from distexp.engines.native import Native
 from distexp.models.objective import get_logits
 from distexp.runs.record_sections import Built
-from distexp.worker.build import load_data, model_factory
+from distexp.training.build import load_data, model_factory
 from tests.helpers.runs import resolve_cell
 
 PACKAGE = "tests.helpers.incomplete"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError, ModelConfig
+from distexp.config.keys import options_of
 from distexp.config.model_checks import model_errors, resolve_vocab_size, unused_key_errors, validate_model
-from distexp.config.paths import options_of
 from tests.helpers.runs import resolve_cell
 
 GPT = ModelConfig(

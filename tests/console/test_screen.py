@@ -14,11 +14,11 @@ from rich.progress import Progress
 
 from distexp.console.screen import LiveRun, Screen
 from distexp.console.trial_screen import TrialScreen
-from distexp.runs.error_files import ERROR_HEADING
-from distexp.runs.jsonl import Tail
+from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS, OPERATORS
 from distexp.runs.spec import RunSpec
+from distexp.system.files import Tail
 from distexp.system.units import format_about
 from tests.helpers.records import record
 from tests.helpers.runs import resolve_cell

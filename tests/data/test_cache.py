@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from distexp.config import ConfigError
-from distexp.data.cache import build_once, cache_dir
+from distexp.system.cache_dir import build_once, cache_dir
 
 BUILDER = """
 import sys, time
 from pathlib import Path
-from distexp.data.cache import build_once
+from distexp.system.cache_dir import build_once
 
 target, log, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 

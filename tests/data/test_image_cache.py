@@ -16,13 +16,12 @@ from torch import Tensor
 from torchvision.transforms import functional as reference
 
 from distexp.config import ConfigError, DatasetConfig
-from distexp.data import decoded_images, image_cache, tinyimagenet
+from distexp.data import image_cache, tinyimagenet
+from distexp.data import images as decoded_images
 from distexp.data.base import TaskData
-from distexp.data.decoded_images import decode_once
 from distexp.data.image_cache import CachedImages, cache_images, cut_windows, describe_cache
-from distexp.data.images import MEAN, STD, DataError, ImageFiles
-from distexp.data.loader import ShardedLoader
-from distexp.data.sampler import BatchSharding
+from distexp.data.images import MEAN, STD, DataError, ImageFiles, decode_once
+from distexp.data.loader import BatchSharding, ShardedLoader
 from distexp.data.tinyimagenet_sample import write_images
 from tests.helpers.datasets import IMAGE_MODEL, dataset
 

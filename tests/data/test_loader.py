@@ -17,15 +17,12 @@ from distexp.config import TrainConfig
 from distexp.data import loader
 from distexp.data.base import IGNORE, Batch, Sample, TaskData
 from distexp.data.images import collate_images
-from distexp.data.loader import ShardedLoader, StopRequestedError
-from distexp.data.packing import pack_training_set
-from distexp.data.sampler import BatchSharding, PaddedDataset, ShardedBatchSampler
-from distexp.data.text import TextCollate
+from distexp.data.loader import BatchSharding, PaddedDataset, ShardedBatchSampler, ShardedLoader, StopRequestedError
+from distexp.data.text import TextCollate, pack_training_set
 from distexp.distributed.context import Context
-from distexp.training.inputs import TrainingInputs
+from distexp.training.build import make_loaders
+from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.training.loop import end_epoch
-from distexp.training.schedule import StepPlan
-from distexp.worker.build import make_loaders
 from tests.helpers.runs import resolve_cell
 
 

@@ -12,10 +12,16 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.data.base import IGNORE, Sample, TaskData
-from distexp.data.loader import ShardedLoader
-from distexp.data.packing import PackedSamples, assign_rows, pack_training_set
-from distexp.data.sampler import BatchSharding, PaddedDataset, ShardedBatchSampler
-from distexp.data.text import RightPadding, TextCollate, pad_to_batch, sample_lengths
+from distexp.data.loader import BatchSharding, PaddedDataset, ShardedBatchSampler, ShardedLoader
+from distexp.data.text import (
+    PackedSamples,
+    RightPadding,
+    TextCollate,
+    assign_rows,
+    pack_training_set,
+    pad_to_batch,
+    sample_lengths,
+)
 from tests.helpers.runs import resolve_cell
 
 LENGTHS = np.random.default_rng(5).integers(2, 40, 137)

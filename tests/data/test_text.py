@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from distexp.data.base import IGNORE, POSITIONS, TARGET_POSITIONS, Sample
-from distexp.data.targets import TargetTokens
+from distexp.data.base import IGNORE, POSITIONS, TARGET_POSITIONS, Sample, TargetTokens
 from distexp.data.text import TextCollate
 
 LENGTHS = (3, 7, 1, 5)
@@ -19,7 +18,7 @@ COUNT_THREADS = """
 import os, torch
 torch.set_num_threads(4)
 from distexp.data.text import RightPadding, TextCollate
-from distexp.data.targets import TargetTokens
+from distexp.data.base import TargetTokens
 row = {"input_ids": torch.arange(400), "labels": torch.arange(400)}
 collate = TargetTokens(RightPadding(TextCollate(pad_id=0, length=512)))
 before = len(os.listdir("/proc/self/task"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distexp.config import Config, ConfigError
-from distexp.distributed.memory_limit import GB, allowed_bytes, limit_memory, usable_bytes
-from distexp.strategies.memory_traits import MemoryTraits
+from distexp.distributed.process_group import GB, allowed_bytes, limit_memory, usable_bytes
+from distexp.strategies.traits import MemoryTraits
 
 
 def test_memory_of_others_counts() -> None:

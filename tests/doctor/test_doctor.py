@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from distexp.config.paths import options_of
-from distexp.doctor import machine, software, tools
+from distexp.config.keys import options_of
+from distexp.doctor import machine, software
 from distexp.doctor.__main__ import shown_progress
-from distexp.doctor.check_result import CheckResult
+from distexp.doctor.machine import CheckResult
 from distexp.doctor.software import TorchInfo
 from distexp.doctor.verdict import REQUIRED_CHECKS, Verdict, make_verdict, strategy_requirements
 from distexp.system.units import GIB
@@ -124,41 +124,41 @@ def test_torch_must_support_the_gpus(torch: TorchInfo, gpus: int, state: str, me
 
 
 def test_slurm_missing_hanging_failing_or_working(path_folder: Path) -> None:
-    assert tools.check_slurm().state == "missing"
+    assert software.check_slurm().state == "missing"
     for name in ("sbatch", "squeue"):
         write_script(path_folder, name, "exit 0")
     ended, pid = path_folder / "ended", path_folder / "pid"
     write_script(path_folder, "sinfo", f"/bin/sleep 600 & echo $! > {pid}; /bin/sleep 600; : > {ended}")
-    hanging = tools.check_slurm(timeout_s=1)
+    hanging = software.check_slurm(timeout_s=1)
     assert not ended.exists(), "it did not wait for sinfo"
     with suppress(FileNotFoundError, ProcessLookupError, ValueError):  # A busy machine may not have started it yet.
         os.kill(int(pid.read_text()), signal.SIGKILL)
     assert (hanging.state, hanging.found) == ("warning", "sinfo did not respond within 1 s")
     write_script(path_folder, "sinfo", "echo 'sinfo: error: Unable to contact slurm controller' >&2; exit 1")
-    assert "Unable to contact slurm controller" in tools.check_slurm().found
+    assert "Unable to contact slurm controller" in software.check_slurm().found
     write_script(path_folder, "sinfo", '[ "$1" = --version ] && echo slurm 24.05.2 && exit; echo "batch* 4 idle gpu:8"')
-    working = tools.check_slurm()
+    working = software.check_slurm()
     assert (working.state, working.found) == ("ok", "slurm 24.05.2, partitions batch*")
 
 
 def test_compiler_ninja_and_toolkit(path_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = TorchInfo("2.13.0", "13.0", True, "2.29")
-    assert tools.check_compiler().state == "missing"
-    assert tools.check_ninja().state in ("missing", "warning")  # a warning if it is installed next to this Python
-    assert "CUDA_HOME" in (tools.check_toolkit(torch, 1).hint or "")
+    assert software.check_compiler().state == "missing"
+    assert software.check_ninja().state in ("missing", "warning")  # a warning if it is installed next to this Python
+    assert "CUDA_HOME" in (software.check_toolkit(torch, 1).hint or "")
     write_script(path_folder, "g++", "echo 'g++: fatal error: cc1plus' >&2; exit 1")
-    assert tools.check_compiler().state == "warning"
+    assert software.check_compiler().state == "warning"
     write_script(path_folder, "g++", "echo g++ 12.2.0")
-    assert tools.check_compiler().found == "g++ 12.2.0"
+    assert software.check_compiler().found == "g++ 12.2.0"
     write_script(path_folder, "ninja", "echo 1.11.1")
-    assert tools.check_ninja().state == "ok"
+    assert software.check_ninja().state == "ok"
     write_script(path_folder, "nvcc", "echo 'Cuda compilation tools, release 12.8, V12.8.93'")
-    other = tools.check_toolkit(torch, 1)
+    other = software.check_toolkit(torch, 1)
     assert (other.state, "CUDA 13.0" in (other.hint or "")) == ("warning", True)
     write_script(path_folder, "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
-    assert tools.check_toolkit(torch, 1).state == "ok"
+    assert software.check_toolkit(torch, 1).state == "ok"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a")
-    suffix = tools.check_toolkit(torch, 1)
+    suffix = software.check_toolkit(torch, 1)
     assert suffix.state == "warning"
     assert 'TORCH_CUDA_ARCH_LIST="8.0;9.0"' in (suffix.hint or "")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distexp.doctor import __main__ as doctor
-from distexp.doctor import operators
+from distexp.doctor import verdict
 from tests.helpers.fake_deepspeed import fake_deepspeed
 
 
@@ -22,15 +22,15 @@ def test_the_doctor_builds_ahead_and_reports_it(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(operators, "DEFAULT_OPERATORS", {"cpu": ("adam",)})
+    monkeypatch.setattr(verdict, "DEFAULT_OPERATORS", {"cpu": ("adam",)})
     monkeypatch.setattr(doctor, "visible_gpus", tuple)
-    before = operators.check_operators("cpu")
+    before = verdict.check_operators("cpu")
     assert (before.state, before.found) == ("warning", "not compiled yet: adam")
     assert before.hint is not None
     assert "distexp doctor --build" in before.hint
     assert doctor.main(["--build"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "compiling DeepSpeed's operator adam, once, about 3 minutes"
-    assert operators.check_operators("cpu").state == "ok"
+    assert verdict.check_operators("cpu").state == "ok"
     assert doctor.main(["--build"]) == 0
     assert capsys.readouterr().out == "compiled: adam\n", "nothing is left to compile"
 
@@ -40,7 +40,7 @@ def test_a_failed_build_of_the_doctor_names_the_error(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(operators, "DEFAULT_OPERATORS", {"cpu": ("broken",)})
+    monkeypatch.setattr(verdict, "DEFAULT_OPERATORS", {"cpu": ("broken",)})
     monkeypatch.setattr(doctor, "visible_gpus", tuple)
     assert doctor.main(["--build"]) == 1
     assert "one.cpp:3:1: fatal error: no omp.h" in capsys.readouterr().out

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from distexp.config import Config, ConfigError
-from distexp.config.paths import options_of
+from distexp.config.keys import options_of
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview
-from distexp.report.data.settings import read_settings
-from distexp.report.exercises import exercise_tables
-from distexp.report.exercises.fill import PRINTED
-from distexp.report.exercises.layout import load_layouts
+from distexp.report.data.run_settings import read_settings
+from distexp.report.exercises import PRINTED, exercise_tables
+from distexp.report.exercises.columns import load_layouts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.presets import cells_of, finished

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.config.paths import options_of
+from distexp.config.keys import options_of
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.exercises import exercise_tables

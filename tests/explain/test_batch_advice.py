@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distexp.explain.batch_advice import larger_global_batches
+from distexp.explain.advice import larger_global_batches
 from distexp.explain.explanation import explain
 from distexp.explain.step_profile import StepProfile
 from tests.helpers.profiled_records import COMMUNICATION_BOUND, GPU, LAUNCH_BOUND, explanation, profiled, with_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distexp.explain.explanation import explain
-from distexp.launch import record_measurements
+from distexp.launch import outcome
 from distexp.launch.outcome import complete
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import Strategy
@@ -96,7 +96,7 @@ def test_an_error_of_the_explanation_keeps_the_record(
     def fail(_: RunRecord, strategy: Strategy) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(record_measurements, "explain", fail)
+    monkeypatch.setattr(outcome, "explain", fail)
     found = profiled(COMPUTE_BOUND, **GPU)
     complete(found, make_spec(), tmp_path)
     assert found.metrics.explanation is None

@@ -19,9 +19,16 @@ from distexp.forecast.collectives import (
     ring_time,
     tree_time,
 )
-from distexp.forecast.machine import CurvePoint, MachineCurves, points_of_preflight, store_points, stored_points
-from distexp.forecast.network import Network, usual_network
 from distexp.hardware.facts import facts, intra_node_link
+from distexp.preflight.machine import (
+    CurvePoint,
+    MachineCurves,
+    Network,
+    points_of_preflight,
+    store_points,
+    stored_points,
+    usual_network,
+)
 
 H200 = intra_node_link("NVIDIA H200")
 MB = 1_000_000

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
+from distexp.compose.cells import Cell
 from distexp.config import Config, ConfigError, ForecastConfig, StrategyConfig
-from distexp.forecast import arguments, rows
+from distexp.forecast import __main__ as arguments
+from distexp.forecast import size_rows
 from distexp.forecast.__main__ import main
-from distexp.forecast.command import print_forecast
+from distexp.forecast.command import print_forecast, what_if
+from distexp.forecast.communication import Forecast, Target
 from distexp.forecast.profiled_run import read_profiled_run
-from distexp.forecast.sizes import default_sizes
-from distexp.forecast.target import Forecast, Target
-from distexp.forecast.what_if import what_if
-from distexp.launch.cell import Cell
+from distexp.forecast.size_rows import default_sizes
+from distexp.forecast.uncertainty import read_errors
 from distexp.plan.estimate import Estimate
-from distexp.runs.forecast import read_forecasts
-from distexp.runs.forecast_errors import read_errors
+from distexp.runs.predictions import read_forecasts
 from distexp.runs.record import RunRecord
 from tests.helpers.forecasts import formula, profiled_record, write_profiled
 from tests.helpers.planning import FormulaPlanner, composed
@@ -36,7 +36,7 @@ def _place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rows, "forecast_steps", formula)
+    monkeypatch.setattr(size_rows, "forecast_steps", formula)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
 
 
@@ -118,8 +118,8 @@ def test_the_answer_comes_first_and_each_size_has_a_row(
     lines = forecast(sweep, cells, capsys).splitlines()
     # 100 ms with 2 workers and 160 ms with 8: efficiency 100 / 160, and 10 % either way.
     assert lines[0] == "8 workers: 62% efficiency (57% to 69%), 400.0 samples/s; limited by the all-reduce."
-    rows = [line.split() for line in lines if line.startswith("    ") and " to " in line]
-    assert [(row[0], row[2], row[4], row[5], row[9]) for row in rows] == [
+    size_rows = [line.split() for line in lines if line.startswith("    ") and " to " in line]
+    assert [(row[0], row[2], row[4], row[5], row[9]) for row in size_rows] == [
         ("1", "2", "16", "100.0", "160.0"), ("2", "4", "32", "120.0", "266.7"), ("4", "8", "64", "160.0", "400.0"),
     ]  # fmt: skip
     assert "Efficiency: ideal time / real time, relative to 1 x 2 workers." in lines
@@ -156,7 +156,7 @@ def test_an_efficiency_above_100_percent_needs_less_work_per_worker(
             for target, step_s in zip(targets, steps, strict=True)
         ]  # fmt: skip
 
-    monkeypatch.setattr(rows, "forecast_steps", flat)
+    monkeypatch.setattr(size_rows, "forecast_steps", flat)
     replicas = [row["efficiency_high"] for row in as_json(sweep, cells, capsys)]
     assert replicas == pytest.approx([1.0, 1 / 0.9, 1.0])
 
@@ -290,7 +290,7 @@ def test_more_workers_than_cores_are_named(
 ) -> None:
     text = "This machine has 4 CPU cores. A forecast assumes a core for each worker"
     for cores, is_named in ((4, True), (8, False)):
-        monkeypatch.setattr("distexp.forecast.table.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("distexp.forecast.forecast_table.cpu_count", lambda cores=cores: cores)
         assert (text in forecast(sweep, cells, capsys)) == is_named
 
 

@@ -11,18 +11,24 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError
-from distexp.forecast.communication import add_replication, group_layout, plan_communication
-from distexp.forecast.micro_batches import with_micro_batches
-from distexp.forecast.observed import assign_waits, fill_sizes
-from distexp.forecast.target import Target
-from distexp.runs.step_model import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+from distexp.forecast.communication import Target, add_replication, group_layout, plan_communication, with_micro_batches
+from distexp.forecast.measured_step import assign_waits, fill_sizes
+from distexp.runs.step_files import (
+    BACKWARD,
+    FORWARD,
+    NEXT,
+    OPTIMIZER,
+    Collective,
+    Item,
+    Parameters,
+    Segment,
+    StepModel,
+)
+from distexp.strategies.communication import FSDPCommunication, Sharding, StepCommunication
 from distexp.strategies.ddp import DDP, DDPCommunication
 from distexp.strategies.deepspeed import DeepSpeed
-from distexp.strategies.ds_communication import ZeroCommunication, ZeroOptions, read_zero_options
-from distexp.strategies.fsdp_communication import FSDPCommunication
-from distexp.strategies.fsdp_mesh import Sharding
 from distexp.strategies.single import SingleCommunication
-from distexp.strategies.step_collectives import StepCommunication
+from distexp.strategies.zero.ds_communication import ZeroCommunication, ZeroOptions, read_zero_options
 
 MIB = 2**20
 UNITS = (Parameters("embedding", (4 * MIB,)), Parameters("block", (MIB, MIB)), Parameters("head", (2 * MIB,)))

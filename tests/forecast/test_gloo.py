@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from distexp.forecast.machine import MachineCurves
+from distexp.forecast.communication import Target
 from distexp.forecast.measured_step import read_measured_step
-from distexp.forecast.network import Network
 from distexp.forecast.steps import Forecaster, forecast_steps
-from distexp.forecast.target import Target
 from distexp.hardware.facts import intra_node_link
-from distexp.runs.step_model import BACKWARD, FORWARD, Collective, Item, Segment
+from distexp.preflight.machine import MachineCurves, Network
+from distexp.runs.step_files import BACKWARD, FORWARD, Collective, Item, Segment
 from tests.helpers.runs import make_spec, run_ranks
 
 MANY_RUNS = Path(__file__).parent.parent / "helpers" / "many_runs.py"

@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 
-from distexp.forecast.machine import CurvePoint, MachineCurves
-from distexp.forecast.network import Network
-from distexp.forecast.sharded_update import SMALL_PARAMETER_S, UpdateShare, shard_update, update_share
+from distexp.forecast.communication import SMALL_PARAMETER_S, Forecast, Target, UpdateShare, shard_update, update_share
 from distexp.forecast.steps import forecast_steps
-from distexp.forecast.target import Forecast, Target
 from distexp.hardware.facts import Link, facts
-from distexp.runs.json_files import write_json
+from distexp.preflight.machine import CurvePoint, MachineCurves, Network
 from distexp.runs.run_dir import DS_CONFIG
-from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Item, Parameters, Segment, StepModel, write_step_model
-from distexp.strategies.ds_communication import ZeroCommunication, ZeroOptions
-from distexp.strategies.fsdp_communication import FSDPCommunication
+from distexp.runs.step_files import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Item,
+    Parameters,
+    Segment,
+    StepModel,
+    write_step_model,
+)
+from distexp.strategies.communication import FSDPCommunication
+from distexp.strategies.zero.ds_communication import ZeroCommunication, ZeroOptions
+from distexp.system.files import write_json
 from tests.helpers.records import record
 
 SECONDS = {"all_reduce": 0.001, "all_gather": 0.002, "reduce_scatter": 0.002}

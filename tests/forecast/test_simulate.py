@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.forecast.simulate import Scales, dependencies, scaled_tail, simulate
-from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Segment
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Segment
 
 
 def segment(phase: str, device: float, host: float, micro_batch: int = 0) -> Segment:

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError
-from distexp.config.forecast_section import ForecastConfig
-from distexp.forecast.machine import CurvePoint, MachineCurves, load_machine, store_points
+from distexp.config.sections import ForecastConfig
+from distexp.forecast.communication import PARTS, Target
 from distexp.forecast.measured_step import expected_maximum
-from distexp.forecast.network import Network
 from distexp.forecast.steps import forecast_steps
-from distexp.forecast.target import PARTS, Target
 from distexp.hardware.facts import Link, facts
+from distexp.preflight.machine import CurvePoint, MachineCurves, Network, load_machine, store_points
 from distexp.runs.record import RunRecord
-from distexp.runs.step_model import (
+from distexp.runs.step_files import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from distexp.forecast.communication import plan_communication
-from distexp.forecast.observed import assign_waits
+from distexp.forecast.measured_step import assign_waits
 from distexp.forecast.simulate import dependencies
-from distexp.plan.zero3_fetcher import Fetcher, Receiver
-from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
-from distexp.strategies.ds_communication import Gather, ZeroCommunication, ZeroOptions, gathers_of_micro_batch
+from distexp.plan.trace.zero3_fetcher import Fetcher, Receiver
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+from distexp.strategies.zero.ds_communication import Gather, ZeroCommunication, ZeroOptions, gathers_of_micro_batch
 
 ELEMENTS = (100, 2, 40, 60, 2, 40, 60, 100)
 """Parameters of an embedding, two blocks with norm, attention and MLP, and a head."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from distexp.choose.machine_speeds import read_machine_speeds
-from distexp.forecast.machine import machine_of
+from distexp.choose.predictions.rough_forecast import read_machine_speeds
 from distexp.hardware import facts as table
 from distexp.hardware.facts import cublas_workspace, facts, gpu_facts, intra_node_link, peak_tflops
-from distexp.plan.cache import cache_path
+from distexp.plan.planner import cache_path
 from distexp.plan.verdict import gpu_memory_mib
+from distexp.preflight.machine import machine_of
 from distexp.system.units import MIB
 from tests.helpers.profiled_records import COMPUTE_BOUND, GPU, explanation, profiled
 from tests.helpers.runs import resolve_cell

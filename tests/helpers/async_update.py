@@ -15,7 +15,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from distexp.strategies.ds_async_update import avoid_waits
+from distexp.strategies.zero.ds_model import avoid_waits
 from distexp.system.processes import end_at_once
 
 SETTINGS = {

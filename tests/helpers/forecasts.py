@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distexp.forecast.target import Forecast, Target
-from distexp.runs.json_files import write_json
+from distexp.forecast.communication import Forecast, Target
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import COMMAND
-from distexp.runs.step_model import Collective, Segment, StepModel, write_step_model
+from distexp.runs.step_files import Collective, Segment, StepModel, write_step_model
+from distexp.system.files import write_json
 from tests.helpers.records import record, write
 
 STEP_S = 0.1

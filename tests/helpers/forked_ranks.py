@@ -49,7 +49,7 @@ def preload_all(folders: list[str]) -> None:
     for folder in map(Path, folders):
         for spec in sorted(folder.glob("*/spec.json")):
             preload(RunSpec.read(spec.parent).config)
-    importlib.import_module("distexp.strategies.ds_import")  # transformers needs it to save a model
+    importlib.import_module("distexp.strategies.zero.ds_import")  # transformers needs it to save a model
     gc.collect()
     gc.freeze()
     # A training ends with this call. Then each collection would visit the objects of all libraries, for half a second.

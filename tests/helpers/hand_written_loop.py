@@ -12,18 +12,17 @@ from torch.utils.data import DataLoader
 
 from distexp.config import Config
 from distexp.data.base import TaskData
-from distexp.data.sampler import BatchSharding, ShardedBatchSampler
+from distexp.data.loader import BatchSharding, ShardedBatchSampler
 from distexp.distributed.context import Context
 from distexp.measure.clock import synchronize
 from distexp.runs.events import Events
 from distexp.strategies.base import load_strategy
 from distexp.system.seeding import seed_everything
-from distexp.training.inputs import TrainingInputs
+from distexp.training.build import build_model, load_data, make_loaders, model_factory
+from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.training.loop import fit
 from distexp.training.metrics_logger import MetricsLogger
-from distexp.training.schedule import StepPlan
 from distexp.training.watchers import build_watchers
-from distexp.worker.build import build_model, load_data, make_loaders, model_factory
 from tests.helpers.runs import resolve_cell
 
 STEPS, BATCH = 10, 16

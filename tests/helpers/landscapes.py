@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distexp.choose.candidate import Candidate, Objective, Trial
-from distexp.choose.search_result import PlannedTrial
+from distexp.choose.ranking import PlannedTrial
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 GLOBAL_BATCH = 64

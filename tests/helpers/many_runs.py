@@ -24,10 +24,10 @@ from distexp.models import transforms
 from distexp.runs.events import Events
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_at_once
-from distexp.worker.build import build_model, load_data
-from distexp.worker.micro_batch.processes import ModelParts
-from distexp.worker.micro_batch.search import find_micro_batch
+from distexp.training.build import build_model, load_data
 from distexp.worker.rank import train
+from distexp.worker.size_processes import ModelParts
+from distexp.worker.size_search import find_micro_batch
 from tests.helpers.fp16_on_cpus import allow_fp16
 
 

@@ -12,12 +12,12 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import HydraContext, RunMode
 
-from distexp.cli.overrides import quote_choice
+from distexp.compose.cells import Cell, MakeCell
+from distexp.compose.composition import CellRules, cell_maker, compose_cells
 from distexp.config import Command, Config
-from distexp.config.paths import conf_dir, config_groups
+from distexp.config.keys import conf_dir, config_groups
+from distexp.config.overrides import quote_choice
 from distexp.guard.config_files import CheckedConfigLoader
-from distexp.launch.cell import Cell, MakeCell
-from distexp.launch.composition import CellRules, cell_maker, compose_cells
 from distexp.plan.estimate import Estimate
 from distexp.plan.planner import Outcome, Planner
 from tests.helpers.runs import register_schema_once

@@ -9,10 +9,10 @@ from functools import cache
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from distexp.cli.overrides import quote_choice
 from distexp.config import Config
-from distexp.config.paths import conf_dir, config_groups
-from distexp.resolve.parameter_count import parameter_count
+from distexp.config.keys import conf_dir, config_groups
+from distexp.config.overrides import quote_choice
+from distexp.resolve.resources import parameter_count
 from distexp.resolve.run_id import run_id
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord

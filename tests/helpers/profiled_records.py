@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from distexp.explain.explanation import explain
 from distexp.runs.record import RunRecord
-from distexp.runs.step_parts import PARTS
+from distexp.runs.step_files import PARTS
 from tests.helpers.records import record
 
 GPU = {"cluster__device": "cuda"}

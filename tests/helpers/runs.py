@@ -13,9 +13,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from distexp.cli.overrides import quote_choice
 from distexp.config import Command, Config, register_schema
-from distexp.config.paths import conf_dir, config_groups
+from distexp.config.keys import conf_dir, config_groups
+from distexp.config.overrides import quote_choice
 from distexp.resolve import resolve, without_hydra
 from distexp.resolve.run_id import run_id
 from distexp.runs.record_sections import RunInfo

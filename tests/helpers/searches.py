@@ -13,9 +13,8 @@ from rich.console import Console
 
 from distexp.choose.command import run_choose
 from distexp.config import Config
-from distexp.launch.assigned_runs import AssignedRun
-from distexp.launch.git_state import GitState
 from distexp.launch.launcher import TrialLauncher, TrialRunner
+from distexp.launch.run_dirs import AssignedRun, GitState
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError

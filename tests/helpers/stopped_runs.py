@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from distexp.distributed.process_group import join
-from distexp.runs import stop_request
+from distexp.runs import run_state
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_at_once
 from tests.helpers.interrupted_runs import train_cell
@@ -36,12 +36,12 @@ def main() -> None:
     """Train all cells: each is stopped once."""
     cells = sorted(path.parent for path in Path(sys.argv[1]).glob("*/spec.json"))
     context = join(RunSpec.read(cells[0]), cells[0])
-    real = stop_request.StopRequest
+    real = run_state.StopRequest
     for cell in cells:
-        stop_request.StopRequest = RequestInStep  # type: ignore[assignment,misc]
+        run_state.StopRequest = RequestInStep  # type: ignore[assignment,misc]
         train_cell(cell, context)
         (cell / "record.json").rename(cell / "stopped.json")
-        stop_request.StopRequest = real  # type: ignore[misc]
+        run_state.StopRequest = real  # type: ignore[misc]
         train_cell(cell, context)
     dist.destroy_process_group()
     end_at_once(0)

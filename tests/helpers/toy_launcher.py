@@ -24,9 +24,8 @@ from rich.console import Console
 from distexp.config import Config, ConfigError
 from distexp.launch.launcher import Cancelled, Launcher, Sweep
 from distexp.launch.local.launcher import LocalLauncher
-from distexp.runs.existing import ExistingRun
-from distexp.runs.local_state import local_state
-from distexp.runs.run_state import RunState
+from distexp.runs.run_state import RunState, local_state
+from distexp.runs.spec import ExistingRun
 
 FOLDER = "TOY_QUEUE"
 MODULE = "tests.helpers.toy_launcher"
@@ -51,9 +50,8 @@ class ToyLauncher(Launcher):
 
     def start(self, sweep: Sweep) -> list[JobReturn]:
         """Put all runs into the queue, and follow them unless ``cluster.wait=false``."""
-        from distexp.launch.git_state import package_git_state
-        from distexp.launch.prepare import prepare_runs
-        from distexp.launch.sweep_dir import locked_sweep_dir
+        from distexp.launch.queued_runs import prepare_runs
+        from distexp.launch.run_dirs import locked_sweep_dir, package_git_state
 
         console, resume = Console(), sweep.master.sweep.resume
         with locked_sweep_dir(sweep.master, len(sweep.cells)) as claimed:
@@ -157,7 +155,7 @@ def run_job(directory: Path) -> None:
     """Run one run of a sweep to its record."""
     from distexp.console.screen import Screen
     from distexp.exceptions import InterruptedRunError
-    from distexp.launch.local.run import run_locally
+    from distexp.launch.local.runner import run_locally
     from distexp.runs.spec import RunSpec
 
     try:

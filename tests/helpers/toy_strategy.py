@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from distexp.config import Config
-from distexp.runs.step_model import NEXT, Item, StepModel
+from distexp.runs.step_files import NEXT, Item, StepModel
 from distexp.strategies.base import Strategy
-from distexp.strategies.memory_traits import CpuMemory
-from distexp.strategies.step_collectives import StepCommunication, add_norm, element_count, insert_buckets
-from distexp.strategies.step_traits import Settings, common_values
+from distexp.strategies.communication import StepCommunication, add_norm, element_count, insert_buckets
+from distexp.strategies.traits import CpuMemory, Settings, common_values
 
 CONF = Path(__file__).with_name("toy_conf")
 """Folder of configurations with the option ``strategy=toy``."""

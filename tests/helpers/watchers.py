@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from distexp.distributed.process_group import gather_to_all
-from distexp.measure.memory.model_tensors import ReadTensors
 from distexp.measure.watcher import MeasuredSteps, Step, Watcher
+from distexp.strategies.model_tensors import ReadTensors
 
 
 class Calls(Watcher):

@@ -23,14 +23,14 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from distexp.compose import composition as parallel_composition
+from distexp.compose.cells import CellComposer
+from distexp.compose.composition import CellRules, compose_cells
 from distexp.config import ConfigError, register_schema
-from distexp.config.paths import conf_dir
+from distexp.config.keys import conf_dir
 from distexp.exceptions import SweepInterrupted
 from distexp.guard.config_files import CheckedConfigLoader
-from distexp.launch import parallel_composition
-from distexp.launch.cell_composer import CellComposer
-from distexp.launch.composition import CellRules, compose_cells
-from distexp.system.signals import handle_signals
+from distexp.system.processes import handle_signals
 
 CELLS = [
     [],

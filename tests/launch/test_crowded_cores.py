@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.launch.local import crowded_cores
-from distexp.launch.local.crowded_cores import crowded_core_warnings
+from distexp.launch.local import runner
+from distexp.launch.local.runner import crowded_core_warnings
 from tests.helpers.runs import resolve_cell
 
 
 def test_more_workers_than_cores_get_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowded_cores, "cpu_count", lambda: 8)
-    monkeypatch.setattr(crowded_cores, "cpu_limit", lambda: 3.5)
+    monkeypatch.setattr(runner, "cpu_count", lambda: 8)
+    monkeypatch.setattr(runner, "cpu_limit", lambda: 3.5)
     nodes = [resolve_cell("strategy=ddp", "cluster.workers_per_node=3", f"cluster.nodes={count}") for count in (1, 2)]
     assert list(crowded_core_warnings(nodes[:1])) == []
     (warning,) = crowded_core_warnings(nodes)

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch.exit_codes import HANG_CODE
-from distexp.launch.failures import classify_failure
-from distexp.launch.timeouts import watch
-from distexp.runs.events import Events
-from distexp.runs.rank_progress import ProgressWriter
+from distexp.launch.agent import watch
+from distexp.launch.failures import HANG_CODE, classify_failure
+from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import log_dir
 from distexp.runs.spec import RunSpec
@@ -24,7 +22,7 @@ from tests.helpers.runs import REPOSITORY, make_spec
 WORKERS = """
 import os, signal, sys, time
 from pathlib import Path
-from distexp.runs.rank_progress import ProgressWriter
+from distexp.runs.events import ProgressWriter
 run_dir = Path(sys.argv[1])
 reader, writer = os.pipe()
 for rank in range(2):

@@ -15,12 +15,12 @@ from distexp.config import DatasetConfig
 from distexp.console.screen import LiveRun, Screen
 from distexp.data.squad_json import MAX_CHECKED_BYTES
 from distexp.exceptions import InterruptedRunError
-from distexp.launch.local.interrupts import interrupts_collected
-from distexp.launch.local.run import run_locally
+from distexp.launch.local.cancel import interrupts_collected
+from distexp.launch.local.runner import run_locally
 from distexp.launch.local.shared_start import SharedStart
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
-from distexp.system.signals import handle_signals
+from distexp.system.processes import handle_signals
 from tests.helpers.runs import TIMEOUT_S, make_spec, run_distexp, run_module, start_distexp
 
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")

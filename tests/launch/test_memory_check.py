@@ -12,15 +12,13 @@ import pytest
 
 from distexp.config import Config, ConfigError
 from distexp.launch import memory_check
-from distexp.launch.assigned_runs import AssignedRun, make_run_info, write_invalid
-from distexp.launch.git_state import GitState
-from distexp.launch.memory_check import predict_runs
+from distexp.launch.memory_check import predict_before_start, predict_runs
 from distexp.launch.outcome import finalize_run
-from distexp.launch.plan_runs import predict_before_start
+from distexp.launch.run_dirs import AssignedRun, GitState, make_run_info, write_invalid
 from distexp.plan.estimate import Estimate, arithmetic_estimate
 from distexp.plan.planner import Outcome
 from distexp.resolve.run_id import run_id
-from distexp.runs.prediction import read_curve, read_prediction
+from distexp.runs.predictions import read_curve, read_prediction
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import RunSpec
@@ -148,7 +146,7 @@ def test_planner_is_imported_only_for_what_it_may_predict(
 
 def test_run_without_a_home_directory_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = ConfigError("this user has no home directory")
-    monkeypatch.setattr("distexp.launch.plan_runs.cache_dir", Mock(side_effect=refused))
+    monkeypatch.setattr("distexp.launch.memory_check.cache_dir", Mock(side_effect=refused))
     with composed(["cluster.device=cpu"]) as (cells, make):
         assert predict_before_start(cells, make) is None
 

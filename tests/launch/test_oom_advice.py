@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from distexp.console.run_summary import summary_lines
-from distexp.launch.oom_advice import apply_overrides, plan_command, predicted_change
+from distexp.launch.memory_check import apply_overrides, plan_command, predicted_change
 from distexp.launch.outcome import finalize_run, start_attempt
-from distexp.plan.cache import store_estimate
-from distexp.report.data.failures import failure_notes
+from distexp.plan.planner import store_estimate
+from distexp.report.data.overview import failure_notes
 from distexp.report.data.rows import Row
-from distexp.runs.error_files import write_error
-from distexp.runs.micro_batch import MicroBatchSearch
+from distexp.runs.attempts import write_error
+from distexp.runs.predictions import MicroBatchSearch
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import MICRO_BATCH, error_path

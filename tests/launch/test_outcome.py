@@ -12,15 +12,14 @@ import torch
 
 from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
 from distexp.launch import ledger
-from distexp.launch.exit_codes import HANG_CODE, STOPPED_CODE
-from distexp.launch.outcome import finalize_run, start_attempt
-from distexp.launch.slurm.job_states import JobState
+from distexp.launch.failures import HANG_CODE, STOPPED_CODE
+from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
+from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.status import write_missing_record
-from distexp.launch.unsuccessful_records import invalid_record
 from distexp.runs.attempts import NO_RECORD
-from distexp.runs.environment import package_version
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import package_version
 from distexp.runs.run_dir import DISK_RESERVE, RECORD, RESULT
 from distexp.runs.spec import RunSpec
 from distexp.worker.rank import write_outcome

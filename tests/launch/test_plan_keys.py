@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.launch.plan_keys import ignored_plan_keys
+from distexp.compose.composition import ignored_plan_keys
 from tests.helpers.runs import resolve_cell
 
 CPU = "cluster.device=cpu"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch.local.process_memory import process_memory_error
+from distexp.launch.local.sweep import process_memory_error
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import resolve_cell, run_distexp
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from distexp.cli.main import main
-from distexp.system.environment_variables import select_variables
-from distexp.system.secrets import looks_secret
+from distexp.system.environment_variables import looks_secret, select_variables
 
 VALUE = "0123456789abcdef"
 REFUSED = {  # overrides, with a part of the message

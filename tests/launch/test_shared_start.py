@@ -17,16 +17,15 @@ import pytest
 
 from distexp.cli.arguments import normalize_arguments
 from distexp.config import ConfigError
-from distexp.launch.exit_codes import HANG_CODE
+from distexp.launch.failures import HANG_CODE
 from distexp.launch.forked_workers import LOST_CODE, ForkedWorkers, NotStartedError
 from distexp.launch.local import shared_start
-from distexp.launch.local.import_conditions import ImportConditions
-from distexp.launch.local.shared_start import SharedProcess, SharedStart
+from distexp.launch.local.shared_start import ImportConditions, SharedProcess, SharedStart
 from distexp.measure.memory.process_tree import ProcessTree
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import group_log_path
 from distexp.runs.spec import RunSpec
-from distexp.system.messages import message_pair, send
+from distexp.system.processes import message_pair, send
 from tests.helpers.processes import find_processes, have_ended
 from tests.helpers.runs import REPOSITORY, make_spec, run_distexp
 from tests.helpers.sabotaged_runs import ENV, QUICK, StartedCommand, sabotage, tree_of, wait_for

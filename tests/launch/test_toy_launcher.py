@@ -12,8 +12,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from distexp.runs.existing import ExistingRuns
 from distexp.runs.record import RunRecord
+from distexp.runs.spec import ExistingRuns
 from tests.helpers.runs import REPOSITORY, run_module
 from tests.helpers.toy_launcher import FOLDER, MODULE
 

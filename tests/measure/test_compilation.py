@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distexp.measure.compilation import CompileWatch
-from distexp.measure.watcher import MeasuredSteps
+from distexp.measure.watcher import CompileWatch, MeasuredSteps
 
 NO_STEPS = MeasuredSteps([], [], sizes_differ=False)
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from distexp.data.base import POSITIONS
-from distexp.data.workload import BLOCK, Workload, measure_workload
+from distexp.data.base import BLOCK, POSITIONS, Workload, measure_workload
 from distexp.distributed.context import Context
 from distexp.measure.flops import FlopCounter, TrainingFlops, training_flops
 from distexp.models.attention import block_mask, number_documents
-from distexp.worker.build import load_data, make_loaders
+from distexp.training.build import load_data, make_loaders
 from tests.helpers.attention import make_batch
 from tests.helpers.runs import resolve_cell
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from distexp.launch.outcome import finalize_run, start_attempt
-from distexp.measure.gpu_evidence import read_gpu_evidence
-from distexp.measure.memory.gpu_conditions import RARE_STRIDE, Conditions, ConditionsReader
+from distexp.measure.memory.gpu_reader import RARE_STRIDE, Conditions, ConditionsReader
+from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs.memory_trace import GPU, MemorySample
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, memory_trace_path
-from distexp.runs.straggler_text import describe_straggler
+from distexp.runs.texts import describe_straggler
 from tests.helpers.runs import make_spec
 from tests.measure.energy.traces import write_events, write_trace
 

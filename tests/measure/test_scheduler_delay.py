@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.scheduler_delay import SCHEDSTAT, SchedulerDelay
+from distexp.measure.slow_rank_watch import SCHEDSTAT, SchedulerDelay
 
 
 def test_the_file_of_the_scheduler_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

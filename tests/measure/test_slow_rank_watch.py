@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.distributed.context import Context
 from distexp.measure import slow_rank_watch
 from distexp.measure.slow_rank_watch import MAX_STEPS, SlowRankWatch
-from distexp.system.torch_internals.autograd import queue_backward_callback
+from distexp.system.torch_internals.tensors import queue_backward_callback
 
 ONE = Context(0, 1, 0, 1, 1, torch.device("cpu"), Path())
 TWO = replace(ONE, world_size=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.measure.squad_metric import exact_match, f1, normalize, score
+from distexp.training.generation import exact_match, f1, normalize, score
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
 from distexp.runs.record import RunRecord
-from distexp.runs.straggler_text import describe_straggler
+from distexp.runs.texts import describe_straggler
 from tests.helpers.runs import run_distexp
 from tests.helpers.slow_rank import SLOW_RANK
 

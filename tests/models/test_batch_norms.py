@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from distexp.models.batch_norms import use_fp32_batch_norms
+from distexp.models.transforms import use_fp32_batch_norms
 
 OPTIONS: list[dict[str, Any]] = [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
 

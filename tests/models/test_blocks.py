@@ -10,8 +10,7 @@ from torch import nn
 
 from distexp.config import ConfigError
 from distexp.models import gpt, resnet, transforms
-from distexp.models.blocks import find_units
-from distexp.models.transforms import transform_blocks
+from distexp.models.transforms import find_units, transform_blocks
 from tests.helpers.runs import resolve_cell
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from distexp.config import ConfigError
-from distexp.models.blocks import find_units
 from distexp.models.bloom import build
 from distexp.models.introspection import find_embeddings, has_tied_embeddings
+from distexp.models.transforms import find_units
 from tests.helpers.runs import resolve_cell
 
 

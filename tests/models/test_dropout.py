@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from distexp.models.dropout import largest_dropout
+from distexp.models.transforms import largest_dropout
 
 
 class Wrapper(nn.Module):

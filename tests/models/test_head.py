@@ -13,11 +13,20 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distexp.config import Config, ConfigError, TrainConfig
-from distexp.config.targets import locate
-from distexp.data.base import IGNORE, TARGET_LABELS, TARGET_POSITIONS, Batch, Sample
-from distexp.data.packing import PackedSamples
-from distexp.data.targets import COMPILED_MULTIPLE, KEPT_MULTIPLE, LabelsForHead, TargetTokens, kept_tokens
-from distexp.data.text import TextCollate
+from distexp.config.custom_code import locate
+from distexp.data.base import (
+    COMPILED_MULTIPLE,
+    IGNORE,
+    KEPT_MULTIPLE,
+    TARGET_LABELS,
+    TARGET_POSITIONS,
+    Batch,
+    LabelsForHead,
+    Sample,
+    TargetTokens,
+    kept_tokens,
+)
+from distexp.data.text import PackedSamples, TextCollate
 from distexp.models.head import adapt_head, describe_head
 from distexp.models.objective import evaluation_sums, loss_sum
 from distexp.resolve.run_id import run_id

@@ -16,20 +16,20 @@ from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.distributed.context import Context
 from distexp.models import bloom, hf
-from distexp.models.blocks import find_units
-from distexp.models.flop_counting import count_forward_flops
 from distexp.models.introspection import (
+    count_forward_flops,
     find_embeddings,
     has_tied_embeddings,
     learned_positions,
     persistent_buffers,
     read_attention,
 )
+from distexp.models.transforms import find_units
 from distexp.resolve.run_id import run_id
 from distexp.runs.spec import RunSpec
-from distexp.strategies.ds_initialization import cast_weights
-from distexp.worker import build
-from distexp.worker.build import load_data
+from distexp.strategies.zero.ds_initialization import cast_weights
+from distexp.training import build
+from distexp.training.build import load_data
 from tests.helpers.runs import resolve_cell, run_distexp
 from tests.helpers.untrusted import FUNCTION, Command
 
@@ -399,7 +399,7 @@ def test_a_folder_is_identified_by_content_and_shown_by_its_last_part(
     assert run_title(RunSpec(relative, None)).startswith("first on squad_sample, ")  # type: ignore[arg-type]
 
     def compute_run_id(folder: Path, *overrides: str) -> str:
-        from distexp.resolve.fingerprints import model_fingerprint
+        from distexp.resolve.run_id import model_fingerprint
 
         model_fingerprint.cache_clear()
         return run_id(resolve_cell("model=hf", f"model.name={folder}", *overrides))

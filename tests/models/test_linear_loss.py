@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distexp.data.base import IGNORE
-from distexp.models.linear_loss import linear_cross_entropy
+from distexp.models.objective import linear_cross_entropy
 
 TOKENS, HIDDEN, VOCABULARY = 23, 12, 301
 BF16 = torch.bfloat16

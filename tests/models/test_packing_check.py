@@ -11,9 +11,8 @@ from torch import nn
 
 from distexp.config import ConfigError
 from distexp.data.base import Batch
-from distexp.data.packing import PackedSamples
-from distexp.data.text import TextCollate
-from distexp.models.packing_check import check_packing
+from distexp.data.text import PackedSamples, TextCollate
+from distexp.models.introspection import check_packing
 from tests.helpers.attention import build, compute, make_samples, randomize
 
 pytestmark = pytest.mark.usefixtures("flex_backward_on_cpu")

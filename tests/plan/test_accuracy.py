@@ -6,7 +6,7 @@ import pytest
 
 from distexp.config import Config
 from distexp.plan.replay import replay
-from distexp.plan.tracing import trace_step
+from distexp.plan.trace.tracing import trace_step
 from distexp.system.units import MIB
 from tests.helpers.gpu_records import gpu_records
 from tests.helpers.runs import resolve_cell

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.plan.allocator import Addresses, CachingAllocator, OutOfMemoryError, round_size, segment_size
-from distexp.plan.replay import CURVE_POINTS, host_peak, repeated_blocks, replay
-from distexp.plan.step_trace import EMPTY_CACHE, Event
+from distexp.plan.replay import CURVE_POINTS, EMPTY_CACHE, Event, host_peak, repeated_blocks, replay
 from distexp.system.units import MIB
 
 

@@ -11,19 +11,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from distexp.config import Config
-from distexp.config.batch_sizes import with_micro_batch
-from distexp.config.paths import conf_dir
+from distexp.config.keys import conf_dir
+from distexp.config.model_checks import with_micro_batch
 from distexp.exceptions import SweepFailedError, SweepInterrupted
-from distexp.plan.cache import store_estimate
-from distexp.plan.cells import change_notes, replace_overrides
 from distexp.plan.command import run_plan
-from distexp.plan.estimate import Estimate
-from distexp.plan.gpu_errors import gpu_error_bound
-from distexp.plan.micro_batches import LargestMicroBatch
-from distexp.plan.planner import Outcome
-from distexp.plan.search import ConfigChange, Search, candidate_overrides
-from distexp.plan.table import micro_batch_line
-from distexp.plan.training_lines import FULL_DATA, FullData
+from distexp.plan.estimate import Estimate, gpu_error_bound
+from distexp.plan.fitting_change import ConfigChange, LargestMicroBatch, Search, candidate_overrides
+from distexp.plan.plan_table import FULL_DATA, FullData, micro_batch_line
+from distexp.plan.planned_cells import change_notes, replace_overrides
+from distexp.plan.planner import Outcome, store_estimate
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, gpu_memory_mib, verdict_of
 from tests.helpers.planning import FormulaPlanner, composed, linear_estimate
 from tests.helpers.runs import REPOSITORY, resolve_cell, run_distexp

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from distexp.models import transforms
-from distexp.plan.compiled import GraphMemory, traced_compilation
-from distexp.plan.recorder import GPU, StorageRecorder
 from distexp.plan.replay import replay
-from distexp.plan.tracing import trace_step
-from distexp.system.torch_internals.modes import FakeMode, make_fake_mode
+from distexp.plan.trace.compiled import GraphMemory, traced_compilation
+from distexp.plan.trace.recorder import GPU, StorageRecorder
+from distexp.plan.trace.tracing import trace_step
+from distexp.system.torch_internals.tensors import FakeMode, make_fake_mode
 from distexp.system.units import MIB
 from tests.helpers.runs import resolve_cell
 

@@ -10,17 +10,17 @@ import pytest
 from distexp.config import Config, DatasetConfig
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
-from distexp.plan import cache
-from distexp.plan.cache import cache_path, read_estimate, store_estimate
+from distexp.plan import planner
 from distexp.plan.estimate import Estimate, arithmetic_estimate, estimate_of, model_size
-from distexp.plan.step_trace import Event, StepTrace
-from distexp.plan.tracing import trace_step
-from distexp.plan.untraced import count_parameters
+from distexp.plan.planner import cache_path, read_estimate, store_estimate
+from distexp.plan.replay import Event, StepTrace
+from distexp.plan.trace.traced_run import count_parameters
+from distexp.plan.trace.tracing import trace_step
 from distexp.plan.verdict import describe_verdict, predict
 from distexp.runs.record_sections import Predicted
 from distexp.system.units import MIB
-from distexp.worker import build
-from distexp.worker.build import load_data
+from distexp.training import build
+from distexp.training.build import load_data
 from tests.helpers.planning import linear_estimate
 from tests.helpers.runs import resolve_cell
 
@@ -95,9 +95,9 @@ def test_model_states_of_a_model_that_is_not_traced() -> None:
 
 
 @pytest.mark.parametrize("cache", ["cpu", "gpu"])
-def test_parameters_are_counted_without_decoding_images(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_counted_without_decoding_images(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve_cell("command=plan", "model=resnet_tiny", "strategy=single")
-    config.dataset.cache, config.dataset.num_workers = cache, 2
+    config.dataset.cache, config.dataset.num_workers = planner, 2
     seen: list[DatasetConfig] = []
 
     def keep(config: Config, context: Context) -> TaskData:
@@ -107,7 +107,7 @@ def test_parameters_are_counted_without_decoding_images(cache: str, monkeypatch:
     monkeypatch.setattr(build, "load_data", keep)
     assert (count_parameters(config) or 0) > 1000
     assert [(dataset.cache, dataset.num_workers) for dataset in seen] == [("none", 0)]
-    assert (config.dataset.cache, config.dataset.num_workers) == (cache, 2)
+    assert (config.dataset.cache, config.dataset.num_workers) == (planner, 2)
 
 
 def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkey
         "plan.gpu=a100-80gb",  # its cuBLAS takes less
     ):  # fmt: skip
         assert read_estimate(resolve_cell("command=plan", "strategy=single", changed)) is None
-    monkeypatch.setattr(cache, "library_versions", lambda: {"torch": "99"})
+    monkeypatch.setattr(planner, "library_versions", lambda: {"torch": "99"})
     assert read_estimate(config) is None
 
 
@@ -143,15 +143,15 @@ def test_cache_distinguishes_the_code_of_custom_packages(
     (tmp_path / module).write_text("LAYERS = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = resolve_cell("command=plan", "strategy=single")
-    assert cache.custom_packages(config) == []
+    assert planner.custom_packages(config) == []
     config.model._target_ = "own_model.build"
-    assert cache.custom_packages(config) == ["own_model"]
+    assert planner.custom_packages(config) == ["own_model"]
     before = cache_path(config)
     (tmp_path / module).write_text("LAYERS = 100\n")
     assert cache_path(config) == before, "read once"
-    cache.package_hash.cache_clear()
+    planner.package_hash.cache_clear()
     assert cache_path(config) != before
-    cache.package_hash.cache_clear()
+    planner.package_hash.cache_clear()
 
 
 def test_damaged_cache_is_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from distexp.hardware.facts import gpu_facts
-from distexp.plan.kernel_buffers import KernelBuffers
-from distexp.plan.recorder import GPU, StorageRecorder
-from distexp.system.torch_internals.modes import make_fake_mode
+from distexp.plan.trace.compiled import KernelBuffers
+from distexp.plan.trace.recorder import GPU, StorageRecorder
+from distexp.system.torch_internals.tensors import make_fake_mode
 from distexp.system.units import MIB
 
 H200 = KernelBuffers(132)

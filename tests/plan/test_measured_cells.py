@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.plan import PLANNED_GPU, PREDICTED, read_cells
 from distexp.plan.replay import Replay, replay
-from distexp.plan.tracing import trace_step
+from distexp.plan.trace.tracing import trace_step
 from distexp.system.units import MIB
 from tests.helpers.gpu_records import RESULTS
 from tests.helpers.runs import resolve_cell

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distexp.plan.step_trace import StepTrace
-from distexp.plan.tracing import trace_step
+from distexp.plan.replay import StepTrace
+from distexp.plan.trace.tracing import trace_step
 from tests.helpers.runs import resolve_cell
 
 EXPERTS, CHOSEN, HIDDEN, INNER, LENGTH = 4, 2, 64, 128, 32

@@ -16,16 +16,15 @@ import psutil
 import pytest
 
 from distexp.exceptions import InterruptedRunError
-from distexp.launch.oom_advice import predicted_change
-from distexp.plan import server as plan_server
+from distexp.launch.memory_check import predicted_change
 from distexp.plan import verdict
-from distexp.plan.cache import cache_path
 from distexp.plan.estimate import Estimate
-from distexp.plan.planner import Planner, TraceServer, started_server
-from distexp.plan.server import FALLBACK_S, TraceJob, continue_job
-from distexp.runs.json_files import read_json
-from distexp.system.hardware import Gpu
-from distexp.system.signals import handle_signals
+from distexp.plan.planner import Planner, TraceServer, cache_path, started_server
+from distexp.plan.trace import server as plan_server
+from distexp.plan.trace.server import FALLBACK_S, TraceJob, continue_job
+from distexp.system.cgroups import Gpu
+from distexp.system.files import read_json
+from distexp.system.processes import handle_signals
 from tests.helpers.runs import resolve_cell
 
 NOW_S = 1000.0

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distexp.plan.accumulation import count_references_to_gradient
-from distexp.plan.recorder import GPU, StorageRecorder
-from distexp.system.torch_internals.modes import make_fake_mode
+from distexp.plan.trace.cuda_semantics import count_references_to_gradient
+from distexp.plan.trace.recorder import GPU, StorageRecorder
+from distexp.system.torch_internals.tensors import make_fake_mode
 
 SIZE = 64 * 64 * 4
 """Bytes of the matrices in these tests."""

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from distexp.config import Config
-from distexp.plan import zero_base
-from distexp.plan.replay import replay
-from distexp.plan.step_trace import EMPTY_CACHE, StepTrace
-from distexp.plan.tracing import trace_step
-from distexp.plan.zero_buffers import round_to_power_of_two
-from distexp.plan.zero_partition import Slice, cut_into_slices, fullest_rank, partition_group, reduced_at_once
+from distexp.plan.replay import EMPTY_CACHE, StepTrace, replay
+from distexp.plan.trace import zero_base
+from distexp.plan.trace.tracing import trace_step
+from distexp.plan.trace.zero12 import Slice, cut_into_slices, fullest_rank, partition_group, reduced_at_once
+from distexp.plan.trace.zero_base import round_to_power_of_two
 from distexp.system.units import MIB
 from tests.helpers.gpu_records import gpu_records
 from tests.helpers.runs import resolve_cell

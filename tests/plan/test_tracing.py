@@ -12,14 +12,13 @@ import torch
 
 from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace
-from distexp.plan.batches import largest_batch
-from distexp.plan.cuda_semantics import cuda_autocast
 from distexp.plan.estimate import make_estimate
-from distexp.plan.replay import repeated_blocks
-from distexp.plan.step_trace import PARTS, PHASES, StepTrace
-from distexp.plan.tracing import trace_step
+from distexp.plan.replay import PARTS, PHASES, StepTrace, repeated_blocks
+from distexp.plan.trace.cuda_semantics import cuda_autocast
+from distexp.plan.trace.traced_run import largest_batch
+from distexp.plan.trace.tracing import trace_step
 from distexp.system.units import MIB
-from distexp.worker.build import load_data
+from distexp.training.build import load_data
 from tests.helpers.runs import resolve_cell
 
 TINY = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distexp.config.paths import PACKAGE
-from distexp.plan.untraced import describe_failure
+from distexp.plan.trace.traced_run import describe_failure
+from distexp.system.files import PACKAGE
 
 TORCH = Path(torch.__file__).parent / "nn" / "modules" / "linear.py"
 PYTHON = Path(sysconfig.get_path("stdlib"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distexp.preflight.matrix_ceiling import measure_matrix_ceiling, store_ceiling, stored_ceiling
+from distexp.preflight.run import measure_matrix_ceiling, store_ceiling, stored_ceiling
 
 CPU = torch.device("cpu")
 

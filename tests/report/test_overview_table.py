@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.config import key_info
+from distexp.config import keys as key_info
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.printed_tables import header, printed, unwrapped, zero_sweep

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError
-from distexp.config.flatten import flatten
-from distexp.config.key_info import speed_references
+from distexp.config.fields import flatten
+from distexp.config.keys import speed_references
 from distexp.console.run_summary import describe_kernels
 from distexp.data.tinyimagenet_sample import write_images
 from distexp.resolve import kernels

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distexp.config import Config, ConfigError
-from distexp.config.paths import config_groups, options_of
+from distexp.config.keys import config_groups, options_of
 from distexp.resolve.resolution import CROSS_CHECKS, DECISIONS, SECTION_CHECKS, run_steps
 from distexp.runs.spec import RunSpec
 from tests.helpers.runs import IMAGE_FOLDER, REPOSITORY, compose_cell, make_spec, resolve_cell

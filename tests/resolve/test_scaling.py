@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distexp.config import Config, ConfigError
-from distexp.config.targets import locate
-from distexp.resolve.parameter_count import parameter_count
+from distexp.config.custom_code import locate
+from distexp.resolve.resources import parameter_count
 from tests.helpers.runs import resolve_cell
 
 GPT = ("model=gpt", "dataset=squad", "train.micro_batch_size=8", "cluster.device=cpu")

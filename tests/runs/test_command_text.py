@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distexp.runs.command_text import suggest_command
+from distexp.config.overrides import suggest_command
 
 
 def test_the_directory_of_a_command_is_quoted() -> None:

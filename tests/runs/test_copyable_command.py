@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from distexp.runs.copyable_command import copyable_command, copyable_override
+from distexp.config.overrides import copyable_command, copyable_override
 
 
 def read(text: str) -> Any:

@@ -13,14 +13,14 @@ import pytest
 
 from distexp import status
 from distexp.launch import ledger
-from distexp.launch.slurm import job_states
+from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
 from distexp.report.data.rows import load_rows
-from distexp.runs.existing import ExistingRuns
-from distexp.runs.progress import read_progress
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError, RunInfo
 from distexp.runs.run_dir import memory_trace_paths
+from distexp.runs.run_state import read_progress
+from distexp.runs.spec import ExistingRuns
 from tests.helpers.records import record, write
 
 HUGE = 10**400
@@ -261,7 +261,7 @@ def test_entries_of_the_ledger_that_no_distexp_writes_are_left_out(changes: dict
 
 
 def test_a_run_directory_that_was_deleted_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_states, "query_jobs", lambda jobs: {})
+    monkeypatch.setattr(client, "query_jobs", lambda jobs: {})
     (tmp_path / "ledger.jsonl").write_text(f"{json.dumps(ENTRY)}\n")
     (state,) = poll(tmp_path)
     assert (state.state, state.job) == ("no record", "5_0")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.runs.failure_text import MAX_MESSAGE, failure_text, shorten_message
 from distexp.runs.record_sections import RunError
+from distexp.runs.texts import MAX_MESSAGE, failure_text, shorten_message
 from tests.helpers.records import record
 
 

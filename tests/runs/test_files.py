@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from distexp.launch import ledger
-from distexp.runs.files import create_atomically, replace_atomically
-from distexp.runs.json_files import write_json
+from distexp.runs.attempts import run_lock
+from distexp.runs.events import ProgressWriter
 from distexp.runs.memory_trace import MemoryTraceWriter
-from distexp.runs.rank_progress import ProgressWriter
 from distexp.runs.run_dir import log_dir
-from distexp.runs.run_lock import run_lock
+from distexp.system.files import create_atomically, replace_atomically, write_json
 
 
 def test_json_replaces_the_old_file_and_has_no_nan(tmp_path: Path) -> None:

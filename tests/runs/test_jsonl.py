@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distexp.runs.jsonl import END_BYTES, Tail, read_entries, read_last_entry
+from distexp.system.files import END_BYTES, Tail, read_entries, read_last_entry
 
 
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:

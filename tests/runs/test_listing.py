@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.runs.listing import format_count, format_ids, format_runs, join_first
+from distexp.config.overrides import format_count, format_ids, format_runs, join_first
 
 
 @pytest.mark.parametrize(

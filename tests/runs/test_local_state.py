@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from distexp import cancel
-from distexp.runs import local_state
-from distexp.runs.attempts import register_manual_attempt
-from distexp.runs.owner import read_agent, read_launcher
+from distexp.runs import run_state
+from distexp.runs.attempts import read_agent, read_launcher, register_manual_attempt
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import EVENTS, LOGS, OWNER
 from distexp.runs.run_state import RunState
@@ -27,7 +26,7 @@ from distexp.status import read_folder
 LAUNCHER = """
 import sys
 from pathlib import Path
-from distexp.runs.owner import write_agent, write_launcher
+from distexp.runs.attempts import write_agent, write_launcher
 for directory in map(Path, sys.argv[2:]):
     (write_agent if sys.argv[1] == "agent" else write_launcher)(directory)
 print(flush=True)
@@ -38,7 +37,7 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take files as new for ten minutes, because a busy machine may stop a test for seconds."""
-    monkeypatch.setattr(local_state, "MAX_IDLE_S", 600.0)
+    monkeypatch.setattr(run_state, "MAX_IDLE_S", 600.0)
 
 
 def make_run(sweep: Path, number: int) -> Path:
@@ -107,7 +106,7 @@ def test_files_decide_without_a_launcher_on_this_machine(tmp_path: Path, content
     if content is not None:
         (run / OWNER).write_text(content)
     assert states(tmp_path)[0].state == "running"
-    set_age(run, local_state.MAX_IDLE_S + 60)
+    set_age(run, run_state.MAX_IDLE_S + 60)
     assert states(tmp_path)[0].state == "no record"
     assert "last activity" in states(tmp_path)[0].reason
 

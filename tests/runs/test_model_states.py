@@ -7,7 +7,7 @@ import math
 import pytest
 
 from distexp.report.data.metrics import METRICS_BY_NAME
-from distexp.runs.model_states import bytes_per_parameter, ideal_states_mib
+from distexp.runs.memory_trace import bytes_per_parameter, ideal_states_mib
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built, RunInfo
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distexp.runs.out_of_memory import out_of_memory_status
+from distexp.runs.texts import out_of_memory_status
 
 
 @pytest.mark.parametrize(

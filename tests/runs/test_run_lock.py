@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from distexp.runs import owner
-from distexp.runs.run_lock import run_lock
+from distexp.runs import attempts
+from distexp.runs.attempts import run_lock
 from tests.helpers.records import record, write
 from tests.helpers.runs import run_distexp
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from distexp.runs import run_lock
+from distexp.runs import attempts as run_lock
 with getattr(run_lock, sys.argv[2])(Path(sys.argv[1])) as owner:
     print(owner, flush=True)
     time.sleep(600)
@@ -29,7 +29,7 @@ with getattr(run_lock, sys.argv[2])(Path(sys.argv[1])) as owner:
 WAIT = """
 import sys
 from pathlib import Path
-from distexp.runs.owner import write_agent
+from distexp.runs.attempts import write_agent
 write_agent(Path(sys.argv[1]))
 print("started", flush=True)
 sys.stdin.read()
@@ -96,8 +96,8 @@ def test_the_agent_of_a_killed_launcher_is_waited_for(tmp_path: Path, monkeypatc
         assert agent.stdin is not None
         assert agent.stdout is not None
         assert agent.stdout.readline() == "started\n"
-        monkeypatch.setattr(owner, "AGENT_TIMEOUT_S", 0.0)
-        assert owner.wait_for_agent(tmp_path) == f"process {agent.pid} on {socket.gethostname()}"
+        monkeypatch.setattr(attempts, "AGENT_TIMEOUT_S", 0.0)
+        assert attempts.wait_for_agent(tmp_path) == f"process {agent.pid} on {socket.gethostname()}"
         monkeypatch.undo()
         agent.stdin.close()
-        assert owner.wait_for_agent(tmp_path) is None
+        assert attempts.wait_for_agent(tmp_path) is None

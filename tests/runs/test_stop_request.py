@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distexp.runs import stop_request
+from distexp.runs import run_state
 from distexp.runs.attempts import register_attempt, register_manual_attempt
 from distexp.runs.run_dir import STOP_REQUEST
-from distexp.runs.stop_request import StopRequest, request_stop
+from distexp.runs.run_state import StopRequest, request_stop
 from tests.helpers.runs import make_spec
 
 
@@ -48,7 +48,7 @@ def test_a_request_for_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
 
 
 def test_the_file_is_polled_at_most_once_in_an_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_request, "POLL_S", 3600.0)
+    monkeypatch.setattr(run_state, "POLL_S", 3600.0)
     poller = StopRequest(tmp_path, enabled=True)
     assert not poller()
     request_stop(tmp_path, "time_limit")

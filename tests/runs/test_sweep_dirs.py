@@ -11,8 +11,8 @@ import pytest
 from distexp.config import Command, ConfigError
 from distexp.explain.__main__ import main as explain
 from distexp.forecast.__main__ import main as forecast
+from distexp.runs.record import choose_newest_sweep
 from distexp.runs.run_dir import COMMAND
-from distexp.runs.sweep_dirs import choose_newest_sweep
 from tests.helpers.records import record
 
 

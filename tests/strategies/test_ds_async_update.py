@@ -37,7 +37,7 @@ def test_clipped_gradients_are_those_of_deepspeed(found: Any) -> None:
 
 @pytest.mark.slow
 def test_another_optimizer_is_refused_with_a_hint() -> None:
-    from distexp.strategies.ds_async_update import avoid_waits
+    from distexp.strategies.zero.ds_model import avoid_waits
 
     with pytest.raises(RuntimeError, match=r"async_update=true does not support object of DeepSpeed .*: set deepsp"):
         avoid_waits(object())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distexp.strategies.ds_buckets import describe_buckets, fit_buckets
+from distexp.strategies.zero.ds_config import describe_buckets, fit_buckets
 
 
 def fitted(stage: int, parameters: int, **chosen: int) -> dict[str, int]:

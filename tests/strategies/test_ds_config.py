@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distexp.config import ConfigError
-from distexp.config.batch_sizes import with_micro_batch
-from distexp.strategies.ds_config import effective_config
+from distexp.config.model_checks import with_micro_batch
+from distexp.strategies.zero.ds_config import effective_config
 from tests.helpers.runs import resolve_cell
 
 SEARCHED = (

@@ -13,7 +13,7 @@ from distexp.distributed.context import Context
 from distexp.strategies.base import load_strategy
 from distexp.strategies.fsdp_units import MIN_UNIT_PARAMETERS, group_blocks
 from distexp.system.seeding import seed_everything
-from distexp.worker.build import build_model, load_data
+from distexp.training.build import build_model, load_data
 from tests.helpers.runs import resolve_cell
 
 

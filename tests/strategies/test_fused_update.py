@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.data.base import IGNORE, Batch
 from distexp.distributed.context import Context
-from distexp.strategies.compute_weights import StepWeights
-from distexp.strategies.ddp_reduction import set_reduction
+from distexp.strategies.ddp_reduction import StepWeights, set_reduction
 from distexp.strategies.fused_adamw import FusedAdamW
 from distexp.strategies.model_tensors import read_model_tensors
 from distexp.strategies.torch_model import Distribution, TorchModel, read_ddp_distribution
@@ -27,7 +26,7 @@ from tests.helpers.runs import resolve_cell
 from tests.helpers.small_gpt import VOCABULARY, make_gpt
 
 CLIPPING = 0.1
-KERNEL = "distexp.strategies.adamw_kernel"
+KERNEL = "distexp.strategies.fused_adamw"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_group")]
 

@@ -13,17 +13,17 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.explain.__main__ import main as explain_command
 from distexp.explain.explanation import explain
-from distexp.launch.oom_advice import predicted_change
+from distexp.launch.memory_check import predicted_change
 from distexp.models.blueprint import Blueprint
-from distexp.plan.cache import store_estimate
-from distexp.plan.cpu_memory import CPU_ERROR_BOUND, reason_not_measured
 from distexp.plan.estimate import make_estimate
-from distexp.plan.search import candidate_overrides
-from distexp.runs.micro_batch import MicroBatchSearch
+from distexp.plan.fitting_change import candidate_overrides
+from distexp.plan.planner import store_estimate
+from distexp.plan.process_overheads import CPU_ERROR_BOUND, reason_not_measured
+from distexp.runs.predictions import MicroBatchSearch
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import DistributedModel, Strategy
-from distexp.strategies.memory_traits import Advice, CpuMemory, ProfiledStep
-from distexp.worker.micro_batch.search import nothing_fits
+from distexp.strategies.traits import Advice, CpuMemory, ProfiledStep
+from distexp.worker.size_search import nothing_fits
 from tests.helpers.planning import linear_estimate
 from tests.helpers.printed_tables import printed, unwrapped
 from tests.helpers.profiled_records import COMMUNICATION_BOUND, profiled

@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from distexp.choose.candidate import Candidate
-from distexp.choose.labels import label, row_label
-from distexp.choose.machine_speeds import MachineSpeeds
-from distexp.choose.rough_forecast import Work, rough_step_s
+from distexp.choose.candidate import Candidate, label, row_label
+from distexp.choose.predictions.rough_forecast import MachineSpeeds, Work, rough_step_s
 from distexp.config import ConfigError
+from distexp.forecast.communication import Target
 from distexp.forecast.measured_step import read_measured_step
 from distexp.forecast.steps import forecast_steps
-from distexp.forecast.target import Target
 from distexp.runs.record import RunRecord
-from distexp.runs.step_model import (
+from distexp.runs.step_files import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch import oom
+from distexp.launch import failures
 from distexp.plan.planner import parallel_processes
 from distexp.system import cgroups
 from distexp.system.cgroups import (
@@ -90,22 +90,22 @@ def test_oom_kills_of_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_kills_of_other_cgroups_are_not_those_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = {"machine": 5, "cgroup": 1}
-    monkeypatch.setattr(oom, "oom_kills", lambda: dict(counters))
-    oom.save_counters(tmp_path)
+    monkeypatch.setattr(failures, "oom_kills", lambda: dict(counters))
+    failures.save_counters(tmp_path)
     counters["machine"] += 1
-    assert not oom.oom_killed(tmp_path)
+    assert not failures.oom_killed(tmp_path)
     counters["cgroup"] += 1
-    assert oom.oom_killed(tmp_path)
+    assert failures.oom_killed(tmp_path)
     del counters["cgroup"]
-    assert oom.oom_killed(tmp_path), "the machine decides if the cgroup is unknown"
+    assert failures.oom_killed(tmp_path), "the machine decides if the cgroup is unknown"
 
 
 def test_the_mark_of_another_node_counts_as_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = {"cgroup": 1}
-    monkeypatch.setattr(oom, "oom_kills", lambda: dict(counters))
-    oom.save_counters(tmp_path)
+    monkeypatch.setattr(failures, "oom_kills", lambda: dict(counters))
+    failures.save_counters(tmp_path)
     (tmp_path / "logs" / "node1").mkdir(parents=True)
-    oom.mark_if_killed(tmp_path, 1, {"cgroup": 1})
-    assert not oom.oom_killed(tmp_path)
-    oom.mark_if_killed(tmp_path, 1, {"cgroup": 0})
-    assert oom.oom_killed(tmp_path)
+    failures.mark_if_killed(tmp_path, 1, {"cgroup": 1})
+    assert not failures.oom_killed(tmp_path)
+    failures.mark_if_killed(tmp_path, 1, {"cgroup": 0})
+    assert failures.oom_killed(tmp_path)

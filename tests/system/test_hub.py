@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.system.hub import CONNECT_TIMEOUT_S
+from distexp.system.cache_dir import CONNECT_TIMEOUT_S
 from tests.helpers.runs import REPOSITORY, run_distexp
 
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused
@@ -67,7 +67,7 @@ def slow_hub() -> Iterator[str]:
 def test_slow_hub_counts_as_reachable(slow_hub: str) -> None:
     program = (
         "from huggingface_hub import constants\n"
-        "from distexp.system.hub import offline_if_unreachable\n"
+        "from distexp.system.cache_dir import offline_if_unreachable\n"
         "offline_if_unreachable('no-such-user/no-such-model')\n"
         "print(constants.is_offline_mode())"
     )

@@ -12,11 +12,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from distexp.system.torch_internals.collectives import (
+    FSDPPolicies,
+    fake_process_group,
+    has_several_groups,
+    read_fsdp_policies,
+)
 from distexp.system.torch_internals.compilation import extension_build_dir
-from distexp.system.torch_internals.errors import TorchInternalsChangedError
-from distexp.system.torch_internals.fsdp import FSDPPolicies, read_fsdp_policies
-from distexp.system.torch_internals.process_groups import fake_process_group, has_several_groups
-from distexp.system.torch_internals.tensors import scale_tensors, tensor_norms
+from distexp.system.torch_internals.tensors import TorchInternalsChangedError, scale_tensors, tensor_norms
 
 
 @pytest.mark.usefixtures("one_rank_group")

@@ -12,8 +12,8 @@ import pytest
 from distexp.config import TrackerConfig
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.tracking import process
-from distexp.tracking.process import tracked
+from distexp.tracking import base
+from distexp.tracking.base import tracked
 from tests.helpers.runs import run_distexp
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ SETTINGS = ("model=gpt_tiny", "strategy=single", "train.max_steps=12", "train.nu
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for slow imports on a busy machine."""
-    monkeypatch.setattr(process, "FINISH_TIMEOUT_S", 300.0)
+    monkeypatch.setattr(base, "FINISH_TIMEOUT_S", 300.0)
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")
 
 
@@ -75,7 +75,7 @@ def test_mlflow_has_parameters_metrics_and_files(
     from mlflow.tracking import MlflowClient
 
     folder, uri = run[0], f"file://{tmp_path}/store"
-    messages = follow(folder, TrackerConfig("mlflow", "distexp.tracking.mlflow.MLflow", uri=uri))
+    messages = follow(folder, TrackerConfig("mlflow", "distexp.tracking.trackers.MLflow", uri=uri))
     assert messages == [f"mlflow: mlflow ui --backend-store-uri {uri}"]
     client = MlflowClient(uri)
     (experiment,) = [found for found in client.search_experiments() if found.name == "distexp"]
@@ -93,7 +93,7 @@ def test_mlflow_has_parameters_metrics_and_files(
 def test_wandb_is_offline_and_reports_the_upload_command(run: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder = run[0]
     (message,) = [
-        line for line in follow(folder, TrackerConfig("wandb", "distexp.tracking.wandb.Wandb")) if "sync" in line
+        line for line in follow(folder, TrackerConfig("wandb", "distexp.tracking.trackers.Wandb")) if "sync" in line
     ]
     run_folder = Path(message.removeprefix("wandb: wandb sync "))
     assert run_folder.parent == folder / "wandb"
@@ -108,6 +108,6 @@ def test_failing_tracker_warns_once(
     run: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    unreachable = TrackerConfig("mlflow", "distexp.tracking.mlflow.MLflow", uri="http://127.0.0.1:9")
+    unreachable = TrackerConfig("mlflow", "distexp.tracking.trackers.MLflow", uri="http://127.0.0.1:9")
     (message,) = follow(run[0], unreachable)
     assert message.startswith("warning: tracker=mlflow failed, and the run continued")

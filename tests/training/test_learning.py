@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distexp.config import Config
-from distexp.config.targets import locate
+from distexp.config.custom_code import locate
 from distexp.data.base import TaskData
 from distexp.models.objective import count_correct, loss_sum
 from tests.helpers.runs import resolve_cell

@@ -11,20 +11,17 @@ import pytest
 import torch
 
 from distexp.config import MeasureConfig, TrainConfig
-from distexp.data.base import Batch, Sample
+from distexp.data.base import Batch, Sample, TargetTokens, measure_workload
 from distexp.data.images import collate_images
-from distexp.data.loader import StepData
-from distexp.data.sampler import PaddedDataset
-from distexp.data.targets import TargetTokens
+from distexp.data.loader import PaddedDataset, StepData
 from distexp.data.text import TextCollate
-from distexp.data.workload import measure_workload
 from distexp.distributed.context import Context
 from distexp.measure.profiling.profiler import StepProfiler
 from distexp.measure.profiling.step_analysis import ProfileResult
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
+from distexp.training.inputs import StepPlan
 from distexp.training.metrics_logger import MetricsLogger
-from distexp.training.schedule import StepPlan
 from distexp.training.watchers import build_watchers
 
 

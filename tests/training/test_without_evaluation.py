@@ -9,8 +9,8 @@ import torch
 
 from distexp.distributed.context import Context
 from distexp.runs.events import Events
-from distexp.runs.jsonl import read_entries
 from distexp.runs.record import RunRecord
+from distexp.system.files import read_entries
 from distexp.worker import rank
 from tests.helpers.runs import make_spec
 

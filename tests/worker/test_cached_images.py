@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from distexp.data.base import TaskData
+from distexp.data.base import TaskData, Workload
 from distexp.data.image_cache import cache_images, describe_cache
-from distexp.data.workload import Workload
 from distexp.distributed.context import Context
 from distexp.measure.flops import training_flops
 from distexp.models import transforms
 from distexp.models.blueprint import Blueprint
-from distexp.models.memory_format import read_memory_format
 from distexp.models.objective import evaluation_sums
 from distexp.models.resnet import build as build_resnet
+from distexp.models.transforms import read_memory_format
 from distexp.runs.events import Events
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import load_strategy
+from distexp.training import build
 from distexp.training.loop import train_step
-from distexp.worker import build, rank
+from distexp.worker import rank
 from tests.helpers.runs import make_spec
 
 pytestmark = pytest.mark.slow

@@ -77,7 +77,7 @@ LOSS = """
 import sys
 import torch
 from torch._dynamo.utils import counters
-from distexp.models.linear_loss import linear_cross_entropy
+from distexp.models.objective import linear_cross_entropy
 from distexp.worker.compile_cache import use_compile_cache
 use_compile_cache()
 torch.manual_seed(0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distexp.config import ConfigError
-from distexp.worker.build import load_data
+from distexp.training.build import load_data
 from tests.helpers.runs import resolve_cell
 
 

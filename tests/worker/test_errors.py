@@ -67,7 +67,7 @@ def test_an_error_is_kept_if_its_place_cannot_be_determined(tmp_path: Path, monk
 
 def test_a_log_on_a_full_disk_does_not_fail_a_run() -> None:
     """``print`` raises an error here, and a second one makes the exit code 120."""
-    program = "from distexp.runs.full_disk import print_despite_full_disk; print_despite_full_disk('note')"
+    program = "from distexp.runs.texts import print_despite_full_disk; print_despite_full_disk('note')"
     with Path("/dev/full").open("w") as full:
         assert subprocess.run([sys.executable, "-c", program], stderr=full, check=False).returncode == 0
         failing = "import sys; print('note', file=sys.stderr)"

@@ -17,7 +17,7 @@ from distexp.data.base import Batch
 from distexp.models import gpt
 from distexp.models.introspection import max_positions
 from distexp.strategies.base import DistributedModel
-from distexp.worker.generation import GreedyGenerator, check_has_references
+from distexp.training.generation import GreedyGenerator, check_has_references
 from tests.helpers.attention import build
 from tests.helpers.runs import resolve_cell
 

@@ -9,7 +9,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.distributed.context import Context
-from distexp.worker.build import load_data, make_loaders
+from distexp.training.build import load_data, make_loaders
 from tests.helpers.runs import resolve_cell
 
 SAMPLES, EVALUATED = 40, 8

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from distexp.data.base import TARGET_POSITIONS, Batch, TaskData
-from distexp.data.loader import ShardedLoader
-from distexp.data.sampler import PaddedDataset
+from distexp.data.loader import PaddedDataset, ShardedLoader
 from distexp.data.text import TextCollate, TokenSamples
 from distexp.distributed.context import Context
-from distexp.worker.build import load_data, make_loaders
-from distexp.worker.target_counts import max_targets
+from distexp.training.build import load_data, make_loaders, max_targets
 from tests.helpers.generated_data import write_squad
 from tests.helpers.runs import resolve_cell
 

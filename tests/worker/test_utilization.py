@@ -8,18 +8,17 @@ import pytest
 import torch
 
 from distexp.config import Config
-from distexp.data.base import TaskData
-from distexp.data.workload import Workload
+from distexp.data.base import TaskData, Workload
 from distexp.distributed.context import Context
 from distexp.measure.flops import training_flops
-from distexp.preflight.matrix_ceiling import store_ceiling
+from distexp.preflight.run import store_ceiling
 from distexp.runs.events import Events
 from distexp.runs.record import RunRecord
+from distexp.training.build import load_data
+from distexp.training.inputs import StepPlan
 from distexp.training.metrics_logger import MetricsLogger
-from distexp.training.schedule import StepPlan
-from distexp.worker import utilization
-from distexp.worker.build import load_data
-from distexp.worker.utilization import add_flops
+from distexp.worker import rank
+from distexp.worker.rank import add_flops
 from tests.helpers.records import record
 from tests.helpers.runs import resolve_cell
 
@@ -79,7 +78,7 @@ def test_a_model_that_cannot_be_counted_has_no_flops(
     def read_value(*_: object) -> None:
         torch.zeros(1, device="meta").item()
 
-    monkeypatch.setattr(utilization, "training_flops", read_value)
+    monkeypatch.setattr(rank, "training_flops", read_value)
     run = finished_run()
     add_flops(run, config, data, logger)
     assert "note: the FLOPs of the model are not counted: RuntimeError: Tensor.item()" in capsys.readouterr().out
@@ -92,7 +91,7 @@ def test_no_error_of_a_custom_model_fails_a_finished_run(
     def read_attribute(*_: object) -> None:
         raise AttributeError("weight")
 
-    monkeypatch.setattr(utilization, "training_flops", read_attribute)
+    monkeypatch.setattr(rank, "training_flops", read_attribute)
     run = finished_run()
     add_flops(run, config, data, logger)
     assert run.metrics.model_tflops_per_sample is None

@@ -1,1 +1,1 @@
-"""Launcher for this machine."""
+"""The launcher for this machine."""

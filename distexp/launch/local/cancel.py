@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
+from distexp.config.overrides import suggest_command
+from distexp.exceptions import InterruptedRunError
 from distexp.launch.launcher import CancelError, Cancelled
-from distexp.runs.command_text import suggest_command
-from distexp.runs.existing import ExistingRun
-from distexp.runs.local_state import local_state
-from distexp.runs.owner import Owner, read_agent, read_launcher
+from distexp.runs import run_state
+from distexp.runs.attempts import Owner, read_agent, read_launcher
+from distexp.runs.run_dir import LAUNCHER_LOG
+from distexp.runs.run_state import local_state
+from distexp.runs.spec import ExistingRun
+from distexp.system.processes import handle_signals
 
 TIMEOUT_S, POLL_S = 30.0, 0.1
 """A launcher needs a few seconds to end its workers and to write the record."""
@@ -71,3 +79,90 @@ def _wait(runs: Sequence[ExistingRun], launchers: Sequence[Owner]) -> list[int]:
     alive = {run.directory for run in runs if (agent := read_agent(run.directory)) is not None and agent.is_alive}
     alive |= {run.directory for run in runs if (own := read_launcher(run.directory)) is not None and own.is_alive}
     return [run.number for run in runs if run.directory in alive]
+
+
+# Survival of a closed terminal: local runs continue, and their output moves to a log.
+
+
+@contextmanager
+def continue_after_hangup(folder: Path) -> Iterator[None]:
+    """Keep the runs below a folder after SIGHUP, which a closed terminal sends.
+
+    The output continues in ``launcher.log`` of the folder, because the terminal can no longer be written. The same
+    holds for a pipe, because its reader, such as ``tee``, gets the signal too and ends. A signal that the user has
+    ignored (``nohup``) stays ignored.
+    """
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
+        yield
+        return
+    lost = [descriptor for descriptor in (1, 2) if os.isatty(descriptor) or _is_pipe(descriptor)]
+    received: list[int] = []
+
+    def leave_terminal(number: int, frame: FrameType | None) -> None:
+        if not received:  # The kernel may send the signal to the session and to the process group.
+            received.append(number)
+            _continue_in_log(folder, lost)
+
+    with handle_signals(leave_terminal, signal.SIGHUP):
+        yield
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except OSError:  # It is closed.
+        return False
+
+
+def _continue_in_log(folder: Path, lost: Sequence[int]) -> None:
+    """Redirect the output to a log, and start the log with how to follow and to end the runs.
+
+    Args:
+        folder: Folder of the runs.
+        lost: File descriptors to redirect. Output to a file stays as it is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in lost:
+        os.dup2(log, descriptor)
+    os.close(log)
+    message = (
+        f"the terminal was closed (SIGHUP), and the runs continue. To look at them: "
+        f"{suggest_command('status', folder)}. To end them: {suggest_command('cancel', folder)}\n"
+    )
+    os.write(sys.stdout.fileno(), message.encode())  # A signal handler must not use the buffer of print.
+
+
+# Signals that a local run gets from its user: what they do at each stage of the run.
+
+
+@contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Raise InterruptedRunError on Ctrl-C and SIGTERM inside the block."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise InterruptedRunError(number)
+
+    with handle_signals(stop, signal.SIGINT, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def stop_signals_forwarded(directory: Path) -> Iterator[list[int]]:
+    """Request a stop after a checkpoint on SIGUSR1 and SIGUSR2; yield the list of signals received."""
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        run_state.request_stop(directory, signal.Signals(number).name)
+
+    with handle_signals(forward, *run_state.SIGNALS):
+        yield received
+
+
+@contextmanager
+def interrupts_collected() -> Iterator[list[int]]:
+    """Yield the list of Ctrl-C and SIGTERM inside the block, which do not stop it: the record is written completely."""
+    received: list[int] = []
+    with handle_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM):
+        yield received

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from distexp.config import Config
 from distexp.launch.launcher import Cancelled, Launcher, Sweep, TrialLauncher
-from distexp.resolve.strategy_steps import needs_one_worker
-from distexp.runs.existing import ExistingRun
-from distexp.runs.local_state import local_state
-from distexp.runs.run_state import RunState
-from distexp.system.hardware import cpu_count, visible_gpus
+from distexp.resolve.resources import needs_one_worker
+from distexp.runs.run_state import RunState, local_state
+from distexp.runs.spec import ExistingRun
+from distexp.system.cgroups import cpu_count, visible_gpus
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn

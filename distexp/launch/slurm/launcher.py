@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from distexp.config import ClusterConfig, Config
-from distexp.config.cluster_section import sbatch_name
+from distexp.config.sections import sbatch_name
 from distexp.launch import ledger
 from distexp.launch.launcher import Cancelled, Launcher, Sweep, TrialLauncher
-from distexp.resolve.strategy_steps import needs_one_worker
-from distexp.runs.existing import ExistingRun
+from distexp.resolve.resources import needs_one_worker
 from distexp.runs.run_state import RunState
+from distexp.runs.spec import ExistingRun
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -57,7 +57,7 @@ class SlurmLauncher(Launcher):
 
     def adjust(self, options: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
         """Move the options of Hydra's submitit launcher into the ``cluster`` section."""
-        from distexp.launch.slurm.submitit_keys import apply_submitit_options
+        from distexp.launch.slurm.script import apply_submitit_options
 
         apply_submitit_options(options, composed, overrides)
 
@@ -85,13 +85,13 @@ class SlurmLauncher(Launcher):
 
     def check(self) -> None:
         """Check that Slurm is configured on this machine, and answers."""
-        from distexp.launch.slurm.sweep import max_array_size
+        from distexp.launch.slurm.slurm_sweep import max_array_size
 
         max_array_size()
 
     def start(self, sweep: Sweep) -> list[JobReturn]:
         """Submit every cell, and follow the runs unless ``cluster.wait=false``. The jobs run without Hydra."""
-        from distexp.launch.slurm.sweep import start_sweep
+        from distexp.launch.slurm.slurm_sweep import start_sweep
 
         start_sweep(sweep, self.follow)
         return []
@@ -100,13 +100,13 @@ class SlurmLauncher(Launcher):
         """Print the sbatch files."""
         from rich.console import Console
 
-        from distexp.launch.slurm.dry_run import print_scripts
+        from distexp.launch.slurm.slurm_sweep import print_scripts
 
         print_scripts(sweep.cells, Path(sweep.master.hydra.sweep.dir).absolute(), Console())
 
     def trials(self, sweep: Sweep, label: Callable[[Config], str]) -> TrialLauncher:
         """Return what submits a job array for each batch of trials."""
-        from distexp.launch.slurm.sweep import SlurmTrials, max_array_size, trusted_packages
+        from distexp.launch.slurm.slurm_sweep import SlurmTrials, max_array_size, trusted_packages
 
         submits_nothing = sweep.master.choose.dry_run or sweep.cells[0].composed.cluster.dry_run
         return SlurmTrials(0 if submits_nothing else max_array_size(), trusted_packages(sweep.cells))
@@ -123,13 +123,13 @@ class SlurmLauncher(Launcher):
 
     def cancel(self, sweep_dir: Path, runs: Sequence[ExistingRun]) -> Cancelled:
         """Cancel the jobs of all runs in the ledger."""
-        from distexp.launch.slurm.cancel import cancel_jobs
+        from distexp.launch.slurm.slurm_sweep import cancel_jobs
 
         return cancel_jobs(sweep_dir)
 
     def follow(self, sweep_dir: Path, console: Console) -> None:
         """Show the runs until the last has ended. The records of finished ones are read once."""
-        from distexp.launch.follow import follow
+        from distexp.launch.queued_runs import follow
         from distexp.launch.slurm.status import FinishedRuns, poll
 
         finished: FinishedRuns = {}

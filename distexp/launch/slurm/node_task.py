@@ -19,23 +19,22 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from distexp.launch import oom
+from distexp.launch import failures
 from distexp.launch.agent import NodeContext, StoppedError, raise_stopped, run_node, write_start_error
-from distexp.launch.exit_codes import STOPPED_CODE
+from distexp.launch.failures import STOPPED_CODE
 from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.launch.slurm.client import minutes_left
-from distexp.launch.slurm.peers import Job, Peers, SupersededError, write_exit_status
-from distexp.launch.slurm.requeue import requeue_if_needed
-from distexp.runs import stop_request
-from distexp.runs.error_files import write_error
-from distexp.runs.failure_text import failure_text
+from distexp.launch.slurm.peers import Job, Peers, SupersededError, requeue_if_needed, write_exit_status
+from distexp.runs import run_state
+from distexp.runs.attempts import write_error
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import agent_error_path
 from distexp.runs.spec import RunSpec
+from distexp.runs.texts import failure_text
 from distexp.system.cgroups import oom_kills
 from distexp.system.processes import NOTICE_SIGNAL
-from distexp.tracking.process import tracked
+from distexp.tracking.base import tracked
 
 PEERS_TIMEOUT_S, STOPPED_PEERS_TIMEOUT_S = 60.0, 6.0
 """How long the head waits for the other nodes: after a normal end, and after Slurm's SIGTERM."""
@@ -95,7 +94,7 @@ def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType |
             left = minutes_left(job.id)
             margin = RunSpec.read(run_dir).config.cluster.signal_delay_s / 60 + TIME_LIMIT_MARGIN_MIN
             reason = "time_limit" if left is not None and left <= margin else "preemption"
-            stop_request.request_stop(run_dir, reason)
+            run_state.request_stop(run_dir, reason)
 
     return handle
 
@@ -150,7 +149,7 @@ class NodeTask:
         try:
             if self.job.node == 0:
                 start_attempt(self.spec, self.run_dir, self.job.id, self.job.hosts)
-                oom.save_counters(self.run_dir)
+                failures.save_counters(self.run_dir)
             context = NodeContext(self.job.node, node_address(), self.job.attempt, self.peers.any_failed)
             code = run_node(self.spec, self.run_dir, context, self.started)
         except StoppedError:
@@ -165,7 +164,7 @@ class NodeTask:
         self.peers.check_latest()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.job.node != 0:  # Node 0 writes the record, and compares its own counters then.
-            oom.mark_if_killed(self.run_dir, self.job.node, kills_before)
+            failures.mark_if_killed(self.run_dir, self.job.node, kills_before)
         write_exit_status(self.run_dir, self.job, code)
         return code
 
@@ -186,7 +185,7 @@ class NodeTask:
     def _stop_cause(self) -> StopCause:
         """Return why Slurm stopped the run, from the signal that it sent before."""
         try:
-            reason = stop_request.read_reason(self.run_dir)
+            reason = run_state.read_reason(self.run_dir)
         except (OSError, ValueError, KeyError):  # a file system that fails while Slurm ends the job
             reason = None
         if reason is None:

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import submitit
 
-from distexp.launch.rendezvous import read_rendezvous
-from distexp.runs.json_files import write_json
+from distexp.checkpoints.folder import list_checkpoints, step_of
+from distexp.launch.agent import read_rendezvous
+from distexp.launch.slurm.client import SlurmError, query_jobs, requeue
+from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import exit_status_path
+from distexp.runs.spec import RunSpec
+from distexp.system.files import write_json
 
 POLL_S = 0.5
 
@@ -142,3 +146,49 @@ def write_exit_status(run_dir: Path, job: Job, code: int) -> None:
     path = exit_status_path(run_dir, job.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"attempt": job.attempt, "code": code})
+
+
+# Requeue of an interrupted Slurm job, so that its run resumes from the last checkpoint.
+
+
+def requeue_if_needed(spec: RunSpec, run_dir: Path, job: str, record: RunRecord, *, node_lost: bool) -> bool:
+    """Requeue an interrupted job, and return whether it was requeued.
+
+    A job is requeued if it was stopped or lost a node, and left a later checkpoint than the one it started from. An
+    attempt that made no progress is not repeated.
+
+    Args:
+        spec: The run.
+        run_dir: Directory of the run.
+        job: The job as ARRAY_INDEX.
+        record: Record of the attempt.
+        node_lost: Whether a node wrote no exit code. Slurm requeues the job itself when it notices this, but the head
+            may notice first.
+    """
+    interrupted = record.status == "preempted" or (node_lost and record.status == "killed")
+    if not interrupted or not spec.config.cluster.requeue:
+        return False
+    newest, first = _newest_checkpoint(run_dir), record.run.attempts[-1]["resumed_from_step"] or 0
+    if newest <= first:
+        print(f"not requeued: this attempt started at step {first} and left no later checkpoint", flush=True)
+        return False
+    try:
+        if node_lost and not _is_running(job):
+            return False  # The job was cancelled, or Slurm requeues it itself.
+        requeue(job)
+    except SlurmError as error:
+        print(f"not requeued: {error}", flush=True)
+        return False
+    print(f"requeued as job {job}, to resume from step {newest}", flush=True)
+    return True
+
+
+def _newest_checkpoint(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint; 0 if there is none."""
+    return next((step for path in list_checkpoints(run_dir) if (step := step_of(path)) is not None), 0)
+
+
+def _is_running(job: str) -> bool:
+    """Return whether Slurm still considers the job as running."""
+    state = query_jobs([job]).get(job)
+    return state is not None and state.state == "RUNNING"

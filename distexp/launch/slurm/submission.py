@@ -11,20 +11,19 @@ from typing import TypeVar
 from rich.console import Console
 
 from distexp.config import Config
-from distexp.console.plain_text import print_plain
+from distexp.config.overrides import format_count, format_runs, suggest_command
 from distexp.exceptions import SweepInterrupted
 from distexp.launch import ledger
-from distexp.launch.prepare import PreparedRun
+from distexp.launch.outcome import failed_record
+from distexp.launch.queued_runs import PreparedRun
 from distexp.launch.slurm import client
 from distexp.launch.slurm.script import JobArray, resource_key
-from distexp.launch.unsuccessful_records import failed_record
-from distexp.runs.command_text import suggest_command
-from distexp.runs.error_files import SUBMISSION_REFUSED
-from distexp.runs.json_files import write_json
-from distexp.runs.listing import format_count, format_runs
+from distexp.runs.attempts import SUBMISSION_REFUSED
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import SLURM
-from distexp.system.signals import defer_interrupts
+from distexp.system.files import write_json
+from distexp.system.processes import defer_interrupts
+from distexp.tables.columns import print_plain
 
 Item = TypeVar("Item")
 

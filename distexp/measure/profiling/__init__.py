@@ -1,1 +1,1 @@
-"""Communication time of training steps, from the trace of the PyTorch profiler."""
+"""The profiled steps of a training, and what their time went to."""

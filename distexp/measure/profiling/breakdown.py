@@ -8,16 +8,23 @@ the training thread take the place of kernels.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from distexp.measure.profiling.categories import MATMUL, OTHER_KERNEL
-from distexp.measure.profiling.chrome_trace import COPY, Kernel, Trace
-from distexp.measure.profiling.collective_waits import Transfer
-from distexp.measure.profiling.intervals import Interval, clip, intersect, merge, subtract, total_length
-from distexp.runs.step_parts import PARTS
+from distexp.measure.profiling.chrome_trace import COPY, Kernel, Trace, TraceCollective
+from distexp.measure.profiling.intervals import (
+    MATMUL,
+    OTHER_KERNEL,
+    Interval,
+    clip,
+    intersect,
+    merge,
+    subtract,
+    total_length,
+)
+from distexp.runs.step_files import HIDDEN, PARTS
 
 LONG_GAP_S = 1e-3
 """A longer idle time without a launch is work of the CPU. A shorter one is the time to launch a kernel."""
@@ -179,3 +186,148 @@ def _is_inside(kernel: Kernel, disjoint: Sequence[Interval]) -> bool:
         return False
     position = bisect_right(disjoint, (kernel.launch[0], float("inf"))) - 1
     return position >= 0 and kernel.launch[0] < disjoint[position][1]
+
+
+# Removal of the profiler's overhead from the parts of a step.
+
+
+SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")
+"""Parts that grow because the profiler slows down the CPU."""
+
+DATA_WAIT = "data_wait_ms"
+"""Part that grows too, because the CPU collates and copies batches."""
+
+WITHOUT_CORE = "without_core_ms"
+"""Time inside the parts of a CPU. It is scaled with them."""
+
+SIMILAR = 1.05
+"""Largest ratio of the sizes of two steps whose kernels take equally long."""
+
+
+class StepSizes:
+    """Smallest and largest sizes of the batches of a rank's steps."""
+
+    def __init__(self) -> None:
+        self._least: tuple[int, ...] = ()
+        self._most: tuple[int, ...] = ()
+
+    def add(self, *sizes: int) -> None:
+        """Add the sizes of a step, always in the same order."""
+        self._least = tuple(map(min, self._least or sizes, sizes))
+        self._most = tuple(map(max, self._most or sizes, sizes))
+
+    @property
+    def differ(self) -> bool:
+        """Return whether the kernels of some steps take longer than those of others."""
+        return any(most > SIMILAR * least for least, most in zip(self._least, self._most, strict=True))
+
+
+def remove_overhead(
+    entry: dict[str, Any], median_s: float, *, data_wait_s: float = 0.0, sizes_differ: bool = False
+) -> dict[str, Any]:
+    """Return an entry of ``metrics.step_breakdown`` for a step that was not profiled.
+
+    On a GPU, kernels and transfers are as long as without the profiler. So the parts in ``SLOWED`` lose what the
+    profiled step takes longer than the median one, in proportion to their size. If they are too small, ``DATA_WAIT``
+    loses the rest. Nothing is removed if the batches of the steps have different sizes: the profiled step may then be
+    longer because it has more work.
+
+    On a CPU the profiler slows down all parts, and other programs slow down any step. So all parts are scaled: they
+    have the shares of the profiled step, and add up to the median one.
+
+    Args:
+        entry: parts of a profiled step in milliseconds.
+        median_s: median of the measured steps, which are not profiled, in seconds.
+        data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter than this.
+        sizes_differ: whether a rank has batches of different sizes.
+    """
+    if entry["launch_idle_ms"] is None:
+        return _scale(entry, 1000 * median_s)
+    profiled_ms, slowed_ms = entry["step_ms"], sum(entry[name] for name in SLOWED)
+    if sizes_differ:
+        return {**entry, "profiled_step_ms": profiled_ms, "includes_overhead": True}
+    overhead_ms = max(0.0, profiled_ms - 1000 * median_s)
+    removed_ms = min(overhead_ms, slowed_ms)
+    kept = 1 - removed_ms / slowed_ms if slowed_ms else 1.0
+    from_data_ms = min(overhead_ms - removed_ms, max(0.0, entry[DATA_WAIT] - 1000 * data_wait_s))
+    shorter = {name: entry[name] * kept for name in SLOWED} | {DATA_WAIT: entry[DATA_WAIT] - from_data_ms}
+    times = {"step_ms": profiled_ms - removed_ms - from_data_ms, "profiled_step_ms": profiled_ms}
+    return {**entry, **shorter, **times, "includes_overhead": False}
+
+
+def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
+    """Return an entry whose parts add up to a median step. They still have the shares of the profiled step."""
+    profiled_ms = entry["step_ms"]
+    keys = (*(f"{name}_ms" for name in (*PARTS, HIDDEN)), WITHOUT_CORE)
+    times = {key: entry.get(key) for key in keys}
+    scaled = {name: time * median_ms / profiled_ms for name, time in times.items() if time is not None}
+    return {**entry, **scaled, "step_ms": median_ms, "profiled_step_ms": profiled_ms, "includes_overhead": True}
+
+
+# Waiting for the slowest rank in collectives.
+#
+# A collective ends on all ranks at the same time. So the rank with the shortest duration started last, and the others
+# waited for it. No clock is compared between machines, only durations.
+#
+# The profiler does not record the process group of gloo's collectives. So nothing is known about the waiting if such
+# ranks are in several groups, as with ``hybrid_shard``.
+
+
+Key = tuple[str, str]
+"""Kind of a collective, and the ranks of its process group; empty: unknown."""
+Durations = Mapping[Key, Sequence[float]]
+"""Durations of the collectives of a rank in seconds, in the order of their starts."""
+
+ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scatter")
+"""Kinds in which a rank may end before another has started."""
+
+
+def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool = False) -> dict[Key, list[float]]:
+    """Return the durations of the collectives in which all ranks wait for each other.
+
+    Args:
+        collectives: Collectives of a rank.
+        several_groups: Whether the rank is in several process groups. Then collectives of unknown groups are left out.
+    """
+    found: dict[Key, list[float]] = {}
+    for collective in sorted(collectives, key=lambda collective: collective.when):
+        if collective.kind not in ONE_SIDED and (collective.group or not several_groups):
+            start, end = collective.when
+            found.setdefault((collective.kind, collective.group), []).append(end - start)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective on one rank, divided into waiting and transfer."""
+
+    kind: str
+    wait: Interval  # until the slowest rank starts
+    transfer: Interval
+
+
+def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Durations]) -> list[Transfer]:
+    """Divide the collectives of a rank into waiting and transfer, in the order of their starts.
+
+    Args:
+        collectives: Collectives of the rank.
+        ranks: Durations of all ranks. Ranks of other process groups have other keys. If ranks of one group have
+            different numbers of collectives, nothing is known about their waiting.
+    """
+    shortest = {key: _shortest([times[key] for times in ranks if key in times]) for rank in ranks for key in rank}
+    positions: dict[Key, int] = {}
+    found: list[Transfer] = []
+    for collective in sorted(collectives, key=lambda collective: collective.when):
+        key = collective.kind, collective.group
+        position = positions[key] = positions.get(key, -1) + 1
+        durations = shortest.get(key)
+        start, end = collective.when
+        started_last = start if durations is None else max(start, end - durations[position])
+        found.append(Transfer(collective.kind, (start, started_last), (started_last, end)))
+    return found
+
+
+def _shortest(ranks: Sequence[Sequence[float]]) -> list[float] | None:
+    if len({len(rank) for rank in ranks}) != 1:
+        return None
+    return [min(values) for values in zip(*ranks, strict=True)]

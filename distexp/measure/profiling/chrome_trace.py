@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distexp.measure.profiling.annotations import DATA, OPTIMIZER
-from distexp.measure.profiling.categories import (
+from distexp.measure.profiling.intervals import (
     BACKWARD,
     GLOO,
     MATMUL,
     OTHER_KERNEL,
+    Interval,
+    Timeline,
     collective_kind,
     kernel_category,
     nccl_kind,
     operator_category,
 )
-from distexp.measure.profiling.communication import Timeline
-from distexp.measure.profiling.intervals import Interval
+from distexp.system.torch_internals.annotations import DATA, OPTIMIZER
 
 STEP = "ProfilerStep#"
 COPY = "copy"

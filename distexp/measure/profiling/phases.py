@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from distexp.measure.profiling.intervals import Interval
-from distexp.runs.step_model import BACKWARD, FORWARD, OPTIMIZER
+from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Trace
+from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
+from distexp.measure.slow_rank_watch import SchedulerDelay
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER
+from distexp.system.torch_internals.collectives import FSDPUnitSize
 
 Place = tuple[str, int]
 """Phase and number of the micro-batch."""
@@ -88,3 +92,135 @@ def _split_at_gaps(events: Sequence[Interval], count: int) -> list[Interval]:
     starts = sorted(i for gap, i in sorted(gaps)[::-1][: max(0, count - 1)] if gap > 0)
     edges = [0, *starts, len(events)]
     return [(events[a][0], ends[b - 1]) for a, b in pairwise(edges) if b > a]
+
+
+# Waits of the CPU for the GPU. The rest of a step is the work of the CPU, such as launching kernels.
+
+
+LONG_LAUNCH_S = 200e-6
+"""A launch that takes longer waits for a free place in the queue of the GPU."""
+
+
+def waits_for_gpu(trace: Trace) -> list[Interval]:
+    """Return when the CPU waits for the GPU, or for a free place in its queue."""
+    launches = (event.launch for event in trace.device_events if event.launch is not None)
+    blocked = [(start + LONG_LAUNCH_S, end) for start, end in launches if end - start > LONG_LAUNCH_S]
+    return [*trace.synchronizations, *blocked]
+
+
+def cpu_busy_ms(trace: Trace, position: int) -> float | None:
+    """Return how long the CPU does not wait for the GPU in a step; None without a GPU.
+
+    Args:
+        trace: Events of the rank.
+        position: Number of the step in the trace.
+    """
+    if not trace.on_gpu:
+        return None
+    start, end = trace.steps[position]
+    return 1000 * (end - start - total_length(merge(clip(waits_for_gpu(trace), (start, end)))))
+
+
+# Time in the profiled steps of a CPU in which other programs had the core of the training thread.
+
+
+class CoreWaits:
+    """Time without a core in each profiled step. It is that of the training thread, so other threads may wait longer.
+
+    Args:
+        enabled: Whether to measure. On a GPU the time of the CPU is no part of a step.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._scheduler = SchedulerDelay() if enabled else None
+        self._started_s = 0.0
+        self._waits_s: list[float] = []
+
+    def start_step(self) -> None:
+        """Start to measure a step."""
+        if self._scheduler is not None:
+            self._started_s = self._scheduler.read_s()
+
+    def end_step(self) -> None:
+        """Keep the time of the step that has ended."""
+        if self._scheduler is not None:
+            self._waits_s.append(self._scheduler.read_s() - self._started_s)
+
+    def milliseconds(self, position: int) -> float | None:
+        """Return the time of a profiled step by its number; None if it is not known."""
+        if self._scheduler is None or not self._scheduler.is_readable or position >= len(self._waits_s):
+            return None
+        return 1000 * self._waits_s[position]
+
+
+# The collectives of FSDP from the annotations of its hooks, which a profile has with any number of workers.
+#
+# With one worker FSDP gathers and reduces nothing. Then its hooks show where it would.
+
+
+ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
+
+HOOK = re.compile(rf"{FSDP_HOOK}(\w+)(?: \(([^)]*)\)| for ([^\[]*?))?(?: \[.*\])?$")
+"""FSDP::pre_forward (layers.0), FSDP::backward_prefetch for layers.1, FSDP::pre_forward of the root."""
+
+
+@dataclass(frozen=True)
+class HookCollective:
+    """A collective that FSDP starts in a hook."""
+
+    when: float
+    kind: str
+    bytes: int
+
+
+def collectives_of_hooks(
+    calls: Sequence[tuple[str, Interval]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
+) -> list[HookCollective]:
+    """Return the collectives of a step, in the order of time.
+
+    Args:
+        calls: Hooks by name, with their times on the CPU.
+        units: Sizes of the units by name; the root has an empty name.
+        phases: Phases of the step.
+    """
+    first, last = phases.window
+    hooks = sorted((when[0], name) for name, when in calls if name.startswith(FSDP_HOOK) and first <= when[0] < last)
+    parsed = [(when, *_parse(name)) for when, name in hooks]
+    known = [(when, hook, units[unit]) for when, hook, unit in parsed if unit in units]
+    reduced = [HookCollective(when, REDUCE_SCATTER, u.reduced_bytes) for when, h, u in known if h == REDUCE_HOOK]
+    if any(hook == "all_gather" for _, hook, _ in parsed):  # several workers
+        gathered = [HookCollective(when, ALL_GATHER, u.gathered_bytes) for when, h, u in known if h == "all_gather"]
+    else:
+        gathered = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
+    return sorted([*gathered, *reduced], key=lambda collective: collective.when)
+
+
+REDUCE_HOOK = "post_backward_reduce"
+
+
+def _parse(name: str) -> tuple[str, str]:
+    """Return the hook and the unit of an annotation."""
+    found = HOOK.match(name)
+    return ("", "") if found is None else (found[1], found[2] or found[3] or "")
+
+
+def _gathers(
+    hooks: Sequence[tuple[float, str, str]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
+) -> list[HookCollective]:
+    """Return where FSDP would gather: in the first hook that needs the weights of a unit that are not there."""
+    present: set[str] = set()
+    found = []
+    keeps = not any(unit.reshards_after_forward for name, unit in units.items() if name)
+    last = phases.backward[-1][0] if phases.backward else phases.window[0]  # start of the last backward pass
+
+    def frees(hook: str, unit: FSDPUnitSize, when: float) -> bool:
+        after_forward = hook == "post_forward" and unit.reshards_after_forward
+        return after_forward or (hook == "post_backward_reshard" and (not keeps or when >= last))
+
+    for when, hook, unit in hooks:
+        if hook in ("pre_forward", "pre_backward", "backward_prefetch") and unit not in present:
+            present.add(unit)
+            found.append(HookCollective(when, ALL_GATHER, units[unit].gathered_bytes))
+        elif frees(hook, units[unit], when):
+            present.discard(unit)
+    return found

@@ -23,15 +23,15 @@ from distexp.config import TrainConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure.clock import quantiles, synchronize
-from distexp.measure.memory.model_tensors import ReadTensors
-from distexp.measure.profiling.annotations import activate_annotations
+from distexp.measure.profiling.breakdown import remove_overhead
 from distexp.measure.profiling.chrome_trace import Trace, read_trace
-from distexp.measure.profiling.core_waits import CoreWaits
-from distexp.measure.profiling.overhead import remove_overhead
-from distexp.measure.profiling.profile_window import WARMUP_STEPS, ProfileWindow
+from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
+from distexp.measure.profiling.phases import CoreWaits
 from distexp.measure.profiling.step_analysis import ProfileResult, StepAnalysis, result_or_error
 from distexp.measure.watcher import PROFILE, MeasuredSteps, Step, Watcher
 from distexp.runs.run_dir import profile_trace_path
+from distexp.strategies.model_tensors import ReadTensors
+from distexp.system.torch_internals.annotations import activate_annotations
 
 DETACH = "TEARDOWN_CUPTI"
 """Variable that makes the profiler detach CUPTI from the process when it stops. CUPTI slows down later launches."""

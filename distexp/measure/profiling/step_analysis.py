@@ -5,26 +5,25 @@ Each rank reads its own trace. Only durations of collectives and the results tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure.profiling.chrome_trace import Trace
-from distexp.measure.profiling.communication import combine_shares
-from distexp.measure.profiling.core_waits import CoreWaits
-from distexp.measure.profiling.cpu_waits import cpu_busy_ms
-from distexp.measure.profiling.lanes import lanes_of
-from distexp.measure.profiling.model_sizes import read_model_sizes
-from distexp.measure.profiling.profile_window import ProfileWindow
-from distexp.measure.profiling.rank_summary import MedianStep, RankSummary
-from distexp.measure.profiling.step_segments import ProfiledStep, items_of
-from distexp.runs.full_disk import print_despite_full_disk
-from distexp.runs.profile_summary import write_profile_summary
-from distexp.runs.step_model import StepModel, write_step_model
+from distexp.measure.profiling.intervals import ProfileWindow, combine_shares
+from distexp.measure.profiling.phases import CoreWaits, cpu_busy_ms
+from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, RankSummary, items_of, lanes_of
+from distexp.models.transforms import find_units
+from distexp.runs.step_files import Parameters, StepModel, write_profile_summary, write_step_model
+from distexp.runs.texts import print_despite_full_disk
+from distexp.strategies.optimizer import parameter_groups
+from distexp.system.torch_internals.collectives import FSDPUnitSize, ddp_bucket_sizes, read_fsdp_unit_sizes
 
 T = TypeVar("T")
 
@@ -139,3 +138,75 @@ def result_or_error(measure: Callable[[], T]) -> T | str:
         return measure()
     except Exception as error:
         return str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+
+
+# Sizes of what a distributed model sends and updates, for a forecast.
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model.
+
+    Attributes:
+        units: Parameters of each block, and of what is between the blocks, in the order of the model.
+        fsdp: Sizes of FSDP's units by name. Empty: no FSDP.
+        buckets: Elements of DDP's buckets. Empty: no DDP.
+        groups: Elements of each parameter in each group of the optimizer.
+        modules: Positions, in the parameters of all units, of those that each module itself has.
+    """
+
+    units: tuple[Parameters, ...] = ()
+    fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)
+    buckets: tuple[int, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    modules: tuple[tuple[int, ...], ...] = ()
+
+
+def read_model_sizes(module: nn.Module | None) -> ModelSizes:
+    """Return the sizes of a distributed model; empty if it is unknown."""
+    if module is None:
+        return ModelSizes()
+    bare = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "module", module)
+    return ModelSizes(
+        tuple(_units(bare)),
+        {unit.name: unit for unit in read_fsdp_unit_sizes(module)},
+        tuple(_bucket_elements(module)),
+        tuple(tuple(map(_elements, group["params"])) for group in parameter_groups(bare, weight_decay=0.0)),
+        tuple(_positions_by_module(bare)),
+    )
+
+
+def _units(model: nn.Module) -> Iterator[Parameters]:
+    """Yield the trained parameters of each block, and of the modules before and after the blocks."""
+    blocks = [name for name, _ in find_units(model)]
+
+    def unit(name: str) -> str:
+        return next((block for block in blocks if name.startswith(f"{block}.")), name.split(".", maxsplit=1)[0])
+
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, members in groupby(trained, key=lambda named: unit(named[0])):
+        yield Parameters(name, tuple(_elements(parameter) for _, parameter in members))
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Return the elements of a whole parameter. ZeRO-3 leaves an empty tensor, and keeps the number elsewhere."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Yield the positions of the trained parameters of each module that has some. Modules may share a parameter."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    positions = {id(parameter): position for position, parameter in enumerate(trained)}
+    for module in model.modules():
+        own = tuple(
+            positions[id(parameter)] for parameter in module.parameters(recurse=False) if parameter.requires_grad
+        )
+        if own:
+            yield own
+
+
+def _bucket_elements(module: nn.Module) -> list[int]:
+    if not isinstance(module, DistributedDataParallel):
+        return []
+    width = next(parameter.element_size() for parameter in module.parameters() if parameter.requires_grad)
+    return [size // width for size in ddp_bucket_sizes(module)]

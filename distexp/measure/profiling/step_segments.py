@@ -6,15 +6,39 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
-from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace, TraceCollective
-from distexp.measure.profiling.cpu_waits import waits_for_gpu
-from distexp.measure.profiling.fsdp_hooks import HookCollective, collectives_of_hooks
-from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
-from distexp.measure.profiling.phases import StepPhases, find_phases
-from distexp.measure.profiling.rank_summary import MedianStep
-from distexp.runs.step_model import FORWARD, OPTIMIZER, Collective, Item, Segment
-from distexp.system.torch_internals.fsdp import FSDPUnitSize
+from distexp.measure.profiling.breakdown import (
+    Durations,
+    StepParts,
+    Transfer,
+    durations_of,
+    split_collectives,
+    split_step,
+    step_windows,
+)
+from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace, TraceCollective, timeline_of
+from distexp.measure.profiling.intervals import (
+    MATMUL,
+    OTHER_KERNEL,
+    CommunicationShares,
+    Interval,
+    clip,
+    communication_shares,
+    intersect,
+    merge,
+    subtract,
+    total_length,
+)
+from distexp.measure.profiling.phases import (
+    HookCollective,
+    StepPhases,
+    collectives_of_hooks,
+    find_phases,
+    waits_for_gpu,
+)
+from distexp.runs.step_files import FORWARD, OPTIMIZER, Collective, Item, Segment
+from distexp.system.torch_internals.collectives import FSDPUnitSize, has_several_groups
 
 CHUNKS = 24
 """Segments of a pass without collectives, so that a forecast can insert some."""
@@ -205,3 +229,144 @@ def _fewer_micro_batches(items: Sequence[Item]) -> tuple[Item, ...]:
             times[item.micro_batch] += item.device_s or item.host_s
     kept = sorted(times, key=lambda number: times[number])[(len(times) - 1) // 2 :][:1]
     return tuple(item for item in items if item.micro_batch in (0, *kept, last))
+
+
+# Lanes of one step for a picture: computation, collectives, and the CPU.
+
+
+MAX_SPANS = 400
+"""Most spans of a lane. With more, the step is divided into so many cells, each with its longest label."""
+GAP = 0.002
+"""Spans are merged if the gap between them is a smaller fraction of the step."""
+
+Spans = list[tuple[Interval, str]]
+
+
+def lanes_of(trace: Trace, step: StepParts, collectives: Sequence[Transfer], rank: int) -> dict[str, Any]:
+    """Return the entry of a rank in ``profile/summary.json``, with labels as text."""
+    lanes = {
+        "compute": _paint(step.window, _compute(step)),
+        "communication": _paint(step.window, _communication(collectives)),
+        "cpu": _paint(step.window, _cpu(trace)),
+    }
+    return {
+        "rank": rank,
+        "step_ms": 1000 * step.duration,
+        "lanes": [{"name": name, "spans": _to_json(spans, step.window[0])} for name, spans in lanes.items()],
+    }
+
+
+def _compute(step: StepParts) -> Iterator[tuple[str, Sequence[Interval]]]:
+    for part, label in (("matmul", MATMUL), ("other_kernels", OTHER_KERNEL), ("optimizer", "optimizer")):
+        yield label, step.parts[part]
+
+
+def _communication(collectives: Sequence[Transfer]) -> Iterator[tuple[str, Sequence[Interval]]]:
+    for kind in sorted({collective.kind for collective in collectives}):
+        yield kind, [collective.transfer for collective in collectives if collective.kind == kind]
+    yield "waiting", [collective.wait for collective in collectives]
+
+
+def _cpu(trace: Trace) -> Iterator[tuple[str, Sequence[Interval]]]:
+    yield "data", trace.data
+    yield "optimizer", trace.optimizer
+    yield "backward", trace.backward
+    yield "forward", [when for intervals in trace.operators.values() for when in intervals]
+
+
+def _paint(window: Interval, layers: Iterator[tuple[str, Sequence[Interval]]]) -> Spans:
+    """Return disjoint spans in the order of time. Where layers overlap, the first one counts."""
+    left, spans = [window], []
+    for label, intervals in layers:
+        covered = merge(clip(intervals, window))
+        spans += [(interval, label) for interval in intersect(left, covered)]
+        left = subtract(left, covered)
+    joined = _join(sorted(spans), GAP * (window[1] - window[0]))
+    return joined if len(joined) <= MAX_SPANS else _rasterize(joined, window)
+
+
+def _join(spans: Spans, gap: float) -> Spans:
+    """Merge neighbors with the same label."""
+    found: Spans = []
+    for (start, end), label in spans:
+        if found and found[-1][1] == label and start - found[-1][0][1] < gap:
+            found[-1] = (found[-1][0][0], end), label
+        else:
+            found.append(((start, end), label))
+    return found
+
+
+def _rasterize(spans: Spans, window: Interval) -> Spans:
+    """Return at most MAX_SPANS spans: each cell has the label that fills most of it, if half of it is filled."""
+    start, width = window[0], (window[1] - window[0]) / MAX_SPANS
+    cells: list[dict[str, float]] = [{} for _ in range(MAX_SPANS)]
+    for (begin, end), label in spans:
+        for index in range(int((begin - start) / width), min(MAX_SPANS, int((end - start) / width) + 1)):
+            covered = min(end, start + (index + 1) * width) - max(begin, start + index * width)
+            cells[index][label] = cells[index].get(label, 0.0) + max(0.0, covered)
+    painted = [
+        ((start + index * width, start + (index + 1) * width), max(cell, key=lambda label: cell[label]))
+        for index, cell in enumerate(cells)
+        if sum(cell.values()) >= width / 2
+    ]
+    return _join(painted, width / 2)
+
+
+def _to_json(spans: Spans, start: float) -> list[list[Any]]:
+    return [[round(1000 * (a - start), 4), round(1000 * (b - start), 4), label] for (a, b), label in spans]
+
+
+# What the ranks need to know of each other's traces to find the parts of a step.
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """What the other ranks need to know of the trace of a rank."""
+
+    shares: CommunicationShares
+    step_s: list[float]  # duration of each profiled step
+    collectives: Durations
+
+    @classmethod
+    def of(cls, trace: Trace) -> RankSummary:
+        """Return the summary of a trace."""
+        durations = [end - start for start, end in step_windows(trace)]
+        collectives = durations_of(trace.collectives, several_groups=has_several_groups())
+        return cls(communication_shares(timeline_of(trace)), durations, collectives)
+
+
+@dataclass(frozen=True)
+class MedianStep:
+    """The profiled step of a rank whose duration is the median, as a mean over the ranks.
+
+    Attributes:
+        position: Number of the step in the trace, the same for all ranks.
+        transfers: Collectives of the trace, with the waiting for other ranks.
+        parts: Parts of the step.
+    """
+
+    position: int
+    transfers: list[Transfer]
+    parts: StepParts
+
+    @classmethod
+    def of(cls, trace: Trace, ranks: Sequence[RankSummary]) -> MedianStep:
+        """Return the median step of a rank.
+
+        Args:
+            trace: Events of the rank.
+            ranks: Summaries of all ranks.
+
+        Raises:
+            ValueError: the ranks have different numbers of steps.
+        """
+        position = _median_position([rank.step_s for rank in ranks])
+        transfers = split_collectives(trace.collectives, [rank.collectives for rank in ranks])
+        return cls(position, transfers, split_step(trace, step_windows(trace)[position], transfers))
+
+
+def _median_position(ranks: Sequence[Sequence[float]]) -> int:
+    if len({len(rank) for rank in ranks}) > 1:
+        raise ValueError("the ranks have different numbers of profiled steps")
+    totals = [sum(durations) for durations in zip(*ranks, strict=True)]
+    return sorted(range(len(totals)), key=lambda position: totals[position])[(len(totals) - 1) // 2]

@@ -6,14 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import RunGroup
-from distexp.report.data.rows import Row
-from distexp.report.data.scaling import ScalingSeries, make_forecast_series
-from distexp.report.data.settings import world_size
-from distexp.runs.entry_values import number_of
-from distexp.runs.forecast import StoredForecast, cap_efficiency, read_forecasts
-from distexp.runs.forecast_errors import (
+from distexp.forecast.uncertainty import (
     ForecastError,
     compare_with_run,
     machine_name,
@@ -22,14 +15,22 @@ from distexp.runs.forecast_errors import (
     running_error,
     store_error,
 )
+from distexp.report.data.metrics import METRICS_BY_NAME
+from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import RunGroup, format_metric
+from distexp.report.data.rows import Row
+from distexp.report.data.run_settings import world_size
+from distexp.report.data.scaling_series import ScalingSeries, make_forecast_series
+from distexp.runs.predictions import StoredForecast, cap_efficiency, read_forecasts
 from distexp.runs.record import RunRecord
+from distexp.system.typed_values import number_of
 from distexp.tables.text_table import TextTable
 
 MAX_ROWS = 40
 MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")
 RUN, SIZE, BATCH = "run", "nodes x workers per node", "global batch"
 HEADER = (RUN, SIZE, BATCH, "forecast (ms/step)", "interval (ms)", "samples/s")
-NOTE = "Forecast by distexp forecast. Error: forecast minus measured, in percent of the measured median step."
+FORECAST_NOTE = "Forecast by distexp forecast. Error: forecast minus measured, in percent of the measured median step."
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
         del columns[BATCH]
     title = "Forecast and measured" if measured else "Forecast"
     machines = dict.fromkeys(machine_name(entry.row.record) for entry in found if entry.errors)
-    notes = [NOTE if measured else "Forecast by distexp forecast."]
+    notes = [FORECAST_NOTE if measured else "Forecast by distexp forecast."]
     notes += [f"{machine}: {text}" for machine in machines if (text := running_error(read_errors(machine)))]
     notes += [f"{len(found) - MAX_ROWS} more sizes are in the files forecast.json."] if len(found) > MAX_ROWS else []
     rows = tuple(zip(*columns.values(), strict=True))
@@ -227,3 +228,39 @@ def _curve(overview: Overview, row: Row, forecasts: Sequence[StoredForecast]) ->
     drawn = {forecast.workers: forecast for forecast in reversed(chosen)}  # with the fewest nodes
     points = tuple(drawn[workers] for workers in sorted(drawn))
     return ForecastCurve(series, row, points) if any(point.workers > fewest for point in points) else None
+
+
+# Predicted memory next to the measured one.
+
+
+TITLE = "Predicted and measured memory (MiB)"
+NOTE = "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak."
+
+COLUMNS = {
+    "predicted": "predicted_peak_allocated_mib",
+    "measured": "torch_peak_allocated_mib",
+    "error %": "prediction_error_pct",
+    "reserved, predicted": "predicted_peak_reserved_mib",
+    "reserved, measured": "torch_peak_reserved_mib",
+    "nvidia-smi, predicted": "predicted_nvidia_smi_mib",
+    "nvidia-smi, measured": "gpu_peak_mib",
+    "host, predicted": "predicted_host_peak_mib",
+    "host, measured": "cpu_peak_mib",
+}
+"""Metric of each column, by its title."""
+
+
+def predicted_groups(overview: Overview) -> list[RunGroup]:
+    """Return the groups whose memory was predicted."""
+    names = (COLUMNS["predicted"], COLUMNS["host, predicted"])
+    return [group for group in overview.groups if any(group.metric(name) for name in names)]
+
+
+def build_predictions_table(overview: Overview) -> TextTable | None:
+    """Build the table with a row per training; None if no run was predicted."""
+    groups = predicted_groups(overview)
+    if not groups:
+        return None
+    columns = {title: format_metric(groups, METRICS_BY_NAME[name]) for title, name in COLUMNS.items()}
+    labels = overview.label_columns([group.label for group in groups], groups)
+    return TextTable.from_columns(TITLE, {**labels, **columns}, NOTE, num_labels=len(labels))

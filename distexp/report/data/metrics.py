@@ -2,11 +2,166 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from distexp.report.data import metric_readers as read
-from distexp.runs.device_entries import cpu_peak_mib
+from distexp.runs.memory_trace import ideal_states_mib, tensor_entries
 from distexp.runs.record import RunRecord
+from distexp.statistics.noise import step_noise
+from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
+
+# Readers of metrics: what a record has to be searched or computed for.
+#
+# A function with a record as argument is a reader. The others return the reader of a key.
+
+
+ReadMetric = Callable[[RunRecord], float | None]
+"""A function that returns a metric of a run, or None if it was not measured."""
+
+
+def metrics_field(name: str) -> ReadMetric:
+    """Return the reader of a field of ``record.metrics``."""
+    return lambda record: number_or_none(getattr(record.metrics, name))
+
+
+def last_percent(name: str) -> ReadMetric:
+    """Return the reader of the last of a list of fractions, in percent."""
+
+    def read(record: RunRecord) -> float | None:
+        fractions = getattr(record.metrics, name)
+        return 100 * float(fractions[-1]) if fractions else None
+
+    return read
+
+
+def step_time(quantile: str) -> ReadMetric:
+    """Return the reader of a quantile of the step times, in seconds: p50, p90 or max."""
+    return lambda record: number_or_none((record.metrics.step_time_s or {}).get(quantile))
+
+
+def energy_value(name: str) -> ReadMetric:
+    """Return the reader of a key of ``metrics.energy``."""
+    return lambda record: number_or_none((record.metrics.energy or {}).get(name))
+
+
+def communication_percent(name: str) -> ReadMetric:
+    """Return the reader of a fraction in ``metrics.communication``, in percent."""
+
+    def read(record: RunRecord) -> float | None:
+        return _percent((record.metrics.communication or {}).get(name))
+
+    return read
+
+
+def step_noise_percent(record: RunRecord) -> float | None:
+    """Return the noise of the speed between steps, in percent of the speed."""
+    return _percent(step_noise(record.metrics.speed_error))
+
+
+def padding_percent(record: RunRecord) -> float | None:
+    """Return the share of padding in the training batches, in percent."""
+    return _percent(record.metrics.padding_share)
+
+
+def flops_utilization_percent(name: str) -> ReadMetric:
+    """Return the reader of an MFU or HFU."""
+    return lambda record: _percent(getattr(record.metrics, name))
+
+
+def largest_of_devices(kind: str, key: str) -> ReadMetric:
+    """Return the reader of the largest value in ``record.memory`` over the devices or ranks of a kind."""
+    return lambda record: max(device_values(record.memory.get(kind), key), default=None)
+
+
+def gpu_peak(record: RunRecord) -> float | None:
+    """Return the peak that NVML sampled, or what torch had reserved if that is more.
+
+    A run may run out of memory between two samples.
+    """
+    sampled = largest_of_devices("gpu", "peak_mib")(record)
+    return None if sampled is None else max(sampled, largest_of_devices("torch", "peak_reserved_mib")(record) or 0.0)
+
+
+def mean_utilization(kind: str) -> ReadMetric:
+    """Return the reader of the mean utilization over the devices of a kind, in percent."""
+    return lambda record: mean_or_none(device_values(record.utilization.get(kind), "average_pct"))
+
+
+def largest_part(name: str) -> ReadMetric:
+    """Return the reader of a part of the memory, on the worker where it is largest."""
+    return lambda record: max(device_values(tensor_entries(record.memory), name), default=None)
+
+
+def sum_of_parts(record: RunRecord) -> float | None:
+    """Return the sum of all parts on the worker with the most, in MiB."""
+    return _largest_sum(record, PARTS)
+
+
+def sum_not_offloaded(record: RunRecord) -> float | None:
+    """Return the sum of the parts that are not in host memory, on the worker with the most, in MiB."""
+    return _largest_sum(record, [name for name in PARTS if name not in _offloaded_parts(record)])
+
+
+def _largest_sum(record: RunRecord, names: Iterable[str]) -> float | None:
+    """Return the sum of some parts on the worker where it is largest."""
+    kept = list(names)
+    sums = [sum(float(entry.get(name) or 0.0) for name in kept) for entry in tensor_entries(record.memory)]
+    return max(sums, default=None)
+
+
+def _offloaded_parts(record: RunRecord) -> set[str]:
+    """Return the parts that are in host memory. From stage 2 on, an offloaded optimizer takes its gradients along."""
+    built = record.built
+    offloaded = set(built.offload.split("+")) if built else set()
+    if built and "optimizer" in offloaded and (built.zero_stage or 0) >= 2:
+        offloaded.add("gradients")
+    return {f"{'optimizer_states' if name == 'optimizer' else name}_mib" for name in offloaded}
+
+
+def number_or_none(value: Any) -> float | None:
+    """Return a value as a float; None stays None."""
+    return None if value is None else float(value)
+
+
+def _percent(fraction: Any) -> float | None:
+    return None if fraction is None else 100 * float(fraction)
+
+
+def prediction(name: str) -> ReadMetric:
+    """Return the reader of a field of ``record.predicted``."""
+    return lambda record: number_or_none(getattr(record.predicted, name)) if record.predicted else None
+
+
+def predicted_gpu_peak(record: RunRecord) -> float | None:
+    """Return the predicted peak of torch's memory. On a CPU, torch has no memory that could be measured."""
+    return None if record.config["cluster"]["device"] == "cpu" else prediction("peak_allocated_mib")(record)
+
+
+def prediction_error_percent(record: RunRecord) -> float | None:
+    """Return predicted minus measured peak, in percent of the measured one."""
+    predicted = predicted_gpu_peak(record)
+    measured = largest_of_devices("torch", "peak_allocated_mib")(record) if record.status == "completed" else None
+    return 100 * (predicted / measured - 1) if predicted is not None and measured else None
+
+
+def ideal_model_states(record: RunRecord) -> float | None:
+    """Return the ideal memory of model states, only if the real one was measured."""
+    return ideal_states_mib(record) if device_values(record.memory["torch"], "states_mib") else None
+
+
+def filled_in_later(record: RunRecord) -> float | None:
+    """Return None: a comparison with other runs fills in the value."""
+    return None
+
+
+PARTS = {
+    "parameters_mib": "parameters",
+    "gradients_mib": "gradients",
+    "optimizer_states_mib": "optimizer states",
+    "activations_mib": "activations",
+}
+"""Metrics of the parts of a worker's memory, with their titles."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +179,7 @@ class Metric:
     """
 
     name: str
-    read: read.ReadMetric
+    read: ReadMetric
     title: str = ""
     number_format: str = "{:z,.1f}"
     factor: float = 1.0
@@ -62,44 +217,44 @@ PARTS_TOTAL = "parts_mib"
 NOT_OFFLOADED = "parts_not_offloaded_mib"
 
 TABLE_METRICS = (
-    Metric("train_loss", read.metrics_field("train_loss"), "train\nloss", "{:z.4f}", importance=60),
-    Metric("eval_loss", read.metrics_field("eval_loss"), "eval\nloss", "{:z.4f}", importance=85),
-    Metric("eval_accuracy_pct", read.last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
-    Metric("eval_top5_accuracy_pct", read.last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
-    Metric("exact_match_pct", read.metrics_field("exact_match"), "EM %", importance=50),
-    Metric("f1_pct", read.metrics_field("f1"), "F1 %", importance=52),
-    Metric(SPEED, read.metrics_field(SPEED), "samples/s", importance=95),
-    Metric("tokens_per_second", read.metrics_field("tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
-    Metric("padding_share_pct", read.padding_percent, "pad-\nding %", importance=18, hides_zero=True),
-    Metric("mfu_pct", read.flops_utilization_percent("mfu"), "MFU %", importance=37),
-    Metric("mfu_of_ceiling_pct", read.flops_utilization_percent("mfu_of_ceiling"), "MFU % of\nceiling", importance=19),
-    Metric("hfu_pct", read.flops_utilization_percent("hfu"), "HFU %", importance=21),
-    Metric("step_time_p50_s", read.step_time("p50"), "step\nms", factor=1000, importance=35),
-    Metric(COMMUNICATION, read.communication_percent("share"), "commu-\nnication %", "{:z.0f}", importance=65),
-    Metric("gpu_peak_mib", read.gpu_peak, "GPU peak\nMiB", "{:z,.0f}", importance=90),
-    Metric("gpu_training_average_mib", read.largest_of_devices("gpu", "training_average_mib"), "GPU avg\nMiB",
+    Metric("train_loss", metrics_field("train_loss"), "train\nloss", "{:z.4f}", importance=60),
+    Metric("eval_loss", metrics_field("eval_loss"), "eval\nloss", "{:z.4f}", importance=85),
+    Metric("eval_accuracy_pct", last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
+    Metric("eval_top5_accuracy_pct", last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
+    Metric("exact_match_pct", metrics_field("exact_match"), "EM %", importance=50),
+    Metric("f1_pct", metrics_field("f1"), "F1 %", importance=52),
+    Metric(SPEED, metrics_field(SPEED), "samples/s", importance=95),
+    Metric("tokens_per_second", metrics_field("tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
+    Metric("padding_share_pct", padding_percent, "pad-\nding %", importance=18, hides_zero=True),
+    Metric("mfu_pct", flops_utilization_percent("mfu"), "MFU %", importance=37),
+    Metric("mfu_of_ceiling_pct", flops_utilization_percent("mfu_of_ceiling"), "MFU % of\nceiling", importance=19),
+    Metric("hfu_pct", flops_utilization_percent("hfu"), "HFU %", importance=21),
+    Metric("step_time_p50_s", step_time("p50"), "step\nms", factor=1000, importance=35),
+    Metric(COMMUNICATION, communication_percent("share"), "commu-\nnication %", "{:z.0f}", importance=65),
+    Metric("gpu_peak_mib", gpu_peak, "GPU peak\nMiB", "{:z,.0f}", importance=90),
+    Metric("gpu_training_average_mib", largest_of_devices("gpu", "training_average_mib"), "GPU avg\nMiB",
            "{:z,.0f}", importance=22),
-    Metric("gpu_training_mode_mib", read.largest_of_devices("gpu", "training_mode_mib"), "GPU mode\nMiB", "{:z,.0f}",
+    Metric("gpu_training_mode_mib", largest_of_devices("gpu", "training_mode_mib"), "GPU mode\nMiB", "{:z,.0f}",
            importance=20),
-    Metric("torch_peak_allocated_mib", read.largest_of_devices("torch", "peak_allocated_mib"),
+    Metric("torch_peak_allocated_mib", largest_of_devices("torch", "peak_allocated_mib"),
            "torch\npeak MiB", "{:z,.0f}", importance=45),
-    Metric("predicted_peak_allocated_mib", read.predicted_gpu_peak, "predicted\npeak MiB", "{:z,.0f}",
+    Metric("predicted_peak_allocated_mib", predicted_gpu_peak, "predicted\npeak MiB", "{:z,.0f}",
            importance=46),
-    Metric("prediction_error_pct", read.prediction_error_percent, "predict.\nerror %", "{:+z.1f}", importance=47),
-    Metric("model_states_mib", read.largest_of_devices("torch", "states_mib"), "model\nst. MiB", "{:z,.0f}",
+    Metric("prediction_error_pct", prediction_error_percent, "predict.\nerror %", "{:+z.1f}", importance=47),
+    Metric("model_states_mib", largest_of_devices("torch", "states_mib"), "model\nst. MiB", "{:z,.0f}",
            importance=28),
-    Metric("model_states_ideal_mib", read.ideal_model_states, "by arith-\nmetic MiB", "{:z,.0f}", importance=27),
+    Metric("model_states_ideal_mib", ideal_model_states, "by arith-\nmetic MiB", "{:z,.0f}", importance=27),
     Metric(CPU_PEAK, lambda record: cpu_peak_mib(record.memory), "CPU peak\nMiB", "{:z,.0f}", importance=70),
-    Metric("gpu_utilization_pct", read.mean_utilization("gpu"), "GPU\nutil %", "{:z.0f}", importance=38),
-    Metric("cpu_utilization_pct", read.mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
-    Metric("train_runtime_s", read.metrics_field("train_runtime"), "run-\ntime s", importance=48),
-    Metric(ENERGY, read.energy_value("j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
-    Metric("energy_kwh", read.energy_value("kwh"), "kWh", "{:z,.4f}", importance=17),
-    Metric("gpu_hours", read.energy_value("gpu_hours"), "GPU\nhours", "{:z,.3f}", importance=16),
-    Metric("co2e_g", read.energy_value("co2e_g"), "CO2e g", "{:z,.1f}", importance=29),
-    Metric("price", read.energy_value("price"), "price", "{:z,.2f}", importance=31),
-    Metric(SPEEDUP, read.filled_in_later, "speedup", "{:z.2f}", importance=75),
-    Metric(EFFICIENCY, read.filled_in_later, "effi-\nciency %", "{:z.0f}", importance=80),
+    Metric("gpu_utilization_pct", mean_utilization("gpu"), "GPU\nutil %", "{:z.0f}", importance=38),
+    Metric("cpu_utilization_pct", mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
+    Metric("train_runtime_s", metrics_field("train_runtime"), "run-\ntime s", importance=48),
+    Metric(ENERGY, energy_value("j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
+    Metric("energy_kwh", energy_value("kwh"), "kWh", "{:z,.4f}", importance=17),
+    Metric("gpu_hours", energy_value("gpu_hours"), "GPU\nhours", "{:z,.3f}", importance=16),
+    Metric("co2e_g", energy_value("co2e_g"), "CO2e g", "{:z,.1f}", importance=29),
+    Metric("price", energy_value("price"), "price", "{:z,.2f}", importance=31),
+    Metric(SPEEDUP, filled_in_later, "speedup", "{:z.2f}", importance=75),
+    Metric(EFFICIENCY, filled_in_later, "effi-\nciency %", "{:z.0f}", importance=80),
 )  # fmt: skip
 
 _FILE_METRICS = (
@@ -114,31 +269,31 @@ _FILE_ENERGIES = (
 
 METRICS = (
     *TABLE_METRICS,
-    *(Metric(name, read.metrics_field(name)) for name in _FILE_METRICS),
-    Metric("hfu_of_ceiling_pct", read.flops_utilization_percent("hfu_of_ceiling")),
-    Metric(STEP_NOISE, read.step_noise_percent),
-    Metric(NOISE, read.filled_in_later),
-    Metric(EXPOSED, read.communication_percent("exposed_share")),
-    *(Metric(f"energy_{name}", read.energy_value(name)) for name in _FILE_ENERGIES),
-    Metric("eval_runtime_s", read.metrics_field("eval_runtime")),
-    Metric("step_time_p90_s", read.step_time("p90")),
-    Metric("step_time_max_s", read.step_time("max")),
-    Metric("torch_average_allocated_mib", read.largest_of_devices("torch", "average_allocated_mib")),
-    Metric("torch_peak_reserved_mib", read.largest_of_devices("torch", "peak_reserved_mib")),
-    Metric("torch_alloc_retries", read.largest_of_devices("torch", "alloc_retries")),
-    Metric("predicted_peak_reserved_mib", read.prediction("peak_reserved_mib"), number_format="{:z,.0f}"),
-    Metric("predicted_nvidia_smi_mib", read.prediction("nvidia_smi_mib"), number_format="{:z,.0f}"),
-    Metric("predicted_host_peak_mib", read.prediction("host_peak_mib"), number_format="{:z,.0f}"),
-    Metric("gpu_average_mib", read.largest_of_devices("gpu", "average_mib")),
-    Metric("gpu_mode_mib", read.largest_of_devices("gpu", "mode_mib")),
-    Metric("cpu_training_average_mib", read.largest_of_devices("cpu", "training_average_mib")),
-    Metric("cpu_training_mode_mib", read.largest_of_devices("cpu", "training_mode_mib")),
-    Metric("cpu_average_mib", read.largest_of_devices("cpu", "average_mib")),
-    Metric("cpu_mode_mib", read.largest_of_devices("cpu", "mode_mib")),
-    *(Metric(name, read.largest_part(name), number_format="{:z,.3f}") for name in read.PARTS),
-    Metric(PARTS_TOTAL, read.sum_of_parts, number_format="{:z,.3f}"),
-    Metric(NOT_OFFLOADED, read.sum_not_offloaded, number_format="{:z,.3f}"),
-    Metric("duration_s", lambda record: read.number_or_none(record.run.duration_s)),
+    *(Metric(name, metrics_field(name)) for name in _FILE_METRICS),
+    Metric("hfu_of_ceiling_pct", flops_utilization_percent("hfu_of_ceiling")),
+    Metric(STEP_NOISE, step_noise_percent),
+    Metric(NOISE, filled_in_later),
+    Metric(EXPOSED, communication_percent("exposed_share")),
+    *(Metric(f"energy_{name}", energy_value(name)) for name in _FILE_ENERGIES),
+    Metric("eval_runtime_s", metrics_field("eval_runtime")),
+    Metric("step_time_p90_s", step_time("p90")),
+    Metric("step_time_max_s", step_time("max")),
+    Metric("torch_average_allocated_mib", largest_of_devices("torch", "average_allocated_mib")),
+    Metric("torch_peak_reserved_mib", largest_of_devices("torch", "peak_reserved_mib")),
+    Metric("torch_alloc_retries", largest_of_devices("torch", "alloc_retries")),
+    Metric("predicted_peak_reserved_mib", prediction("peak_reserved_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_nvidia_smi_mib", prediction("nvidia_smi_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_host_peak_mib", prediction("host_peak_mib"), number_format="{:z,.0f}"),
+    Metric("gpu_average_mib", largest_of_devices("gpu", "average_mib")),
+    Metric("gpu_mode_mib", largest_of_devices("gpu", "mode_mib")),
+    Metric("cpu_training_average_mib", largest_of_devices("cpu", "training_average_mib")),
+    Metric("cpu_training_mode_mib", largest_of_devices("cpu", "training_mode_mib")),
+    Metric("cpu_average_mib", largest_of_devices("cpu", "average_mib")),
+    Metric("cpu_mode_mib", largest_of_devices("cpu", "mode_mib")),
+    *(Metric(name, largest_part(name), number_format="{:z,.3f}") for name in PARTS),
+    Metric(PARTS_TOTAL, sum_of_parts, number_format="{:z,.3f}"),
+    Metric(NOT_OFFLOADED, sum_not_offloaded, number_format="{:z,.3f}"),
+    Metric("duration_s", lambda record: number_or_none(record.run.duration_s)),
 )
 """Memory is that of the GPU, rank or node that uses most; utilization is the mean over them."""
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from distexp.report.data.failures import failure_notes
-from distexp.report.data.metrics import EFFICIENCY, NOISE, SPEED, SPEEDUP, TABLE_METRICS, Metric
-from distexp.report.data.repeats import RunGroup, group_repeats, share_deviations
-from distexp.report.data.rows import Row, rows_from_records
-from distexp.report.data.scaling import ScalingSeries, add_efficiency, find_scaling_series
-from distexp.report.data.setting_names import SEED
-from distexp.report.data.settings import MAX_LENGTH, format_setting, format_settings, run_label
-from distexp.report.data.speedup import add_speedup, exceeds_workers
-from distexp.report.data.varying import varying_settings
+from distexp.report.data.metrics import EFFICIENCY, MEMORIES, NOISE, SPEED, SPEEDUP, TABLE_METRICS, Metric
+from distexp.report.data.repeats import RunGroup, group_repeats, share_deviations, varying_settings
+from distexp.report.data.rows import Row, name_runs, rows_from_records
+from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting, format_settings, run_label
+from distexp.report.data.scaling_series import (
+    ScalingSeries,
+    add_efficiency,
+    add_speedup,
+    exceeds_workers,
+    find_scaling_series,
+)
 from distexp.runs.record import RunRecord
-from distexp.statistics.noise import is_within_noise
+from distexp.runs.record_sections import RunError
+from distexp.runs.texts import describe_advice, describe_largest, describe_numbers, shorten_message
+from distexp.statistics.noise import Spread, is_within_noise
 
 MAX_SETTINGS = 4  # in a description of a run
 NOISE_MARK = "~"
@@ -121,3 +126,166 @@ def _add_noise(groups: Sequence[RunGroup]) -> None:
         speed = group.metric(SPEED)
         for row in group.counted_rows:
             row.metrics[NOISE] = 100 * speed.noise / speed.mean if speed and speed.noise and speed.mean else None
+
+
+# Rankings of runs: by task, by one metric, and the Pareto front of a cost and throughput.
+
+
+@dataclass(frozen=True)
+class RankedGroup:
+    """A training with the value of the metric by which it is ranked."""
+
+    group: RunGroup
+    value: Spread
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The trainings of a task, the best first."""
+
+    task: str
+    ranked: tuple[RankedGroup, ...]
+
+    @property
+    def best(self) -> RankedGroup:
+        """Return the first training."""
+        return self.ranked[0]
+
+    @property
+    def equal_to_best(self) -> tuple[RankedGroup, ...]:
+        """Return the trainings after the best one that differ from it by less than the noise."""
+        return tuple(other for other in self.ranked[1:] if is_within_noise(self.best.value, other.value))
+
+
+def memory_metric(overview: Overview) -> str | None:
+    """Return the first metric of ``MEMORIES`` that a completed run has; None if there is none."""
+    done = [row for row in overview.rows if row.completed]
+    return next((name for name in MEMORIES if any(row.metrics[name] is not None for row in done)), None)
+
+
+def group_by_task(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
+    """Collect groups by task. Runs of different tasks (model and data set) are not comparable."""
+    tasks: dict[str, list[RunGroup]] = {}
+    for group in groups:
+        tasks.setdefault(group.task, []).append(group)
+    return tasks
+
+
+def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[Ranking]:
+    """Yield a ranking of each task: its completed groups that have the metric. Disturbed ones have no known speed.
+
+    Args:
+        overview: The runs.
+        name: Name of the metric.
+        largest: Whether the largest value is the best.
+    """
+    completed = [group for group in overview.groups if group.completed and group.metric(name)]
+    known = [group for group in completed if name != SPEED or group.disturbance is None]
+    for task, groups in group_by_task(known).items():
+        ranked = [RankedGroup(group, value) for group in groups if (value := group.metric(name))]
+        yield Ranking(task, tuple(sorted(ranked, key=lambda one: one.value.mean, reverse=largest)))
+
+
+def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
+    """Return the Pareto front of each task: no other group is both cheaper and faster. The cheapest comes first.
+
+    The cost is a metric such as the memory or the energy per sample.
+    A difference within the noise does not count. Of two runs with equal speeds only the cheaper one is on the front.
+    Disturbed runs are left out.
+    """
+    measured = [group for group in overview.groups if group.completed and group.metric(cost) and group.metric(SPEED)]
+    known = [group for group in measured if group.disturbance is None]
+    return [_pareto_front(groups, cost) for groups in group_by_task(known).values()]
+
+
+@dataclass(frozen=True)
+class _Point:
+    group: RunGroup
+    cost: Spread
+    speed: Spread
+
+    def dominates(self, other: _Point) -> bool:
+        """Return whether this point is better in cost or speed, and not worse in the other one."""
+        cheaper, faster = _order(other.cost, self.cost), _order(self.speed, other.speed)
+        return cheaper >= 0 and faster >= 0 and cheaper + faster > 0
+
+
+def _pareto_front(groups: Sequence[RunGroup], cost: str) -> list[RunGroup]:
+    points = [
+        _Point(group, size, speed) for group in groups
+        if (size := group.metric(cost)) and (speed := group.metric(SPEED))
+    ]  # fmt: skip
+    points.sort(key=lambda point: (point.cost.mean, -point.speed.mean))
+    front: list[_Point] = []
+    for point in points:
+        if not front or _order(point.speed, front[-1].speed) > 0:
+            front.append(point)
+    return [point.group for point in front if not any(other.dominates(point) for other in front)]
+
+
+def _order(one: Spread, other: Spread) -> int:
+    """Return 1 if the first value is larger, -1 if it is smaller, 0 if they are equal within the noise."""
+    if one.mean == other.mean or is_within_noise(one, other):
+        return 0
+    return 1 if one.mean > other.mean else -1
+
+
+# Reasons why runs did not complete.
+
+
+MAX_REASON_LENGTH = 300  # characters of a message
+MAX_LABELS = 8
+
+
+def failure_notes(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield one line for each reason, with the runs that share it."""
+    labels: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if not row.completed:
+            for reason in failure_reasons(row):
+                labels.setdefault((row.record.status, reason), []).append(row.label)
+    for (status, reason), found in labels.items():
+        yield f"{name_runs(found, MAX_LABELS)} {status}: {reason}"
+
+
+def failure_reason(row: Row, limit: int = MAX_REASON_LENGTH) -> str:
+    """Return why a run did not complete, in one line."""
+    return "; ".join(failure_reasons(row, limit))
+
+
+def failure_reasons(row: Row, limit: int = MAX_REASON_LENGTH) -> list[str]:
+    """Return why a run did not complete; an invalid run may have several reasons."""
+    status, error = row.record.status, row.record.error
+    if error is None:
+        return ["its record has no error message"]
+    if status == "invalid":
+        return [" ".join(message.split()) for message in error.errors]
+    phase = f" in phase {error.phase}" if error.phase else ""
+    if status in ("oom_gpu", "oom_host"):
+        reason = f"out of {'GPU' if status == 'oom_gpu' else 'host'} memory{phase}{_peak_memory(row)}"
+        return [reason if error.memory is None else f"{reason}; {_allocation(error.memory)}"]
+    return [f"{error.type}{phase}: {_shorten(error, limit)}"]
+
+
+def _allocation(memory: Mapping[str, Any]) -> str:
+    """Return the allocation that failed, the largest tensors and what would fit."""
+    largest, advice = describe_largest(memory), describe_advice(memory)
+    texts = [describe_numbers(memory), f"largest: {largest}" if largest else "", f"to fit: {advice}" if advice else ""]
+    return "; ".join(filter(None, texts))
+
+
+def _shorten(error: RunError, limit: int) -> str:
+    message = " ".join(shorten_message(error, limit).split())
+    return message if len(message) <= limit else message[: limit - 1] + "…"
+
+
+def _peak_memory(row: Row) -> str:
+    if row.record.status == "oom_host":
+        peak = row.metrics["cpu_peak_mib"]
+        return "" if peak is None else f", at a peak of {peak:,.0f} MiB on a node"
+    total = row.record.environment.gpu_total_mib if row.record.environment else None
+    of_total = f" of {total:,.0f}" if total else ""
+    for name, where in (("gpu_peak_mib", "on a GPU"), ("torch_peak_allocated_mib", "allocated by torch")):
+        if (peak := row.metrics[name]) is not None:
+            return f", at a peak of {peak:,.0f}{of_total} MiB {where}"
+    return ""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from distexp.config.overrides import join_first
 from distexp.report.data.metrics import read_metrics
-from distexp.report.data.settings import read_settings
+from distexp.report.data.run_settings import read_settings
 from distexp.runs.disturbance import describe_disturbance
-from distexp.runs.printable import printable
-from distexp.runs.record import RunRecord
-from distexp.runs.record_search import find_records
+from distexp.runs.record import RunRecord, find_records
 from distexp.runs.run_dir import RECORD
+from distexp.system.files import printable
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,23 @@ def _shorten(folders: Sequence[str]) -> dict[str, str]:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(min(ends), max(ends), strict=False))
     cut = "".join(first for first, _ in same).rfind("_") + 1
     return {folder: end[cut:] for folder, end in zip(folders, ends, strict=True)}
+
+
+# Helpers that format the sentences and labels of a report.
+
+
+def name_runs(labels: Iterable[str], limit: int = 4) -> str:
+    """Return ``run 3``, or ``runs 3, 5 and 2 more``."""
+    known = list(labels)
+    return f"run{'s' if len(known) > 1 else ''} {join_first(known, limit)}"
+
+
+def format_change(after: float, before: float) -> str:
+    """Return the relative change as a percentage with its sign, never ``-0.0%``."""
+    return f"{round(100 * (after / before - 1), 1) + 0.0:+.1f}%"
+
+
+def format_noise(noise: float, reference: float) -> str:
+    """Return the noise of a value as ``±4%``; large ones are not exact."""
+    percent = 100 * noise / abs(reference) if reference else 0.0
+    return f"±{percent:.2g}%" if percent < 99.5 else "more than ±100%"

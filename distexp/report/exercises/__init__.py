@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from distexp.report.data.metrics import NOT_OFFLOADED
 from distexp.report.data.overview import Overview
-from distexp.report.exercises.fill import fill_table
-from distexp.report.exercises.layout import load_layouts
+from distexp.report.data.repeats import RunGroup
+from distexp.report.data.run_settings import format_settings
+from distexp.report.exercises.columns import Layout, Reasons, RowKey, format_row, load_layouts
 from distexp.tables.text_table import TextTable
 
 
@@ -29,3 +34,152 @@ def exercise_tables(overview: Overview) -> Iterator[TextTable]:
         layout = load_layouts().get(exercise)
         if layout is not None:
             yield fill_table(exercise, layout, overview, groups)
+
+
+# Fills the layout of a table with the runs of an exercise.
+
+
+PRINTED = "printed in the workshop"
+MAX_SETTINGS = 4  # in the label of a row
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of a table: one label for each column of the header, and one cell for each column of the layout."""
+
+    labels: tuple[str, ...]
+    cells: tuple[str, ...]
+
+
+def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequence[RunGroup]) -> TextTable:
+    """Build the table of an exercise. Rows of the workshop without a run are marked ``not run``."""
+    keyed = _assign_rows(layout, groups)
+    baseline = next((group for key, group in keyed if key == layout.keys[0] and group and group.completed), None)
+    counts = Counter(key for key, _ in keyed)
+    rows: list[TableRow] = []
+    reasons = Reasons()
+    for key, group in keyed:
+        labels = layout.labels_of(key)
+        if group is not None and counts[key] > 1:
+            labels = (labels[0] + _differing_settings(overview, group), *labels[1:])
+        rows.append(TableRow(labels, format_row(layout.columns, group, baseline, reasons)))
+        if layout.printed and key == layout.keys[0]:
+            rows.append(_printed_row(layout))
+    note = " ".join(filter(None, [describe_scale(groups), *table_notes(layout, groups)]))
+    build = _build_transposed if layout.transpose else _build
+    table = build(f"{layout.title} ({exercise})", layout, rows)
+    return replace(table, note=note, reasons=reasons.numbered())
+
+
+def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKey, RunGroup | None]]:
+    """Return the workshop's rows in their order, each with its groups, then the rows of all other groups."""
+    found: dict[RowKey, list[RunGroup]] = {}
+    for group in groups:
+        found.setdefault(layout.key_of(group), []).append(group)
+    keys = [*layout.keys, *(key for key in found if key not in layout.keys)]
+    if all(len(key) == 1 and isinstance(key[0], int) for key in keys):
+        keys.sort()
+    assigned: list[tuple[RowKey, RunGroup | None]] = []
+    for key in keys:
+        assigned += [(key, group) for group in found.get(key, [None])]
+    return assigned
+
+
+def _differing_settings(overview: Overview, group: RunGroup) -> str:
+    settings = format_settings(group.settings, overview.varied[:MAX_SETTINGS])
+    return f", {settings or f'run {group.label}'}"
+
+
+def _printed_row(layout: Layout) -> TableRow:
+    """Return the row of the numbers that the workshop printed."""
+    labels = (PRINTED, *[""] * (len(layout.label) - 1))
+    return TableRow(labels, tuple(layout.printed.get(column.title, "") for column in layout.columns))
+
+
+def _build(title: str, layout: Layout, rows: Sequence[TableRow]) -> TextTable:
+    header = (*layout.header, *(column.title for column in layout.columns))
+    texts = tuple((*row.labels, *row.cells) for row in rows)
+    return TextTable(title, header, texts, num_labels=len(layout.header))
+
+
+def _build_transposed(title: str, layout: Layout, rows: Sequence[TableRow]) -> TextTable:
+    """Build a table with a row for each column of the layout, and a column for each run."""
+    has_categories = any(column.category for column in layout.columns)
+    corner = ("Category", "Metric") if has_categories else ("Metric",)
+    titles = [(column.category, column.title) if has_categories else (column.title,) for column in layout.columns]
+    texts = tuple((*row_title, *(row.cells[n] for row in rows)) for n, row_title in enumerate(titles))
+    return TextTable(title, (*corner, *(row.labels[0] for row in rows)), texts, num_labels=len(corner))
+
+
+# Notes below the workshop's tables that are computed from the runs.
+
+
+OVERALL_SPEED = "train_samples_per_second_overall"
+Groups = Sequence[RunGroup]
+
+
+def table_notes(layout: Layout, groups: Groups) -> Iterator[str]:
+    """Yield the notes of a layout: computed ones by name, others as they are."""
+    for note in layout.notes:
+        yield COMPUTED[note](groups) if note in COMPUTED else note
+
+
+def describe_scale(groups: Groups) -> str:
+    """Warn if the runs were made small with ``scale``."""
+    scales = {(group.rows[0].record.config.get("scale") or {}).get("name", "full") for group in groups}
+    small = sorted(scales - {"full"})
+    if not small:
+        return ""
+    return f"scale={small[0]}: small model, few samples. Do not compare this table with the workshop's numbers."
+
+
+def _speed_with_evaluation(groups: Groups) -> str:
+    """Return the speed as the Trainer computes it, with evaluation time."""
+    speed = groups[0].metric(OVERALL_SPEED)
+    if speed is None or not groups[0].completed:
+        return ""
+    return f"The workshop's samples/s include evaluation time. With it, this run has {speed.mean:,.2f} samples/s."
+
+
+def _random_weights(groups: Groups) -> str:
+    if groups[0].rows[0].record.config["model"]["init"] == "pretrained":
+        return ""
+    return "These losses start from random weights. Use model.init=pretrained for the published weights."
+
+
+def _lowest_memory_by_model(groups: Groups) -> str:
+    """Name the ZeRO stage with the lowest memory for each model: a question of the workshop.
+
+    Without a GPU these are the parts of a worker's memory that are not offloaded.
+    """
+    if best := _lowest_by_model(groups, "gpu_peak_mib"):
+        found = [f"stage {lowest.zero_stage} on {model} ({lowest.mib:,.0f} MiB)" for model, lowest in best.items()]
+        return f"Lowest peak GPU memory: {', '.join(found)}."
+    if best := _lowest_by_model(groups, NOT_OFFLOADED):
+        found = [f"stage {lowest.zero_stage} on {model} ({lowest.mib:,.3f} MiB)" for model, lowest in best.items()]
+        return f"Lowest memory that a GPU would hold: {', '.join(found)}."
+    return ""
+
+
+@dataclass(frozen=True)
+class _LowestMemory:
+    mib: float
+    zero_stage: Any
+
+
+def _lowest_by_model(groups: Groups, metric: str) -> dict[str, _LowestMemory]:
+    """Return the lowest value of a memory metric for each model, with its ZeRO stage."""
+    best: dict[str, _LowestMemory] = {}
+    for group in groups:
+        size, model = group.metric(metric), str(group.setting("model"))
+        if group.completed and size and (model not in best or size.mean < best[model].mib):
+            best[model] = _LowestMemory(size.mean, group.setting("zero_stage"))
+    return best
+
+
+COMPUTED: dict[str, Callable[[Groups], str]] = {
+    "speed_with_evaluation": _speed_with_evaluation,
+    "random_weights": _random_weights,
+    "lowest_memory_by_model": _lowest_memory_by_model,
+}
+"""Notes by their names in ``workshop.yaml``."""

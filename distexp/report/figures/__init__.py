@@ -16,17 +16,17 @@ from collections.abc import Sequence
 
 from distexp.report.data.overview import Overview
 from distexp.report.figures.base import Figure
-from distexp.report.figures.energy_throughput import build_energy_throughput
 from distexp.report.figures.losses import build_losses
-from distexp.report.figures.memory_over_time import build_cpu_memory, build_gpu_memory
-from distexp.report.figures.memory_parts import build_memory_parts
-from distexp.report.figures.memory_throughput import build_memory_throughput
-from distexp.report.figures.peak_parts import build_peak_parts
-from distexp.report.figures.predicted_memory import build_predicted_memory
-from distexp.report.figures.scaling import build_scaling
-from distexp.report.figures.step_breakdown import build_step_breakdown
-from distexp.report.figures.step_timeline import build_step_timeline
-from distexp.report.figures.step_times import build_step_times
+from distexp.report.figures.memory_figures import (
+    build_cpu_memory,
+    build_gpu_memory,
+    build_memory_parts,
+    build_peak_parts,
+    build_predicted_memory,
+)
+from distexp.report.figures.scaling_figure import build_scaling
+from distexp.report.figures.step_figures import build_step_breakdown, build_step_timeline, build_step_times
+from distexp.report.figures.tradeoff import build_energy_throughput, build_memory_throughput
 from distexp.report.traces import RunTrace
 
 FIGURES = (

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import altair as alt
 
 from distexp.report.data.overview import Overview
-from distexp.report.data.text import name_runs
-from distexp.report.figures.base import Figure, Panel, describe_selection
-from distexp.report.figures.loss_charts import draw_apart, draw_differences, draw_together, is_equal, panel_legend
-from distexp.report.loss_curves import LossCurve, all_coincide, any_overlap
-from distexp.report.same_training import compare_losses
+from distexp.report.data.rows import name_runs
+from distexp.report.figures.base import Figure, LegendEntry, Panel, color, describe_selection, inline_data
+from distexp.report.same_training import (
+    LossCurve,
+    Losses,
+    all_coincide,
+    any_overlap,
+    compare_losses,
+    largest_difference,
+    loss_range,
+    relative_differences,
+)
 from distexp.report.traces import MAX_TRACES, RunTrace
 
 
@@ -47,3 +57,132 @@ def _difference_figure(
         "losses", "Losses", panels, " ".join(filter(None, notes)), sentences,
         legend=panel_legend(curves, others=False), subtitle=f"All curves coincide; drawn: {drawn}",
     )  # fmt: skip
+
+
+# Charts of losses: all curves in one, one panel per run, or differences to a baseline.
+
+
+TRAINING, OTHERS, EVALUATION = "training loss", "training loss of the other runs", "evaluation loss"
+ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)
+COLORS = {TRAINING: "c1", OTHERS: "line", EVALUATION: "c2"}
+SINGLE_HEIGHT = 320
+PANEL_HEIGHT = 150
+WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
+"""Vega expression of a label. Between two steps that are close, Vega places ticks in spite of ``tickMinStep``."""
+Rows = list[dict[str, Any]]
+
+
+def panel_legend(curves: Sequence[LossCurve], *, others: bool) -> tuple[LegendEntry, ...]:
+    """Return the legend of panels with one run each; ``others`` are the gray curves behind it."""
+    lines = [LegendEntry(kind, COLORS[kind], "line") for kind in (BOTH if others else ONE)]
+    rings = [LegendEntry(EVALUATION, COLORS[EVALUATION], "ring")] if any(curve.evaluation for curve in curves) else []
+    return (*lines, *rings)
+
+
+def draw_together(curves: Sequence[LossCurve]) -> alt.LayerChart:
+    """Draw a line per run, and a ring per evaluation. A click on the legend highlights a run."""
+    picked = alt.selection_point(fields=["run"], bind="legend")
+    encoding = {
+        **_axes(curves),
+        "color": _run_color(curves),
+        "opacity": alt.condition(picked, alt.value(0.95), alt.value(0.12)),
+    }
+    rows = [row for curve in curves for row in _rows(curve, curve.training)]
+    rings = [row for curve in curves for row in _rows(curve, curve.evaluation)]
+    layers = [alt.Chart(inline_data(rows)).mark_line().encode(**encoding)]
+    if rings:
+        layers.append(_rings(rings).encode(**encoding, shape=_ring_shape()))
+    return alt.layer(*layers).add_params(picked).properties(height=SINGLE_HEIGHT)
+
+
+def draw_apart(curves: Sequence[LossCurve]) -> Iterator[Panel]:
+    """Yield a panel per run, with the other runs in gray behind it. All have the same axes."""
+    for curve in curves:
+        others = [row for other in curves if other is not curve for row in _rows(other, other.training)]
+        behind = _lines(others, OTHERS, BOTH).encode(**_axes(curves), detail="run:N")
+        yield Panel(curve.name, alt.layer(behind, *_draw_run(curve, curves, BOTH)).properties(height=PANEL_HEIGHT))
+
+
+def draw_differences(curves: Sequence[LossCurve], baseline: LossCurve) -> Iterator[Panel]:
+    """Yield the losses of the baseline, then the differences of each other run that is not equal to it."""
+    others = [curve for curve in curves if not is_equal(curve, baseline)]
+    chart = alt.layer(*_draw_run(baseline, curves, ONE))
+    yield Panel(baseline.name, chart.properties(height=PANEL_HEIGHT if others else SINGLE_HEIGHT))
+    limit = 100 * max(max(curve.tolerance, _widest_difference(curve, baseline)) for curve in curves)
+    for curve in others:
+        size, step = largest_difference(curve, baseline)
+        title = f"{curve.name}: at most {100 * size:.2g}%, at step {step}"
+        yield Panel(title, _draw_difference(curve, baseline, limit))
+
+
+def is_equal(curve: LossCurve, baseline: LossCurve) -> bool:
+    """Return whether all losses at common steps are equal."""
+    return _widest_difference(curve, baseline) == 0
+
+
+def _widest_difference(curve: LossCurve, baseline: LossCurve) -> float:
+    pairs = ((curve.training, baseline.training), (curve.evaluation, baseline.evaluation))
+    return max((abs(difference) for pair in pairs for difference in relative_differences(*pair).values()), default=0.0)
+
+
+def _draw_difference(curve: LossCurve, baseline: LossCurve, limit: float) -> alt.LayerChart:
+    y = alt.Y("percent:Q", title="difference (%)", scale=alt.Scale(domain=[-limit, limit], nice=False),
+              axis=alt.Axis(values=[-limit, 0, limit], format=".2~g"))  # fmt: skip
+    tooltip = ["run:N", "step:Q", alt.Tooltip("percent:Q", title="difference (%)", format=".3~g")]
+    encoding = {"x": _step_axis(), "y": y, "tooltip": tooltip}
+    training = _percent_rows(curve.name, relative_differences(curve.training, baseline.training))
+    evaluation = _percent_rows(curve.name, relative_differences(curve.evaluation, baseline.evaluation))
+    layers = [_lines(training, TRAINING, ONE).encode(**encoding)]
+    if evaluation:
+        layers.append(_rings(evaluation).encode(**encoding, shape=_ring_shape()))
+    return alt.layer(*layers).properties(height=PANEL_HEIGHT)
+
+
+def _percent_rows(run: str, differences: Losses) -> Rows:
+    return [{"run": run, "step": step, "percent": 100 * difference} for step, difference in differences.items()]
+
+
+def _draw_run(curve: LossCurve, curves: Sequence[LossCurve], kinds: Sequence[str]) -> Iterator[alt.Chart]:
+    """Yield the line and the rings of one run, on the axes of all."""
+    yield _lines(_rows(curve, curve.training), TRAINING, kinds).encode(**_axes(curves))
+    if curve.evaluation:
+        yield _rings(_rows(curve, curve.evaluation)).encode(**_axes(curves), shape=_ring_shape())
+
+
+def _rows(curve: LossCurve, losses: Losses) -> Rows:
+    return [{"run": curve.name, "step": step, "loss": loss} for step, loss in losses.items()]
+
+
+def _axes(curves: Sequence[LossCurve]) -> dict[str, Any]:
+    y = alt.Y("loss:Q", title="loss", scale=alt.Scale(domain=list(loss_range(curves)), nice=True, zero=False))
+    return {"x": _step_axis(), "y": y, "tooltip": ["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")]}
+
+
+def _step_axis() -> alt.X:
+    axis = alt.Axis(grid=False, tickMinStep=1, tickCount=10, labelExpr=WHOLE_STEPS)
+    return alt.X("step:Q", title="step", axis=axis)
+
+
+def _lines(rows: Rows, kind: str, kinds: Sequence[str]) -> alt.Chart:
+    """Return lines whose color is that of a kind, with a legend of all kinds in the figure."""
+    scale = alt.Scale(domain=list(kinds), range=[color(COLORS[name]) for name in kinds])
+    legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke")
+    marked = inline_data([{**row, "kind": kind} for row in rows])
+    return alt.Chart(marked).mark_line().encode(color=alt.Color("kind:N", scale=scale, legend=legend))
+
+
+def _rings(rows: Rows) -> alt.Chart:
+    marked = inline_data([{**row, "kind": EVALUATION} for row in rows])
+    return alt.Chart(marked).mark_point(filled=False, size=70, strokeWidth=2, color=color(COLORS[EVALUATION]))
+
+
+def _ring_shape() -> alt.Shape:
+    """Return the encoding that puts the rings into the legend."""
+    return alt.Shape("kind:N", scale=alt.Scale(domain=[EVALUATION], range=["circle"]), legend=alt.Legend(title=None))
+
+
+def _run_color(curves: Sequence[LossCurve]) -> alt.Color:
+    names = [curve.name for curve in curves]
+    style = {"symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": alt.ExprRef("width")}
+    legend = alt.Legend(title=None, columns=1, **style) if len(names) > 1 else None
+    return alt.Color("run:N", scale=alt.Scale(domain=names), legend=legend)

@@ -1,4 +1,4 @@
-"""Chart of a cost, such as memory or energy, against throughput: a point per training, and the Pareto front."""
+"""Charts of a cost, such as memory or energy, against throughput."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 import altair as alt
 
-from distexp.report.data.metrics import SPEED
-from distexp.report.data.overview import Overview
-from distexp.report.data.ranking import pareto_fronts
-from distexp.report.data.repeats import RunGroup
-from distexp.report.data.settings import MAX_LENGTH, format_setting
-from distexp.report.figures.base import SINGLE_WIDTH
-from distexp.report.figures.label_placement import Frame, is_shown, place_labels
-from distexp.report.figures.theme import MAX_COLORS, color, inline_data
+from distexp.report.data.metrics import ENERGY, MEMORIES, SPEED
+from distexp.report.data.overview import Overview, memory_metric, pareto_fronts
+from distexp.report.data.repeats import RunGroup, group_by_settings
+from distexp.report.data.rows import format_change
+from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting
+from distexp.report.figures.base import MAX_COLORS, SINGLE_WIDTH, Figure, Panel, color, inline_data
+from distexp.report.figures.labels import Frame, is_shown, place_labels
+from distexp.report.traces import RunTrace
+from distexp.statistics.noise import is_within_noise
+from distexp.tables.text_table import TextTable
 
 MAX_LABELS = 16
 CROWD = 200  # points; more are drawn small and pale
@@ -196,3 +198,103 @@ class _Channels:
                 scale = alt.Scale(domain=domain, **options)
                 found[channel] = encode(f"{channel}:N", scale=scale, legend=legend)
         return found
+
+
+# Memory against throughput: one point per training, the Pareto front, and runs out of memory.
+
+
+def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if no memory was measured."""
+    memory = memory_metric(overview)
+    if memory is None:
+        return None
+    tradeoff = Tradeoff(overview, Cost(memory, MEMORIES[memory], "MiB", ",.0f"), _out_of_memory(overview, memory))
+    chart = tradeoff.draw()
+    if chart is None:
+        return None
+    offload = build_offload_table(overview, memory)
+    return Figure(
+        "memory_throughput", "Memory against throughput", (Panel("", chart),), _caption(tradeoff),
+        tables=(offload,) if offload else (),
+    )  # fmt: skip
+
+
+def _caption(tradeoff: Tradeoff) -> str:
+    crosses = ["Red crosses: runs out of memory, at their peak."] if tradeoff.failed else []
+    return " ".join([*tradeoff.describe("smaller"), *crosses])
+
+
+def _out_of_memory(overview: Overview, memory: str) -> tuple[RunGroup, ...]:
+    """Return the groups that ran out of memory and have a peak."""
+    return tuple(
+        group for group in overview.groups if "oom" in group.status and not group.completed and group.metric(memory)
+    )
+
+
+# Energy per sample against throughput: one point per training, and the Pareto front.
+
+
+COST = Cost(ENERGY, "energy per sample", "J", ",.3~f")
+
+
+def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if no energy was measured."""
+    tradeoff = Tradeoff(overview, COST)
+    chart = tradeoff.draw()
+    if chart is None:
+        return None
+    caption = " ".join(tradeoff.describe("more economical"))
+    return Figure("energy_throughput", "Energy against throughput", (Panel("", chart),), caption)
+
+
+# Table of what offloading costs in time and saves in memory, all other settings equal.
+
+
+OFFLOADS = (False, True, "pinned")
+"""Values of ``offload``. The first one that was run is the baseline."""
+
+
+def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
+    """Compare runs that differ only in ``offload``; None if there are none."""
+    names = [name for name in overview.varied if name not in ("offload", SEED)]
+    memories = list(dict.fromkeys((memory, "cpu_peak_mib")))
+    rows = tuple(
+        (
+            *(format_setting(group.setting(name), MAX_LENGTH) for name in names),
+            *(format_setting(one.setting("offload")) for one in (group, baseline)),
+            _time(baseline, group),
+            *(_memory(baseline, group, name) for name in memories),
+        )
+        for baseline, *others in _by_offload(overview.groups, names)
+        for group in others
+    )
+    if not rows:
+        return None
+    header = (*names, "offload", "compared with", "time", *(MEMORIES[name] for name in memories))
+    return TextTable("Effect of offloading", header, rows)
+
+
+def _by_offload(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
+    """Collect groups that differ only in ``offload``, the baseline first."""
+    members = group_by_settings(groups, names).values()
+    alike = (sorted(similar, key=lambda group: OFFLOADS.index(group.setting("offload"))) for similar in members)
+    return [similar for similar in alike if similar[0].setting("offload") != similar[-1].setting("offload")]
+
+
+def _time(baseline: RunGroup, group: RunGroup) -> str:
+    if not group.completed:
+        return group.status
+    if not baseline.completed:
+        return f"{baseline.status} without it"
+    before, after = baseline.metric(SPEED), group.metric(SPEED)
+    if not (before and after and after.mean):
+        return "-"
+    noise = " (within noise)" if is_within_noise(before, after) else ""
+    return f"{before.mean / after.mean:.2f}x{noise}"
+
+
+def _memory(baseline: RunGroup, group: RunGroup, name: str) -> str:
+    before, after = baseline.metric(name), group.metric(name)
+    if not (baseline.completed and group.completed and before and after and before.mean):
+        return "-"
+    return f"{format_change(after.mean, before.mean)} ({after.mean:,.0f} MiB)"

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gzip
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import vl_convert
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from distexp.config.overrides import join_first
 from distexp.report.data.overview import Overview
 from distexp.report.exercises import exercise_tables
-from distexp.report.figures.base import Figure
-from distexp.report.figures.theme import DARK, LIGHT
-from distexp.report.page.configurations import configurations
-from distexp.report.page.embedding import (
-    bundle_chart_library,
-    compress,
-    escape_closing_tags,
-    read_table_library,
-    to_json,
-)
-from distexp.report.page.provenance import provenance_tables
-from distexp.report.page.run_table import relative_link, run_table
-from distexp.report.page.tiles import build_tiles
-from distexp.report.summary import explain_cpu_speeds, summarize
-from distexp.runs.listing import join_first
+from distexp.report.figures.base import DARK, LIGHT, VEGALITE, Figure
+from distexp.report.overview_table import explain_cpu_speeds, overview_columns, summarize
+from distexp.report.page.page_data import build_tiles, configurations, provenance_tables, relative_link, run_table
+from distexp.system.files import nan_to_none
 
 MAX_NOTES = 20
 PAGE_FILES = files("distexp.report.page")
@@ -70,3 +66,87 @@ def _page_data(overview: Overview, figures: Sequence[Figure], directory: Path) -
         "configurations": configurations(overview),
         "charts": {f"{figure.name}-{n}": figure.panel_spec(n) for figure in figures for n in range(len(figure.panels))},
     }
+
+
+# Scripts, styles and data in the form in which the page contains them.
+
+
+@cache
+def bundle_chart_library() -> str:
+    """Return a JavaScript module with Vega, Vega-Lite and Vega-Embed. Cached, because it takes a second."""
+    return vl_convert.javascript_bundle("export default vegaEmbed;", vl_version=VEGALITE)
+
+
+def read_table_library(suffix: str) -> str:
+    """Return the JavaScript module or the style of DataTables from the package itables.
+
+    The package is not imported, because it would read the pyproject.toml of the current folder.
+    """
+    package = find_spec("itables")
+    assert package is not None
+    assert package.origin is not None
+    return (Path(package.origin).parent / "html" / f"dt_bundle{suffix}").read_text()
+
+
+def compress(text: str) -> str:
+    """Compress a text, which the page's script decompresses. It makes the page four times smaller."""
+    return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def escape_closing_tags(code: str) -> Markup:
+    """Escape the tags that would end a script or style element early."""
+    return Markup(code.replace("</script", "<\\/script").replace("</style", "<\\/style"))
+
+
+def to_json(content: Any) -> str:
+    """Return compact JSON; NaN and infinity become null."""
+    return json.dumps(nan_to_none(content), separators=(",", ":"), allow_nan=False)
+
+
+# ``results.md``: the table of runs, the notes and summary, and the figures.
+
+
+def write_markdown(overview: Overview, figures: Sequence[Figure], path: Path) -> None:
+    """Write the report as Markdown; the images are expected in the folder ``plots``."""
+    lines = [*_overview_lines(overview)]
+    for table in exercise_tables(overview):
+        lines += ["", f"## {table.title}", "", *_table(table.header, table.rows)]
+        lines += [*(_escape(reason) + "  " for reason in table.reasons), _escape(table.note)]
+    for figure in figures:
+        lines += _figure_lines(figure)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _overview_lines(overview: Overview) -> Iterator[str]:
+    columns = list(overview_columns(overview))
+    rows = zip(*(column.cells for column in columns), strict=True)
+    yield from _table([column.one_line_title for column in columns], rows, [column.right for column in columns])
+    yield from (f"- {_escape(note)}" for note in overview.notes())
+    yield ""
+    yield from (_escape(sentence) + "  " for sentence in summarize(overview))
+
+
+def _figure_lines(figure: Figure) -> Iterator[str]:
+    yield from ("", f"## {figure.title}", "")
+    if figure.subtitle:
+        yield from (f"**{_escape(figure.subtitle)}**", "")
+    if figure.panels:
+        yield from (f"![{figure.title}](plots/{figure.name}.svg)", "")
+    yield from (_escape(figure.caption), "")
+    for table in figure.tables:
+        yield from (f"{table.title}:", "", *_table(table.header, table.rows))
+    yield from (f"- {_escape(sentence)}" for sentence in figure.sentences)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> list[str]:
+    """Return the lines of a table; ``right`` has whether a column is right-aligned."""
+    ruler = ["---:" if n < len(right) and right[n] else "---" for n in range(len(header))]
+    return [_line(header), _line(ruler), *map(_line, rows), ""]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_escape(cell) for cell in cells)} |"
+
+
+def _escape(text: str) -> str:
+    return " ".join(text.splitlines()).replace("|", "\\|").replace("<", "&lt;")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distexp.system.torch_internals.errors import explained
+from distexp.system.torch_internals.tensors import explained
 
 
 @dataclass(frozen=True)

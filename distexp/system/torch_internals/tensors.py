@@ -1,13 +1,14 @@
-"""Private APIs of tensors and autocast."""
+"""Private APIs of tensors, autograd, GPU memory, fake tensors and dispatch modes."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from distexp.system.torch_internals.errors import explained
 
 
 def tensor_norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -38,3 +39,182 @@ def count_references(tensor: Any) -> tuple[int, int]:
     """Return the references of C++ to a tensor and to its storage, from inside of a dispatch mode."""
     with explained("Tensor._use_count, torch._C._storage_Use_Count"):
         return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+# Private APIs of the backward pass.
+
+
+@contextmanager
+def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run each backward pass of autograd in a context, during the block."""
+    with explained("torch.autograd._engine_run_backward"):
+        module: Any = torch.autograd
+        original = module._engine_run_backward
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with context():
+            return original(*arguments, **options)
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = original
+
+
+def queue_backward_callback(function: Callable[[], None]) -> None:
+    """Run a function at the end of the current backward pass, in the order of these calls."""
+    with explained("torch.autograd.Variable._execution_engine.queue_callback"):
+        engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+# Private APIs of the memory of GPUs.
+
+
+def start_memory_history(max_entries: int) -> None:
+    """Record each allocation of GPU memory with its Python stack, and each free."""
+    with explained("torch.cuda.memory._record_memory_history"):
+        torch.cuda.memory._record_memory_history("all", "alloc", "python", max_entries, clear_history=True)
+
+
+def on_out_of_memory(call: Callable[[int, int, int, int], None]) -> None:
+    """Call a function with GPU and requested, total and free bytes before torch raises an out-of-memory error."""
+    with explained("torch._C._cuda_attach_out_of_memory_observer"):
+        torch._C._cuda_attach_out_of_memory_observer(call)  # type: ignore[attr-defined]
+
+
+def stop_memory_history(device: int) -> list[dict[str, Any]]:
+    """End the recording; return the entries of a GPU in order: ``action``, ``addr``, ``size`` and ``frames``."""
+    with explained("torch.cuda.memory._snapshot"):
+        entries: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][device]
+        torch.cuda.memory._record_memory_history(None)
+        return entries
+
+
+# Private APIs of fake tensors and dispatch modes.
+
+
+class FakeMode(Protocol):
+    """Torch's mode in which tensors have shapes and no values."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+
+def make_fake_mode() -> FakeMode:
+    """Return a mode in which tensors have shapes, types and devices, but no memory."""
+    with explained("torch._subclasses.fake_tensor.FakeTensorMode"):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # It logs errors that it raises.
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake_of(tensor: Tensor, mode: FakeMode) -> bool:
+    """Return whether a tensor was made in this mode."""
+    return getattr(tensor, "fake_mode", None) is mode
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values, and not only a shape as in a fake mode."""
+    return getattr(tensor, "fake_mode", None) is None and not tensor.is_meta
+
+
+@contextmanager
+def without_fake_mode() -> Iterator[None]:
+    """Run the block with real tensors, inside of a fake mode."""
+    with explained("torch._subclasses.fake_tensor.unset_fake_temporarily"):
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+    with unset_fake_temporarily():
+        yield
+
+
+def fake_mode_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of operations that need the values of tensors."""
+    with explained("torch._subclasses.fake_tensor"):
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        )
+
+        return DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+
+@contextmanager
+def only_mode(mode: Any) -> Iterator[None]:
+    """Run the block with this dispatch mode and no other one, and without function modes."""
+    with explained("torch.utils._python_dispatch._disable_current_modes, torch.overrides._pop_mode_temporarily"):
+        from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+        from torch.utils._python_dispatch import _disable_current_modes
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def replaced_kernels(kernels: Mapping[str, Callable[..., Any]], dispatch_key: str) -> Iterator[None]:
+    """Replace kernels of aten by Python functions, for one dispatch key, during the block."""
+    with explained("torch.library.Library._destroy"):
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        end = library._destroy
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, dispatch_key, allow_override=True)
+        yield
+    finally:
+        end()
+
+
+# Private API of grouped matrix products, which mixture-of-experts models of transformers use.
+
+
+@contextmanager
+def grouped_products_of_any_precision() -> Iterator[None]:
+    """Let tensors without values be multiplied in groups in all precisions, during the block.
+
+    The kernels of CUDA and of the CPU multiply bf16, fp16 and fp32. The one for shapes refuses all but bf16.
+    """
+    with explained("torch._meta_registrations.meta_grouped_mm"):
+        from torch._meta_registrations import meta_grouped_mm
+
+    def run(
+        first: Tensor,
+        second: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        shapes = meta_grouped_mm(_in_bf16(first), _in_bf16(second), offs, bias, torch.bfloat16)
+        return torch.empty_strided(shapes.shape, shapes.stride(), dtype=out_dtype or first.dtype, device=first.device)
+
+    with replaced_kernels({"_grouped_mm": run}, "Meta"):
+        yield
+
+
+def _in_bf16(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16, device=tensor.device)
+
+
+# The error if a private API of PyTorch differs from what distexp expects.
+
+
+class TorchInternalsChangedError(RuntimeError):
+    """A private API that distexp uses differs in the installed PyTorch release."""
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Raise TorchInternalsChangedError if the block finds another API than expected; ``name`` is its name."""
+    try:
+        yield
+    except (AttributeError, ImportError, TypeError) as error:
+        raise TorchInternalsChangedError(
+            f"{name} of PyTorch {torch.__version__} is not as distexp expects ({error}): "
+            "install the version of PyTorch in requirements.txt, or adapt distexp/system/torch_internals"
+        ) from error

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from distexp.choose.state import SearchState
+from distexp.choose.trials import SearchState
 from distexp.exceptions import SweepFailedError
 from distexp.launch import ledger
-from distexp.launch.slurm.sweep import SlurmTrials
-from distexp.runs.json_files import read_json
+from distexp.launch.slurm.slurm_sweep import SlurmTrials
 from distexp.runs.run_dir import CHOICE
+from distexp.system.files import read_json
 from tests.helpers.fake_slurm import calls, fake_slurm
 from tests.helpers.searches import run_search
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from distexp.config.cluster_section import ClusterConfig
-from distexp.console.energy import energy_lines
+from distexp.config.sections import ClusterConfig
+from distexp.console.run_notes import energy_lines
 from distexp.launch.outcome import finalize_run, start_attempt
-from distexp.measure.energy.cost import energy_entry
-from distexp.measure.energy.trace_energy import TraceEnergy
+from distexp.measure.run_energy import TraceEnergy, energy_entry
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import Metrics, RunRecord
 from distexp.runs.run_dir import EVENTS, memory_trace_path

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.energy import cpu_reader
-from distexp.measure.energy.cpu_reader import CpuEnergyReader
+from distexp.measure import run_energy
 from distexp.measure.memory.process_tree import ProcessTree, TreeReading
 from distexp.measure.memory.sampler import Sampler
+from distexp.measure.run_energy import CpuEnergyReader
 from distexp.runs.memory_trace import CPU, read_memory_trace
 
 RANGE_UJ = 262_143_328_850
@@ -106,8 +106,8 @@ def test_a_counter_that_fails_later_ends_the_energy(machine: Machine) -> None:
 
 
 def test_the_sampler_writes_the_energy(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_reader, "POWERCAP", machine.powercap)
-    monkeypatch.setattr(cpu_reader, "STAT", machine.stat)
+    monkeypatch.setattr(run_energy, "POWERCAP", machine.powercap)
+    monkeypatch.setattr(run_energy, "STAT", machine.stat)
     path = tmp_path / "memory" / "node0.csv"
     monkeypatch.setattr(ProcessTree, "read", lambda _: TreeReading(frozenset(), None, cpu_s=1.0))
     sampler = Sampler(path=path, interval_s=60)

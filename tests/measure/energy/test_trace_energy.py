@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.energy.trace_energy import TraceEnergy, measure_energy
+from distexp.measure.run_energy import TraceEnergy, measure_energy
 from tests.measure.energy.traces import cpu_samples, gpu_samples, write_events, write_trace
 
 SECONDS = range(-1, 10)

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from distexp.measure.memory import sampler as sampler_module
-from distexp.measure.memory.sampler import Sampler
-from distexp.measure.memory.summary import summarize
+from distexp.measure.memory.sampler import Sampler, summarize
 from distexp.runs.memory_trace import MemorySample
-from distexp.system.hardware import visible_gpus
+from distexp.system.cgroups import visible_gpus
 from distexp.system.units import MIB
 from tests.measure.memory.sampled_process import INTERVAL_S, descendants, read_samples, started, wait_until
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from distexp.measure.memory import oom, step_recording
-from distexp.measure.memory.model_tensors import ModelTensors
-from distexp.measure.memory.oom import OutOfMemoryWatch, UsedBlock, describe_blocks, report_of
+from distexp.measure.memory import rank_memory, step_recording
+from distexp.measure.memory.rank_memory import OutOfMemoryWatch, UsedBlock, describe_blocks, report_of
 from distexp.measure.memory.step_parts import Frame
-from distexp.strategies.model_tensors import read_model_tensors
+from distexp.strategies.model_tensors import ModelTensors, read_model_tensors
 from distexp.system.units import MIB
 from distexp.worker.__main__ import describe_error
 
@@ -26,7 +25,7 @@ GATHER = Frame("/x/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_param
 @pytest.fixture(autouse=True)
 def _count_tensors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_recording, "_on_gpu", iter)
-    monkeypatch.setattr(oom, "_watches", [])
+    monkeypatch.setattr(rank_memory, "_watches", [])
 
 
 def model_with_gradients() -> tuple[nn.Module, ModelTensors]:
@@ -76,7 +75,7 @@ def test_the_report_is_in_the_error(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * MIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * MIB)
     watch = OutOfMemoryWatch(CPU)
-    oom._watches.append(watch)
+    rank_memory._watches.append(watch)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 10.00 MiB.")
     assert report_of(error) is None, "nothing was observed"
     watch.observe(0, 10 * MIB, 16 * MIB, 4 * MIB)

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distexp.measure.memory.model_tensors import ModelTensors
-from distexp.measure.memory.parts import PartsWatch
-from distexp.measure.memory.saved_tensors import SavedTensorCounter, storage_sizes
+from distexp.measure.memory.rank_memory import PartsWatch
+from distexp.measure.memory.step_recording import SavedTensorCounter, storage_sizes
 from distexp.measure.watcher import PROFILE, TRAIN, Step
-from distexp.strategies.model_tensors import read_model_tensors
+from distexp.strategies.model_tensors import ModelTensors, read_model_tensors
 from distexp.system.units import MIB
 
 WIDTH, ROWS = 64, 32

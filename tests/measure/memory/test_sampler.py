@@ -15,12 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from distexp.measure.memory import cost_limit, pss
+from distexp.measure.memory import process_tree
 from distexp.measure.memory import sampler as sampler_module
-from distexp.measure.memory.cost_limit import CostLimit
-from distexp.measure.memory.process_tree import ProcessTree
-from distexp.measure.memory.sampler import Sampler
-from distexp.measure.memory.summary import summarize, summarize_run
+from distexp.measure.memory.process_tree import CostLimit, ProcessTree
+from distexp.measure.memory.sampler import Sampler, summarize, summarize_run
 from distexp.runs.memory_trace import read_memory_trace
 from tests.measure.memory.sampled_process import (
     INTERVAL_S,
@@ -109,17 +107,17 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
 
 
 def test_growth_during_a_reading_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pss, "PSS_SHARE", 1e-9)  # no second reading of PSS
+    monkeypatch.setattr(process_tree, "PSS_SHARE", 1e-9)  # no second reading of PSS
     blocks: list[bytes] = []
-    read = pss.read_proc
+    read = process_tree.read_proc
 
     def read_while_growing(name: str) -> bytes:
         if name.endswith("smaps_rollup"):
             blocks.append(b"1" * (100 * 2**20))
         return read(name)
 
-    monkeypatch.setattr(pss, "read_proc", read_while_growing)
-    reader = pss.PssReader()
+    monkeypatch.setattr(process_tree, "read_proc", read_while_growing)
+    reader = process_tree.PssReader()
     first, second = reader.read([os.getpid()]), reader.read([os.getpid()])
     assert first is not None
     assert second is not None
@@ -145,7 +143,7 @@ def test_files_that_another_shared_process_reads_count_in_full(tmp_path: Path) -
         for process in (member, other):
             assert process.stdout is not None
             assert process.stdout.readline() == b"read\n"
-        alone, both = (pss.PssReader((), holders).read([member.pid]) for holders in ((), (other.pid,)))
+        alone, both = (process_tree.PssReader((), holders).read([member.pid]) for holders in ((), (other.pid,)))
     finally:
         for process in (member, other):
             process.communicate()
@@ -267,7 +265,7 @@ def run_on_fake_clock(
         return read()
 
     monkeypatch.setattr(sampler_module, "time", fake_time)
-    monkeypatch.setattr(cost_limit, "time", fake_time)
+    monkeypatch.setattr(process_tree, "time", fake_time)
     monkeypatch.setattr(sampler, "_stopped", SimpleNamespace(wait=wait))
     monkeypatch.setattr(sampler._tree, "read", slow_read)
     sampler._run()
@@ -323,7 +321,7 @@ def wait_for_samples(path: Path, count: int) -> int:
 def test_pss_is_read_for_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel walks all page tables for it. Here each process takes 10 ms of a clock that stands for CPU time."""
     held = "import time; x = b'1' * (32 * 2**20); print(flush=True); time.sleep(600)"
-    clock, names, read = SimpleNamespace(now=0.0), Counter[str](), pss.read_proc
+    clock, names, read = SimpleNamespace(now=0.0), Counter[str](), process_tree.read_proc
 
     def slow_read(name: str) -> bytes:
         names[Path(name).name] += 1
@@ -331,8 +329,8 @@ def test_pss_is_read_for_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch
         return read(name)
 
     fake_time = SimpleNamespace(monotonic=lambda: clock.now, thread_time=lambda: clock.now)
-    monkeypatch.setattr(cost_limit, "time", fake_time)
-    monkeypatch.setattr(pss, "read_proc", slow_read)
+    monkeypatch.setattr(process_tree, "time", fake_time)
+    monkeypatch.setattr(process_tree, "read_proc", slow_read)
     readings = []
     with started(held, count=3) as shell:
         assert shell.stdout is not None

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from distexp.measure.memory import process_memory, step_recording
-from distexp.measure.memory.model_tensors import ModelTensors
+from distexp.measure.memory import step_recording
+from distexp.measure.memory import step_recording as process_memory
 from distexp.measure.memory.step_parts import (
     BACKWARD,
     END,
@@ -26,8 +26,9 @@ from distexp.measure.memory.step_parts import (
     phase_peaks,
 )
 from distexp.measure.memory.step_recording import StepRecording, blocks_in_use, known_parts
-from distexp.runs.memory_parts import PEAK_PARTS, highest_peak, peak_entries
+from distexp.runs.memory_trace import PEAK_PARTS, highest_peak, peak_entries
 from distexp.runs.record import RunRecord
+from distexp.strategies.model_tensors import ModelTensors
 from distexp.system.units import MIB
 from tests.helpers.runs import run_distexp
 

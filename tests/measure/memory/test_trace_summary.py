@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.memory.summary import Statistics, join_phases, summarize
-from distexp.runs.device_entries import cpu_peak_mib
+from distexp.measure.memory.sampler import Statistics, join_phases, summarize
+from distexp.runs.events import PhaseEvent, PhaseTail, phase_at, phase_intervals, read_phase_events
 from distexp.runs.memory_trace import COLUMNS, MemorySample, MemoryTraceWriter, read_memory_trace
-from distexp.runs.phases import PhaseEvent, PhaseTail, phase_at, phase_intervals, read_phase_events
+from distexp.system.typed_values import cpu_peak_mib
 
 
 def write_event(path: Path, time_s: float, phase: str) -> None:

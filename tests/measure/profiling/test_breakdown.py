@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from distexp.measure.profiling.annotations import DATA, OPTIMIZER, activate_annotations, annotate, annotate_items
-from distexp.measure.profiling.breakdown import split_step, step_windows
-from distexp.measure.profiling.categories import kernel_category, nccl_kind, operator_category
+from distexp.measure.profiling.breakdown import durations_of, split_collectives, split_step, step_windows
 from distexp.measure.profiling.chrome_trace import Trace, TraceCollective, read_trace
-from distexp.measure.profiling.collective_waits import durations_of, split_collectives
-from distexp.measure.profiling.intervals import Interval
-from distexp.measure.profiling.lanes import MAX_SPANS, lanes_of
-from distexp.runs.profile_summary import read_profile_summary, write_profile_summary
-from distexp.runs.step_parts import PARTS
+from distexp.measure.profiling.intervals import Interval, kernel_category, nccl_kind, operator_category
+from distexp.measure.profiling.step_segments import MAX_SPANS, lanes_of
+from distexp.runs.step_files import PARTS, read_profile_summary, write_profile_summary
+from distexp.system.torch_internals.annotations import DATA, OPTIMIZER, activate_annotations, annotate, annotate_items
 from tests.helpers.gpu_traces import ADAM, ALL_REDUCE, GEMM, POINTWISE, GPUTrace, event
 
 

@@ -13,15 +13,20 @@ import pytest
 from distexp.config import TrainConfig
 from distexp.console.run_summary import summary_lines
 from distexp.measure.profiling.chrome_trace import read_trace, timeline_of
-from distexp.measure.profiling.communication import Timeline, communication_shares
-from distexp.measure.profiling.intervals import Interval, intersection_length, merge, subtract
-from distexp.measure.profiling.profile_window import ProfileWindow
+from distexp.measure.profiling.intervals import (
+    Interval,
+    ProfileWindow,
+    Timeline,
+    communication_shares,
+    intersection_length,
+    merge,
+    subtract,
+)
 from distexp.resolve.run_id import run_id
-from distexp.runs.phases import read_phase_events
-from distexp.runs.profile_summary import read_profile_summary
+from distexp.runs.events import read_phase_events
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import profile_trace_path
-from distexp.runs.step_parts import PARTS
+from distexp.runs.step_files import PARTS, read_profile_summary
 from tests.helpers.runs import HELPERS, make_spec, run_ranks
 from tests.helpers.slow_rank import LONG_SLEEP_S
 

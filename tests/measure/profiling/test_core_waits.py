@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure import scheduler_delay
-from distexp.measure.profiling.core_waits import CoreWaits
+from distexp.measure import slow_rank_watch
+from distexp.measure.profiling.phases import CoreWaits
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, readings: list[float]) -> CoreWaits:
     """Return the waits of steps, from the time of the scheduler at the start and the end of each."""
     remaining = iter(readings)
-    monkeypatch.setattr(scheduler_delay.SchedulerDelay, "read_s", lambda _: next(remaining))
+    monkeypatch.setattr(slow_rank_watch.SchedulerDelay, "read_s", lambda _: next(remaining))
     waits = CoreWaits(enabled=True)
     for _ in readings[::2]:
         waits.start_step()
@@ -29,7 +29,7 @@ def test_the_time_between_two_steps_is_not_counted(monkeypatch: pytest.MonkeyPat
 def test_it_is_unknown_on_a_gpu_and_if_the_kernel_does_not_count_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(scheduler_delay.SchedulerDelay, "_read_ns", lambda _: int("none"))
+    monkeypatch.setattr(slow_rank_watch.SchedulerDelay, "_read_ns", lambda _: int("none"))
     for enabled in (True, True, False):
         waits = CoreWaits(enabled=enabled)
         waits.start_step()

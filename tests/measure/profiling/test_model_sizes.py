@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from distexp.measure.profiling.model_sizes import ModelSizes, read_model_sizes
-from distexp.runs.step_model import Parameters
+from distexp.measure.profiling.step_analysis import ModelSizes, read_model_sizes
+from distexp.runs.step_files import Parameters
 
 
 def test_sizes_of_a_model_with_a_shared_and_a_frozen_parameter() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.measure.profiling.overhead import StepSizes, remove_overhead
-from distexp.runs.step_parts import PARTS
+from distexp.measure.profiling.breakdown import StepSizes, remove_overhead
+from distexp.runs.step_files import PARTS
 
 
 def entry(**times: float | None) -> dict[str, float | None]:

@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 
 from distexp.forecast.simulate import simulate
-from distexp.measure.profiling.annotations import OPTIMIZER as OPTIMIZER_MARK
-from distexp.measure.profiling.breakdown import split_step, step_windows
-from distexp.measure.profiling.categories import BACKWARD as BACKWARD_MARK
+from distexp.measure.profiling.breakdown import durations_of, split_collectives, split_step, step_windows
 from distexp.measure.profiling.chrome_trace import read_trace
-from distexp.measure.profiling.collective_waits import durations_of, split_collectives
-from distexp.measure.profiling.cpu_waits import cpu_busy_ms
-from distexp.measure.profiling.fsdp_hooks import collectives_of_hooks
-from distexp.measure.profiling.phases import find_phases
-from distexp.measure.profiling.rank_summary import MedianStep
-from distexp.measure.profiling.step_segments import ProfiledStep, items_of
-from distexp.runs.step_model import (
+from distexp.measure.profiling.intervals import BACKWARD as BACKWARD_MARK
+from distexp.measure.profiling.phases import collectives_of_hooks, cpu_busy_ms, find_phases
+from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, items_of
+from distexp.runs.step_files import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
@@ -30,7 +25,8 @@ from distexp.runs.step_model import (
     read_step_model,
     write_step_model,
 )
-from distexp.system.torch_internals.fsdp import FSDPUnitSize
+from distexp.system.torch_internals.annotations import OPTIMIZER as OPTIMIZER_MARK
+from distexp.system.torch_internals.collectives import FSDPUnitSize
 from tests.helpers.gpu_traces import ADAM, ALL_REDUCE, GEMM, GPUTrace, event
 
 NCCL = {"Collective name": "allreduce", "In msg nelems": 1000, "Out msg nelems": 1000, "dtype": "BFloat16"}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distexp.report.data.overview import Overview
-from distexp.report.data.ranking import pareto_fronts
-from distexp.report.data.result_rows import result_row
+from distexp.report.data.overview import Overview, pareto_fronts
 from distexp.report.data.rows import rows_from_records
-from distexp.report.page.run_table import run_table
-from distexp.report.page.tiles import build_tiles
+from distexp.report.files import result_row
+from distexp.report.page.page_data import build_tiles, run_table
 from distexp.runs.record import RunRecord
 from tests.helpers.printed_tables import printed, unwrapped
 from tests.helpers.records import record

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from distexp.report.data.overview import Overview
-from distexp.report.data.ranking import pareto_fronts
+from distexp.report.data.overview import Overview, pareto_fronts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from tests.helpers.printed_tables import header, printed, unwrapped

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distexp.report.data.failures import failure_notes, failure_reason, failure_reasons
 from distexp.report.data.metrics import SPEED
+from distexp.report.data.overview import failure_notes, failure_reason, failure_reasons
 from distexp.report.data.rows import load_rows, row_from_record, run_labels
 from distexp.runs.record import RunRecord
 from tests.helpers.records import invalid, record, write

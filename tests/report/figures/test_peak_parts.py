@@ -10,7 +10,7 @@ import pytest
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures.base import Figure
-from distexp.report.figures.peak_parts import build_peak_parts
+from distexp.report.figures.memory_figures import build_peak_parts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from tests.helpers.records import add_parts, record, write

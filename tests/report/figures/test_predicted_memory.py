@@ -8,10 +8,9 @@ from pathlib import Path
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures.base import Figure
-from distexp.report.figures.peak_parts import COLORS
-from distexp.report.figures.predicted_memory import build_predicted_memory
+from distexp.report.figures.memory_figures import PEAK_COLORS, build_predicted_memory
 from distexp.report.traces import load_traces
-from distexp.runs.prediction import read_curve, read_prediction, write_prediction
+from distexp.runs.predictions import read_curve, read_prediction, write_prediction
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from tests.helpers.records import record, write
@@ -46,7 +45,9 @@ def test_report_shows_predicted_next_to_measured(tmp_path: Path) -> None:
     values = panel.chart.to_dict(validate=False)["layer"][0]["data"]["values"]
     assert [value["mib"] for value in values if value["part"] == "logits"] == [0.0, 9.0, 0.0]
     assert [entry.label for entry in figure.legend] == ["parameters", "logits"]
-    assert [entry.color for entry in figure.legend] == [COLORS["parameters"], COLORS["logits"]], "as at the peak"
+    assert [entry.color for entry in figure.legend] == [PEAK_COLORS["parameters"], PEAK_COLORS["logits"]], (
+        "as at the peak"
+    )
 
 
 def test_runs_without_a_prediction_have_no_figure(tmp_path: Path) -> None:

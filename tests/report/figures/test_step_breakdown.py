@@ -10,10 +10,10 @@ import pytest
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.data.step_parts import STEP_PARTS
-from distexp.report.figures.bar_labels import LINE_HEIGHT, bar_height, label_axis
 from distexp.report.figures.base import Figure
-from distexp.report.figures.step_breakdown import build_step_breakdown
-from distexp.report.summary import summarize
+from distexp.report.figures.labels import LINE_HEIGHT, bar_height, label_axis
+from distexp.report.figures.step_figures import build_step_breakdown
+from distexp.report.overview_table import summarize
 from distexp.runs.attempts import NO_RECORD
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPTS, RECORD

@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from distexp.report.__main__ import main
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
-from distexp.report.figures.step_timeline import build_step_timeline
-from distexp.report.figures.theme import DARK, LIGHT
+from distexp.report.figures.base import DARK, LIGHT
+from distexp.report.figures.step_figures import build_step_timeline
 from distexp.report.page.build import write_page
 from distexp.report.traces import load_traces
 from distexp.runs.record_sections import RunError

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from distexp.config.batch_sizes import divisors
-from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, describe_search
-from distexp.worker.micro_batch.sizes import SizeSearch, ladder
+from distexp.config.model_checks import divisors
+from distexp.runs.predictions import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, describe_search
+from distexp.worker.size_trial import SizeSearch, ladder
 
 USABLE = 1000.0
 

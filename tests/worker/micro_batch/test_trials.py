@@ -14,14 +14,14 @@ from distexp.config import Config, ConfigError
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.launch.failures import classify_failure
-from distexp.launch.unsuccessful_records import failed_record
-from distexp.runs.error_files import write_error
-from distexp.runs.micro_batch import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
+from distexp.launch.outcome import failed_record
+from distexp.runs.attempts import write_error
+from distexp.runs.predictions import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import error_path
-from distexp.worker.build import build_model, load_data
-from distexp.worker.micro_batch.processes import (
+from distexp.training.build import build_model, load_data
+from distexp.worker.size_processes import (
     MEMORY_CODE,
     ModelParts,
     Round,
@@ -30,10 +30,8 @@ from distexp.worker.micro_batch.processes import (
     needs_new_process,
     whole_saves_mib,
 )
-from distexp.worker.micro_batch.search import nothing_fits
-from distexp.worker.micro_batch.sizes import SizeSearch
-from distexp.worker.micro_batch.stored import read_stored, store, stored_path
-from distexp.worker.micro_batch.trial import SizeTrials, StepTime, combine, config_of_round, longest_first
+from distexp.worker.size_search import nothing_fits, read_stored, store, stored_path
+from distexp.worker.size_trial import SizeSearch, SizeTrials, StepTime, combine, config_of_round, longest_first
 from tests.helpers.runs import make_spec, resolve_cell
 
 SINGLE = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu", "dataset.train_size=12")

@@ -1,0 +1,1 @@
+"""The predicted memory and the forecast step times of candidates."""

@@ -1,0 +1,276 @@
+"""Pruning of candidates by the prediction of their memory, with few predictions.
+
+Memory grows with the micro-batch. So the largest one that fits is searched in each family, and the others follow from
+it. As many are predicted in parallel as the machine allows. The stages are ordered so that later ones need not be
+predicted:
+
+1. without activation checkpointing and offloading, strategies that need less memory first;
+2. with checkpointing: only micro-batches that do not fit without it;
+3. with offloading: only if nothing fits without it on the same number of workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distexp.choose.candidate import CHECKPOINTING, OOM_GPU, OOM_HOST, Candidate, Objective, SearchRules, Status
+from distexp.choose.predictions.family_memory import FamilyMemory
+from distexp.config import Config
+from distexp.config.overrides import format_count
+from distexp.plan.fitting_change import EstimateAll
+from distexp.plan.process_overheads import step_reserve
+from distexp.plan.verdict import available_mib
+from distexp.strategies.base import load_strategy, shipped_strategies
+
+STAGES = ((False, False), (False, True), (True, False), (True, True))
+"""Offloading and activation checkpointing of each stage."""
+
+DEFAULT_LIMIT_S = 600.0
+
+EQUAL_FAILURES = 4
+"""If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
+
+MAX_ERRORS = 3
+"""Most errors of predictions that are printed."""
+
+Families = dict[tuple[str, ...], FamilyMemory]
+
+
+def prune_by_plan(
+    candidates: Sequence[Candidate],
+    estimate_all: EstimateAll,
+    objective: Objective,
+    *,
+    at_a_time: int,
+    limit_s: float = DEFAULT_LIMIT_S,
+    report: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Prune the candidates that cannot fit, and those that cannot be better than one that fits.
+
+    Args:
+        candidates: All candidates. They get their predictions.
+        estimate_all: Returns estimates of several configurations, as ``Planner.estimate``.
+        objective: For memory, nothing is pruned because it is slower.
+        at_a_time: Configurations that are predicted in parallel.
+        limit_s: Time after which no more are predicted. The others stay, without a forecast.
+        report: Prints a line of progress.
+        clock: Time in seconds.
+    """
+    families: dict[tuple[str, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        if candidate.config is not None and candidate.status is Status.WAITING:
+            families.setdefault(candidate.family, []).append(candidate)
+    memories = {name: FamilyMemory(members) for name, members in families.items()}
+    lighter = _lighter_overrides(family.config for family in memories.values())
+    pruning = _Pruning(memories, lighter, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
+    for offload, checkpoints in STAGES:
+        pruning.predict_stage(offload=offload, checkpoints=checkpoints)
+    if not any(candidate.status is Status.WAITING for candidate in candidates):
+        pruning.predict_smallest()
+    pruning.report_errors()
+
+
+@dataclass
+class _Pruning:
+    """A pruning that runs. The attributes without a text are the arguments of ``prune_by_plan``.
+
+    Attributes:
+        families: What is known of each family, by its overrides.
+        lighter: The override that needs less memory, by each override that chooses an option of a strategy.
+        deadline: Time of ``clock`` after which nothing more is predicted.
+        done: Number of predictions, also of those that failed.
+        ended: Whether nothing more is predicted: the deadline has passed, or all predictions fail alike.
+        errors: Errors of the predictions that failed.
+    """
+
+    families: Families
+    lighter: Mapping[str, str]
+    estimate_all: EstimateAll
+    objective: Objective
+    at_a_time: int
+    deadline: float
+    report: Callable[[str], None]
+    clock: Callable[[], float]
+    done: int = 0
+    ended: bool = False
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def predict_stage(self, *, offload: bool, checkpoints: bool) -> None:
+        """Predict the families of a stage, in the order of their memory."""
+        names = [name for name, family in self.families.items() if _stage(family.config) == (offload, checkpoints)]
+        for group in self._groups(names):
+            for name in group:
+                self._prune_without_prediction(name, offload=offload, checkpoints=checkpoints)
+            self._predict([self.families[name] for name in group])
+
+    def _groups(self, names: Sequence[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
+        """Return the families that are predicted together: those of a level, or of several if all fit in one batch.
+
+        What a lighter family shows can spare predictions of a heavier one. But in one batch they take no more time.
+        """
+        groups: list[list[tuple[str, ...]]] = [[]]
+        for level in range(len(self.lighter) + 1):
+            of_level = [name for name in names if self._level(name) == level]
+            if len(groups[-1]) + len(of_level) > self.at_a_time:
+                groups.append([])
+            groups[-1] += of_level
+        return groups
+
+    def predict_smallest(self) -> None:
+        """Predict the smallest member of the families with the least memory, to name the nearest one that would fit."""
+        lightest = [family for name, family in self.families.items() if self._level(name) == 0 and family.members]
+        offloaded = [family for family in lightest if family.config.offload.enabled] or lightest
+        chosen = [family for family in offloaded if family.config.train.activation_checkpointing] or offloaded
+        self._estimate([(family, family.members[0]) for family in chosen if family.members[0].estimate is None])
+
+    def _prune_without_prediction(self, name: tuple[str, ...], *, offload: bool, checkpoints: bool) -> None:
+        """Prune members that follow from the families before."""
+        family = self.families[name]
+        if self.objective is not Objective.MEMORY:
+            if offload:
+                self._prune_offloaded(family)
+            if checkpoints:
+                self._prune_checkpointed(family, name)
+        lighter = self._lighter(name)
+        if lighter is None:
+            return
+        for member in family.waiting():
+            if lighter.is_too_large(member.micro_batch):
+                member.prune(f"needs more memory than {lighter.label}, which does not fit")
+
+    def _prune_offloaded(self, family: FamilyMemory) -> None:
+        """Prune a family with offloading, which is slow, if something fits without it on the same workers."""
+        for other in self.families.values():
+            same = other.members[0].workers == family.members[0].workers
+            if same and not other.config.offload.enabled and (fitting := other.largest_that_fits) is not None:
+                for member in family.waiting():
+                    member.prune(f"offloading is slower, and not needed: {' '.join(fitting.overrides)} fits")
+                return
+
+    def _prune_checkpointed(self, family: FamilyMemory, name: tuple[str, ...]) -> None:
+        """Prune members with activation checkpointing that fit without it. To compute twice takes time."""
+        other = self.families.get(tuple(text for text in name if not text.startswith(CHECKPOINTING)))
+        fitting = other.largest_that_fits if other is not None and other is not family else None
+        if fitting is None:
+            return
+        for member in family.waiting():
+            if member.micro_batch <= fitting.micro_batch:
+                member.prune(f"checkpointing is slower, and not needed: micro-batch {fitting.micro_batch} fits without")
+
+    def _lighter(self, name: tuple[str, ...]) -> FamilyMemory | None:
+        """Return the family that differs only in the strategy, which needs less memory; None if there is none.
+
+        On CPUs, FSDP may need more than DDP: the C library keeps more of what each step allocates.
+        """
+        found = self.families.get(tuple(self.lighter.get(text, text) for text in name)) if self._level(name) else None
+        if found is None or found.config.cluster.device == "cuda":
+            return found
+        return found if step_reserve(found.config) <= step_reserve(self.families[name].config) else None
+
+    def _level(self, name: Sequence[str]) -> int:
+        """Return how many options need less memory than that of a family, each less than the one before."""
+        return max((sum(1 for _ in self._lighter_options(text)) for text in name), default=0)
+
+    def _lighter_options(self, option: str) -> Iterator[str]:
+        for _ in self.lighter:  # At most once for each, because custom strategies may name each other.
+            if option in self.lighter:
+                option = self.lighter[option]
+                yield option
+
+    def _predict(self, families: Sequence[FamilyMemory]) -> None:
+        """Search the largest micro-batch of each family, all of them in parallel."""
+        while True:
+            wanted = [(family, member) for family in families if (member := family.next_to_predict()) is not None]
+            later = [(family, member) for family, _ in wanted if (member := family.probably_next()) is not None]
+            spare = max(0, self.at_a_time - len(wanted))
+            if not wanted or not self._estimate([*wanted, *later[:spare]]):
+                break
+        for family in families:
+            family.decide()
+
+    def _estimate(self, wanted: Sequence[tuple[FamilyMemory, Candidate]]) -> bool:
+        """Estimate members of families. Return whether all were estimated."""
+        for start in range(0, len(wanted), self.at_a_time):
+            if self.ended or self._ends():
+                return False
+            batch = wanted[start : start + self.at_a_time]
+            configs = [member.config for _, member in batch if member.config is not None]
+            for (family, member), outcome in zip(batch, self.estimate_all(configs), strict=True):
+                family.add_estimate(member, outcome)
+                self.errors.update([outcome] if isinstance(outcome, str) else [])
+            self.done += len(batch)
+            if predicted := self.done - self.errors.total():
+                self.report(f"predicted the memory of {format_count(predicted, 'configuration')}")
+        return True
+
+    def _ends(self) -> bool:
+        """Return whether to predict nothing more. It is printed why, except for an error, which is printed later."""
+        late = self.clock() >= self.deadline
+        if late:
+            self.report(
+                f"time limit of the predictions reached after {format_count(self.done, 'configuration')}: the memory "
+                "of the others is not predicted, so their trials may run out of memory"
+            )
+        fail_alike = len(self.errors) == 1 and self.errors.total() == self.done >= EQUAL_FAILURES
+        self.ended = late or fail_alike
+        return self.ended
+
+    def report_errors(self) -> None:
+        """Print why predictions failed, the most frequent error first."""
+        for error, count in self.errors.most_common(MAX_ERRORS):
+            all_of = "all of the first " if self.errors.total() == self.done else ""
+            self.report(f"{all_of}{format_count(count, 'prediction')} failed: {error}")
+
+
+def _stage(config: Config) -> tuple[bool, bool]:
+    """Return the entry of STAGES to which a configuration belongs."""
+    return config.offload.enabled, config.train.activation_checkpointing
+
+
+def _lighter_overrides(configs: Iterable[Config]) -> dict[str, str]:
+    """Return the override that needs less memory, by each override that chooses an option of a strategy."""
+    kinds = {**shipped_strategies(), **{config.strategy.name: type(load_strategy(config)) for config in configs}}
+    return {text: lighter for name, kind in kinds.items() for text, lighter in kind.lighter_overrides(name).items()}
+
+
+# Which of the candidates that may not fit are tried: those that probably fit, by the prediction and by the trials.
+
+
+def allowed_if_too_close(candidate: Candidate, candidates: Iterable[Candidate], rules: SearchRules) -> float:
+    """Return the most that the expected score of a candidate that may not fit may be, relative to the best one."""
+    return 1.0 if probably_fits(candidate, candidates) else 1 - rules.worthwhile
+
+
+def probably_fits(candidate: Candidate, candidates: Iterable[Candidate]) -> bool:
+    """Return whether a candidate fits if the prediction has no error, or if one that needs as much has completed.
+
+    The memory is that of a GPU, or on CPUs that of a node. It does not fit if one that needs less ran out of it.
+
+    Args:
+        candidate: A candidate. If it may not fit, and its memory is unknown, it probably does not.
+        candidates: All candidates.
+    """
+    if not candidate.too_close:
+        return True
+    needed, memory = required_mib(candidate), available_mib(candidate.predicted) if candidate.predicted else None
+    if needed is None or memory is None:
+        return False
+    tried = [(other, required_mib(other)) for other in candidates if other.trials]
+    known = [(other, required) for other, required in tried if required is not None]
+    if any(_ran_out_of_memory(other) and required <= needed for other, required in known):
+        return False
+    return needed <= max([memory, *(required for other, required in known if other.completed)])
+
+
+def required_mib(candidate: Candidate) -> float | None:
+    """Return the predicted MiB of a candidate, of a GPU or on CPUs of a node; None if it was not predicted."""
+    return None if candidate.predicted is None else candidate.predicted.required_mib
+
+
+def _ran_out_of_memory(candidate: Candidate) -> bool:
+    """Return whether a trial ran out of the memory that was predicted: that of a GPU, or on CPUs that of a node."""
+    return any(trial.status == (OOM_HOST if candidate.on_cpus else OOM_GPU) for trial in candidate.trials)

@@ -1,0 +1,231 @@
+"""The order in which candidates are tried: a rough forecast of the step time from the traced step.
+
+``rough_step_s`` is only for the order. The search scales the forecasts to the measured times, and learns their error.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from distexp.choose.candidate import Candidate, Status
+from distexp.config import Config, ConfigError
+from distexp.forecast.collectives import GroupLayout
+from distexp.forecast.communication import Target, group_layout
+from distexp.hardware.facts import facts, gpu_facts, peak_tflops
+from distexp.plan.estimate import Estimate
+from distexp.plan.verdict import planned_gpu
+from distexp.resolve.resources import parameter_count
+from distexp.strategies.base import load_strategy
+from distexp.system.cache_dir import cache_dir
+from distexp.system.files import read_json
+from distexp.system.units import MIB
+
+# A rough forecast of the communication of a step: the collectives of ``distexp forecast``, as bytes on links.
+
+
+BYTES_PER_GB = 1e9
+
+
+def communication_s(config: Config, parameters: float, speeds: MachineSpeeds) -> float:
+    """Return the seconds in collectives of a step, without latencies. None of them is hidden.
+
+    Args:
+        config: Configuration of the run.
+        parameters: Number of parameters of the whole model.
+        speeds: Speeds of the machine.
+    """
+    cluster, steps = config.cluster, config.train.gradient_accumulation_steps
+    target = Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples_per_step=0.0)
+    communication = load_strategy(config).communication(config)
+    shard, replicas = (group_layout(communication, axis, target) for axis in ("shard", "replicate"))
+    in_shards = parameters * communication.bytes_per_parameter(steps)
+    between_replicas = parameters / shard.ranks * 2 * communication.gradient_bytes
+    return _ring_s(in_shards, shard, speeds) + _ring_s(between_replicas, replicas, speeds)
+
+
+def _ring_s(size: float, group: GroupLayout, speeds: MachineSpeeds) -> float:
+    """Return the seconds in which a ring sends a size. Between nodes it uses the cards of all its workers on a node."""
+    link = speeds.link_gb_per_s
+    if group.nodes > 1:
+        link = min(link, speeds.network_gb_per_s * group.ranks_per_node)
+    return size * (group.ranks - 1) / group.ranks / (link * BYTES_PER_GB)
+
+
+# Speeds of a machine for the order of the candidates: measured ones if a preflight stored them, else rough ones.
+
+
+REACHED_SHARE = 0.6
+"""Share of the datasheet's peak that a large matrix product reaches."""
+
+UNKNOWN_GPU_TFLOPS = 100.0
+
+LAUNCH_S = 30e-6
+"""Time until the CPU has launched a kernel of the traced step, with ``single``. On machines with an H200 and compiled
+blocks, micro-batches of 4 samples took 20 to 36 us for each (docs/results/choose_h200.json)."""
+
+
+@dataclass(frozen=True)
+class MachineSpeeds:
+    """Speeds of one worker.
+
+    Attributes:
+        tflops: TFLOP/s of a large matrix product.
+        memory_gb_per_s: Bandwidth of its memory.
+        link_gb_per_s: Bandwidth between the workers of a node.
+        network_gb_per_s: Bandwidth between nodes of each worker, if all of them use it.
+        launch_s: Time until the CPU has launched an operation.
+    """
+
+    tflops: float
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    network_gb_per_s: float
+    launch_s: float = LAUNCH_S
+
+
+def read_machine_speeds(config: Config) -> MachineSpeeds:
+    """Return the speeds of the machine of a run."""
+    precision, links = config.precision.name, facts().links
+    network = links["network"].step_gb_per_s
+    if config.cluster.device == "cpu":
+        cores = config.cluster.cpus_per_worker or 1
+        stored = stored_tflops(f"cpu of {platform.node()} {cores} threads", precision)
+        tflops, link = stored or facts().cpu_tflops_per_core * cores, links["loopback"].step_gb_per_s
+        return MachineSpeeds(tflops, facts().cpu_memory_gb_per_s, link, network)
+    name = planned_gpu(config) or ""
+    gpu, peak = gpu_facts(name), peak_tflops(name, precision)
+    tflops = stored_tflops(name, precision) or (REACHED_SHARE * peak if peak else UNKNOWN_GPU_TFLOPS)
+    return MachineSpeeds(tflops, gpu.memory_gb_per_s, facts().link_kind(gpu.link["name"]).step_gb_per_s, network)
+
+
+def stored_tflops(device: str, precision: str) -> float | None:
+    """Return the highest matrix ceiling that a preflight stored for a device, with any version of torch."""
+    if not device:
+        return None
+    name = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{device} {precision}")
+    found = []
+    with suppress(ConfigError):  # Without a home directory there is no cache.
+        for path in (cache_dir() / "matrix-ceiling").glob(f"{name}-*.json"):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                found.append(float(read_json(path)["tflops"]))
+    return max(found, default=None)
+
+
+GB, TERA = 1e9, 1e12
+
+ADAMW_BYTES = 28
+"""Bytes per parameter that a step of AdamW reads and writes: weight, gradient and two moments in fp32."""
+
+PASSES = 3
+"""How often a micro-batch reads all weights: in the forward pass, and for both products of the backward pass."""
+
+READS_PER_WRITE = 1.5
+"""How often a tensor is read after it was written, on average."""
+
+HIDDEN_SHARE = 0.7
+"""Share of the computation during which communication can run, if the strategy overlaps them."""
+
+MIN_EXPOSED_SHARE = 0.1
+"""Share of the communication that is never hidden: that of the first and the last layers."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker does in one step.
+
+    Attributes:
+        flops: Floating point operations.
+        operations: Number of kernels to launch in the forward and backward passes. Those of the optimizer are few on a
+            GPU, and short on a CPU.
+        written_bytes: Size of the tensors that it allocates.
+        parameters: Number of parameters of the whole model.
+    """
+
+    flops: float
+    operations: float
+    written_bytes: float
+    parameters: float
+
+
+def set_forecasts(
+    candidates: Sequence[Candidate], speeds_of: Callable[[Config], MachineSpeeds] = read_machine_speeds
+) -> None:
+    """Set the forecast of each candidate whose family has an estimate."""
+    families: dict[tuple[str, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        families.setdefault(candidate.family, []).append(candidate)
+    for members in families.values():
+        estimated = [member for member in members if member.estimate is not None and member.estimate.flops is not None]
+        if estimated:
+            for waiting in (member for member in members if member.status is Status.WAITING):
+                waiting.forecast_s = _forecast_s(waiting, estimated, speeds_of)
+
+
+def _forecast_s(
+    candidate: Candidate, estimated: Sequence[Candidate], speeds_of: Callable[[Config], MachineSpeeds]
+) -> float | None:
+    """Return the forecast of a candidate, from the estimated member of its family with the nearest micro-batch."""
+    config = candidate.config
+    if config is None:
+        return None
+    nearest = min(estimated, key=lambda other: abs(other.micro_batch - candidate.micro_batch))
+    work = _scaled_work(nearest, config)
+    return None if work is None else rough_step_s(config, work, speeds_of(config))
+
+
+def _scaled_work(known: Candidate, config: Config) -> Work | None:
+    """Return the work of another member of a candidate's family. The samples of a step are the same.
+
+    Args:
+        known: A candidate with an estimate.
+        config: Configuration of the other member.
+    """
+    estimate = known.estimate
+    if estimate is None or known.config is None or estimate.flops is None or estimate.operations is None:
+        return None
+    of_passes = estimate.operations - (estimate.optimizer_operations or 0)
+    per_micro_batch = of_passes / known.config.train.gradient_accumulation_steps
+    return Work(
+        estimate.flops,
+        per_micro_batch * config.train.gradient_accumulation_steps,
+        (estimate.written_mib or 0.0) * MIB,
+        _parameter_count_of(known.config, estimate),
+    )
+
+
+def _parameter_count_of(config: Config, estimate: Estimate) -> float:
+    """Return the number of parameters of the whole model. If it is unknown, that of the worker's share of fp32 ones."""
+    return parameter_count(config.model) or estimate.parts.get("parameters", 0.0) * MIB / 4
+
+
+def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
+    """Return a rough forecast of the time of a step: computation or launches, optimizer, and exposed communication."""
+    steps = config.train.gradient_accumulation_steps
+    moved = (1 + READS_PER_WRITE) * work.written_bytes + PASSES * steps * work.parameters * _compute_bytes(config)
+    computation = work.flops / (speeds.tflops * TERA) + moved / (speeds.memory_gb_per_s * GB)
+    body = max(computation, work.operations * speeds.launch_s * load_strategy(config).launch_factor(config))
+    return body + _optimizer_s(config, work, speeds) + _exposed_s(config, work, speeds, body)
+
+
+def _compute_bytes(config: Config) -> int:
+    return 4 if config.precision.name == "fp32" else 2
+
+
+def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
+    cluster, communication = config.cluster, load_strategy(config).communication(config)
+    values = work.parameters / communication.optimizer_shards(cluster.world_size, cluster.nodes)
+    if not config.offload.enabled:
+        return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
+    moved = values * (4 + _compute_bytes(config)) / (facts().gpu_to_cpu_gb_per_s * GB)
+    return moved + values * ADAMW_BYTES / (facts().cpu_adam_gb_per_s * GB)
+
+
+def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -> float:
+    """Return the communication that the computation does not hide."""
+    total = communication_s(config, work.parameters, speeds)
+    overlaps = load_strategy(config).overlaps_communication(config)
+    return max(MIN_EXPOSED_SHARE * total, total - HIDDEN_SHARE * body) if overlaps else total

@@ -1,0 +1,228 @@
+"""Warnings about keys that a command would ignore, and about sweeps over strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from hydra.core.override_parser.types import Glob, Override
+
+from distexp.config import Command, Config
+from distexp.config.keys import get_value, sections, strategy_groups
+from distexp.config.overrides import plain_value
+from distexp.resolve.resolution import implied_strategy
+from distexp.strategies.base import COMMUNICATION, shipped_strategies
+
+
+class Reader(NamedTuple):
+    """A sub-command that reads keys.
+
+    Attributes:
+        command: How it is typed.
+        commands: Those that run it.
+    """
+
+    command: str
+    commands: tuple[Command, ...]
+
+    def example(self, key: str, override: str) -> str:
+        """Return what to type for a key instead of an override."""
+        return f"{self.command} {'--json' if key.endswith('.output') else override}"
+
+
+CHOOSE = Reader("distexp choose", (Command.CHOOSE,))
+FORECAST = Reader("distexp forecast RUN", (Command.FORECAST,))
+PLAN = Reader("distexp plan", (Command.PLAN, Command.FORECAST))
+
+READERS: Mapping[str, Reader] = {"choose": CHOOSE, "forecast": FORECAST, "plan.output": PLAN}
+"""Sections and keys with the only command that reads them. The other keys of ``plan`` are for runs too."""
+
+
+def ignored_keys(overrides: Sequence[Override], command: Command) -> Iterator[tuple[Override, str]]:
+    """Yield each override that a command would ignore, with its error. An override with the default is none.
+
+    Args:
+        overrides: What the user has typed, and what a sub-command has added.
+        command: The command that gets them.
+    """
+    for override in overrides:
+        reader, text = reader_of(_key(override)), str(override.input_line)
+        if reader is not None and command not in reader.commands and _differs(override):
+            hint = f"type {reader.example(_key(override), text)}, or leave it out"
+            yield override, f"{text} is for {reader.command} and has no effect here: {hint}"
+
+
+def reader_of(key: str) -> Reader | None:
+    """Return the only command that reads a key; None if runs read it."""
+    return READERS.get(key) or READERS.get(key.partition(".")[0])
+
+
+def _differs(override: Override) -> bool:
+    """Return whether an override sets another value than the default. Hydra refuses a key that is unknown."""
+    section, _, name = _key(override).partition(".")
+    defaults = vars(sections()[section]())
+    if not name:
+        value = override.value()
+        return isinstance(value, dict) and any(plain_value(item) != defaults.get(key) for key, item in value.items())
+    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
+    return name in defaults and not override.is_delete() and any(plain_value(item) != defaults[name] for item in values)
+
+
+def _key(override: Override) -> str:
+    return str(override.key_or_group)
+
+
+# Warnings about sweeps over strategies with an option that not all of them have: ``zero_stage=2``, or two workers.
+
+
+WORKER_KEYS = ("cluster.nodes", "cluster.workers_per_node")
+"""Keys whose product is the number of workers."""
+
+
+@dataclass(frozen=True)
+class _ImplyingOption:
+    """An option of one strategy.
+
+    Attributes:
+        text: The override as it is typed, such as ``zero_stage=1,2``.
+        strategy: The strategy that it implies.
+    """
+
+    text: str
+    strategy: str
+
+    @property
+    def is_default(self) -> bool:
+        """Return whether the strategy has this option if nothing is typed."""
+        group, _, option = self.text.partition("=")
+        config = Config()
+        shipped_strategies()[self.strategy]().set_defaults(config)
+        return str(get_value(config, strategy_groups()[group])) == option
+
+
+@dataclass(frozen=True)
+class _WorkerCount:
+    """A key of the number of workers, with values other than 1.
+
+    Attributes:
+        key: The key.
+        text: The override as it is typed, such as ``cluster.nodes=1,2``.
+        several: The override without the value 1.
+    """
+
+    key: str
+    text: str
+    several: str
+
+
+@lru_cache(maxsize=1)
+def one_worker_strategies() -> frozenset[str]:
+    """Return the strategies that train on one worker."""
+    return frozenset(name for name, kind in shipped_strategies().items() if COMMUNICATION not in kind.requires)
+
+
+def _alone(strategies: Sequence[str]) -> str:
+    """Return the override with those of some strategies that train on one worker."""
+    return f"strategy={','.join(name for name in strategies if name in one_worker_strategies())}"
+
+
+def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
+    """Return a warning about invalid cells of a sweep over strategies, with the sweep to type; None without any."""
+    by_key = {override.get_key_element(): override for override in overrides}
+    swept = by_key.get("strategy")
+    if swept is None or not swept.is_sweep_override() or isinstance(swept.value(), Glob):
+        return None
+    options, strategies = _implying_options(by_key), _values(swept)
+    alone = one_worker_strategies()
+    workers = _worker_counts(by_key) if alone.intersection(strategies) and not alone.issuperset(strategies) else []
+    valid = set(strategies).intersection(*({option.strategy} for option in options))
+    if invalid := [strategy for strategy in strategies if strategy not in valid]:
+        return _warning(options, strategies, workers, invalid)
+    return _warning_about_workers(strategies, workers) if workers else None
+
+
+def _warning_about_workers(strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
+    """Return the warning about a sweep of one worker and others, all with the same numbers of workers."""
+    several = " or ".join(count.several for count in workers)
+    return (
+        f"{_alone(strategies)} trains on one worker, so it is invalid with {several}: "
+        f"to compare it with the others, write {_cells((), strategies, workers)} instead"
+    )
+
+
+def _cells(options: Sequence[_ImplyingOption], strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
+    """Return the sweep that has each option and each number of workers with its strategies only.
+
+    Args:
+        options: The options of one strategy.
+        strategies: All strategies of the sweep.
+        workers: The numbers of workers, if a strategy for one worker is among the strategies.
+    """
+    implied, typed = {option.strategy for option in options}, [count.text for count in workers]
+    alone = [strategy for strategy in strategies if workers and strategy in one_worker_strategies()]
+    rest = [strategy for strategy in strategies if strategy not in {*implied, *alone}]
+    cells = [[f"strategy={name}", *(f"{count.key}=1" for count in workers)] for name in alone]
+    cells += [[f"strategy={','.join(rest)}", *typed]] * bool(rest)
+    cells += [[option.text, *typed] for option in options]
+    return f"'sweep.cells=[{','.join(map(_cell, cells))}]'"
+
+
+def _cell(overrides: Sequence[str]) -> str:
+    """Return an entry of ``sweep.cells``."""
+    listed = ",".join(f'"{text}"' for text in overrides)
+    return f"[{listed}]"
+
+
+def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
+    """Return the options that imply one strategy each."""
+    found = []
+    for override in (by_key[group] for group in strategy_groups() if group in by_key):
+        implied = {implied_strategy(override.get_key_element(), option) for option in _values(override)}
+        if len(implied) == 1 and None not in implied:
+            found.append(_ImplyingOption(str(override.input_line).replace("'", ""), str(*implied)))
+    return found
+
+
+def _worker_counts(by_key: Mapping[str, Override]) -> list[_WorkerCount]:
+    """Return the keys of the number of workers that have values other than 1."""
+    found = []
+    for key in (key for key in WORKER_KEYS if key in by_key):
+        if several := [value for value in _values(by_key[key]) if value != "1"]:
+            found.append(_WorkerCount(key, str(by_key[key].input_line), f"{key}={','.join(several)}"))
+    return found
+
+
+def _values(override: Override) -> list[str]:
+    if isinstance(override.value(), Glob):
+        return []
+    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
+    return [str(plain_value(value)) for value in values]
+
+
+def _warning(
+    options: Sequence[_ImplyingOption],
+    strategies: Sequence[str],
+    workers: Sequence[_WorkerCount],
+    invalid: Sequence[str],
+) -> str:
+    """Return the warning about options of one strategy in cells of another one."""
+    reasons = [f"{option.text} is for strategy={option.strategy}" for option in options]
+    reasons += [f"{_alone(strategies)} trains on one worker"] * bool(workers)
+    which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
+    shorter = "" if workers else _shorter(options, strategies)
+    return (
+        f"{' and '.join(reasons)}, so {which} are invalid: to compare them, write {shorter}"
+        f"{_cells(options, strategies, workers)}"
+    )
+
+
+def _shorter(options: Sequence[_ImplyingOption], strategies: Sequence[str]) -> str:
+    """Return the shorter sweep, if all options are defaults; else an empty text."""
+    if not all(option.is_default for option in options):
+        return ""
+    texts, default = " and ".join(option.text for option in options), "defaults" if len(options) > 1 else "default"
+    implied = [option.strategy for option in options]
+    listed = ",".join([*(strategy for strategy in strategies if strategy not in implied), *implied])
+    return f"strategy={listed} without {texts} (the {default}), or "

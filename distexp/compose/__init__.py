@@ -1,0 +1,1 @@
+"""Composition of the cells of a command, before any run starts."""

@@ -1,0 +1,396 @@
+"""Composition of the cells of a command, before any run starts: an error must not appear after hours of training."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
+from os import getpid
+from typing import Any, NamedTuple, cast
+
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf
+
+from distexp.compose.cells import Cell, CellComposer, MakeCell
+from distexp.config import Command, Config, ConfigError, PlanConfig
+from distexp.config.model_checks import searches_micro_batch
+from distexp.config.overrides import format_override, key_of, parse, plain_value, value_of
+from distexp.exceptions import SweepInterrupted
+from distexp.guard.command_line import packages_trusted_by_user
+from distexp.guard.config_files import CheckedConfigLoader, check_trust
+from distexp.resolve import resolve
+from distexp.resolve.run_id import run_id
+from distexp.system.cgroups import cpu_count
+from distexp.system.processes import die_with_parent
+from distexp.tables.columns import show_progress
+
+Adjust = Callable[[DictConfig, Sequence[str]], None]
+"""Function that changes the composed configuration of a cell before it is resolved. It may raise ConfigError."""
+
+
+class CellRules(NamedTuple):
+    """What a command accepts in its cells.
+
+    Attributes:
+        may_be_invalid: A command with one cell does not end if it is invalid.
+        sizes_vary: The command varies the keys of ``train``, so it keeps none that was typed.
+        keeps_accumulation: A typed number of accumulation steps may be replaced by that of a stored run.
+    """
+
+    may_be_invalid: bool = False
+    sizes_vary: bool = False
+    keeps_accumulation: bool = False
+
+
+def compose_cells(
+    context: HydraContext,
+    master: DictConfig,
+    overrides: Sequence[Sequence[str]],
+    adjust: Adjust | None = None,
+    rules: CellRules = CellRules(),  # noqa: B008
+) -> list[Cell]:
+    """Compose and resolve every cell, before any run starts. Return them in the given order.
+
+    Args:
+        context: Hydra's configuration loader and callbacks.
+        master: Configuration of the command, with Hydra's node.
+        overrides: The overrides of each cell.
+        adjust: Changes a composed cell before it is resolved.
+        rules: What the command accepts.
+
+    Raises:
+        ConfigError: if there is one cell only, and it is invalid, or if a key of ``plan`` has no effect.
+        HydraException: if Hydra cannot compose a cell.
+        SweepInterrupted: on Ctrl-C.
+    """
+    cells = _compose_with_progress(cell_maker(context, master, adjust), overrides)
+    shared = set.intersection(*(set(cell.overrides) for cell in cells))
+    for cell in cells:
+        cell.varied = [text for text in cell.overrides if text not in shared]
+    typed = {key for key in _keys_of_command(master) if not (rules.sizes_vary and key.startswith("train."))}
+    if errors := _command_errors(cells, typed, rules, resumes=master.sweep.resume):
+        raise ConfigError(errors)
+    warnings = () if master.sweep.resume else lowered_values(cells, typed)
+    for warning in warnings:
+        print(f"distexp: warning: {warning}", file=sys.stderr)
+    return cells
+
+
+def _keys_of_command(master: DictConfig) -> set[str]:
+    """Return the keys that the command itself sets, without those of a preset."""
+    overrides = cast(list[str], OmegaConf.to_container(master.hydra.overrides.task))  # does not resolve ${...}
+    return {key_of(text) for text in overrides}
+
+
+def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:
+    """Return the cells, and show how many are composed.
+
+    Raises:
+        SweepInterrupted: on Ctrl-C.
+    """
+    cells = []
+    try:
+        with show_progress("composing", len(overrides)) as advance:
+            for cell in compose_all(make, overrides):
+                cells.append(cell)
+                advance()
+    except KeyboardInterrupt:
+        raise SweepInterrupted("interrupted while composing the cells: no run was started") from None
+    return cells
+
+
+def _command_errors(cells: Sequence[Cell], typed: set[str], rules: CellRules, *, resumes: bool) -> list[str]:
+    """Return the errors for which a command is refused."""
+    invalid = cells[0].errors if len(cells) == 1 and not rules.may_be_invalid else []
+    ignored = ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
+    replaced = [] if resumes or rules.keeps_accumulation else replaced_accumulation(cells, typed)
+    return [*invalid, *ignored, *replaced]
+
+
+def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None = None) -> MakeCell:
+    """Return the function that composes and resolves a cell of a command."""
+    composer = CellComposer(cast(CheckedConfigLoader, context.config_loader), master)
+    return partial(make_cell, composer, packages_trusted_by_user(sys.argv[1:]), adjust)
+
+
+def make_cell(composer: CellComposer, trusted: Sequence[str], adjust: Adjust | None, overrides: Sequence[str]) -> Cell:
+    """Compose and resolve one cell.
+
+    Raises:
+        HydraException: if Hydra cannot compose it.
+    """
+    composed = composer.compose(overrides)
+    cell = Cell(list(overrides), b"")
+    try:
+        check_trust(composed, trusted)
+        if adjust is not None:
+            adjust(composed, overrides)
+        cell.config = resolve(composed, composed.hydra.runtime.choices)
+        cell.id = run_id(cell.config)
+    except ConfigError as error:
+        cell.errors, cell.decided = error.errors, error.config
+    cell.packed = zlib.compress(pickle.dumps(composed), 1)
+    return cell
+
+
+# Composition of many cells in several processes, in the order of the sweep.
+
+
+MAX_PROCESSES = 8
+"""A login node has many cores and many users."""
+
+MIN_PARALLEL = 32
+"""Number of cells from which processes are started."""
+
+CHUNK = 8
+"""Number of cells that a process composes at a time."""
+
+Chunk = Sequence[Sequence[str]]
+"""Overrides of the cells that a process composes at a time."""
+
+
+def compose_all(make: MakeCell, overrides: Sequence[Sequence[str]]) -> Iterator[Cell]:
+    """Yield all cells in order. If there are many, several processes make them.
+
+    Raises:
+        OSError: if a process was killed.
+    """
+    if not overrides:
+        return
+    # The processes inherit what the first cell has imported, read and composed.
+    yield make(overrides[0])
+    others = overrides[1:]
+    processes = min(cpu_count(), MAX_PROCESSES, len(overrides) // CHUNK)
+    if len(overrides) < MIN_PARALLEL or processes < 2:
+        yield from map(make, others)
+        return
+    chunks = [others[start : start + CHUNK] for start in range(0, len(others), CHUNK)]
+    for chunk, cells in zip(chunks, _compose_chunks(make, chunks, processes), strict=True):
+        yield from cells
+        # A process returns fewer cells if one raises. Here the same cell raises an error that has its cause.
+        yield from map(make, chunk[len(cells) :])
+
+
+def _compose_chunks(make: MakeCell, chunks: Sequence[Chunk], processes: int) -> Iterator[list[Cell]]:
+    """Yield the cells of each chunk, fewer if one of them raises an error."""
+    pool = ProcessPoolExecutor(processes, get_context("fork"), _start_process, (make, chunks, getpid()))
+    try:
+        yield from pool.map(_compose_chunk, range(len(chunks)))
+    except BrokenProcessPool:
+        raise OSError("a process that composed cells was killed, and no run was started: try again") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_inherited: dict[str, Any] = {}
+"""What a forked process needs. It is not pickled for each chunk."""
+
+
+def _start_process(make: MakeCell, chunks: Sequence[Chunk], parent: int) -> None:
+    """Prepare a process that composes. On Ctrl-C the launcher ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent=parent)
+    _inherited.update(make=make, chunks=chunks)
+
+
+def _compose_chunk(index: int) -> list[Cell]:
+    """Return the cells of a chunk up to the first that raises an error."""
+    cells: list[Cell] = []
+    for overrides in _inherited["chunks"][index]:
+        try:
+            cells.append(_inherited["make"](overrides))
+        except Exception:  # The launcher makes this cell again, and raises the error.
+            break
+    return cells
+
+
+# Keys of the section ``plan`` that a command would ignore: each with the reason, and what to type instead.
+
+
+MODE, SEARCH = ("name",), ("search_timeout_s",)
+TIMES = ("timeout_s", *SEARCH)
+MEMORIES = ("gpu", "gpu_memory_gb", "host_memory_gb")
+LEAVE_OUT = "leave it out"
+
+
+class Rule(NamedTuple):
+    """Keys without effect in one situation.
+
+    Attributes:
+        keys: Names in the section; ``name`` is the group ``plan`` itself.
+        reason: Which situation, and why it does not use the keys.
+        hint: What to type instead.
+    """
+
+    keys: Sequence[str]
+    reason: str
+    hint: str = LEAVE_OUT
+
+
+RULES = {
+    "distexp plan": (
+        Rule(MODE, "in distexp plan, which starts no run"),
+        Rule(SEARCH, "in distexp plan, which predicts every change"),
+    ),
+    "distexp choose": (
+        Rule(MODE, "in distexp choose, which always predicts"),
+        Rule(
+            SEARCH,
+            "in distexp choose, which tries its candidates",
+            f"set choose.budget_min to limit the trials, or {LEAVE_OUT}",
+        ),
+    ),
+    "distexp forecast": (Rule((*MODE, *SEARCH), "in distexp forecast, which starts no run"),),
+    "forecast.memory=cached": (
+        Rule((*MODE, *TIMES), "with forecast.memory=cached, which only uses predictions in the cache"),
+    ),
+    "forecast.memory=off": (Rule((*MODE, *TIMES, *MEMORIES), "with forecast.memory=off"),),
+    "distexp preflight": (Rule((*MODE, *TIMES, *MEMORIES), "in distexp preflight, which trains nothing"),),
+    "auto": (
+        Rule(
+            (*TIMES, *MEMORIES),
+            "with train.micro_batch_size=auto, whose size is found by trials",
+            f"set a number of samples, or {LEAVE_OUT}",
+        ),
+    ),
+    "plan=check": (),
+    "plan=warn": (
+        Rule(TIMES, "with plan=warn, which only uses predictions in the cache", f"add plan=check, or {LEAVE_OUT}"),
+    ),
+    "plan=off": (
+        Rule(TIMES, "with plan=off", f"use plan=check, or {LEAVE_OUT}"),
+        Rule(MEMORIES, "with plan=off", f"use plan=warn or plan=check, or {LEAVE_OUT}"),
+    ),
+}
+"""Rules by situation."""
+
+DEVICE_RULES = {
+    "cpu": Rule(("gpu", "gpu_memory_gb"), "in a run on cpu", f"set plan.host_memory_gb, or {LEAVE_OUT}"),
+    "cuda": Rule(("host_memory_gb",), "in a run on GPUs", "set plan.gpu_memory_gb, or cluster.device=cpu"),
+}
+"""Rules by device, in any situation."""
+
+
+def ignored_plan_keys(cells: Iterable[tuple[Sequence[str], Config | None]]) -> list[str]:
+    """Return an error for each override of ``plan`` that has no effect in any cell. One with the default is none.
+
+    Args:
+        cells: Overrides and configuration of each cell. An override of a cell without a configuration is no error.
+    """
+    errors: dict[str, str | None] = {}
+    for overrides, config in cells:
+        for text in overrides:
+            if text.lstrip("+").startswith("plan") and errors.get(text, "") is not None:
+                rule = None if config is None else next(_broken_rules(text, _rules(config)), None)
+                shown = format_override(text)
+                errors[text] = rule and f"{shown} has no effect {rule.reason}: {rule.hint}"
+    return [error for error in errors.values() if error]
+
+
+def _rules(config: Config) -> Sequence[Rule]:
+    return (*RULES[_situation(config)], DEVICE_RULES[config.cluster.device])
+
+
+def _situation(config: Config) -> str:
+    """Return which rules hold for a cell."""
+    memory = config.forecast.memory
+    situations = {
+        f"forecast.memory={memory}": config.command == Command.FORECAST and memory != "predict",
+        f"distexp {config.command}": config.command != Command.TRAIN,
+        "auto": searches_micro_batch(config),
+    }
+    return next((name for name, holds in situations.items() if holds), f"plan={config.plan.name}")
+
+
+def _broken_rules(text: str, rules: Sequence[Rule]) -> Iterator[Rule]:
+    """Yield the rules by which an override has no effect."""
+    changed = {name for name, value in _values(text).items() if value != vars(PlanConfig()).get(name)}
+    return (rule for rule in rules if changed and changed.issubset(rule.keys))
+
+
+def _values(text: str) -> dict[str, Any]:
+    """Return the keys of the section that an override sets, with their values."""
+    override = parse([text])[0]
+    section, _, name = str(override.key_or_group).partition(".")
+    return {name or "name": plain_value(override.value())} if section == "plan" else {}
+
+
+# Warnings about values of a command that the scale lowers, as ``scale=tiny train.micro_batch_size=8`` does.
+
+
+LIMITS = {
+    "train.micro_batch_size": ("micro_batch_size",),
+    "train.gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "train.global_batch_size": ("micro_batch_size", "gradient_accumulation_steps"),
+    "dataset.train_size": ("train_size",),
+    "dataset.eval_size": ("eval_size",),
+    "dataset.max_length": ("max_length",),
+    "dataset.image_size": ("image_size",),
+    "model.num_layers": ("layers",),
+    "model.num_heads": ("heads",),
+    "model.vocab_size": ("vocab_size",),
+    "model.seq_length": ("max_length",),
+}
+"""Keys of ``scale`` that limit a key."""
+
+
+def lowered_values(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
+    """Yield a warning for each value that the scale lowers, once for all cells.
+
+    Args:
+        cells: The cells of a command.
+        given: Keys of the command itself. A preset of the workshop expects that its own values are lowered.
+    """
+    valid = ((cell.overrides, cell.config) for cell in cells if cell.config is not None)
+    yield from dict.fromkeys(text for overrides, config in valid for text in _lowered(overrides, config, given))
+
+
+def _lowered(overrides: Iterable[str], config: Config, given: Container[str]) -> Iterator[str]:
+    if config.scale.name == "full":
+        return
+    for override in overrides:
+        key, value = key_of(override), value_of(override)
+        if key not in LIMITS or key not in given or not value.isdecimal():
+            continue
+        section, name = key.split(".")
+        used = getattr(getattr(config, section), name)
+        if used is not None and used < int(value):
+            limits = [f"scale.{limit}=null" for limit in LIMITS[key] if getattr(config.scale, limit) is not None]
+            hint = f": to keep {value}, add {' '.join(limits)}" if limits else ""
+            yield f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"
+
+
+# Errors for a ``train.gradient_accumulation_steps`` of the command that ``train.global_batch_size`` would replace.
+
+
+ACCUMULATION = "train.gradient_accumulation_steps"
+
+
+def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
+    """Yield an error for each value that a cell would not use.
+
+    Args:
+        cells: The cells of a command.
+        given: Keys of the command itself. A global batch on the command line may replace the value of a preset.
+    """
+    if ACCUMULATION in given:
+        yield from dict.fromkeys(error for cell in cells for error in _errors(cell))
+
+
+def _errors(cell: Cell) -> Iterator[str]:
+    config = cell.config
+    if config is None or config.train.global_batch_size is None or config.scale.name != "full":
+        return
+    steps = config.train.gradient_accumulation_steps
+    for text in cell.overrides:
+        if key_of(text) == ACCUMULATION and value_of(text) != str(steps):
+            yield (
+                f"{text} has no effect: train.global_batch_size={config.train.global_batch_size} sets the accumulation "
+                f"to {steps}. Leave one of the two out"
+            )

@@ -1,0 +1,140 @@
+"""Metadata of dataclass fields: the meaning of each one and the values it accepts.
+
+Range checks, error messages and the generated reference pages all read this metadata.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+METADATA_KEY = "distexp"
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """Meaning and limits of a field. Limits of a list hold for each of its items."""
+
+    help: str = ""
+    unit: str = ""
+    null: str = ""  # meaning of null
+    choices: tuple[Any, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    length: int | None = None  # number of items of a list
+    example: str = ""
+    slurm_only: bool = False
+    path: str = ""  # "file", "folder", "checkpoint", or "hub" for a hub id or a folder
+    reference: Any = None  # meaning of null with kernels=reference; None: not a key of the group kernels
+    id_if_changed: bool = False  # part of the run id only if the value is not the default or reference
+    parts: Mapping[str, str] | None = None  # meaning of the inner keys of a mapping
+
+    @property
+    def limits(self) -> str:
+        """Return the accepted values, as in ``at least 1``; empty if any value of the type is accepted."""
+        choices = (str(value).lower() if isinstance(value, bool) else str(value) for value in self.choices)
+        return " or ".join(filter(None, (self._range, ", ".join(choices))))
+
+    @property
+    def _range(self) -> str:
+        """Return the accepted numbers, as in ``at least 1``; empty if there are no limits."""
+        if self.at_least is not None:
+            start = f"{self.at_least:g}"
+            return f"at least {start}" if self.below is None else f"from {start} to below {self.below:.10g}"
+        if self.above is None:
+            return ""
+        return f"above {self.above:g}" + ("" if self.below is None else f" and below {self.below:g}")
+
+    def find_error(self, value: Any) -> str | None:
+        """Return why a value is not accepted, to be printed after ``KEY=VALUE``; None if it is."""
+        if isinstance(value, list):
+            return None if self._accepts_list(value) else f"must be {self._describe_list()}"
+        if self._accepts(value):
+            return None
+        if self.choices and not self._has_range:
+            return f"is not one of {self.limits}"
+        if isinstance(value, str):
+            return f"must be a number ({self._range}) or {' or '.join(map(str, self.choices))}"
+        return f"must be {self.limits}" + (f", or null ({self.null})" if self.null else "")
+
+    @property
+    def _has_range(self) -> bool:
+        return self.at_least is not None or self.above is not None
+
+    def _accepts(self, value: Any) -> bool:
+        if isinstance(value, str) or not self._has_range:
+            return not self.choices or value in self.choices
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def _accepts_list(self, values: list[Any]) -> bool:
+        return self.length in (None, len(values)) and all(map(self._accepts, values))
+
+    def _describe_list(self) -> str:
+        count = f"{self.length} numbers" if self.length is not None else "numbers"
+        return f"{count}, each {self.limits}" + (f", as in {self.example}" if self.example else "")
+
+
+def key(
+    default: T,
+    help: str = "",  # noqa: A002
+    *,
+    unit: str = "",
+    null: str = "",
+    choices: tuple[Any, ...] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    length: int | None = None,
+    example: str = "",
+    slurm_only: bool = False,
+    path: str = "",
+    reference: Any = None,
+    id_if_changed: bool = False,
+    parts: Mapping[str, str] | None = None,
+) -> T:
+    """Create a dataclass field with a default and its ``FieldInfo``; lists and dicts are copied."""
+    info = FieldInfo(
+        help=help, unit=unit, null=null, choices=choices, at_least=at_least, above=above, below=below,
+        length=length, example=example, slurm_only=slurm_only, path=path, reference=reference,
+        id_if_changed=id_if_changed, parts=parts,
+    )  # fmt: skip
+    metadata = {METADATA_KEY: info}
+    declared: Any
+    if isinstance(default, (list, dict)):
+        declared = field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    else:
+        declared = field(default=default, metadata=metadata)
+    result: T = declared
+    return result
+
+
+def describe(help: str, **details: Any) -> Mapping[str, FieldInfo]:  # noqa: A002
+    """Return the metadata of a field without a default: ``field(metadata=describe("..."))``."""
+    return {METADATA_KEY: FieldInfo(help=help, **details)}
+
+
+def info_of(spec: Field[Any]) -> FieldInfo:
+    """Return the metadata of a field; an empty one if it has none."""
+    info: FieldInfo = spec.metadata.get(METADATA_KEY, FieldInfo())
+    return info
+
+
+# Dotted keys of a nested configuration.
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``("section.key", value)`` for each value of a nested mapping."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

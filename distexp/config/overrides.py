@@ -1,0 +1,274 @@
+"""Overrides and command lines: parsing with Hydra's grammar, quoting, and texts to copy."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Container, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
+from hydra.errors import HydraException
+
+from distexp.config import ConfigError
+from distexp.config.keys import config_groups
+
+OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
+"""Sections to which users add keys."""
+
+
+def is_override(argument: str) -> bool:
+    """Return whether an argument is an override, and not an option or the value of an option."""
+    return not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+
+
+def add_plus_prefix(override: str) -> str:
+    """Mark what adds keys to an open section as new, which Hydra requires: one key, or several as ``{...}``."""
+    return f"++{override}" if _is_open(override) else override
+
+
+def without_plus_prefix(override: str) -> str:
+    """Return an override as the user typed it, without the mark of ``add_plus_prefix``."""
+    typed = override.removeprefix("++")
+    return typed if _is_open(typed) else override
+
+
+def _is_open(override: str) -> bool:
+    return any(override.startswith((f"{section}.", f"{section}={{")) for section in OPEN_SECTIONS)
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides with Hydra's grammar.
+
+    Raises:
+        OverrideParseException: an override does not match the grammar.
+    """
+    return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def quote_choice(text: str, groups: Container[str]) -> str:
+    """Return an override with its int, float and bool choices quoted, if its key is a group.
+
+    Raises:
+        ConfigError: a list is given, of which Hydra would silently use the last option only, or null.
+        OverrideParseException: the override does not match the grammar.
+    """
+    prefix, equals, _ = text.partition("=")
+    key = prefix.lstrip("+").split("@", 1)[0].removeprefix("/")
+    if not equals or key not in groups:
+        return text
+    override = parse([text])[0]
+    value: Any = override.value()
+    if isinstance(value, Glob):
+        return text
+    values: list[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+    if None in values:
+        raise ConfigError(f"{text} chooses no option of {key}: write {key}=OPTION, or leave it out")
+    if any(isinstance(item, list) for item in values):
+        _refuse_list(text, key, values)
+    return f"{prefix}=" + ",".join(_quote(item) for item in values)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of an override without its quotes."""
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def home_message(key: str, value: str) -> str:
+    """Return the error for a path with ``~``, which shells replace only at the start of an argument."""
+    return f"{key}={value} starts with ~, which the shell does not replace there: write {key}=$HOME{value[1:]}"
+
+
+def _refuse_list(text: str, group: str, values: Sequence[Any]) -> NoReturn:
+    """Raise the error for ``strategy=[ddp,fsdp]``, with the sweep over the same options."""
+    options = [_quote(option).strip("'") for item in values for option in (item if isinstance(item, list) else [item])]
+    if len(options) > 1:
+        hint = f"add --multirun {group}={','.join(options)} to compare them"
+    else:
+        hint = f"write {group}={options[0] if options else 'OPTION'}"
+    raise ConfigError(f"{text} is a list, but {group} takes one option: {hint}")
+
+
+def _quote(value: Any) -> str:
+    value = plain_value(value)
+    if isinstance(value, bool):
+        value = str(value).lower()
+    text = str(value)
+    bare = text.replace("_", "").replace("/", "").replace("-", "")
+    return text if bare.isalpha() and text not in ("true", "false", "null") else f"'{text}'"
+
+
+# Key and value of an override as text, such as ``train.max_steps=5`` or ``+cluster.environment.A=1``.
+
+
+def key_of(override: str) -> str:
+    """Return the key of an override, without the ``+`` or ``~`` in front of it."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def value_of(override: str) -> str:
+    """Return the value of an override as text, without quotes around it; empty if there is none."""
+    return override.partition("=")[2].strip("'\"")
+
+
+def sets_key(overrides: Iterable[str], key: str) -> bool:
+    """Return whether one of some overrides sets a key."""
+    return any(key_of(text) == key and "=" in text for text in overrides)
+
+
+# Command lines as a user types them: overrides, and commands that a message suggests.
+
+
+TYPED_BOOLEAN = re.compile(r"(?<=[=,\[:])(True|False)(?=[,\]}]|$)")
+"""A boolean as Hydra writes it in the overrides of a sweep."""
+
+
+def format_override(text: str) -> str:
+    """Return an override as it is typed: without Hydra's quotes, and with ``true`` for ``True``."""
+    return TYPED_BOOLEAN.sub(lambda found: found[0].lower(), text.replace("'", ""))
+
+
+def suggest_command(name: str, directory: Path) -> str:
+    """Return the command line of a sub-command: ``distexp status DIR``."""
+    return f"distexp {name} {shlex.quote(str(directory))}"
+
+
+# Command lines to copy into a shell: bash and Hydra read the same values as in the command of the run.
+
+
+SIMPLE = re.compile(r"[\w./@+~]+=[\w./+-]+", re.ASCII)
+"""An override without quotes, brackets and commas, which needs no check."""
+
+SPECIAL = frozenset('"$`\\!\n')
+"""Characters that bash does not read literally inside of double quotes."""
+
+
+def copyable_command(overrides: Iterable[str], *, command: str = "distexp", may_sweep: bool = False) -> str:
+    """Return a command line that bash splits into a command and its overrides.
+
+    Args:
+        overrides: Overrides and options.
+        command: The command, such as ``distexp plan``.
+        may_sweep: Whether commas may separate several values. The overrides of a run have one value each.
+    """
+    return " ".join([command, *(shell_quote(copyable_override(text, may_sweep=may_sweep)) for text in overrides)])
+
+
+def shell_quote(text: str) -> str:
+    """Return a text as bash needs it, in double quotes if it has single ones and bash reads it unchanged."""
+    return f'"{text}"' if "'" in text and not SPECIAL & set(text) else shlex.quote(text)
+
+
+def copyable_override(text: str, *, may_sweep: bool = False) -> str:
+    """Return an override that Hydra reads as the original one, without the quotes that it does not need.
+
+    Records keep overrides without quotes. So a value that Hydra would not read as one text gets them back.
+    """
+    if text.startswith("-") or "=" not in text:
+        return text
+    plain = format_override(text)
+    if "'" not in text and SIMPLE.fullmatch(plain):
+        return plain
+    original, found = _parse(text), _parse(plain)
+    if _is_valid(found, may_sweep) and ("'" not in text or _values(original) == _values(found)):
+        return plain
+    if _is_valid(original, may_sweep):
+        return text
+    key, _, value = plain.partition("=")
+    return f"{key}={_quote_for_hydra(value)}"
+
+
+def path_override(key: str, path: Path) -> str:
+    """Return an override that sets a key to a path, in quotes if Hydra would read its characters as something else."""
+    plain = f"{key}={path}"
+    return plain if SIMPLE.fullmatch(plain) else f"{key}={_quote_for_hydra(str(path))}"
+
+
+def _parse(text: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
+
+
+def _is_valid(override: Override | None, may_sweep: bool) -> bool:
+    return override is not None and (may_sweep or not override.is_sweep_override())
+
+
+def _values(override: Override | None) -> list[Any]:
+    """Return the values of an override. Those of a group are texts, because ``zero_stage='2'`` is ``zero_stage=2``."""
+    if override is None:
+        return []
+    value: Any = override.value()
+    values = list(override.sweep_iterator()) if isinstance(value, ChoiceSweep) else [value]
+    is_group = override.get_key_element().lstrip("+~").partition("@")[0] in config_groups()
+    return [str(_plain(value)).lower() if is_group else _typed(_plain(value)) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without Hydra's quotes, also inside of lists and mappings."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {_plain(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _typed(value: Any) -> tuple[str, Any]:
+    """Return a value with its type, so that ``1`` and ``true`` differ."""
+    return type(value).__name__, value
+
+
+def _quote_for_hydra(value: str) -> str:
+    """Return a text in Hydra's quotes."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    ending = "\\" * (len(escaped) - len(escaped.rstrip("\\")))
+    return f"'{escaped}{ending}'"
+
+
+# Lists and counts in messages: ``a, b and 3 more``, ``2 runs``, ``runs 0-5, 8``.
+
+
+MAX_ITEMS = 8
+
+
+def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
+    """Join the first items with commas and count the others: ``a, b and 3 more``."""
+    known = list(items)
+    rest = len(known) - limit
+    return ", ".join(known[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def format_ids(numbers: Sequence[int]) -> str:
+    """Join run numbers: ``0-5, 8, 9``.
+
+    Three or more consecutive numbers become a range.
+    """
+    blocks = _consecutive(numbers)
+    return join_first(
+        text for block in blocks for text in ([f"{block[0]}-{block[-1]}"] if len(block) > 2 else map(str, block))
+    )
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return a count with its noun in singular or plural: ``1 run``, ``2 runs``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def format_runs(numbers: Sequence[int]) -> str:
+    """Name runs by number: ``run 3``, ``runs 0-5, 8``."""
+    return f"run{'' if len(numbers) == 1 else 's'} {format_ids(numbers)}"
+
+
+def _consecutive(numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Yield blocks of consecutive numbers, in ascending order."""
+    block: list[int] = []
+    for number in sorted(numbers):
+        if block and number != block[-1] + 1:
+            yield block
+            block = []
+        block.append(number)
+    if block:
+        yield block

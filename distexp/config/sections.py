@@ -1,0 +1,352 @@
+"""The sections of the schema with the cluster, the data, the strategies, and the commands that predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from distexp.config.fields import key
+
+
+def sbatch_name(option: object) -> str:
+    """Return the name of an option of sbatch, which users write as ``--cpus-per-gpu`` or ``cpus_per_gpu`` too."""
+    return str(option).lstrip("-").replace("_", "-")
+
+
+@dataclass
+class ClusterConfig:
+    """Where a run starts, and its resources. Some keys are for Slurm only."""
+
+    name: str = key("local", "Name of the cluster.")
+    _target_: str = key(
+        "distexp.launch.local.launcher.LocalLauncher", "Launcher: what starts the runs. Set by `cluster=`."
+    )
+    nodes: int = key(1, "Nodes. On one machine more than one are simulated.", at_least=1)
+    workers_per_node: int | None = key(
+        None, "Workers per node.", at_least=1, null="one per GPU, or 2 without GPUs (1 on Slurm)"
+    )
+    device: str = key("auto", "Device of the workers. `auto` is cuda on Slurm.", choices=("auto", "cuda", "cpu"))
+    cpus_per_worker: int | None = key(
+        None, "CPU threads of each worker.", at_least=1, null="an equal share of the cores, or 4 on Slurm"
+    )
+    timeout_min: float | None = key(
+        None, "Time limit of a run.", unit="minutes", above=0, null="none, or the limit of the Slurm partition"
+    )
+    hang_timeout_min: float = key(
+        30.0, "Time without progress after which a run counts as hung.", unit="minutes", above=0
+    )
+    debug: bool = key(False, "Enable the debug logs of NCCL and torch.distributed.")
+    environment: dict[str, str] = key({}, "Environment variables of the workers only, for example `NCCL_*`.")
+    gpus_per_node: int | None = key(
+        None, "GPUs of each node.", at_least=0, null="one per worker on cuda, none on cpu", slurm_only=True
+    )
+    gpu_memory_limit_gb: float | None = key(
+        None, "Memory that a worker may use on its GPU, to try a smaller one, in GB of 2**30 bytes.", above=0,
+        null="all",
+    )  # fmt: skip
+    memory_gb: float | None = key(
+        None, "Memory of each node.", unit="GB", above=0, slurm_only=True,
+        null="the default of the cluster, or all memory with `exclusive`",
+    )  # fmt: skip
+    partition: str | None = key(None, "Partition.", slurm_only=True)
+    constraint: str | None = key(None, "Required node features.", slurm_only=True)
+    account: str | None = key(None, "Account to charge.", slurm_only=True)
+    qos: str | None = key(None, "Quality of service.", slurm_only=True)
+    reservation: str | None = key(None, "Reservation.", slurm_only=True)
+    exclusive: bool = key(False, "Allocate whole nodes.", slurm_only=True)
+    sbatch: dict[str, Any] = key({}, "More options of sbatch, as `{mail-type: END}`.", slurm_only=True)
+    srun: list[str] = key([], "More options of srun, as `[--cpu-bind=none]`.", slurm_only=True)
+    signal_delay_s: int = key(
+        120, "Time before the time limit at which a run is asked to stop.", unit="seconds", at_least=0
+    )
+    requeue: bool = key(True, "Let Slurm requeue a run after a node failure or a preemption.")
+    modules: list[str] = key([], "Modules to load in the job.", slurm_only=True)
+    setup: list[str] = key([], "Shell lines to run in the job, after the modules.", slurm_only=True)
+    python: str | None = key(
+        None, "Python command of the jobs, possibly in a container.", null="the Python that submits", slurm_only=True
+    )
+    array_parallelism: int | None = key(
+        None, "Most runs of one job array at the same time.", at_least=1, null="no limit", slurm_only=True
+    )
+    wait: bool = key(True, "Wait for the jobs. False: print the job ids and exit.")
+    gco2_per_kwh: float | None = key(
+        None, "Carbon intensity of the electricity, for `metrics.energy.co2e_g`.", unit="grams of CO2e per kWh",
+        at_least=0, null="no CO2e in record and tables",
+    )  # fmt: skip
+    price_per_gpu_hour: float | None = key(
+        None, "Price of an hour of one GPU, in any currency, for `metrics.energy.price`.", at_least=0,
+        null="no price in record and tables",
+    )  # fmt: skip
+    dry_run: bool = key(False, "Print the sbatch files and submit nothing.", slurm_only=True)
+
+    @property
+    def world_size(self) -> int:
+        """Workers on all nodes; one on each node while ``workers_per_node`` is still null."""
+        return self.nodes * (self.workers_per_node or 1)
+
+
+# The sections of the schema with the model and the dataset.
+
+
+@dataclass
+class ModelConfig:
+    """The model to train. Keys that an architecture does not have must stay null."""
+
+    _target_: str = key(MISSING, "Function `(model: ModelConfig, num_classes: int) -> torch.nn.Module`.")
+    name: str = key(MISSING, "Name of the architecture in distexp, or a Hugging Face name or path.")
+    task: str = key(MISSING, "Task of the model.", choices=("causal_lm", "image_classification"))
+    path: str | None = key(None, "Hub id or folder of the weights that `init=pretrained` loads.", path="hub")
+    init: str = key("random", "Random weights, or pretrained weights from `path`.", choices=("random", "pretrained"))
+    tokenizer: str | None = key(
+        None,
+        "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder.",
+        path="hub",
+    )
+    vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1, null="size of the tokenizer")
+    hidden_size: int | None = key(None, "Width of the hidden states.", at_least=1)
+    num_layers: int | None = key(None, "Number of transformer blocks.", at_least=1)
+    num_heads: int | None = key(None, "Attention heads. They must divide `hidden_size`.", at_least=1)
+    ff_dim: int | None = key(None, "Width of the feed-forward layers.", at_least=1)
+    seq_length: int | None = key(None, "Most positions of the model.", unit="tokens", at_least=1)
+    width: int | None = key(None, "Channels of the first stage of a ResNet.", at_least=1)
+    depths: list[int] | None = key(
+        None, "Residual blocks in each stage of a ResNet.", length=4, at_least=1, example="[3,4,6,3]"
+    )
+    bottleneck: bool | None = key(None, "Whether a ResNet uses bottleneck blocks.")
+    tie_embeddings: bool | None = key(None, "Whether embedding and output head share one weight.")
+    dropout: float | None = key(0.0, "Dropout probability.", at_least=0, below=1, null="default of the architecture")
+    attention: str = key(
+        "auto", "Implementation of the attention. `auto`: the default of the model. `flash`: only for `model=hf`.",
+        choices=("auto", "eager", "sdpa", "flex", "flash"), id_if_changed=True,
+    )  # fmt: skip
+    keys: list[str] = key([], "Keys that this model has. Any other key of this section is an error.")
+    options: dict[str, Any] = key({}, "Keys of a custom model.")
+
+
+@dataclass
+class DatasetConfig:
+    """The dataset to train on."""
+
+    _target_: str = key(MISSING, "Function `(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData`.")
+    name: str = key(MISSING, "Name of the dataset.")
+    task: str = key(
+        MISSING,
+        "Task of the dataset. Synthetic data has samples for any task.",
+        choices=("causal_lm", "image_classification", "any"),
+    )
+    path: str | None = key(None, "Hub id, or a folder written by `datasets.save_to_disk`.", path="hub")
+    train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.", path="file")
+    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on.", path="file")
+    root: str | None = key(None, "Folder in the official layout of TinyImageNet.", path="folder")
+    train_size: int | None = key(None, "Number of training examples, from the first.", at_least=1, null="all")
+    eval_size: int | None = key(None, "Number of evaluation examples, from the first.", at_least=1, null="all")
+    max_length: int | None = key(None, "Length at which texts are truncated.", unit="tokens", at_least=2)
+    answer_tokens: int = key(32, "Longest generated answer. See `train.score_answers`.", unit="tokens", at_least=1)
+    padding: str = key(
+        "max_length", "Pad to `max_length`, or to the longest text of the batch.", choices=("max_length", "longest")
+    )
+    packing: bool = key(
+        False, "Put several training samples into one row of `max_length` tokens. Batch sizes then count rows.",
+        id_if_changed=True,
+    )  # fmt: skip
+    bucketing: bool = key(
+        False, "Make training batches of samples of similar length, and pad them to the longest one.",
+        id_if_changed=True,
+    )  # fmt: skip
+    image_size: int | None = key(None, "Height and width of an image.", unit="pixels", at_least=1)
+    num_classes: int | None = key(None, "Number of image classes of synthetic data.", at_least=1)
+    num_workers: int = key(0, "DataLoader processes of each worker.", at_least=0)
+    cache: str | None = key(
+        None, "Memory for all decoded images. They are then augmented on the device. `none`: decode each one again.",
+        choices=("none", "cpu", "gpu"), reference="none", id_if_changed=True,
+    )  # fmt: skip
+    keys: list[str] = key([], "Keys that this dataset has. Any other key of this section is an error.")
+    options: dict[str, Any] = key({}, "Keys of a custom dataset.")
+
+
+# The sections of the schema with the options of one strategy each.
+
+
+@dataclass
+class DDPConfig:
+    """Options of `strategy=ddp`, as in `DistributedDataParallel`."""
+
+    bucket_cap_mb: float | None = key(None, "Size of a gradient bucket.", unit="MB", above=0, reference=25.0)
+    static_graph: bool = key(False, "Whether every step uses the same autograd graph.")
+    find_unused_parameters: bool = key(False, "Whether to search for parameters without a gradient.")
+    gradient_as_bucket_view: bool = key(
+        True, "Keep gradients in the buckets, without a second copy.", id_if_changed=True
+    )
+    communication: str = key(
+        "fp32", "Data type in which gradients are sent.", choices=("fp32", "bf16"), id_if_changed=True
+    )
+
+
+@dataclass
+class FSDPConfig:
+    """Options of `strategy=fsdp`, that is, FSDP2 (`fully_shard`)."""
+
+    sharding: str | None = key(
+        None,
+        "What is sharded. `sharding=` sets this key and the strategy.",
+        choices=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
+        null="full_shard",
+    )
+    replicas: int | None = key(None, "Replicas of a hybrid mesh.", null="one per node")
+    wrap: str = key("auto", "`auto`: each block is a unit. Else class names of the units, separated by commas.")
+    forward_prefetch: int = key(0, "Blocks to all-gather ahead in the forward pass.", at_least=0)
+    backward_prefetch: int = key(1, "Blocks to all-gather ahead in the backward pass.", at_least=0)
+    blocks_per_unit: int | str | None = key(
+        None, "Blocks that are sharded and gathered together. `auto`: units of at least 30M parameters.",
+        choices=("auto",), at_least=1, reference=1, id_if_changed=True,
+    )  # fmt: skip
+    sync_module_states: bool = key(True, "Broadcast the initial weights of rank 0.")
+
+
+@dataclass
+class DeepSpeedConfig:
+    """Options of `strategy=deepspeed`. Null keys keep the defaults of DeepSpeed."""
+
+    zero_stage: int | None = key(
+        None,
+        "ZeRO stage. `zero_stage=` sets this key and the strategy.",
+        choices=(0, 1, 2, 3),
+        null="the stage of `config_file`, or 2",
+    )
+    config_file: str | None = key(
+        None, 'A `ds_config.json`. "auto" values are filled in. Conflicts are errors.', path="file"
+    )
+    reduce_bucket_size: int | None = key(None, "Bucket of the gradient reduction.", unit="elements", at_least=1)
+    allgather_bucket_size: int | None = key(None, "Bucket of the parameter all-gather.", unit="elements", at_least=1)
+    stage3_prefetch_bucket_size: int | None = key(None, "Parameters to prefetch.", unit="elements", at_least=1)
+    stage3_param_persistence_threshold: int | None = key(
+        None, "Smaller parameters are not partitioned.", unit="elements", at_least=1
+    )
+    stage3_max_live_parameters: int | None = key(None, "Most parameters gathered at once.", unit="elements", at_least=1)
+    overlap_comm: bool = key(False, "Overlap the gradient reduction with the backward pass.")
+    check_overflow: bool | None = key(
+        None, "Skip steps with infinite gradients. bf16 needs no such check.", reference=True, id_if_changed=True
+    )
+    async_update: bool | None = key(
+        None,
+        "Clip and update without waiting for the GPU: with bf16 at stages 1, 2, native trainer, no offload.",
+        reference=False,
+        id_if_changed=True,
+    )
+    cpu_optimizer: str = key(
+        "auto",
+        "Optimizer of offloaded states. DeepSpeed compiles its own. `auto`: deepspeed on GPUs, else torch.",
+        choices=("auto", "torch", "deepspeed"),
+    )
+
+
+# The section of the schema with the settings of ``distexp choose``.
+
+
+OBJECTIVES = ("throughput", "energy", "cost", "memory")
+"""What the best configuration has most or least of."""
+
+
+@dataclass
+class ChooseConfig:
+    """Search for the best configuration, as by `distexp choose`. It does not change the training."""
+
+    objective: str = key(
+        "throughput",
+        "What is best: most samples per second, least energy or price per sample, or lowest peak of GPU memory.",
+        choices=OBJECTIVES,
+    )
+    budget_min: float = key(
+        10.0,
+        "Time for the trials. GPU time = minutes x the largest number of GPUs of a trial.",
+        unit="minutes",
+        above=0,
+    )
+    gpus: list[int] = key([], "Numbers of workers to try, over all nodes. Empty: that of the command.", at_least=1)
+    space: list[str] = key(
+        [],
+        "What to vary: keys with the values to try, as in `['strategy=ddp,fsdp']`. A key without values has the usual "
+        "ones, and then only the listed keys vary. Empty: all usual keys.",
+    )
+    dry_run: bool = key(False, "Print the candidates, the planned trials and their cost. Start nothing.")
+    output: str = key("table", "Output of `distexp choose`. Its option `--json` sets it.", choices=("table", "json"))
+
+
+# The section of the schema with the options of ``distexp plan``, and of the same check before a run.
+
+
+@dataclass
+class PlanConfig:
+    """Prediction of memory before a run starts, as by `distexp plan`."""
+
+    name: str = key(
+        "warn",
+        "`check`: a run that cannot fit is invalid. `warn`: print a warning if the prediction is "
+        "cached. `off`: nothing.",
+        choices=("check", "warn", "off"),
+    )
+    gpu: str | None = key(None, "GPU model to predict for, as `a100-80gb`.", null="the GPU of this machine")
+    gpu_memory_gb: float | None = key(
+        None, "Memory of the GPU to predict for, in GB of 2**30 bytes.", above=0, null="that of the GPU"
+    )
+    host_memory_gb: float | None = key(
+        None,
+        "Memory of a node to predict for with `cluster.device=cpu`, in GB of 2**30 bytes.",
+        above=0,
+        null="`cluster.memory_gb` on Slurm, else the memory of this machine",
+    )
+    timeout_s: float | None = key(
+        900.0,
+        "Longest time of a prediction. After it only the model states are computed.",
+        unit="seconds",
+        above=0,
+        null="no limit",
+    )
+    search_timeout_s: float | None = key(
+        30.0,
+        "Longest time in which `plan=check` searches for changes that make runs fit. The message states how many were "
+        "left out.",
+        unit="seconds",
+        above=0,
+        null="no limit",
+    )
+    output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))
+
+
+# The section of the schema with the options of ``distexp forecast``. A run does not use it.
+
+
+@dataclass
+class ForecastConfig:
+    """Forecast of a profiled run on other numbers of GPUs, by `distexp forecast`."""
+
+    memory: str = key(
+        "predict",
+        "Memory of each size. `predict`: as `distexp plan`, up to 64 workers. `cached`: only predictions of earlier "
+        "commands. `off`: none.",
+        choices=("predict", "cached", "off"),
+    )
+    preflight: str | None = key(
+        None,
+        "Directory of a run with a preflight, whose bandwidths are used.",
+        null="the bandwidths of the run, or of the last preflight on this machine",
+    )
+    network: str | None = key(
+        None,
+        "Network between nodes, as `infiniband-ndr-400g` with one card per worker. The workers of a node share one "
+        "`ethernet-10g` card. Measured bandwidths take precedence.",
+        null="infiniband-hdr-200g for GPUs, ethernet-10g for CPUs",
+    )
+    rail_optimized: bool | None = key(
+        None, "Whether GPUs of the same index share a switch, up to 32 nodes.", null="true"
+    )
+    oversubscription: float = key(
+        1.0,
+        "By how much the upper level of the network is slower than the lower one. With `rail_optimized`, only more "
+        "than 32 nodes use the upper level.",
+        at_least=1,
+    )
+    output: str = key("table", "Output of `distexp forecast`. Its option `--json` sets it.", choices=("table", "json"))
+    run: str | None = key(None, "Directory of the profiled run. Set by `distexp forecast`.", null="none")

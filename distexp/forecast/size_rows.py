@@ -1,0 +1,381 @@
+"""The sizes of a forecast: each with its forecast, or with the reason why it has none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from distexp.compose.cells import Cell
+from distexp.config import Config, ConfigError, ForecastConfig
+from distexp.config.overrides import parse
+from distexp.forecast.communication import Forecast, Target
+from distexp.forecast.profiled_run import PowerModel, ProfiledRun, price_per_million_samples, read_power
+from distexp.forecast.steps import forecast_steps
+from distexp.forecast.uncertainty import ForecastError, compare_with_run, largest_expected, store_error, subject_of
+from distexp.preflight.machine import load_machine
+from distexp.resolve.scaling_rules import OTHER_MICRO_BATCH
+from distexp.runs.predictions import StoredForecast, cap_efficiency
+from distexp.runs.record import RunRecord, read_records
+from distexp.runs.record_sections import Predicted
+from distexp.runs.texts import join_errors
+from distexp.strategies.base import load_strategy
+from distexp.system.cgroups import visible_gpus
+
+
+def forecast_sizes(
+    run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, earlier: Sequence[ForecastError]
+) -> list[SizeRow]:
+    """Return the forecast of each cell.
+
+    Args:
+        run: The profiled run.
+        cells: A cell for each size.
+        options: Options of the forecast.
+        earlier: Errors of earlier forecasts on this machine, which widen the intervals.
+
+    Raises:
+        ConfigError: the run cannot be forecast.
+    """
+    rows = [_make_row(run, cell) for cell in cells]
+    targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
+    own = _own_target(run)
+    machine = load_machine(run.directory, options) if targets else None
+    trusted = [package for cell in cells if cell.config is not None for package in cell.config.trusted_packages]
+    forecasts = forecast_steps(run.directory, [own, *targets], machine, trusted) if targets else []
+    widened = iter(
+        [
+            forecast if _is_own(run, forecast) else _widen(forecast, _of_others(run, forecast, earlier))
+            for forecast in forecasts[1:]
+        ]
+    )
+    power = read_power(run, own.samples_per_step, own.micro_batches)
+    found = [row if row.error else replace(row, forecast=next(widened), power=power) for row in rows]
+    baseline = _baseline(forecasts[:1], [row.forecast for row in found if row.forecast])
+    return [replace(row, baseline=baseline, profiled_workers=run.workers) for row in found]
+
+
+def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
+    config = cell.config or cell.decided
+    size = sizes_of(cell.composed.cluster if config is None else _size_values(config))
+    error = join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
+    return SizeRow(size, cell, error=error)
+
+
+def _size_values(config: Config) -> Mapping[str, Any]:
+    return {"nodes": config.cluster.nodes, "workers_per_node": config.cluster.workers_per_node or 1}
+
+
+def _other_steps(run: ProfiledRun, config: Config | None) -> str:
+    """Return why the micro-batches of a size are not those of the profile; empty if they are."""
+    if config is None:
+        return ""
+    pairs = {
+        "train.micro_batch_size": (config.train.micro_batch_size, run.micro_batch_size),
+        "model.num_layers": (config.model.num_layers, run.setting("model", "num_layers")),
+    }
+    changed = [f"{key}={new} instead of {old}" for key, (new, old) in pairs.items() if new != old]
+    if not changed:
+        return ""
+    return f"{', '.join(changed)} (scaling={config.scaling.name}): not forecast, profile a run with these values"
+
+
+def _target(run: ProfiledRun, config: Config) -> Target:
+    cluster, steps = config.cluster, config.train.gradient_accumulation_steps
+    samples = config.train.micro_batch * steps * cluster.world_size * run.samples_per_row
+    return Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples)
+
+
+def _own_target(run: ProfiledRun) -> Target:
+    """Return the size of the profiled run itself."""
+    steps = int(run.setting("train", "gradient_accumulation_steps") or 1)
+    samples = (run.micro_batch_size or 1) * steps * run.workers * run.samples_per_row
+    return Target(*run.size, steps, samples)
+
+
+def _is_own(run: ProfiledRun, forecast: Forecast) -> bool:
+    """Return whether a forecast is for the measured size, which no earlier error is about."""
+    target = forecast.target
+    return (target.nodes, target.workers_per_node) == run.size
+
+
+def _of_others(run: ProfiledRun, forecast: Forecast, earlier: Sequence[ForecastError]) -> list[ForecastError]:
+    """Return the earlier errors without that of this forecast, which must not explain itself."""
+    own = subject_of(run.record, forecast.target.nodes, forecast.target.workers_per_node)
+    return [error for error in earlier if error.subject != own]
+
+
+def _widen(forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
+    """Return a forecast whose interval is at least as wide as earlier errors were."""
+    error = largest_expected(earlier)
+    low, high = (forecast.step_time_s * factor for factor in (1 / (1 + error), 1 + error))
+    return replace(forecast, low_s=min(forecast.low_s, low), high_s=max(forecast.high_s, high))
+
+
+def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | None:
+    """Return the fewest workers of all rows, and of the profiled run if its batch is as theirs."""
+    comparable = [forecast for forecast in own if all(_same_batch(forecast, row) for row in rows)]
+    first = min([*rows, *comparable], key=_by_size, default=None)
+    if first is None:
+        return None
+    target = first.target
+    return Baseline((target.nodes, target.workers_per_node), target.samples_per_step / first.step_time_s)
+
+
+def _by_size(forecast: Forecast) -> tuple[int, int]:
+    """Return the key by which forecasts are sorted: the workers, then the nodes."""
+    return forecast.target.workers, forecast.target.nodes
+
+
+def _same_batch(one: Forecast, other: Forecast) -> bool:
+    """Return whether two steps have the same batch of a worker, or the same global batch."""
+    a, b = one.target, other.target
+    return a.micro_batches == b.micro_batches or math.isclose(a.samples_per_step, b.samples_per_step)
+
+
+# A size of a forecast, with everything that is printed for it.
+
+
+COMPUTE = "compute"
+MIN_BOTTLENECK_SHARE = 0.005
+"""A smaller part of the step is not named."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The fewest workers: their speed per worker is the ideal one."""
+
+    size: Size
+    samples_per_second: float
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers."""
+        return self.size[0] * self.size[1]
+
+    def efficiency(self, workers: int, samples_per_second: float) -> float:
+        """Return ideal time / real time."""
+        return samples_per_second / workers / (self.samples_per_second / self.workers)
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """A size.
+
+    Attributes:
+        size: Number of nodes, and workers of each node.
+        cell: The composed configuration.
+        forecast: None if there is an error.
+        error: Why there is no forecast.
+        baseline: What the efficiency is relative to.
+        memory: Predicted memory.
+        memory_error: Why the memory is unknown.
+        power: Power of the GPUs.
+        measured: A measured run of this size.
+        profiled_workers: Workers of the profiled run.
+    """
+
+    size: Size
+    cell: Cell
+    forecast: Forecast | None = None
+    error: str = ""
+    baseline: Baseline | None = None
+    memory: Predicted | None = None
+    memory_error: str = ""
+    power: PowerModel | None = None
+    measured: ForecastError | None = None
+    profiled_workers: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers on all nodes."""
+        return self.size[0] * self.size[1]
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Return the throughput over all workers."""
+        forecast = self.forecast
+        return None if forecast is None else forecast.samples_per_second
+
+    @property
+    def efficiency(self) -> float | None:
+        """Return ideal time / real time."""
+        if self.baseline is None or self.samples_per_second is None:
+            return None
+        return self.baseline.efficiency(self.workers, self.samples_per_second)
+
+    @property
+    def efficiency_interval(self) -> tuple[float, float] | None:
+        """Return both ends of the interval of the efficiency.
+
+        The upper end is capped, unless workers share the optimizer states: then they have less work at larger sizes.
+        """
+        if self.forecast is None or self.baseline is None:
+            return None
+        samples, ends = self.forecast.target.samples_per_step, (self.forecast.high_s, self.forecast.low_s)
+        low, high = (self.baseline.efficiency(self.workers, samples / step_s) for step_s in ends)
+        is_limited = self.size == self.baseline.size or _has_constant_work(self.cell.config)
+        return low, cap_efficiency(high, self.efficiency or 0.0) if is_limited else high
+
+    def share(self, part: str) -> float | None:
+        """Return a part of the step as a fraction; None if it is unknown."""
+        if self.forecast is None or part not in self.forecast.parts:
+            return None
+        return self.forecast.parts[part] / self.forecast.step_time_s
+
+    @property
+    def bottleneck(self) -> tuple[str, float] | None:
+        """Return the largest part of the step besides the computation, with its fraction; None if it is tiny."""
+        others = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
+        name = max(others, key=others.__getitem__, default="")
+        share = self.share(name) or 0.0
+        return (name, share) if share >= MIN_BOTTLENECK_SHARE else None
+
+    @property
+    def j_per_sample(self) -> float | None:
+        """Return the energy of all GPUs per sample."""
+        return self.power.j_per_sample(self.forecast) if self.power and self.forecast else None
+
+    @property
+    def price(self) -> float | None:
+        """Return the price of a million samples; None on CPUs, whose runs have no GPU-hours."""
+        config = self.cell.config
+        if self.forecast is None or config is None or config.cluster.device == "cpu":
+            return None
+        return price_per_million_samples(self.forecast, config.cluster.price_per_gpu_hour)
+
+
+def _has_constant_work(config: Config | None) -> bool:
+    """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
+    return config is not None and load_strategy(config).keeps_states_whole(config) is True
+
+
+# Measured runs of the forecast sizes: those in the sweep of the profiled run.
+
+
+def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[StoredForecast]) -> list[SizeRow]:
+    """Return the rows with the measured runs of the same training, and keep their errors.
+
+    Args:
+        run: The profiled run.
+        rows: The sizes.
+        stored: What is kept of each row that has a forecast.
+    """
+    records = {record.run.id: record for record in _siblings(run)}
+    forecasts = {(forecast.nodes, forecast.workers_per_node): forecast for forecast in stored}
+    return [_with_measured(run, row, forecasts.get(row.size), records.get(row.cell.id)) for row in rows]
+
+
+def _siblings(run: ProfiledRun) -> list[RunRecord]:
+    """Return the completed runs in the sweep of the profiled run, without the runs of its own size."""
+    size = ("nodes", "workers_per_node")
+    own = [run.setting("cluster", name) for name in size]
+    return [
+        record for record in read_records(run.command_path.parent).records
+        if record.status == "completed" and [(record.config.get("cluster") or {}).get(name) for name in size] != own
+    ]  # fmt: skip
+
+
+def _with_measured(
+    run: ProfiledRun, row: SizeRow, forecast: StoredForecast | None, record: RunRecord | None
+) -> SizeRow:
+    if forecast is None or record is None:
+        return row
+    error: ForecastError | None = compare_with_run(run.record, forecast, record)
+    if error is not None:
+        store_error(run.record, forecast, record, error)
+    return replace(row, measured=error)
+
+
+# The sizes to forecast: those that the user typed, or powers of two.
+
+
+NODES, WORKERS_PER_NODE = "cluster.nodes", "cluster.workers_per_node"
+SIZE_KEYS = (NODES, WORKERS_PER_NODE)
+
+MAX_WORKERS = 4096
+"""Most workers of a forecast."""
+
+DEFAULT_WORKERS = 64
+"""Most workers that are forecast if no size is typed."""
+
+USUAL_GPUS = 8
+"""GPUs of a node, if nothing is known about the nodes."""
+
+Size = tuple[int, int]
+"""Number of nodes, and workers of each node."""
+
+
+def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
+    """Return the sizes to forecast, in the order of the command line.
+
+    Args:
+        run: The profiled run.
+        typed: Overrides that the user has typed. Those of other keys are ignored.
+
+    Raises:
+        ConfigError: a size is not a positive whole number, or too large.
+    """
+    values = dict(_typed_values(typed))
+    if not values:
+        return default_sizes(_workers_of_node(run))
+    nodes, workers = run.size
+    sizes = list(dict.fromkeys(product(values.get(NODES, [nodes]), values.get(WORKERS_PER_NODE, [workers]))))
+    for count, per_node in sizes:
+        if count * per_node > MAX_WORKERS:
+            raise ConfigError(
+                f"{NODES}={count} x {WORKERS_PER_NODE}={per_node} makes {count * per_node:,} workers, but a forecast "
+                f"has at most {MAX_WORKERS:,}: lower one of them"
+            )
+    return sizes
+
+
+def _typed_values(typed: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+    for override in parse(typed):
+        key = override.get_key_element().lstrip("+")
+        if key in SIZE_KEYS:
+            values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+            yield key, [_checked(key, value) for item in values for value in _items(item)]
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _checked(key: str, value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ConfigError(f"{key}={value} must be a whole number from 1: write {key}=1,2,4")
+
+
+def default_sizes(workers_of_node: int) -> list[Size]:
+    """Return powers of two up to 64 workers: of a node first, then of full nodes."""
+    powers = [2**exponent for exponent in range(DEFAULT_WORKERS.bit_length())]
+    in_node = [(1, count) for count in powers if count < workers_of_node and count <= DEFAULT_WORKERS]
+    full = [(nodes, workers_of_node) for nodes in powers if nodes * workers_of_node <= DEFAULT_WORKERS]
+    return in_node + full
+
+
+def _workers_of_node(run: ProfiledRun) -> int:
+    """Return how many workers a node has room for."""
+    _, workers = run.size
+    if not run.on_gpu:
+        environment = run.record.environment
+        threads = run.setting("cluster", "cpus_per_worker") or 1
+        return max(workers, ((environment.cpu_count if environment else None) or 1) // threads)
+    if gpus := run.setting("cluster", "gpus_per_node"):
+        return max(workers, int(gpus))
+    known = max(workers, len(visible_gpus()))
+    return known if known > 1 else USUAL_GPUS
+
+
+def as_cell(size: Size) -> list[str]:
+    """Return the overrides of a size."""
+    return [f"{key}={value}" for key, value in zip(SIZE_KEYS, size, strict=True)]
+
+
+def sizes_of(overrides: Mapping[str, Any]) -> Size:
+    """Return the size of composed values of ``cluster``."""
+    return int(overrides["nodes"]), int(overrides["workers_per_node"])

@@ -1,0 +1,305 @@
+"""The directories of a sweep and its runs: numbers, claims, locks and the git state."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from distexp.compose.cells import Cell
+from distexp.config import ConfigError
+from distexp.config.overrides import format_override, join_first, suggest_command
+from distexp.guard.sweep_files import check_files, remember_file
+from distexp.launch.outcome import invalid_record
+from distexp.resolve import without_hydra
+from distexp.runs.attempts import sweep_lock
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunInfo
+from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN, PREDICTED
+from distexp.runs.spec import ExistingRun, ExistingRuns, unmatched_message
+from distexp.runs.texts import name_folder
+from distexp.system.files import PACKAGE, write_json
+
+
+@dataclass(frozen=True)
+class AssignedRun:
+    """A cell with the number and the directory of its run.
+
+    Attributes:
+        composed: Composed configuration of the cell, with the number and the directory in its hydra node.
+    """
+
+    cell: Cell
+    info: RunInfo
+    directory: Path
+    composed: DictConfig
+
+
+def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
+    """Return the identity of a cell's run."""
+    overrides = [format_override(text) for text in cell.overrides if not text.startswith("sweep.")]
+    name = str(cell.composed.name) if cell.config is None else cell.config.name
+    return RunInfo(cell.id, name, number, overrides, git_sha=code.sha, git_dirty=code.dirty, snapshot=snapshot)
+
+
+def write_invalid(run: AssignedRun) -> RunRecord:
+    """Write the record of an invalid cell and return it."""
+    content = _composed_content(run.composed) if run.cell.decided is None else asdict(run.cell.decided)
+    record = invalid_record(run.info, content, run.cell.errors)
+    record.predicted = run.cell.predicted
+    run.cell.write_prediction(run.directory)
+    record.write(run.directory)
+    return record
+
+
+def _composed_content(config: DictConfig) -> dict[str, Any]:
+    composed = without_hydra(config)
+    try:
+        content: Any = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
+        content = OmegaConf.to_container(composed)
+    return dict(content)
+
+
+@dataclass(frozen=True)
+class ExistingRunRules:
+    """What a launcher does about the runs that a sweep directory has already.
+
+    Attributes:
+        should_skip: Reports an existing run that is kept, and returns whether it is.
+        warn: Prints a warning about existing runs that no cell matches.
+        active: Numbers of runs that have not ended. The warning leaves them out.
+    """
+
+    should_skip: Callable[[ExistingRun], bool]
+    warn: Callable[[str], None]
+    active: Collection[int] = ()
+
+
+def assign_run_dirs(
+    cells: Sequence[Cell],
+    sweep_dir: Path,
+    code: GitState,
+    rules: ExistingRunRules,
+    *,
+    resume: bool,
+    snapshot: str | None = None,
+) -> Iterator[AssignedRun]:
+    """Yield each cell to run with its number and directory, which is claimed at that moment.
+
+    A cell with an existing run keeps the number and directory of that run.
+
+    Args:
+        cells: Cells of the sweep.
+        sweep_dir: Directory of the sweep.
+        code: Git state of the code.
+        rules: What to do about existing runs.
+        resume: Whether the sweep may have existing runs.
+        snapshot: Copy of the code that the runs use.
+    """
+    existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
+    infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
+    matches = existing.match(infos)
+    _warn_of_unmatched(existing, sweep_dir, rules)
+    first_free = 0
+    for cell, info, known in zip(cells, infos, matches, strict=True):
+        if known is not None and rules.should_skip(known):
+            continue
+        composed = cell.composed
+        if known is None:
+            claimed = claim_run_dir(partial(run_dir_for, composed, sweep_dir), first_free, resume=resume)
+            first_free = claimed.number + 1
+        else:
+            claimed = ClaimedDir(known.number, run_dir_for(composed, sweep_dir, known.number))
+        info.number = claimed.number
+        yield AssignedRun(cell, info, claimed.directory, composed)
+
+
+def _warn_of_unmatched(existing: ExistingRuns, sweep_dir: Path, rules: ExistingRunRules) -> None:
+    unfinished = [run for run in existing.unfinished(below=sweep_dir) if run.number not in rules.active]
+    warning = unmatched_message(unfinished)
+    if warning is not None:
+        rules.warn(warning)
+
+
+# Claims of run directories: two commands that write into one sweep never share a run directory.
+
+
+def run_dir_for(composed: DictConfig, sweep_dir: Path, number: int) -> Path:
+    """Return the directory of a cell as run ``number`` of a sweep, and set both in its hydra node."""
+    with open_dict(composed):
+        composed.hydra.job.id = composed.hydra.job.num = number
+        composed.hydra.sweep.dir = str(sweep_dir)
+    return (sweep_dir / str(composed.hydra.sweep.subdir)).absolute()
+
+
+class ClaimedDir(NamedTuple):
+    """Number and directory of a run that no other command can get."""
+
+    number: int
+    directory: Path
+
+
+def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> ClaimedDir:
+    """Claim the first free run directory by creating its ``.hydra`` folder.
+
+    Creating a folder is atomic, so two commands never share a run directory.
+
+    Args:
+        directory_of: Returns the directory of a number.
+        first: First number to try.
+        resume: Whether the sweep is resumed. It changes the message only.
+
+    Raises:
+        ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
+            contains files of something else.
+    """
+    for number in itertools.count(first):
+        directory = directory_of(number)
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            (directory / HYDRA).mkdir()
+        except FileExistsError:
+            if directory == directory_of(number + 1):
+                raise ConfigError(_taken_message(directory, resume=resume)) from None
+            continue
+        _check_no_foreign_files(directory)
+        return ClaimedDir(number, directory)
+    raise AssertionError("unreachable")
+
+
+def _check_no_foreign_files(directory: Path) -> None:
+    """Check that a new run directory has no files that the run would move to ``attempts/``.
+
+    Raises:
+        ConfigError: with their names.
+    """
+    found = [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]
+    if found:
+        (directory / HYDRA).rmdir()
+        raise ConfigError(
+            f"{directory} contains {join_first(found)}, which belong to no run, and a run writes files with these "
+            "names: choose another directory"
+        )
+
+
+def _taken_message(directory: Path, *, resume: bool) -> str:
+    if resume:
+        return (
+            f"{directory} contains a single run (hydra.run.dir), and the new overrides define a different run: resume "
+            f"without them, or start the new run in another directory. Add train.resume={directory} to start it from "
+            "the last checkpoint of this run"
+        )
+    return (
+        f"hydra.run.dir={directory} contains a run already: choose another directory, or resume that run with "
+        f"{suggest_command('resume', directory)}"
+    )
+
+
+# The directory of a sweep: its creation, its lock, and the files from which it can be resumed.
+
+
+@contextmanager
+def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
+    """Create the directory of a sweep with its files, and lock it during the block.
+
+    A resumed sweep has a directory already.
+
+    Args:
+        master: Configuration of the command, with the hydra node.
+        cells: Number of cells.
+
+    Raises:
+        ConfigError: a foreign sweep contains links that lead out of it, or another command runs a sweep there.
+    """
+    chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
+    if master.sweep.resume:
+        check_files(Path(master.hydra.sweep.dir))
+    sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
+    with name_folder(sweep_dir), sweep_lock(sweep_dir):
+        write_sweep_files(master, sweep_dir, cells)
+        yield sweep_dir
+
+
+def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
+    """Create the directory of a sweep. If another command has just taken the default one, add a suffix."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    if chosen_by_user:
+        wanted.mkdir(exist_ok=True)
+        return wanted
+    for attempt in itertools.count(1):
+        candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("unreachable")
+
+
+def write_sweep_files(master: DictConfig, sweep_dir: Path, cells: int) -> None:
+    """Write Hydra's ``multirun.yaml``, and the command line for ``distexp resume``; keep existing files.
+
+    Args:
+        master: Configuration of the command, with the hydra node.
+        sweep_dir: Directory of the sweep.
+        cells: Number of cells.
+    """
+    path = sweep_dir / MULTIRUN
+    if not path.exists():
+        OmegaConf.save(master, path)
+    if not (sweep_dir / COMMAND).exists():
+        command = {"command": master.command, "words": sys.argv[1:], "directory": os.getcwd(), "cells": cells}
+        write_json(sweep_dir / COMMAND, command)
+        remember_file(sweep_dir / COMMAND)
+
+
+# Git state of the code that runs: it goes into each record, so that a result can be traced to a commit.
+
+
+@dataclass(frozen=True)
+class GitState:
+    """Commit of the code, and whether the code has uncommitted changes; None outside a checkout."""
+
+    sha: str | None = None
+    dirty: bool | None = None
+
+
+def package_git_state() -> GitState:
+    """Return the state of the checkout that this distexp is imported from."""
+    return git_state(git_root(PACKAGE))
+
+
+def git_root(folder: Path) -> Path | None:
+    """Return the root of the git checkout that tracks a folder, or None."""
+    top = run_git(folder, "rev-parse", "--show-toplevel")
+    if top is None or not run_git(folder, "ls-files", "--", "."):
+        return None
+    return Path(top.strip())
+
+
+def git_state(root: Path | None) -> GitState:
+    """Return the state of a checkout. New files that git does not ignore count as changes."""
+    if root is None:
+        return GitState()
+    sha = run_git(root, "rev-parse", "HEAD")
+    return GitState(sha.strip() if sha else None, bool(run_git(root, "status", "--porcelain")))
+
+
+def run_git(folder: Path, *arguments: str) -> str | None:
+    """Return what a git command prints in a folder; None if it fails, or if git is not installed."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,317 @@
+"""The largest micro-batch that fits, and the smallest change that makes a training fit."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from distexp.config import Config
+from distexp.config.model_checks import depends_on_micro_batch, divisors, samples_per_worker
+from distexp.config.overrides import key_of
+from distexp.plan.estimate import Estimate
+from distexp.plan.verdict import FITS, TOO_CLOSE, verdict_of
+from distexp.statistics.noise import MemoryLine
+from distexp.strategies.base import load_strategy
+
+ACCUMULATION = "train.gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """Overrides that make a training smaller, with the estimate for them."""
+
+    overrides: tuple[str, ...]
+    estimate: Estimate
+
+    def fits(self, memory_mib: float) -> bool:
+        """Return whether the changed training fits."""
+        return verdict_of(self.estimate, memory_mib) == FITS
+
+
+@dataclass(frozen=True)
+class Search:
+    """Search among variants of one configuration.
+
+    Attributes:
+        config: The configuration.
+        compose: Composes a variant.
+        estimate: Estimates several variants at a time.
+        memory_mib: Memory of the GPU.
+    """
+
+    config: Config
+    compose: Compose
+    estimate: EstimateAll
+    memory_mib: float
+
+    def largest_micro_batch(self, known: Estimate) -> LargestMicroBatch:
+        """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
+        return MicroBatchSizes(self.config, self.compose, self.estimate, self.memory_mib).largest(known)
+
+    def changes(self, largest: LargestMicroBatch) -> list[ConfigChange]:
+        """Return the changes that reduce the memory, the smallest change first. Each has its estimate.
+
+        The last one is all of them together, without offloading.
+
+        Args:
+            largest: The largest micro-batch that fits.
+        """
+        return self._estimate(list(candidate_overrides(self.config, largest)))
+
+    def first_change(self, at_a_time: int, has_time: Callable[[], bool]) -> tuple[ConfigChange | None, int]:
+        """Return the smallest change that fits, and how many changes there was no time for; None if none fits.
+
+        Args:
+            at_a_time: Number of changes to estimate before the next ones. Those after the first that fits are not.
+            has_time: Whether there is time for the next ones.
+        """
+        candidates = list(candidate_overrides(self.config))
+        for start in range(0, len(candidates), at_a_time):
+            if not has_time():
+                return None, len(candidates) - start
+            fitting = (change for change in self._estimate(candidates[start : start + at_a_time]) if self._fits(change))
+            if (found := next(fitting, None)) is not None:
+                return found, 0
+        return None, 0
+
+    def variant(self, override: str) -> ConfigChange | None:
+        """Return one variant with its estimate; None if it is invalid or cannot be traced."""
+        return next(iter(self._estimate([(override,)])), None)
+
+    def _fits(self, change: ConfigChange) -> bool:
+        return change.fits(self.memory_mib)
+
+    def _estimate(self, candidates: Sequence[tuple[str, ...]]) -> list[ConfigChange]:
+        """Return the changes that are valid and can be traced."""
+        found = [(overrides, self.compose(overrides)) for overrides in candidates]
+        composed = [(overrides, config) for overrides, config in found if not isinstance(config, str)]
+        outcomes = self.estimate([config for _, config in composed])
+        return [
+            ConfigChange(overrides, outcome)
+            for (overrides, _), outcome in zip(composed, outcomes, strict=True)
+            if isinstance(outcome, Estimate) and outcome.traced
+        ]
+
+
+def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None) -> Iterator[tuple[str, ...]]:
+    """Yield the overrides of each change, the smallest change first. The training stays the same.
+
+    Only another micro-batch of a model with batch norms is another training. It comes last.
+
+    Args:
+        config: The configuration.
+        largest: The largest micro-batch that fits. Without it, half of the micro-batch and one sample are tried.
+    """
+    logits, checkpointing = _logits_change(config), _checkpointing_change(config)
+    pair = (*logits, *checkpointing) if logits and checkpointing else ()
+    sizes = list(_micro_batch_changes(config, largest))
+    same = [] if depends_on_micro_batch(config) else sizes
+    light = [each for each in (logits, *same, checkpointing) if each]
+    yield from light
+    if pair:
+        yield pair
+    strategy = load_strategy(config)
+    smaller = strategy.smaller_states(config, workers=config.cluster.world_size)
+    if smaller:
+        yield smaller
+    if not config.offload.enabled:
+        yield strategy.offload_overrides(config)
+    together = [*light, *([smaller] if smaller else [])]
+    merged = tuple(last_of_each_key([text for change in together for text in change]))
+    if len(together) > 1 and merged != pair:
+        yield merged
+    if not same:
+        yield from sizes
+
+
+def _logits_change(config: Config) -> tuple[str, ...]:
+    train = config.train
+    is_possible = config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full"
+    return ("train.logits=targets",) if is_possible else ()
+
+
+def _checkpointing_change(config: Config) -> tuple[str, ...]:
+    return () if config.train.activation_checkpointing else ("train.activation_checkpointing=true",)
+
+
+def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> Iterator[tuple[str, ...]]:
+    """Yield other micro-batches, with the accumulation that keeps the global batch."""
+    train = config.train
+    samples = train.micro_batch * train.gradient_accumulation_steps
+    whole = [samples] if load_strategy(config).accumulates_whole_gradients else []
+    smaller = _half_and_one(train.micro_batch) if largest is None else _fitting_divisors(config, largest)
+    for size in dict.fromkeys((*whole, *smaller)):
+        if size != train.micro_batch:
+            # A global batch size sets the accumulation.
+            more = () if train.global_batch_size is not None else (f"{ACCUMULATION}={samples // size}",)
+            yield (f"{MICRO_BATCH}={size}", *more)
+
+
+def _half_and_one(size: int) -> list[int]:
+    """Return half of a micro-batch and one sample, if the global batch can stay the same."""
+    return [size // 2, 1] if size % 2 == 0 else [1]
+
+
+def _fitting_divisors(config: Config, largest: LargestMicroBatch) -> list[int]:
+    """Return the largest micro-batch that fits and keeps the global batch; also 1 if the run does not accumulate."""
+    steps = config.train.gradient_accumulation_steps
+    samples = config.train.micro_batch * steps
+    size = max(divisors(samples, largest.size or 1))
+    # The first accumulation keeps gradients between micro-batches. Then the size may be too large.
+    return [size, 1] if steps == 1 else [size]
+
+
+def last_of_each_key(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without those whose key comes again."""
+    return list({key_of(text): text for text in overrides}.values())
+
+
+# The largest micro-batch that fits into the memory of a GPU.
+
+
+LARGEST_MICRO_BATCH = 1 << 20
+MAX_ROUNDS = 5
+"""Most rounds of a search. In each, two sizes are estimated at the same time."""
+
+MAX_SIZES = 2 * MAX_ROUNDS + 1
+"""Most sizes that a search estimates: those of the rounds, and the whole global batch."""
+
+NOT_PREDICTED = "the memory of a larger one could not be predicted"
+
+MICRO_BATCH = "train.micro_batch_size"
+
+EstimateAll = Callable[[Sequence[Config]], Sequence[Estimate | str]]
+Compose = Callable[[Sequence[str]], Config | str]
+"""Function that returns the configuration of a cell with further overrides, or why it is invalid."""
+
+
+@dataclass(frozen=True)
+class LargestMicroBatch:
+    """Result of a search.
+
+    Attributes:
+        size: The largest micro-batch that fits; None if not even one sample is certain to fit.
+        is_exact: Whether all larger ones are known not to fit.
+        invalid: Why a larger one is invalid; empty if its memory is the limit.
+        one_may_fit: Whether no size is certain to fit, but one sample may.
+    """
+
+    size: int | None
+    is_exact: bool = True
+    invalid: str = ""
+    one_may_fit: bool = False
+
+
+@dataclass
+class MicroBatchSizes:
+    """Search among the micro-batches of one configuration.
+
+    Without ``train.global_batch_size``, the number of micro-batches per step stays the same. With it, the global batch
+    does, so that only its divisors are sizes.
+    """
+
+    config: Config
+    compose: Compose
+    estimate: EstimateAll
+    memory_mib: float
+    _most: dict[int, float] = field(default_factory=dict)
+    _invalid: dict[int, str] = field(default_factory=dict)
+    _not_certain: set[int] = field(default_factory=set)
+
+    def largest(self, known: Estimate) -> LargestMicroBatch:
+        """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
+        sizes, first = self._sizes(), self.config.train.micro_batch
+        self._remember(first, known, known.most_mib or 0.0)
+        # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
+        if self.config.train.global_batch_size is not None and self._fit([sizes[-1]]) == [sizes[-1]]:
+            return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
+        position = sizes.index(first)
+        low, high = (position, len(sizes)) if self._fit([first]) else (-1, position)
+        for _ in range(MAX_ROUNDS):
+            positions = self._next_positions(sizes, low, high)
+            if not positions:
+                break
+            fitting = self._fit([sizes[index] for index in positions])
+            low = max([low, *(index for index in positions if sizes[index] in fitting)])
+            high = min([high, *(index for index in positions if sizes[index] not in fitting)])
+            high = self._first_invalid(sizes, low, high)
+        is_exact = high - low == 1 or low == len(sizes) - 1
+        reason = self._invalid.get(sizes[high], "") if high < len(sizes) else ""
+        if low < 0:
+            return LargestMicroBatch(None, is_exact, reason, one_may_fit=1 in self._not_certain)
+        return LargestMicroBatch(sizes[low], is_exact, reason)
+
+    def _first_invalid(self, sizes: Sequence[int], low: int, high: int) -> int:
+        """Return the first position whose size is invalid, if that of ``high`` is; else ``high``."""
+        if high == len(sizes) or sizes[high] in self._most:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.compose([f"{MICRO_BATCH}={sizes[middle]}"])
+            if isinstance(found, str):
+                high, self._invalid[sizes[middle]] = middle, found
+            else:
+                low = middle
+        return high
+
+    def _sizes(self) -> Sequence[int]:
+        if self.config.train.global_batch_size is None:
+            return range(1, LARGEST_MICRO_BATCH + 1)
+        return divisors(samples_per_worker(self.config))
+
+    def _fit(self, sizes: Sequence[int]) -> list[int]:
+        """Return those of some sizes that fit, up to the first that does not."""
+        self._estimate([size for size in sizes if size not in self._most and size not in self._invalid])
+        fitting = []
+        for size in sizes:
+            if size in self._invalid or self._most[size] > self.memory_mib:
+                break
+            fitting.append(size)
+        return fitting
+
+    def _estimate(self, sizes: Sequence[int]) -> None:
+        composed = {size: self.compose([f"{MICRO_BATCH}={size}"]) for size in sizes}
+        self._invalid |= {size: found for size, found in composed.items() if isinstance(found, str)}
+        valid = {size: found for size, found in composed.items() if not isinstance(found, str)}
+        for size, outcome in zip(valid, self.estimate(list(valid.values())), strict=True):
+            if isinstance(outcome, Estimate) and outcome.most_mib is not None:
+                self._remember(size, outcome, outcome.most_mib)
+            else:
+                self._invalid[size] = NOT_PREDICTED
+
+    def _remember(self, size: int, estimate: Estimate, most_mib: float) -> None:
+        self._most[size] = most_mib
+        if verdict_of(estimate, self.memory_mib) == TOO_CLOSE:
+            self._not_certain.add(size)
+
+    def _next_positions(self, sizes: Sequence[int], low: int, high: int) -> list[int]:
+        """Return up to two positions between one that fits and one that does not."""
+        if high - low <= 1:
+            return []
+        sized = self._proposal(sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else None)
+        wanted = [bisect_right(sizes, size) - 1 for size in sized] or [(low + high) // 2]
+        return sorted({min(max(position, low + 1), high - 1) for position in wanted})
+
+    def _proposal(self, low: int, high: int | None) -> tuple[int, ...]:
+        """Return two sizes to estimate, or none. The memory is nearly linear in the micro-batch.
+
+        Args:
+            low: The largest size that fits; 0 if none is known.
+            high: The smallest larger size that does not fit; None if none is known.
+        """
+        known = self._nearest(low, low if high is None else high)
+        if len(known) < 2:
+            return (1, (high or 2) // 2) if low == 0 else (2 * low, 4 * low)
+        line = MemoryLine.through(*known)
+        if line.mib_per_sample <= 0:
+            return (2 * low, 4 * low) if high is None else ()
+        size = line.largest_size(self.memory_mib)
+        return size, size + 1
+
+    def _nearest(self, low: int, high: int) -> list[tuple[int, float]]:
+        """Return the two estimated sizes nearest to both bounds. The whole batch is not on the line of the others."""
+        is_kept = self.config.train.global_batch_size is not None
+        whole = samples_per_worker(self.config) if is_kept else None
+        on_line = [(size, mib) for size, mib in self._most.items() if size != whole]
+        return sorted(sorted(on_line, key=lambda point: abs(point[0] - low) + abs(point[0] - high))[:2])

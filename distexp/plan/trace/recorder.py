@@ -1,0 +1,358 @@
+"""A recorder of the storages that operations of torch create and free."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from distexp.plan.replay import EMPTY_CACHE, Event, StepWork
+from distexp.plan.trace.compiled import KernelBuffers, WorkCounter, is_matrix_product
+from distexp.plan.trace.cuda_semantics import Accumulation
+from distexp.system.torch_internals.tensors import FakeMode, is_fake_of
+
+GPU = torch.device("cpu", 1)
+"""The device of traced tensors that a run has on its GPU. Host tensors are on ``cpu``.
+
+Autograd and FSDP need a GPU for tensors on ``cuda``. For a CPU with another index they do not, yet torch distinguishes
+the two devices, copies between them, and refuses to mix them.
+"""
+
+COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")
+"""Namespaces of the operators whose tensors are communication buffers."""
+
+
+@dataclass
+class TracedBlock:
+    """One storage, from its allocation to its free.
+
+    Attributes:
+        size: bytes.
+        device: ``gpu`` or ``host``.
+        phase: phase of the allocation.
+        last_axis: size of the last axis of the first tensor in it.
+        stream: stream of the allocation; empty for that of the computation.
+        in_backward: whether the backward pass allocated it, except for the recomputation of a forward pass.
+        kept: whether it was still there at the end of the forward pass that allocated it.
+        part: what it is for, once that is known.
+    """
+
+    number: int
+    size: int
+    device: str
+    phase: str
+    last_axis: int
+    stream: str
+    in_backward: bool
+    kept: bool = False
+    part: str | None = None
+
+
+@dataclass(frozen=True)
+class BlockChange:
+    """An allocation (or a free) of a block."""
+
+    block: TracedBlock
+    phase: str
+    is_free: bool
+
+
+@dataclass
+class _Storage:
+    """A storage that is alive, and its block; None while its size is 0."""
+
+    reference: weakref.ref[Any]
+    device: str
+    last_axis: int
+    block: TracedBlock | None = field(default=None)
+
+
+class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each birth and death of a storage of fake tensors. Views share the storage of their base.
+
+    Attributes:
+        phase: the current phase, which the caller sets.
+        changes: allocations and frees since ``start``.
+        history: allocations and frees before it.
+        first_products: how many changes there were before ``start`` after the first matrix product of each phase.
+        work: counts of the operations since ``start``.
+    """
+
+    def __init__(self, fake_mode: FakeMode, kernels: KernelBuffers | None = None) -> None:
+        """Create a recorder.
+
+        Args:
+            fake_mode: the mode of the tensors.
+            kernels: the buffers of the kernels; None for a CPU.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase = "setup"
+        self.changes: list[BlockChange] = []
+        self.history: list[BlockChange] = []
+        self.first_products: dict[str, int] = {}
+        self.work = WorkCounter()
+        self._kernels = kernels
+        self._fake_mode = fake_mode
+        self._storages: dict[int, _Storage] = {}  # by the address of the storage object
+        self._count = 0
+        self._accumulation = Accumulation()
+        self._main_stream = torch.cpu.current_stream()
+        self._forward_blocks: list[TracedBlock] = []  # of the forward pass that runs now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and record its outputs."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # The operations on the local tensors come here too.
+        if self._forward_blocks and self._is_in_backward():
+            self.end_forward()
+        if self.phase == "backward" and self._accumulation.is_in_place(func, args):
+            return args[0]
+        outputs = func(*args, **(kwargs or {}))
+        self._see(outputs)
+        self.work.add(self.phase, func, args, kwargs, outputs)
+        self._use_buffers(func, args)
+        if func.namespace in COLLECTIVES:
+            self.assign("communication", tensors_in((args, kwargs, outputs)))
+        return outputs
+
+    def _use_buffers(self, func: Any, arguments: Any) -> None:
+        """Record what a kernel of the GPU allocates for itself."""
+        if self._kernels is None:
+            return
+        if is_matrix_product(func):
+            self.first_products.setdefault(self.phase, len(self.changes))
+        blocks = [self._block(size, "gpu", 1) for size in self._kernels.sizes(func, arguments)]
+        self.changes += [BlockChange(block, self.phase, is_free=False) for block in blocks]
+        self.changes += [BlockChange(block, self.phase, is_free=True) for block in reversed(blocks)]
+
+    def _is_in_backward(self) -> bool:
+        """Return whether a backward pass runs, and not the recomputation of a checkpointed forward pass."""
+        return self.phase != "forward" and not (self.phase == "backward" and torch.is_grad_enabled())
+
+    def _see(self, outputs: Any) -> None:
+        for tensor in tensors_in(outputs):
+            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
+                self._register(tensor)
+
+    def _register(self, tensor: Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._storages.get(key)
+        if found is None:
+            reference = weakref.ref(storage, lambda _: self._die(key))
+            device = "gpu" if tensor.device == GPU else "host"
+            found = _Storage(reference, device, tensor.shape[-1] if tensor.dim() else 1)
+            self._storages[key] = found
+            self._allocate(found, storage.nbytes())
+        return found
+
+    def _allocate(self, storage: _Storage, size: int) -> None:
+        if size:
+            block = storage.block = self._block(size, storage.device, storage.last_axis)
+            self.changes.append(BlockChange(block, self.phase, is_free=False))
+            if not block.in_backward:
+                self._forward_blocks.append(block)
+
+    def _block(self, size: int, device: str, last_axis: int) -> TracedBlock:
+        self._count += 1
+        return TracedBlock(self._count - 1, size, device, self.phase, last_axis, self._stream(), self._is_in_backward())
+
+    def _stream(self) -> str:
+        """Return the name of the current stream. FSDP selects its streams also on a CPU, where they have no effect."""
+        current = torch.cpu.current_stream()
+        return "" if current is self._main_stream else f"stream {id(current)}"
+
+    def _free(self, storage: _Storage) -> None:
+        if storage.block is not None:
+            self.changes.append(BlockChange(storage.block, self.phase, is_free=True))
+            storage.block = None
+
+    def _die(self, key: int) -> None:
+        self._free(self._storages.pop(key))
+
+    def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Record that a storage got another size. FSDP frees parameters in this way."""
+        found = self._storages.get(storage._cdata)
+        if found is not None:
+            self._free(found)
+            self._allocate(found, size)
+            if found.block is not None:
+                found.block.part = "communication"
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record during the block."""
+        with on_storage_resize(self._resize), self:
+            yield
+
+    def empty_cache(self) -> None:
+        """Record that the allocator of the GPU returns its free segments."""
+        block = TracedBlock(EMPTY_CACHE, 0, "gpu", self.phase, 1, "", in_backward=False)
+        self.changes.append(BlockChange(block, self.phase, is_free=True))
+
+    def start(self) -> None:
+        """Start with a new list of changes. Blocks that are alive become allocations of the phase ``setup``."""
+        self.history = self.changes
+        self.work.clear()
+        alive = sorted(
+            (storage.block for storage in self._storages.values() if storage.block), key=lambda block: block.number
+        )
+        self.changes = [BlockChange(block, "setup", is_free=False) for block in alive]
+        self._forward_blocks = []
+
+    def count(self, nodes: Iterable[fx.Node]) -> None:
+        """Count the kernels of a compiled graph."""
+        self.work.add_graph(self.phase, nodes)
+
+    def step_work(self, micro_batches: int, most_traced: int) -> StepWork:
+        """Return the work since ``start``.
+
+        Args:
+            micro_batches: number of micro-batches of a step.
+            most_traced: how many of them were traced at most.
+        """
+        written: Counter[str] = Counter()
+        for change in self.changes:
+            if not change.is_free:
+                written[change.phase] += change.block.size
+        return self.work.step(micro_batches, min(micro_batches, most_traced), written)
+
+    def end_forward(self) -> None:
+        """Mark the blocks of the forward pass that are still alive."""
+        alive = {id(storage.block) for storage in self._storages.values()}
+        for block in self._forward_blocks:
+            block.kept = block.kept or id(block) in alive
+        self._forward_blocks = []
+
+    def blocks_since(self, start: int) -> Iterable[TracedBlock]:
+        """Return the blocks that are alive and were allocated at or after position ``start`` of ``changes``."""
+        born = {id(change.block) for change in self.changes[start:] if not change.is_free}
+        return [
+            storage.block
+            for storage in self._storages.values()
+            if storage.block is not None and id(storage.block) in born
+        ]
+
+    def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
+        """Set the part of the blocks of some tensors, unless they have one."""
+        for tensor in tensors:
+            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
+                block = self._register(tensor).block
+                if block is not None and block.part is None:
+                    block.part = part
+
+
+def tensors_in(content: Any) -> Iterator[Tensor]:
+    """Yield the local tensors in nested containers."""
+    for leaf in tree_iter(content):
+        if isinstance(leaf, DTensor):
+            yield leaf._local_tensor
+        elif isinstance(leaf, Tensor):
+            yield leaf
+
+
+# The events of a recorded training: what is allocated and freed, and what for.
+
+
+WORKSPACE_BLOCKS = {"forward": -1, "backward": -2}
+"""Blocks of the workspaces of cuBLAS, by the phase that allocates them. Each phase has its own thread."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a recorder saw.
+
+    Attributes:
+        history: construction of the model, and the first step.
+        changes: what was in memory before the second step, and this step.
+        evaluation: a batch of the evaluation after it; empty if it was not recorded.
+        vocabulary: size of the vocabulary; None for image models.
+        workspace: bytes of a workspace of cuBLAS.
+        first_products: position in ``history`` after the first matrix product of a phase.
+        work: what the step computes; None if it was not counted.
+        parameters: number of parameters of the whole model.
+    """
+
+    history: tuple[BlockChange, ...]
+    changes: tuple[BlockChange, ...]
+    evaluation: tuple[BlockChange, ...]
+    vocabulary: int | None
+    workspace: int
+    first_products: Mapping[str, int] = field(default_factory=dict)
+    work: StepWork | None = None
+    parameters: int = 0
+
+
+def step_events(recorded: Recorded) -> tuple[Event, ...]:
+    """Return what is in memory before the step, and the step."""
+    workspaces = (_workspace(number, "setup", recorded) for number in WORKSPACE_BLOCKS.values())
+    return (*workspaces, *(_event(change, recorded) for change in recorded.changes))
+
+
+def history_events(recorded: Recorded) -> tuple[Event, ...]:
+    """Return what happened before the step."""
+    events: list[Event] = []
+    missing = dict(WORKSPACE_BLOCKS)
+    for position, change in enumerate(recorded.history):
+        if change.phase in missing and position >= recorded.first_products.get(change.phase, 0):
+            number = missing.pop(change.phase)
+            events.append(_workspace(number, change.phase, recorded))
+        events.append(_event(change, recorded))
+    return tuple(events)
+
+
+def evaluation_events(recorded: Recorded) -> tuple[Event, ...]:
+    """Return the evaluation after the step."""
+    return tuple(_event(change, recorded) for change in recorded.evaluation)
+
+
+def _workspace(number: int, phase: str, recorded: Recorded) -> Event:
+    return Event(recorded.workspace, number, "temporaries", phase, "gpu")
+
+
+def _event(change: BlockChange, recorded: Recorded) -> Event:
+    block = change.block
+    return Event(
+        -block.size if change.is_free else block.size,
+        block.number,
+        _part(block, recorded.vocabulary),
+        change.phase,
+        block.device,
+        block.stream,
+    )
+
+
+def _part(block: TracedBlock, vocabulary: int | None) -> str:
+    if block.part is not None:
+        return block.part
+    if vocabulary is not None and block.last_axis == vocabulary:
+        return "logits"
+    return "activations" if block.kept else "temporaries"
+
+
+# Observation of storages that change their size.
+
+
+@contextmanager
+def on_storage_resize(call: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Call a function before each change of the size of a storage, during the block. No dispatch mode sees these."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_call(storage: torch.UntypedStorage, size: int) -> Any:
+        call(storage, size)
+        return resize(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_and_call  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

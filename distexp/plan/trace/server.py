@@ -1,0 +1,157 @@
+"""The process that traces: it imports torch once, then forks a process for each configuration.
+
+``python -m distexp.plan.trace.server FOLDER PROCESSES`` waits for ``FOLDER/job0.json``, ``job1.json`` and so on. Each
+has a
+configuration. The results are ``FOLDER/result0.json`` and so on: ``{"estimate": ...}`` or ``{"error": ...}``. It runs
+until it is ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from distexp.config import Config, ConfigError
+from distexp.plan.estimate import arithmetic_estimate, make_estimate
+from distexp.plan.planner import POLL_S, job_path, result_path
+from distexp.plan.trace.traced_run import count_parameters
+from distexp.runs.spec import parse_config
+from distexp.system.files import read_json, write_json
+from distexp.system.processes import die_with_parent, kill_tree
+from distexp.worker.preload import own_modules, preload
+
+NICENESS = 10
+"""Lower priority of the processes that trace, because others may use the machine, for example a login node."""
+
+FALLBACK_S = 120.0
+"""Longest time of an estimate by arithmetic, which builds the model again."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Trace all jobs of a folder, until the process is ended."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    folder, processes = Path(given[0]), int(given[1])
+    os.nice(NICENESS)
+    importlib.import_module("distexp.plan.trace.tracing")
+    running: list[TraceJob] = []
+    for number in itertools.count():
+        while len(running) >= processes or not job_path(folder, number).exists():
+            if not running:
+                time.sleep(POLL_S)
+            wait([job.process.sentinel for job in running], POLL_S)
+            running = [left for job in running if (left := continue_job(job)) is not None]
+        config = parse_config(read_json(job_path(folder, number)))
+        preload(own_modules(config), config.cluster.device)
+        running.append(_start_trace(config, result_path(folder, number)))
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class TraceJob:
+    """A configuration, and the process that predicts it.
+
+    Attributes:
+        deadline: Time of the monotonic clock at which the process is killed.
+        reason: Why the training was not traced; empty if this process traces it.
+    """
+
+    process: BaseProcess
+    config: Config
+    path: Path
+    deadline: float
+    reason: str = ""
+
+
+Start = Callable[[Callable[..., None], tuple[Any, ...]], BaseProcess]
+
+
+def _start(target: Callable[..., None], arguments: tuple[Any, ...]) -> BaseProcess:
+    process = get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def _start_trace(config: Config, path: Path) -> TraceJob:
+    limit = math.inf if config.plan.timeout_s is None else config.plan.timeout_s
+    return TraceJob(_start(_trace, (config, path)), config, path, time.monotonic() + limit)
+
+
+def _trace(config: Config, path: Path) -> None:
+    """Trace one configuration and write the result."""
+    die_with_parent()
+    try:
+        write_json(path, {"estimate": make_estimate(config).to_json()})
+    except ConfigError as error:
+        write_json(path, {"error": str(error)})
+    except Exception as error:
+        traceback.print_exc()
+        write_json(path, {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"})
+
+
+def _estimate_states(config: Config, path: Path, reason: str) -> None:
+    """Write the estimate by arithmetic."""
+    die_with_parent()
+    write_json(path, {"estimate": arithmetic_estimate(config, reason, count_parameters(config)).to_json()})
+
+
+def continue_job(job: TraceJob, start: Start = _start) -> TraceJob | None:
+    """Return the job that is left: this one, or the estimate by arithmetic if it left no result; None if all is done.
+
+    Args:
+        job: The job. Its process is killed after its deadline.
+        start: Starts a process.
+    """
+    late = time.monotonic() > job.deadline
+    if job.process.is_alive():
+        if not late:
+            return job
+        assert job.process.pid is not None, "it was started"
+        kill_tree(job.process.pid)
+    job.process.join()
+    if job.path.exists():
+        return None
+    if job.reason:
+        write_json(job.path, {"error": job.reason})
+        return None
+    reason = _describe_limit(job.config) if late else _describe_death(job.process)
+    # In a process, because it may fail as the trace did.
+    fallback = start(_estimate_states, (job.config, job.path, reason))
+    return TraceJob(fallback, job.config, job.path, time.monotonic() + FALLBACK_S, reason)
+
+
+def _describe_limit(config: Config) -> str:
+    limit = f"plan.timeout_s={config.plan.timeout_s:g}"
+    return f"it took longer than {limit}: set a larger one, or plan.timeout_s=null for no limit"
+
+
+def _describe_death(process: BaseProcess) -> str:
+    return f"the process that traced it ended by {describe_exit(process.exitcode or 0)}"
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, with the probable cause."""
+    if code >= 0:
+        return f"exit code {code}"
+    causes: dict[int, str] = {
+        signal.SIGKILL: ", possibly because this machine is out of memory",
+        signal.SIGSEGV: ", possibly because a custom operator reads the memory of a tensor",
+    }
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    return name + causes.get(-code, "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

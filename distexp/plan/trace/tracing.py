@@ -1,0 +1,331 @@
+"""The prediction of the memory of one training step, without a GPU and without weights.
+
+The real model, strategy and training step run with fake tensors: they have a shape, and no values. The process group is
+fake too. A recorder lists the storages that are allocated and freed.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distexp.config import Config, ConfigError
+from distexp.config.custom_code import locate
+from distexp.data.base import Batch, Samples
+from distexp.data.images import ImageFiles, channel_statistics, decoded_bytes
+from distexp.distributed.context import Context
+from distexp.hardware.facts import cublas_workspace, gpu_facts
+from distexp.models.attention import clear_caches
+from distexp.models.blueprint import Blueprint
+from distexp.models.introspection import find_embeddings
+from distexp.models.objective import evaluation_sums
+from distexp.plan.replay import PlanError, StepTrace
+from distexp.plan.trace.compiled import KernelBuffers, traced_compilation
+from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast, use_cuda_kernels
+from distexp.plan.trace.recorder import (
+    GPU,
+    Recorded,
+    StorageRecorder,
+    evaluation_events,
+    history_events,
+    step_events,
+    tensors_in,
+)
+from distexp.plan.trace.traced_run import (
+    TracedDDP,
+    describe_failure,
+    evaluation_batch,
+    largest_batch,
+    traced_context,
+    traced_ddp,
+)
+from distexp.plan.trace.zero_base import version_note
+from distexp.strategies.base import load_strategy
+from distexp.strategies.torch_model import TorchModel
+from distexp.system.torch_internals.collectives import fake_process_group, fsdp_device
+from distexp.system.torch_internals.tensors import (
+    FakeMode,
+    grouped_products_of_any_precision,
+    make_fake_mode,
+    without_fake_mode,
+)
+from distexp.training.build import build_model, load_data
+
+STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2
+"""Steps before the recorded one. The first one allocates the states of the optimizer. DDP rebuilds its buckets in the
+second one.
+"""
+
+MICRO_BATCHES = 3
+"""Micro-batches of a step that are traced: the first one, one that adds to gradients, and the last one."""
+
+
+class EmptyBlueprint(Blueprint):
+    """A blueprint whose weights have no values."""
+
+    def _initial_weights(self, build: Any) -> dict[str, Tensor]:
+        return {}
+
+    def get_tensor(self, name: str, like: Tensor) -> Tensor:
+        """Return an empty tensor; no other rank takes part."""
+        return torch.empty(like.shape, dtype=like.dtype, device=self._context.device)
+
+
+def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
+    """Return the allocations of one optimizer step of rank 0.
+
+    Args:
+        config: a resolved configuration.
+        on_gpu: whether to predict a run on GPUs, which this machine need not have.
+
+    Raises:
+        PlanError: the model cannot be traced, or the configuration is not supported.
+    """
+    started = time.perf_counter()
+    images_on_gpu = config.dataset.cache == "gpu"
+    config, notes = _prepare(config)
+    printed = io.StringIO()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(printed):
+            warnings.simplefilter("ignore")
+            recorded = _record(config, images_on_gpu=images_on_gpu, on_gpu=on_gpu)
+    except (PlanError, ConfigError):
+        raise
+    except Exception as error:
+        raise PlanError(describe_failure(error)) from error
+    notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
+    seconds = time.perf_counter() - started
+    events = step_events(recorded), seconds, tuple(notes), history_events(recorded), evaluation_events(recorded)
+    return StepTrace(*events, recorded.work, recorded.parameters)
+
+
+def _prepare(config: Config) -> tuple[Config, list[str]]:
+    """Return a copy of the configuration that can be traced, and notes about what differs."""
+    config = copy.deepcopy(config)
+    notes: list[str] = []
+    if load_strategy(config).tracer is None:
+        config.offload.pin_memory = False  # needs a GPU, and takes the same memory
+    elif note := version_note():
+        notes.append(note)
+    config.dataset.num_workers = 0
+    if config.train.compiled == "graphs":
+        notes.append("train.compile=graphs: predicted without graphs; torch does not count their memory as allocated")
+    if config.dataset.cache == "gpu":
+        notes.append("dataset.cache=gpu: the images count as temporaries")
+    elif config.dataset.cache == "cpu":
+        notes.append("dataset.cache=cpu: the images are not in the predicted host memory")
+    config.dataset.cache = "none"  # To decode all images takes minutes, and does not change the step.
+    return config, notes
+
+
+def _decoded_bytes(samples: Samples) -> int:
+    """Return the bytes of the decoded images.
+
+    Raises:
+        PlanError: they are no image files, which a run refuses too.
+    """
+    if not isinstance(samples, ImageFiles):
+        raise PlanError("dataset.cache=gpu needs data of distexp.data.images.ImageFiles: use dataset.cache=none")
+    return decoded_bytes(samples)
+
+
+def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
+    """Build the model, run two steps (three with DDP) and an evaluation if it is needed; return what was recorded."""
+    context = traced_context(config)
+    data = load_data(config, context)
+    image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
+    batch = largest_batch(config, data)
+    evaluated = evaluation_batch(config, data) if _needs_evaluation(config) else None
+    fake_mode = make_fake_mode()
+    kernels = KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
+    recorder = StorageRecorder(fake_mode, kernels)
+
+    def start_backward() -> None:
+        recorder.phase = "backward"
+        recorder.end_forward()
+
+    with ExitStack() as stack:
+        for clear in (channel_statistics.cache_clear, clear_caches):
+            stack.callback(clear)  # They would keep fake tensors.
+        for replacement in _replacements(config, context, recorder, fake_mode, on_gpu=on_gpu):
+            stack.enter_context(replacement)
+        blueprint = build_model(config, data, context, EmptyBlueprint)
+        vocabulary = _vocabulary(blueprint.model)
+        parameters = sum(parameter.numel() for parameter in blueprint.model.parameters())
+        stack.enter_context(fake_mode)
+        stack.enter_context(recorder.recording())
+        stack.enter_context(CudaFunctions(start_backward, on_gpu=on_gpu).used())
+        images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
+        recorder.assign("batch", [images])
+        step = TracedStep(config, blueprint, context, recorder, on_gpu=on_gpu)
+        steps = STEPS_BEFORE_DDP_REPEATS if step.is_ddp else STEPS_BEFORE
+        for number in range(steps + 1):
+            if number == steps:
+                recorder.start()
+            recorder.phase = "forward"
+            # As in a run, the batches of the previous step are still there.
+            batches = [_to_fake(batch) for _ in range(config.train.gradient_accumulation_steps)]
+            recorder.assign("batch", tensors_in([(batch.inputs, batch.labels) for batch in batches]))
+            step.run(batches)
+        end = len(recorder.changes)
+        work = recorder.step_work(config.train.gradient_accumulation_steps, MICRO_BATCHES)
+        recorder.phase = "evaluation"
+        if evaluated is not None:
+            step.evaluate(_to_fake(evaluated))
+        # The model is freed after this block, which is no part of the step.
+        return Recorded(
+            tuple(recorder.history),
+            tuple(recorder.changes[:end]),
+            tuple(recorder.changes[end:]),
+            vocabulary,
+            cublas_workspace(config.plan.gpu) if on_gpu else 0,
+            recorder.first_products,
+            work,
+            parameters,
+        )
+
+
+def _replacements(
+    config: Config, context: Context, recorder: StorageRecorder, fake_mode: FakeMode, *, on_gpu: bool
+) -> Iterator[AbstractContextManager[Any]]:
+    """Yield the contexts that replace what a step needs of the machine: other processes, GPUs and the compiler."""
+    yield fake_process_group(context.world_size)
+    if on_gpu:
+        yield cuda_autocast()
+    yield fsdp_device(GPU)
+    yield grouped_products_of_any_precision()
+    if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
+        yield traced_compilation(fake_mode, lambda: recorder)
+
+
+def _needs_evaluation(config: Config) -> bool:
+    """Return whether to trace an evaluation. A compiled one takes long to trace, and seldom needs more memory."""
+    train = config.train
+    return train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return the size of the vocabulary; None for image models."""
+    sizes = (getattr(module, "weight", None) for _, module in find_embeddings(model))
+    return next((len(weight) for weight in sizes if isinstance(weight, Tensor)), None)
+
+
+def _to_fake(batch: Batch) -> Batch:
+    """Return a batch on the GPU. In the fake mode its tensors have no values."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    inputs = {name: convert(tensor) for name, tensor in batch.inputs.items()}
+    return replace(batch, inputs=inputs, labels=convert(batch.labels)).to(GPU)
+
+
+class TracedStep:
+    """The model of a run, and its training step."""
+
+    def __init__(
+        self, config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder, *, on_gpu: bool
+    ) -> None:
+        self.recorder, self.on_gpu = recorder, on_gpu
+        self.task = config.model.task
+        self.model = _set_up(config, blueprint, context, recorder)
+        self.is_ddp = isinstance(self.model.module, TracedDDP)
+        self.model.module.train()
+        self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
+        if isinstance(self.model, TorchModel):
+            self._prepare(config, self.model)
+
+    def _prepare(self, config: Config, model: TorchModel) -> None:
+        """Let a model use the kernels of CUDA, and label its parameters."""
+        module, optimizer = model.module, model.optimizer
+        if self.on_gpu:
+            use_cuda_kernels(config, optimizer)
+        model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
+        self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+        self.recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
+        # With train.compile=graphs the gradients live as long as the model.
+        self.recorder.assign("gradients", tensors_in([parameter.grad for parameter in self.parameters]))
+
+    def run(self, batches: list[Batch]) -> None:
+        """Run one optimizer step."""
+        traced = [*batches[: MICRO_BATCHES - 1], batches[-1]] if len(batches) > MICRO_BATCHES else batches
+        contributions = []
+        for position, batch in enumerate(traced, start=1):
+            start = len(self.recorder.changes)
+            self.recorder.phase = "forward"
+            contributions.append(
+                self.model.forward_backward(batch, normalizer=self.normalizer, last_micro=position == len(traced))
+            )
+            self._label_gradients(start)
+        torch.stack(contributions).sum(dim=0)
+        self.recorder.phase = "optimizer"
+        self.model.step(0.1)
+        if isinstance(self.model, TorchModel):
+            self.recorder.assign("optimizer_states", tensors_in(list(self.model.optimizer.state.values())))
+
+    def evaluate(self, batch: Batch) -> None:
+        """Evaluate one batch."""
+        self.recorder.assign("batch", tensors_in((batch.inputs, batch.labels)))
+        self.model.module.eval()
+        with torch.no_grad():
+            evaluation_sums(self.task, self.model.forward(batch), batch)
+
+    def _label_gradients(self, start: int) -> None:
+        """Label what the backward pass of a micro-batch left."""
+        for block in self.recorder.blocks_since(start):
+            if block.in_backward and block.part in (None, "communication"):
+                block.part = "gradients"
+
+
+class Traceable(Protocol):
+    """A training step on fake tensors: a TorchModel, or an object of the class that ``Strategy.tracer`` names."""
+
+    module: nn.Module
+
+    def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
+        """Run one micro-batch, and allocate what the real one allocates."""
+
+    def forward(self, batch: Batch) -> Any:
+        """Return the outputs of the module."""
+
+    def step(self, learning_rate: float) -> Any:
+        """Update the weights."""
+
+
+def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder) -> Traceable:
+    strategy = load_strategy(config)
+    if strategy.tracer is not None:
+        traced: Traceable = locate(strategy.tracer)(blueprint, config, context, recorder)
+        return traced
+    with _mesh_outside_of_fake_mode(), traced_ddp(recorder.assign):
+        model = strategy.setup(blueprint, config, context)
+    if not isinstance(model, TorchModel):
+        raise PlanError(f"strategy={config.strategy.name} cannot be traced")
+    return model
+
+
+@contextmanager
+def _mesh_outside_of_fake_mode() -> Iterator[None]:
+    """Let ``init_device_mesh`` use real tensors during the block. It reads their values."""
+    from torch.distributed import device_mesh
+
+    original = device_mesh.init_device_mesh
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        with without_fake_mode():
+            return original(*arguments, **options)
+
+    device_mesh.init_device_mesh = build
+    try:
+        yield
+    finally:
+        device_mesh.init_device_mesh = original

@@ -1,0 +1,230 @@
+"""What is known about the communication of a machine: measured curves, and links.
+
+The preflight stores its curves in the cache directory, one file per type of device. Each layout (number of workers and
+nodes) is kept, and a new measurement replaces an earlier one of the same layout.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from distexp.config import ConfigError
+from distexp.config.overrides import format_count
+from distexp.config.sections import ForecastConfig
+from distexp.hardware.facts import Latency, Link, facts, intra_node_link
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Environment
+from distexp.runs.run_dir import PREFLIGHT, RECORD
+from distexp.system.cache_dir import cache_dir
+from distexp.system.files import read_json, write_json
+from distexp.system.typed_values import parse_dataclass
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A measured collective.
+
+    Attributes:
+        kind: As of a collective of the step model.
+        ranks: Number of workers that took part.
+        nodes: Number of nodes on which they are.
+        bytes: Size as in nccl-tests.
+        seconds: Duration on the slowest rank.
+    """
+
+    kind: str
+    ranks: int
+    nodes: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MachineCurves:
+    """Communication of a machine.
+
+    Attributes:
+        points: Measured collectives; empty: none.
+        intra: Link between workers of a node.
+        network: Network between nodes.
+    """
+
+    points: tuple[CurvePoint, ...]
+    intra: Link
+    network: Network
+
+    def curve(self, kind: str, ranks: int, nodes: int) -> list[CurvePoint]:
+        """Return the points of a kind and a layout, by size."""
+        found = (point for point in self.points if (point.kind, point.ranks, point.nodes) == (kind, ranks, nodes))
+        return sorted(found, key=lambda point: point.bytes)
+
+    def layouts(self, kind: str) -> list[tuple[int, int]]:
+        """Return the measured layouts of a kind: workers and nodes."""
+        return sorted({(point.ranks, point.nodes) for point in self.points if point.kind == kind})
+
+
+def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
+    """Return what is known about the machine of a run.
+
+    The curves are those of ``forecast.preflight``, else of the run's own preflight, else those that preflights stored
+    on this machine.
+
+    Raises:
+        ConfigError: The record cannot be read, ``forecast.preflight`` has no preflight, or the network is unknown.
+    """
+    try:
+        record = RunRecord.read(run_dir / RECORD)
+    except ValueError as error:
+        raise ConfigError(f"{error}: name the directory of a finished run") from error
+    known = usual_network(record.environment.gpu_name if record.environment else None)
+    network = Network(
+        known.name if options.network is None else options.network,
+        rail_optimized=known.rail_optimized if options.rail_optimized is None else options.rail_optimized,
+        oversubscription=options.oversubscription,
+        latency=known.latency,
+    )
+    machine = machine_of(record.environment, network)
+    points: Sequence[CurvePoint] = ()
+    if options.preflight is not None:
+        points = read_preflight(Path(options.preflight))
+    elif record.preflight is not None:
+        points = points_of_preflight(record.preflight)
+    return replace(machine, points=tuple(points)) if points else machine
+
+
+def machine_of(environment: Environment | None, network: Network | None = None) -> MachineCurves:
+    """Return what is known about the machine of a run, with the curves that preflights stored on this machine."""
+    gpu_name = environment.gpu_name if environment else None
+    hostname = environment.hostname if environment else None
+    return MachineCurves(
+        tuple(stored_points(gpu_name, hostname)), intra_node_link(gpu_name), network or usual_network(gpu_name)
+    )
+
+
+def points_of_preflight(result: Mapping[str, Any]) -> list[CurvePoint]:
+    """Return the curves in the content of a ``preflight.json``. Those between simulated nodes of GPUs are left out."""
+    points, nodes = [], int(result["nodes"])
+    for one in result["measurements"]:
+        group = str(one["group"])
+        across = nodes if group == "all" else one["ranks"] if group == "across nodes" else 1
+        if across > 1 and simulates_nodes(result):
+            continue
+        kind = {"send_receive": "send_recv"}.get(one["operation"], one["operation"])
+        if one["correct"] and one["seconds"] > 0 and (group == "node 0" or not group.startswith("node ")):
+            points.append(CurvePoint(kind, one["ranks"], across, one["bytes"], one["seconds"]))
+    return points
+
+
+def simulates_nodes(result: Mapping[str, Any]) -> bool:
+    """Return whether the GPUs of several nodes of a preflight are those of fewer machines. NVLink connects them."""
+    return bool(result["backend"] == "nccl" and int(result["hosts"]) < int(result["nodes"]))
+
+
+def read_preflight(directory: Path) -> list[CurvePoint]:
+    """Return the curves of the run directory of a preflight.
+
+    Raises:
+        ConfigError: The folder has no preflight that this version can read.
+    """
+    try:
+        return points_of_preflight(read_json(directory / PREFLIGHT))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{directory} has no readable {PREFLIGHT} ({error}): name the run directory of distexp preflight"
+        ) from error
+
+
+def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> Path:
+    """Store curves for later forecasts; return the file. Points of other layouts are kept.
+
+    Raises:
+        ConfigError: This user has no cache directory.
+        OSError: The file cannot be written.
+    """
+    new = {(point.kind, point.ranks, point.nodes) for point in points}
+    kept = [point for point in stored_points(gpu_name, hostname) if (point.kind, point.ranks, point.nodes) not in new]
+    path = _path(gpu_name, hostname)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"points": [asdict(point) for point in (*kept, *points)]})
+    return path
+
+
+def stored_points(gpu_name: str | None, hostname: str | None) -> Iterable[CurvePoint]:
+    """Return the curves that preflights stored for this type of device; empty if there are none."""
+    try:
+        return [parse_dataclass(CurvePoint, entry) for entry in read_json(_path(gpu_name, hostname))["points"]]
+    except (ConfigError, OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _path(gpu_name: str | None, hostname: str | None) -> Path:
+    name = gpu_name or f"cpu of {hostname}"
+    return cache_dir() / "collective-curves" / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
+
+
+# The network between the nodes of a forecast.
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between nodes.
+
+    Attributes:
+        name: A key of ``networks`` in ``hardware/facts.yaml``.
+        rail_optimized: Whether GPUs of the same index share a switch. Then a slower upper level matters only with more
+            than ``nodes_per_leaf`` nodes.
+        oversubscription: By how much the upper level of the network is slower than the lower one.
+        latency: Latency of a hop.
+    """
+
+    name: str = field(default_factory=lambda: facts().usual_networks["gpu"])
+    rail_optimized: bool = True
+    oversubscription: float = 1.0
+    latency: Latency = field(default_factory=lambda: facts().links["network"].latency)
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: A value is unknown or impossible.
+        """
+        if self.name not in facts().networks:
+            raise ConfigError(f"forecast.network={self.name} is unknown: use one of {', '.join(facts().networks)}")
+        if self.oversubscription < 1:
+            raise ConfigError(f"forecast.oversubscription={self.oversubscription:g} is impossible: use at least 1")
+
+    def link(self, nodes: int, workers_per_node: int) -> Link:
+        """Return the link of each worker to other nodes, if all workers use it at the same time."""
+        card = facts().link("network", facts().networks[self.name].gb_per_s)
+        bandwidth = card.bandwidth * self._cards_of(workers_per_node) / workers_per_node
+        factor = self.oversubscription if self.uses_upper_level(nodes) else 1.0
+        return Link(self.name, bandwidth / factor, self.latency)
+
+    def _cards_of(self, workers: int) -> int:
+        """Return the network cards of a node that so many workers use."""
+        cards = facts().networks[self.name].cards or workers
+        if self.name.startswith("efa"):
+            return min(cards, math.ceil(workers * cards / facts().gpus_of_efa_node))
+        return cards
+
+    def describe(self, workers_per_node: int) -> str:
+        """Return the network as an option, with the cards that so many workers use."""
+        if facts().networks[self.name].cards is None:
+            return f"forecast.network={self.name}, one card per worker"
+        return f"forecast.network={self.name}, {format_count(self._cards_of(workers_per_node), 'card')} per node"
+
+    def uses_upper_level(self, nodes: int) -> bool:
+        """Return whether collectives over so many nodes go through the upper level of the network."""
+        return not self.rail_optimized or nodes > facts().nodes_per_leaf
+
+
+def usual_network(gpu_name: str | None) -> Network:
+    """Return the network that is assumed between nodes with this GPU; None: CPUs, whose gloo uses TCP."""
+    if gpu_name is None:
+        return Network(facts().usual_networks["cpu"], latency=facts().links["loopback"].latency)
+    return Network()

@@ -1,0 +1,331 @@
+"""Comparison of two sweeps: matching runs and regressions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from distexp.config.overrides import format_count
+from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
+from distexp.report.data.overview import DISTURBED_MARK, failure_reason
+from distexp.report.data.repeats import (
+    RunGroup,
+    format_metric,
+    group_by_settings,
+    group_repeats,
+    share_deviations,
+    varying_settings,
+)
+from distexp.report.data.rows import Row, format_noise
+from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting, format_settings
+from distexp.statistics.noise import Spread, difference_noise, is_within_noise
+from distexp.tables.columns import (
+    ALWAYS,
+    Column,
+    build_table,
+    fit_columns,
+    hidden_columns_note,
+    setting_title,
+    split_columns,
+)
+
+MIN_SPEED_RATIO = 0.95
+MAX_MEMORY_RATIO = 1.05
+MAX_LOSS_RATIO = 1.01  # without any change, two runs on GPUs differ by less
+LOSSES = {"eval_loss": "eval loss", "train_loss": "train loss"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same training in both sweeps."""
+
+    before: RunGroup
+    after: RunGroup
+
+    def metric_pair(self, name: str) -> tuple[Spread, Spread] | None:
+        """Return a metric before and after; None if one side lacks it or did not complete."""
+        if not (self.before.completed and self.after.completed):
+            return None
+        before, after = self.before.metric(name), self.after.metric(name)
+        return None if before is None or after is None else (before, after)
+
+    def ratio(self, name: str) -> float | None:
+        """Return after / before."""
+        pair = self.metric_pair(name)
+        return pair[1].mean / pair[0].mean if pair and pair[0].mean else None
+
+    @property
+    def disturbance(self) -> str:
+        """Return what makes the ratio of the speeds uncertain; empty if nothing does.
+
+        A disturbed A seems slower than it is. So a B that is slower still is slower in any case.
+        """
+        ratio = self.ratio(SPEED)
+        is_slower = ratio is not None and ratio < 1
+        sides = {"B": self.after.disturbance, "A": None if is_slower else self.before.disturbance}
+        return "; ".join(f"{side} was disturbed: {reason}" for side, reason in sides.items() if reason)
+
+    def is_noise(self, name: str) -> bool:
+        """Return whether a difference is within run-to-run noise."""
+        pair = self.metric_pair(name)
+        return bool(pair and is_within_noise(*pair))
+
+    def noise(self, name: str) -> float | None:
+        """Return the noise of a difference, relative to the value before; None if unknown."""
+        pair = self.metric_pair(name)
+        noise = difference_noise(*pair) if pair else None
+        return noise / abs(pair[0].mean) if pair and noise is not None and pair[0].mean else None
+
+    def first_measured(self, names: Sequence[str]) -> str | None:
+        """Return the first of some metrics that both sides have."""
+        return next((name for name in names if self.metric_pair(name)), None)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Pairs of equal trainings of two sweeps, and the trainings without a partner."""
+
+    pairs: tuple[Pair, ...]
+    only_before: tuple[RunGroup, ...]
+    only_after: tuple[RunGroup, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sweep A (before) and sweep B (after).
+
+    Attributes:
+        pairs: Matched trainings.
+        varied: Settings that vary within a sweep.
+        changed: Settings with one value in A and another one in B, such as ``precision fp32 -> bf16``.
+    """
+
+    pairs: tuple[Pair, ...]
+    only_before: tuple[RunGroup, ...]
+    only_after: tuple[RunGroup, ...]
+    varied: tuple[str, ...]
+    changed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, before: Sequence[Row], after: Sequence[Row]) -> Comparison:
+        """Match equal trainings first, then those with equal varying settings."""
+        matching = _match_by_training(before, after)
+        names = dict.fromkeys([*_varying(before), *_varying(after)])
+        varied = tuple(name for name in names if name != SEED)
+        for settings in (varied, _varying(before), _varying(after)):
+            matching = _match_by_settings(matching, settings)
+        return cls(
+            pairs=tuple(_share_deviations(matching.pairs)),
+            only_before=matching.only_before,
+            only_after=matching.only_after,
+            varied=varied,
+            changed=tuple(_changed(before, after, varied)),
+        )
+
+    def regressions(self) -> Iterator[str]:
+        """Yield a line for each regression."""
+        for pair in self.pairs:
+            for regression in _regressions(pair):
+                yield f"{self.describe(pair.after)}: {regression}"
+
+    def uncertain(self) -> Iterator[str]:
+        """Yield a line for each lower speed and larger memory that is no regression, with the reason.
+
+        The noise is as large, or something else slowed the run of B down.
+        """
+        for pair in self.pairs:
+            memory = pair.first_measured(list(MEMORIES))
+            if (ratio := pair.ratio(SPEED)) is not None and ratio < MIN_SPEED_RATIO:
+                if pair.disturbance:
+                    change = f"{_format_change(pair, SPEED)} samples/s ({ratio - 1:+.1%})"
+                    yield f"{self.describe(pair.after)}: {change}, but {pair.disturbance}: repeat it"
+                else:
+                    yield from self._within_noise(pair, SPEED, "samples/s", ratio)
+            if memory and (ratio := pair.ratio(memory)) is not None and ratio > MAX_MEMORY_RATIO:
+                yield from self._within_noise(pair, memory, f"MiB of {MEMORIES[memory]}", ratio)
+
+    def _within_noise(self, pair: Pair, name: str, unit: str, ratio: float) -> Iterator[str]:
+        """Yield the line about a metric, if its difference is within the noise."""
+        noise = pair.noise(name)
+        if noise is not None and pair.is_noise(name):
+            change = f"{_format_change(pair, name)} {unit} ({ratio - 1:+.1%})"
+            yield f"{self.describe(pair.after)}: {change}, within the noise of {format_noise(noise, 1)}"
+
+    def describe(self, group: RunGroup) -> str:
+        """Return ``strategy=fsdp, offload=true``, or the label of the run."""
+        return format_settings(group.settings, self.varied) or f"run {group.label}"
+
+
+def _share_deviations(pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """Yield the pairs, whose groups know the noise between repeats of either sweep."""
+    shared = iter(share_deviations([group for pair in pairs for group in (pair.before, pair.after)]))
+    yield from (Pair(before, after) for before, after in zip(shared, shared, strict=True))
+
+
+def _varying(rows: Sequence[Row]) -> list[str]:
+    return varying_settings([row.record for row in rows], [row.settings for row in rows])
+
+
+def _match_by_training(before: Sequence[Row], after: Sequence[Row]) -> Matching:
+    """Match the groups of both sweeps that repeat the same training."""
+    pairs, only_before, only_after = [], [], []
+    ids_before = {id(row) for row in before}
+    for group in group_repeats([*before, *after]):
+        rows_before = tuple(row for row in group.rows if id(row) in ids_before)
+        rows_after = tuple(row for row in group.rows if id(row) not in ids_before)
+        if rows_before and rows_after:
+            pairs.append(Pair(RunGroup(rows_before), RunGroup(rows_after)))
+        elif rows_before:
+            only_before.append(group)
+        else:
+            only_after.append(group)
+    return Matching(tuple(pairs), tuple(only_before), tuple(only_after))
+
+
+def _match_by_settings(matching: Matching, names: Sequence[str]) -> Matching:
+    """Match further groups with equal settings, if no other group of their sweep has these settings."""
+    before, after = (group_by_settings(side, names) for side in (matching.only_before, matching.only_after))
+    shared = [key for key in before if len(before[key]) == 1 and len(after.get(key, ())) == 1]
+    pairs = [Pair(before[key][0], after[key][0]) for key in shared]
+    matched = {id(group) for pair in pairs for group in (pair.before, pair.after)}
+    return Matching(
+        pairs=(*matching.pairs, *pairs),
+        only_before=tuple(group for group in matching.only_before if id(group) not in matched),
+        only_after=tuple(group for group in matching.only_after if id(group) not in matched),
+    )
+
+
+def _changed(before: Sequence[Row], after: Sequence[Row], varied: Sequence[str]) -> Iterator[str]:
+    for name in _varying([*before, *after]):
+        values_before = {format_setting(row.settings.get(name)) for row in before}
+        values_after = {format_setting(row.settings.get(name)) for row in after}
+        if name not in varied and values_before != values_after and len(values_before) == len(values_after) == 1:
+            yield f"{name} {values_before.pop()} -> {values_after.pop()}"
+
+
+def _regressions(pair: Pair) -> Iterator[str]:
+    failed = [row for row in pair.after.rows if not row.completed]
+    if pair.before.status == "completed" and failed:
+        yield f"completed -> {pair.after.status} ({failure_reason(failed[0])})"
+    memory, loss = pair.first_measured(list(MEMORIES)), pair.first_measured(list(LOSSES))
+    speed = None if pair.disturbance else _ratio_beyond_noise(pair, SPEED)
+    if speed is not None and speed < MIN_SPEED_RATIO:
+        yield f"slower, {_format_change(pair, SPEED)} samples/s ({speed - 1:+.1%})"
+    if memory and (ratio := _ratio_beyond_noise(pair, memory)) is not None and ratio > MAX_MEMORY_RATIO:
+        yield f"more {MEMORIES[memory]}, {_format_change(pair, memory)} MiB ({ratio - 1:+.1%})"
+    if loss and (ratio := _ratio_beyond_noise(pair, loss)) is not None and ratio > MAX_LOSS_RATIO:
+        yield f"higher {LOSSES[loss]}, {_format_change(pair, loss)} ({ratio - 1:+.1%})"
+
+
+def _ratio_beyond_noise(pair: Pair, name: str) -> float | None:
+    return None if pair.is_noise(name) else pair.ratio(name)
+
+
+def _format_change(pair: Pair, name: str) -> str:
+    before, after = (format_metric([group], METRICS_BY_NAME[name])[0] for group in (pair.before, pair.after))
+    return f"{before} -> {after}"
+
+
+# Terminal table of two sweeps, printed by ``distexp report --compare A B``.
+
+
+DISTURBED_NOTE = (
+    "Another program slowed one of the two runs down. If this is B, its lower speed does not count as a regression."
+)
+
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """A row for each training that is in both sweeps, then the regressions.
+
+    Attributes:
+        before: Name of sweep A.
+        after: Name of sweep B.
+    """
+
+    comparison: Comparison
+    before: str
+    after: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        comparison = self.comparison
+        kept, hidden = fit_columns(list(comparison_columns(comparison)), options.max_width)
+        yield Text(f"A: {self.before}\nB: {self.after}\n", style="bold")
+        if comparison.changed:
+            yield Text(f"Changed in all runs from A to B: {', '.join(comparison.changed)}.\n")
+        for block in split_columns(kept, options.max_width):
+            yield build_table(block)
+            yield Text("")
+        if hidden:
+            yield hidden_columns_note(hidden, "A wider terminal shows them.")
+        for side, groups in (("A", comparison.only_before), ("B", comparison.only_after)):
+            if groups:
+                yield Text(f"Only in {side}: {'; '.join(comparison.describe(group) for group in groups)}.")
+        if any("~" in cell for column in kept for cell in column.cells):
+            yield Text("~: the difference is within the noise.", style="dim")
+        if any(pair.disturbance for pair in comparison.pairs):
+            yield Text(f"{DISTURBED_MARK}: {DISTURBED_NOTE}", style="dim")
+        yield from _regression_lines(comparison)
+
+
+def _regression_lines(comparison: Comparison) -> Iterator[Text]:
+    for change in comparison.uncertain():
+        yield Text(f"Not a regression: {change}.", style="yellow")
+    regressions = list(comparison.regressions())
+    for regression in regressions:
+        yield Text(f"Regression: {regression}", style="red")
+    if not regressions:
+        yield Text(f"No regression in {format_count(len(comparison.pairs), 'matched configuration')}.", style="green")
+
+
+def comparison_columns(comparison: Comparison) -> Iterator[Column]:
+    """Yield the columns: settings, status, and each metric of A, of B and B/A."""
+    pairs = comparison.pairs
+    for index, name in enumerate(comparison.varied):
+        cells = tuple(format_setting(pair.after.setting(name), MAX_LENGTH) for pair in pairs)
+        yield Column(setting_title(name), cells, ALWAYS - index, right=False)
+    if not comparison.varied:
+        yield Column("run", tuple(pair.after.label for pair in pairs), ALWAYS)
+    yield Column("status", tuple(_status_change(pair) for pair in pairs), 120, right=False)
+    if any(max(len(pair.before.rows), len(pair.after.rows)) > 1 for pair in pairs):
+        counts = tuple(f"{len(pair.before.counted_rows)}, {len(pair.after.counted_rows)}" for pair in pairs)
+        yield Column("n", counts, 50)
+    for name in (SPEED, *MEMORIES):
+        if any(pair.ratio(name) is not None for pair in pairs):
+            yield from _ratio_columns(pairs, METRICS_BY_NAME[name])
+    for name in LOSSES:
+        if any(pair.metric_pair(name) for pair in pairs):
+            cells = tuple(_format_difference(pair, name) for pair in pairs)
+            yield Column(METRICS_BY_NAME[name].title + " B-A", cells, 90)
+
+
+def _ratio_columns(pairs: Sequence[Pair], metric: Metric) -> Iterator[Column]:
+    for side, groups in (("A", [pair.before for pair in pairs]), ("B", [pair.after for pair in pairs])):
+        yield Column(f"{metric.title} {side}", format_metric(groups, metric), metric.importance - 30)
+    first_line = metric.title.split("\n")[0]
+    ratios = tuple(_format_ratio(pair, metric.name) for pair in pairs)
+    yield Column(f"{first_line}\nB/A", ratios, metric.importance + 10)
+
+
+def _format_ratio(pair: Pair, name: str) -> str:
+    ratio = pair.ratio(name)
+    return "-" if ratio is None else f"{ratio:.2f}x{_mark(pair, name)}"
+
+
+def _format_difference(pair: Pair, name: str) -> str:
+    both = pair.metric_pair(name)
+    return "-" if both is None else f"{both[1].mean - both[0].mean:+z.4f}{_mark(pair, name)}"
+
+
+def _mark(pair: Pair, name: str) -> str:
+    if name == SPEED and pair.disturbance:
+        return DISTURBED_MARK
+    return "~" if pair.is_noise(name) else ""
+
+
+def _status_change(pair: Pair) -> str:
+    before, after = pair.before.status, pair.after.status
+    return before if before == after else f"{before} -> {after}"

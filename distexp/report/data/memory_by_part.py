@@ -1,0 +1,170 @@
+"""Memory of one worker by part, next to that of all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS, PARTS_TOTAL
+from distexp.report.data.overview import Overview, memory_metric
+from distexp.report.data.repeats import RunGroup, format_metric
+from distexp.report.data.rows import Row
+from distexp.runs.memory_trace import PEAK_PARTS, highest_peak
+from distexp.runs.record import RunRecord
+from distexp.system.typed_values import number_of, texts_of
+from distexp.tables.text_table import NOT_MEASURED, TextTable
+
+TITLE = "Memory of one worker by part (MiB)"
+NOTE = (
+    "Measured on the tensors of the first step, on the worker with the most. Gradients: in memory at the update. "
+    "Activations: saved for the backward pass of a micro-batch."
+)
+OFFLOAD_NOTE = (
+    "Not offloaded: the sum without the parts that offloading moves to the host. It is what a GPU would hold."
+)
+SMALL = 0.5  # of the process memory
+
+PEAK_TITLES = {
+    "gpu_peak_mib": "GPU peak",
+    "torch_peak_allocated_mib": "GPU peak (torch)",
+    "cpu_peak_mib": "peak of all processes",
+}
+"""Titles of the metrics in ``MEMORIES``."""
+
+
+def measured_groups(overview: Overview) -> list[RunGroup]:
+    """Return the completed groups whose parts were measured."""
+    return [group for group in overview.groups if group.completed and group.metric(PARTS_TOTAL)]
+
+
+def has_small_parts(overview: Overview) -> bool:
+    """Return whether the parts of a run are less than half of its peak: then the peak hides them."""
+    name = memory_metric(overview)
+    return name is not None and any(_has_small_parts(group, name) for group in measured_groups(overview))
+
+
+def _has_small_parts(group: RunGroup, peak_metric: str) -> bool:
+    parts, peak = group.metric(PARTS_TOTAL), group.metric(peak_metric)
+    return parts is not None and peak is not None and parts.mean < SMALL * peak.mean
+
+
+def build_parts_table(overview: Overview) -> TextTable | None:
+    """Build the table with a row per training; None if no run measured its parts."""
+    groups = measured_groups(overview)
+    if not groups:
+        return None
+    metrics = _metrics_by_title(overview, groups)
+    labels = overview.label_columns([group.label for group in groups], groups)
+    columns = [format_metric(groups, METRICS_BY_NAME[name]) for name in metrics.values()]
+    rows = tuple(zip(*labels.values(), *columns, strict=True))
+    return TextTable(TITLE, (*labels, *metrics), rows, _note(metrics, groups), num_labels=len(labels))
+
+
+def _note(metrics: Mapping[str, str], groups: Sequence[RunGroup]) -> str:
+    """Return what the columns mean."""
+    strategies = [row.record.strategy for group in groups for row in group.counted_rows]
+    notes = dict.fromkeys(strategy.memory_note for strategy in strategies if strategy is not None)
+    return " ".join(filter(None, (NOTE, *notes, OFFLOAD_NOTE if NOT_OFFLOADED in metrics.values() else "")))
+
+
+def _metrics_by_title(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:
+    """Return the metric of each column, by its title."""
+    metrics = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
+    if any(_is_offloaded(group) for group in groups):
+        metrics["not offloaded"] = NOT_OFFLOADED
+    peak = memory_metric(overview)
+    return metrics if peak is None else {**metrics, PEAK_TITLES[peak]: peak}
+
+
+def _is_offloaded(group: RunGroup) -> bool:
+    return any(row.record.built and row.record.built.offload != "none" for row in group.counted_rows)
+
+
+# Parts of the GPU memory at the peak of a step: measured, and predicted before the run.
+
+
+RESERVE, CONTEXT = "reserve_mib", "context_mib"
+TITLES = {
+    **{name: name.removesuffix("_mib").replace("_", " ") for name in PEAK_PARTS},
+    RESERVE: "allocator reserve",
+    CONTEXT: "CUDA context",
+}
+"""Titles of the parts. All but the last two are allocated."""
+
+MAX_RUNS = 32
+PEAK_TITLE = "GPU memory of one worker at the peak of a step (MiB)"
+PEAK_NOTE = (
+    "Measured: the rank and the phase with the most, with train.profile_steps. Predicted: by distexp plan. "
+    "Reserve: held by torch's allocator and not allocated. Context: outside of the allocator."
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The parts of a peak.
+
+    Attributes:
+        kind: ``measured`` or ``predicted``.
+        phase: Phase of the step; empty if unknown.
+        parts: MiB by key of ``TITLES``, without those that are unknown.
+    """
+
+    kind: str
+    phase: str
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class GroupPeaks:
+    """The measured peak of a training, and the predicted one if there is one. It is that of the first such run."""
+
+    group: RunGroup
+    row: Row
+    peaks: tuple[Peak, ...]
+
+
+def measured_peaks(overview: Overview) -> list[GroupPeaks]:
+    """Return the peaks of the groups with a run whose step was recorded."""
+    found = []
+    for group in overview.groups:
+        runs = ((row, tuple(_peaks(row.record))) for row in group.counted_rows)
+        first = next(((row, peaks) for row, peaks in runs if peaks), None)
+        if first is not None:
+            found.append(GroupPeaks(group, *first))
+    return found
+
+
+def _peaks(record: RunRecord) -> Iterator[Peak]:
+    entry = highest_peak(record.memory)
+    if entry is None:
+        return
+    parts = {name: value for name in TITLES if (value := number_of(entry, name)) is not None}
+    yield Peak("measured", "".join(texts_of(entry, "phase")), parts)
+    if record.predicted is not None and record.predicted.parts:
+        yield Peak("predicted", record.predicted.phase or "", _predicted_parts(record))
+
+
+def _predicted_parts(record: RunRecord) -> dict[str, float]:
+    """Return the predicted parts with the reserve and the context, which are differences of predicted totals."""
+    predicted = record.predicted
+    assert predicted is not None
+    parts = {f"{name}_mib": float(value) for name, value in predicted.parts.items() if value is not None}
+    totals = (predicted.peak_allocated_mib, predicted.peak_reserved_mib, predicted.nvidia_smi_mib)
+    for name, less, more in ((RESERVE, *totals[:2]), (CONTEXT, *totals[1:])):
+        if less is not None and more is not None:
+            parts[name] = max(0.0, more - less)
+    return {name: parts[name] for name in TITLES if name in parts}
+
+
+def build_peaks_table(overview: Overview, found: Sequence[GroupPeaks]) -> TextTable:
+    """Build the table with a row for each measured and each predicted peak."""
+    shown = [(run, peak) for run in found[:MAX_RUNS] for peak in run.peaks]
+    columns = overview.label_columns([run.row.label for run, _ in shown], [run.group for run, _ in shown])
+    columns["peak"] = [peak.kind for _, peak in shown]
+    num_labels = len(columns)
+    columns["phase"] = [peak.phase or NOT_MEASURED for _, peak in shown]
+    for name, title in TITLES.items():
+        columns[title] = [f"{peak.parts[name]:,.0f}" if name in peak.parts else NOT_MEASURED for _, peak in shown]
+    columns["sum"] = [f"{sum(peak.parts.values()):,.0f}" for _, peak in shown]
+    more = f" {len(found) - MAX_RUNS} more runs are in the records." if len(found) > MAX_RUNS else ""
+    return TextTable.from_columns(PEAK_TITLE, columns, PEAK_NOTE + more, num_labels=num_labels)

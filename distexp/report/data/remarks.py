@@ -1,0 +1,168 @@
+"""Sentences about the runs of a report: disturbances, slow ranks, energy and scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from distexp.config.overrides import format_count
+from distexp.report.data.metrics import METRICS_BY_NAME
+from distexp.report.data.overview import DISTURBED_MARK, Overview
+from distexp.report.data.repeats import RunGroup
+from distexp.report.data.rows import Row, name_runs
+from distexp.report.data.run_settings import WORKERS
+from distexp.report.data.scaling_series import ScalingSeries, groups_without_baseline, threads_per_worker
+from distexp.runs.attempts import earlier_records
+from distexp.runs.texts import describe_straggler
+from distexp.system.typed_values import number_of
+from distexp.system.units import format_amount, format_kwh
+
+MAX_DISTURBED = 4
+MARK_NOTE = "This run, or the run it is compared with, was slowed down by another program. Such speeds are not ranked."
+
+
+def describe_disturbances(overview: Overview) -> Iterator[str]:
+    """Yield each such run with what shows it, and what the report does not conclude from it."""
+    found = list(_disturbed_runs(overview))
+    yield from found[:MAX_DISTURBED]
+    if len(found) > MAX_DISTURBED:
+        more = len(found) - MAX_DISTURBED
+        yield f"{more} more {'was' if more == 1 else 'were'} disturbed."
+    large = [group.label for group in overview.groups if overview.exceeds_workers(group)]
+    if large and overview.baseline is not None and not overview.baseline.disturbance:
+        their = "its number" if len(large) == 1 else "their number"
+        start = f"{DISTURBED_MARK}: The speedup of {name_runs(large)} is larger than {their} of workers."
+        yield f"{start} Do not trust the baseline, {overview.describe(overview.baseline)}."
+        yield explain_slow_baseline(overview.baseline)
+    if any(group.disturbance for group in overview.groups):
+        yield f"{DISTURBED_MARK}: {MARK_NOTE}"
+        yield "Repeat these runs when no other program needs the machine."
+
+
+def _disturbed_runs(overview: Overview) -> Iterator[str]:
+    """Yield a message about each disturbed training, and each disturbed run whose repeats were not."""
+    for group in overview.groups:
+        if reason := group.disturbance:
+            yield f"{_capitalize(overview.describe(group))} was disturbed: {reason}."
+            continue
+        for row in group.counted_rows:
+            if row.disturbance:
+                label = _capitalize(overview.describe(group, row.label))
+                yield f"{label} was disturbed: {row.disturbance}. Its speed does not count, that of its repeats does."
+
+
+def _capitalize(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+# Sentences about ranks that are slower than the others of their run, or have a problem.
+
+
+MAX_STRAGGLERS = 8
+
+
+def describe_stragglers(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield each such rank with the evidence, and the number of those that are left out."""
+    found = [(row, entry) for row in rows for entry in row.record.metrics.stragglers or ()]
+    for row, entry in found[:MAX_STRAGGLERS]:
+        text = describe_straggler(entry)
+        yield f"In run {row.label}, {text[0].lower()}{text[1:].rstrip('.')}."
+    if len(found) > MAX_STRAGGLERS:
+        yield f"{format_count(len(found) - MAX_STRAGGLERS, 'more slow rank')} are in the records."
+
+
+# Energy and cost of all runs together.
+
+
+TOTALS: dict[str, Callable[[float], str]] = {
+    "kwh": format_kwh,
+    "gpu_hours": lambda value: f"{format_amount(value)} GPU-hours",
+    "co2e_g": lambda value: f"{format_amount(value)} g CO2e",
+    "price": lambda value: f"price {value:,.2f}",
+}
+"""Keys of ``metrics.energy`` that are sums over runs, with their formats."""
+
+
+def energy_totals(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield each sum over the runs that started, for example ``1.25 kWh``, or ``1.25 kWh (2 of 3 runs)``.
+
+    Earlier attempts of a run count too. If there are any, the sums are ``1.25 kWh (4 attempts)`` or ``(3 of 4
+    attempts)``.
+    """
+    attempts = [_energies_of_attempts(row) for row in rows if row.record.status != "invalid"]
+    energies = [energy for energies_of_run in attempts for energy in energies_of_run]
+    repeated = len(energies) > len(attempts)
+    noun = "attempts" if repeated else "runs"
+    for key, text in TOTALS.items():
+        values = [value for energy in energies if (value := number_of(energy, key)) is not None]
+        if values:
+            complete = len(values) == len(energies)
+            count = f"{len(values)} {noun}" if complete else f"{len(values)} of {len(energies)} {noun}"
+            yield text(sum(values)) + (f" ({count})" if repeated or not complete else "")
+
+
+def _energies_of_attempts(row: Row) -> list[Mapping[str, Any]]:
+    """Return the energy of each attempt of a run; an empty one if it is not known."""
+    earlier = earlier_records(row.path.parent) if row.path else []
+    known = [record.metrics.energy or {} for record in [row.record, *earlier]]
+    return [*known, *[{}] * (len(row.record.run.attempts) - len(known))]
+
+
+# Remarks on scaling: baselines that are not to be trusted, missing ones, and more workers than cores.
+
+
+RETRIES = METRICS_BY_NAME["torch_alloc_retries"].name
+MAX_DOUBTS = 2
+
+
+def remark_on_scaling(overview: Overview) -> Iterator[str]:
+    """Yield what restricts the use of the efficiencies."""
+    doubtful = [series for series in overview.series if not series.is_trusted]
+    for series in doubtful[:MAX_DOUBTS]:
+        best = max(point.efficiency for point in series.points)
+        run = f"run {series.baseline.group.label}"
+        yield f"Efficiency {best:.0%} is above 100%: do not trust the baseline, {run}. {explain_doubt(series)}"
+    if without := groups_without_baseline(overview.groups, overview.varied):
+        threads = sorted({threads_per_worker(group) or 0 for group in without})
+        labels = name_runs(group.label for group in without)
+        yield (
+            f"No efficiency for {labels}: other runs have another number of threads per worker than here "
+            f"({', '.join(map(str, threads))}). To compare them, set cluster.cpus_per_worker={threads[0]} for all runs."
+        )
+    yield from _more_workers_than_cores(overview.groups)
+
+
+def explain_doubt(series: ScalingSeries) -> str:
+    """Return the likely reason why the baseline of a series was slow, with a hint."""
+    return explain_slow_baseline(series.baseline.group)
+
+
+def explain_slow_baseline(group: RunGroup) -> str:
+    """Return the likely reason why a baseline was slow, with a hint."""
+    retries, threads = group.metric(RETRIES), threads_per_worker(group) or 1
+    if retries and retries.mean > 0:
+        return "Likely reason: its GPU memory was nearly full. Lower train.micro_batch_size."
+    if threads > 1:
+        return f"Likely reason: its {threads} threads per worker wait on busy cores. Set cluster.cpus_per_worker=1."
+    if group.setting("device") == "cpu":
+        return "Likely reason: other programs used its cores. Repeat with repeats=3."
+    return "Likely reason: something else slowed it down. Repeat with repeats=3."
+
+
+def _more_workers_than_cores(groups: Sequence[RunGroup]) -> Iterator[str]:
+    crowded = [(group, cores) for group in groups if (cores := _too_few_cores(group))]
+    if crowded:
+        labels = name_runs(group.label for group, _ in crowded)
+        group, cores = crowded[-1]
+        yield f"More workers than CPU cores in {labels} (for example {group.setting(WORKERS)} on {cores})."
+        yield "Workers that share a core do not show scaling."
+
+
+def _too_few_cores(group: RunGroup) -> int | None:
+    """Return the cores of the machines of a CPU run, if it has more workers than these."""
+    record = group.counted_rows[0].record
+    cores = record.environment.cpu_count if record.environment else None
+    if not group.completed or group.setting("device") != "cpu" or not cores:
+        return None
+    total = cores * max(1, len(set(record.run.hosts)))
+    return total if int(group.setting(WORKERS) or 0) > total else None

@@ -1,0 +1,400 @@
+"""Scaling series: a configuration on different numbers of workers.
+
+Efficiency = ideal time / real time. The ideal time is that of the fewest workers for the same work per worker. So one
+formula serves strong scaling (constant total work) and weak scaling (constant work per worker).
+
+On CPU, runs with different numbers of threads per worker are not in one series: their speeds show the threads as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP
+from distexp.report.data.repeats import RunGroup, group_by_settings
+from distexp.report.data.run_settings import SEED, WORKERS, format_settings, is_strategy_option, usual_order
+from distexp.statistics.noise import Spread, is_within_noise
+
+WORLD = ("nodes", WORKERS)
+THREADS = "cpus_per_worker"
+FORECAST = "forecast"
+"""Kind of a series with one measured point, next to which forecasts are drawn."""
+
+MAX_TRUSTED_EFFICIENCY = 1.05  # efficiency; more than ideal shows that the baseline was slow
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """A training of a series.
+
+    Attributes:
+        speed: Samples per second.
+        work: Samples times parameters; 1 if the number of samples is unknown and equal in all of the series.
+        samples: Samples that the training processes; None if unknown.
+        time: Time of that work, in seconds if the number of samples is known.
+        efficiency: Ideal time / real time.
+        speedup: Work per second relative to the baseline.
+    """
+
+    group: RunGroup
+    workers: int
+    nodes: int
+    speed: float
+    work: float
+    samples: float | None
+    time: float
+    efficiency: float
+    speedup: float
+
+    @property
+    def relative_time(self) -> float:
+        """Time relative to the baseline for equal work per worker."""
+        return 1 / self.efficiency
+
+
+@dataclass(frozen=True)
+class ScalingSeries:
+    """One configuration on different numbers of workers.
+
+    Attributes:
+        name: Settings that distinguish it from the other series; empty for a single series.
+        kind: ``strong`` (constant total work), ``weak`` (constant work per worker), ``mixed``, or ``forecast``.
+        scaled: What grows or shrinks with the workers: ``model``, ``data``, both, or nothing.
+        points: By number of workers.
+    """
+
+    name: str
+    kind: str
+    scaled: tuple[str, ...]
+    points: tuple[ScalingPoint, ...]
+
+    @property
+    def title(self) -> str:
+        """Return the name of the kind of scaling, with what was scaled: ``Weak scaling of the model``."""
+        if self.kind == FORECAST:
+            return "Forecast"
+        if self.kind == "strong":
+            return "Strong scaling"
+        what = " and ".join(self.scaled)
+        if self.kind == "weak":
+            return f"Weak scaling of the {what}" if what else "Weak scaling"
+        return f"{what.capitalize()} scaling" if what else "Mixed scaling"
+
+    @property
+    def baseline(self) -> ScalingPoint:
+        """Return the point with the fewest workers."""
+        return self.points[0]
+
+    @property
+    def noise(self) -> float | None:
+        """Relative noise of the efficiency at the most workers; None if unknown."""
+        speeds = [point.group.metric(SPEED) for point in (self.baseline, self.points[-1])]
+        noises = [speed.noise / speed.mean for speed in speeds if speed and speed.noise is not None]
+        return math.hypot(*noises) if len(noises) == 2 else None
+
+    @property
+    def has_several_sizes(self) -> bool:
+        """Return whether the numbers of workers differ, and not only those of nodes."""
+        return self.points[-1].workers > self.baseline.workers
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Return whether something else slowed a run of the series down."""
+        return any(point.group.disturbance for point in self.points)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Return whether no efficiency is far above 100 %. Else the baseline was slowed down by something else."""
+        return all(point.efficiency <= MAX_TRUSTED_EFFICIENCY for point in self.points)
+
+    def node_pairs(self) -> Iterator[tuple[ScalingPoint, ScalingPoint]]:
+        """Yield pairs with equal numbers of workers, on fewer nodes and on more."""
+        for index, one in enumerate(self.points):
+            for other in self.points[index + 1 :]:
+                if one.workers == other.workers and one.nodes < other.nodes and is_constant([one.work, other.work]):
+                    yield one, other
+
+
+def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[ScalingSeries]:
+    """Return the series of configurations, the longest first.
+
+    Args:
+        groups: Groups of repeats.
+        varied: Names of the settings in which the groups differ.
+    """
+    measured = [group for group in groups if _is_measured(group)]
+    names = _configuration_settings(measured, varied)
+    several = [
+        same_threads
+        for members in group_by_settings(measured, names).values()
+        for same_threads in _by_threads(members)
+        if _has_several_worlds(same_threads)
+    ]
+    return sorted((_make_series(members, names) for members in several), key=lambda series: -len(series.points))
+
+
+def make_forecast_series(group: RunGroup, varied: Sequence[str]) -> ScalingSeries | None:
+    """Return the series of a single measured training with forecasts; None if its speed was not measured."""
+    if not _is_measured(group):
+        return None
+    names = [name for name in varied if name not in (*WORLD, SEED)]
+    return replace(_make_series([group], names), kind=FORECAST)
+
+
+def groups_without_baseline(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[RunGroup]:
+    """Return the groups that would be in a series if all had the same number of threads per worker."""
+    measured = [group for group in groups if _is_measured(group)]
+    found: list[RunGroup] = []
+    for members in group_by_settings(measured, _configuration_settings(measured, varied)).values():
+        if _has_several_worlds(members):
+            alone = [same_threads for same_threads in _by_threads(members) if not _has_several_worlds(same_threads)]
+            found += [group for same_threads in alone for group in same_threads]
+    return found
+
+
+def _by_threads(groups: Sequence[RunGroup]) -> list[list[RunGroup]]:
+    """Split groups by their threads per worker; on GPUs these hardly matter."""
+    members: dict[Any, list[RunGroup]] = {}
+    for group in groups:
+        members.setdefault(threads_per_worker(group), []).append(group)
+    return list(members.values())
+
+
+def threads_per_worker(group: RunGroup) -> int | None:
+    """Return the CPU threads of a worker; None on GPUs, or if unknown."""
+    threads = group.setting(THREADS)
+    return int(threads) if threads and group.setting("device") == "cpu" else None
+
+
+def _has_several_worlds(groups: Sequence[RunGroup]) -> bool:
+    return len({world_of(group) for group in groups}) > 1
+
+
+def add_efficiency(series: Sequence[ScalingSeries]) -> None:
+    """Fill in the efficiencies of the rows, in percent."""
+    for point in (point for one_series in series for point in one_series.points):
+        for row in point.group.counted_rows:
+            if (speed := row.metrics[SPEED]) is not None and point.speed:
+                row.metrics[EFFICIENCY] = 100 * point.efficiency * speed / point.speed
+
+
+def _is_measured(group: RunGroup) -> bool:
+    speed = group.metric(SPEED)
+    return group.completed and speed is not None and speed.mean > 0 and bool(group.setting(WORKERS))
+
+
+def _configuration_settings(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[str]:
+    """Return the settings that distinguish configurations.
+
+    These are not the number of workers, nor the settings that are scaled with it.
+    """
+    names = [name for name in varied if name not in (*WORLD, SEED)]
+    choices = [name for name in names if name in usual_order()]
+    return [name for name in names if name in choices or not _follows_world(groups, name, choices)]
+
+
+def _follows_world(groups: Sequence[RunGroup], name: str, choices: Sequence[str]) -> bool:
+    """Return whether workers and nodes decide a setting, as in weak scaling.
+
+    Args:
+        groups: The measured groups.
+        name: The setting.
+        choices: Settings that always make another configuration, even if each ran on one number of workers only.
+    """
+    values: dict[str, str] = {}
+    for group in groups:
+        key = json.dumps([world_of(group), *(group.setting(other) for other in choices)], default=str)
+        value = json.dumps(group.setting(name), default=str)
+        if values.setdefault(key, value) != value:
+            return False
+    return len(set(values.values())) > 1
+
+
+def _make_series(groups: Sequence[RunGroup], names: Sequence[str]) -> ScalingSeries:
+    points = _make_points(sorted(groups, key=world_of))
+    return ScalingSeries(format_settings(groups[0].settings, names), _kind(points), _scaled(points), points)
+
+
+def _make_points(groups: Sequence[RunGroup]) -> tuple[ScalingPoint, ...]:
+    """Return a point for each group. The first group is the baseline."""
+    works = works_of(groups)
+    times = [count / _speed(group) for group, count in zip(groups, sample_counts(groups), strict=True)]
+    baseline_rate, fewest = works[0] / times[0], world_of(groups[0]).workers
+    points = []
+    for group, work, time in zip(groups, works, times, strict=True):
+        world, rate = world_of(group), work / time
+        efficiency = rate / world.workers * fewest / baseline_rate
+        point = ScalingPoint(
+            group=group,
+            workers=world.workers,
+            nodes=world.nodes,
+            speed=_speed(group),
+            work=work,
+            samples=samples_of(group),
+            time=time,
+            efficiency=efficiency,
+            speedup=rate / baseline_rate,
+        )
+        points.append(point)
+    return tuple(points)
+
+
+def _speed(group: RunGroup) -> float:
+    speed = group.metric(SPEED)
+    assert speed is not None, "a series has measured groups only"
+    return speed.mean
+
+
+def _kind(points: Sequence[ScalingPoint]) -> str:
+    if is_constant([point.work for point in points]):
+        return "strong"
+    return "weak" if is_constant([point.work / point.workers for point in points]) else "mixed"
+
+
+def _scaled(points: Sequence[ScalingPoint]) -> tuple[str, ...]:
+    """Return what differs between the points: the parameters, the samples, or both."""
+    sizes = [parameters_of(point.group) for point in points]
+    samples = [point.samples or 0.0 for point in points]
+    found = {"model": len(set(sizes)) > 1, "data": max(samples) > 0 and not is_constant(samples)}
+    return tuple(name for name, differs in found.items() if differs)
+
+
+# Work of a training: how many samples it processes, with how many parameters.
+
+
+TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
+
+
+class World(NamedTuple):
+    """Numbers of workers and of nodes, by which a series is sorted."""
+
+    workers: int
+    nodes: int
+
+
+def world_of(group: RunGroup) -> World:
+    """Return the workers and nodes of a training."""
+    return World(int(group.setting(WORKERS)), int(group.setting("nodes") or 1))
+
+
+def parameters_of(group: RunGroup) -> int:
+    """Return the number of parameters; 0 if unknown."""
+    built = group.counted_rows[0].record.built
+    return built.parameters if built else 0
+
+
+def works_of(groups: Sequence[RunGroup]) -> list[float]:
+    """Return the work of each group: samples, times parameters if these differ."""
+    counts = sample_counts(groups)
+    parameters = [parameters_of(group) for group in groups]
+    if min(parameters) > 0 and len(set(parameters)) > 1:
+        return [count * size for count, size in zip(counts, parameters, strict=True)]
+    return counts
+
+
+def sample_counts(groups: Sequence[RunGroup]) -> list[float]:
+    """Return the samples that each group processes; 1 for all if a number is unknown, as if all were equal."""
+    counts = [count for group in groups if (count := samples_of(group))]
+    return counts if len(counts) == len(groups) else [1.0] * len(groups)
+
+
+def samples_of(group: RunGroup) -> float | None:
+    """Return the samples that a training processes; None if unknown."""
+    return _packed_samples(group) if group.setting("dataset.packing") else _padded_samples(group)
+
+
+def _packed_samples(group: RunGroup) -> float | None:
+    """Return the samples of a training whose rows have several samples each; None if unknown."""
+    metrics, size = group.counted_rows[0].record.metrics, group.setting("dataset.train_size")
+    if not size or not metrics.total_steps or not metrics.steps_per_epoch:
+        return None
+    return float(size * metrics.total_steps / metrics.steps_per_epoch)
+
+
+def _padded_samples(group: RunGroup) -> float | None:
+    """Return the samples of a training with a sample in each row; None if unknown."""
+    names = ("micro_batch_size", "gradient_accumulation_steps", "num_epochs", "dataset.train_size", "max_steps")
+    micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
+    steps = group.counted_rows[0].record.metrics.total_steps or max_steps
+    bounds = [size * epochs] if size and epochs else []
+    if steps and accumulation and isinstance(micro, (int, float)):
+        bounds.append(steps * micro * accumulation * world_of(group).workers)
+    return min(bounds, default=None)
+
+
+def is_constant(values: Sequence[float]) -> bool:
+    """Return whether values of at least 0 are equal, up to TOLERANCE."""
+    return max(values) - min(values) <= TOLERANCE * max(values)
+
+
+# Speedup: throughput relative to the baseline run.
+
+
+def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
+    """Fill in the speedups of the rows and return the baseline.
+
+    The baseline is the first completed group of a task that other groups have too. Rows of other tasks get no
+    speedup.
+
+    Returns:
+        None if no two groups can be compared.
+    """
+    measured = [group for group in groups if group.completed and group.metric(SPEED)]
+    tasks = Counter(group.task for group in measured)
+    comparable = [group for group in measured if tasks[group.task] > 1]
+    if not comparable:
+        return None
+    baseline = comparable[0]
+    speed = baseline.metric(SPEED)
+    assert speed is not None
+    for group in comparable:
+        if group.task == baseline.task and speed.mean:
+            _fill_in(group, speed.mean)
+    return baseline
+
+
+def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) -> bool:
+    """Return whether a speedup over a run of one worker is beyond the noise more than that of the workers.
+
+    On CPU, more threads per worker explain a speedup too. If it is larger, and all but the strategy and the workers is
+    equal, something slowed the one worker down.
+
+    Args:
+        varied: Names of the settings in which the runs differ.
+    """
+    speed, slow = group.metric(SPEED), baseline.metric(SPEED)
+    if not _has_one_worker(baseline) or group.task != baseline.task or not (speed and slow and group.setting(WORKERS)):
+        return False
+    if any(group.setting(name) != baseline.setting(name) for name in varied if not _is_of_strategy(name)):
+        return False
+    ideal = _ideal_speedup(group, baseline)
+    per_worker = Spread(speed.mean / ideal, None, None if speed.noise is None else speed.noise / ideal)
+    return per_worker.mean > MAX_TRUSTED_EFFICIENCY * slow.mean and not is_within_noise(per_worker, slow)
+
+
+def _has_one_worker(group: RunGroup) -> bool:
+    """Return whether the strategy of a group trains on one worker, without distribution."""
+    strategy = group.rows[0].record.strategy
+    return strategy is not None and strategy.one_worker
+
+
+def _ideal_speedup(group: RunGroup, baseline: RunGroup) -> float:
+    """Return the speedup of the larger number of workers and, on CPU, of threads. Fewer threads are not slower."""
+    threads = (threads_per_worker(group) or 1) / (threads_per_worker(baseline) or 1)
+    return world_of(group).workers / world_of(baseline).workers * max(1.0, threads)
+
+
+def _is_of_strategy(name: str) -> bool:
+    """Return whether a setting is the strategy, one of its options, or the number of workers or their threads."""
+    return name in ("strategy", THREADS, *WORLD) or is_strategy_option(name)
+
+
+def _fill_in(group: RunGroup, baseline_speed: float) -> None:
+    for row in group.counted_rows:
+        if (speed := row.metrics[SPEED]) is not None:
+            row.metrics[SPEEDUP] = speed / baseline_speed

@@ -1,0 +1,338 @@
+"""Figures of memory: its parts, at the peak of a step, as predicted, and over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import altair as alt
+
+from distexp.report.data.forecasts import build_predictions_table
+from distexp.report.data.memory_by_part import (
+    TITLES,
+    GroupPeaks,
+    Peak,
+    build_parts_table,
+    build_peaks_table,
+    measured_groups,
+    measured_peaks,
+)
+from distexp.report.data.metrics import PARTS
+from distexp.report.data.overview import Overview
+from distexp.report.data.run_settings import run_label
+from distexp.report.figures.base import (
+    MAX_COLORS,
+    PHASES,
+    Figure,
+    LegendEntry,
+    Panel,
+    color,
+    describe_selection,
+    inline_data,
+)
+from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
+from distexp.report.traces import RunTrace
+from distexp.runs.memory_trace import CPU
+from distexp.runs.predictions import PHASE, Curve
+from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
+
+MAX_BARS = 24
+BAR_HEIGHT = 26  # pixels
+COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}
+"""Colors of the parts by title."""
+
+
+def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if no run measured its parts."""
+    table = build_parts_table(overview)
+    if table is None:
+        return None
+    panels = (Panel("", _draw_memory_parts(overview)),)
+    caption = "One worker, without Python and libraries."
+    legend = tuple(LegendEntry(title, shade, "bar") for title, shade in COLORS.items())
+    return Figure("memory_parts", "Memory by part", panels, caption, tables=(table,), legend=legend)
+
+
+def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
+    groups = measured_groups(overview)[:MAX_BARS]
+    labels = [overview.describe(group) if len(groups) <= FEW_BARS else run_label(group.label) for group in groups]
+    rows: list[dict[str, Any]] = [
+        {"run": label, "part": title, "order": order, "mib": round(value.mean, 6),
+         "settings": overview.format_settings(group)}
+        for label, group in zip(labels, groups, strict=True)
+        for order, (name, title) in enumerate(PARTS.items()) if (value := group.metric(name))
+    ]  # fmt: skip
+    scale = alt.Scale(domain=list(COLORS), range=list(map(color, COLORS.values())))
+    legend = alt.Legend(title=None, direction="horizontal", columns=4)
+    names = list(dict.fromkeys(row["run"] for row in rows))
+    bars = alt.Chart(inline_data(rows)).mark_bar().encode(
+        x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
+        y=alt.Y("run:N", sort=names, title=None, axis=label_axis(names)),
+        color=alt.Color("part:N", scale=scale, legend=legend), order="order:Q",
+        tooltip=["run:N", "settings:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.3f")],
+    )  # fmt: skip
+    return alt.layer(bars).properties(height=bar_height(names, BAR_HEIGHT) * len(names))
+
+
+# GPU memory at the peak of a step by part: a measured bar per training, and the predicted one below it.
+
+
+MAX_PEAK_BARS = 16  # each with a predicted one
+PEAK_BAR_HEIGHT = 24  # pixels
+PREDICTED_OPACITY = 0.55
+PEAK_COLORS = {title: f"c{n}" if n <= MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
+PEAK_COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
+
+
+def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if the memory of no step was recorded."""
+    found = measured_peaks(overview)
+    if not found:
+        return None
+    shown = found[:MAX_PEAK_BARS]
+    titles = [
+        title for name, title in TITLES.items() if any(peak.parts.get(name) for run in shown for peak in run.peaks)
+    ]
+    return Figure(
+        "peak_parts", "GPU memory by part at the peak", (Panel("", _draw_peak_parts(overview, shown, titles)),),
+        " ".join(_describe(found)), tables=(build_peaks_table(overview, found),),
+        legend=tuple(LegendEntry(title, PEAK_COLORS[title], "bar") for title in titles),
+    )  # fmt: skip
+
+
+def _describe(found: Sequence[GroupPeaks]) -> Iterator[str]:
+    yield "One worker, at the peak of a step."
+    if any(len(run.peaks) > 1 for run in found):
+        yield "Pale: predicted by distexp plan before the run."
+    if len(found) > MAX_PEAK_BARS:
+        yield f"Drawn: {MAX_PEAK_BARS} of {len(found)}."
+
+
+def _draw_peak_parts(overview: Overview, shown: Sequence[GroupPeaks], titles: Sequence[str]) -> alt.LayerChart:
+    few = sum(len(run.peaks) for run in shown) <= FEW_BARS
+    labels = [overview.describe(run.group, run.row.label) if few else run_label(run.row.label) for run in shown]
+    rows = [
+        row for run, label in zip(shown, labels, strict=True) for peak in run.peaks
+        for row in _rows(overview, run, peak, label)
+    ]  # fmt: skip
+    bars = list(dict.fromkeys(row["bar"] for row in rows))
+    scale = alt.Scale(domain=list(titles), range=[color(PEAK_COLORS[title]) for title in titles])
+    axis = label_axis(labels, "split(datum.label, '|')[1]")
+    parts = alt.Chart(inline_data(rows)).mark_bar().encode(
+        x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
+        y=alt.Y("bar:N", sort=bars, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15)),
+        color=alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4)),
+        opacity=alt.condition("datum.kind === 'predicted'", alt.value(PREDICTED_OPACITY), alt.value(1)),
+        order="order:Q",
+        tooltip=["run:N", "settings:N", "kind:N", "phase:N", "part:N",
+                 alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
+    )  # fmt: skip
+    return alt.layer(parts).properties(height=bar_height(labels, PEAK_BAR_HEIGHT) * len(bars))
+
+
+def _rows(overview: Overview, peaks: GroupPeaks, peak: Peak, label: str) -> Iterator[dict[str, Any]]:
+    for order, (name, title) in enumerate(TITLES.items()):
+        if name in peak.parts:
+            yield {
+                "bar": f"{label} {peak.kind}|{label if peak.kind == 'measured' else 'predicted'}",
+                "run": peaks.row.label, "settings": overview.format_settings(peaks.group), "kind": peak.kind,
+                "phase": peak.phase or "-", "part": title, "order": order, "mib": round(peak.parts[name], 1),
+            }  # fmt: skip
+
+
+# Predicted memory through one training step: a panel per run, with its parts stacked, and the table of errors.
+
+
+HEIGHT = 190  # pixels
+CAPTION = "One worker, from the start to the end of a step. Dashed lines: a new phase. Height: memory of each part."
+
+
+def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure; None if no run was predicted."""
+    table = build_predictions_table(overview)
+    if table is None:
+        return None
+    drawn = [trace for trace in traces if trace.predicted]
+    parts = list(dict.fromkeys(part for trace in drawn for part in _parts(trace.predicted)))
+    panels = tuple(Panel(trace.name, _draw_prediction(trace.predicted, parts)) for trace in drawn)
+    caption = f"{CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
+    legend = tuple(LegendEntry(_prediction_title(part), _shade(part), "bar") for part in parts)
+    return Figure(
+        "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,), legend=legend
+    )
+
+
+def _shade(part: str) -> str:
+    """Return the color of a part, as in the figure of the peak."""
+    return PEAK_COLORS.get(TITLES.get(f"{part}_mib", ""), "muted")
+
+
+def _parts(curve: Curve) -> list[str]:
+    """Return the parts that are not always 0."""
+    return [name for name, values in curve.items() if name != PHASE and any(values)]
+
+
+def _prediction_title(part: str) -> str:
+    return part.replace("_", " ")
+
+
+def _draw_prediction(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
+    last = max(1, len(curve[PHASE]) - 1)
+    rows: list[dict[str, Any]] = [
+        {"position": round(100 * n / last, 2), "phase": phase, "part": _prediction_title(part), "order": order,
+         "mib": curve[part][n]}
+        for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(parts) if part in curve
+    ]  # fmt: skip
+    scale = alt.Scale(domain=list(map(_prediction_title, parts)), range=[color(_shade(part)) for part in parts])
+    x = alt.X("position:Q", title="part of the step (%)", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(grid=False))
+    areas = alt.Chart(inline_data(rows)).mark_area(opacity=0.85).encode(
+        x=x, y=alt.Y("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=5)), order="order:Q",
+        color=alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4)),
+        tooltip=["phase:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
+    )  # fmt: skip
+    lines = alt.Chart(inline_data(list(_changes(curve, last)))).mark_rule(strokeDash=[4, 3], color=color("muted"))
+    return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=HEIGHT)
+
+
+def _changes(curve: Curve, last: int) -> Iterator[dict[str, Any]]:
+    """Yield the positions at which a phase starts."""
+    for number, (before, after) in enumerate(pairwise(curve[PHASE]), start=1):
+        if before != after:
+            yield {"position": round(100 * number / last, 2), "phase": after}
+
+
+# GPU and CPU memory over time: one panel per run, one line per node, the phases as shaded areas.
+
+
+UNEVEN = 1.1  # ratio of two nodes' peaks
+SEARCH, PROFILE = "search", "profile"
+DEVICES = {"gpu": "GPU", "cpu": "CPU"}
+LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
+
+
+def build_gpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure of GPU memory; None if it was not sampled."""
+    return _build(overview, traces, "gpu")
+
+
+def build_cpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+    """Build the figure of CPU memory; None if it was not sampled."""
+    return _build(overview, traces, "cpu")
+
+
+def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure | None:
+    sampled = [trace for trace in traces if trace.curves(kind)]
+    if not sampled:
+        return None
+    nodes = sorted({curve.node for trace in sampled for curve in trace.curves(kind)})
+    phases = [
+        phase for phase in PHASES if any(phase == interval.phase for trace in sampled for interval in trace.phases)
+    ]
+    highest = max(mib for trace in sampled for curve in trace.curves(kind) for _, mib in curve.points)
+    panels = tuple(Panel(_memory_title(trace), _draw_memory(trace, kind, highest, nodes, phases)) for trace in sampled)
+    shades = " Shades: phases of the run. White: its processes start or end." if phases else ""
+    caption = f"Line: {LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
+    sentences = (*_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
+    title = f"{DEVICES[kind]} memory over time"
+    return Figure(f"{kind}_memory", title, panels, caption, sentences, legend=_legend(nodes, phases))
+
+
+def _legend(nodes: Sequence[int], phases: Sequence[str]) -> tuple[LegendEntry, ...]:
+    lines = [LegendEntry(f"node {node}", f"c{n % MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
+    areas = [LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
+    return (*(lines if len(lines) > 1 else ()), *areas)
+
+
+def _memory_title(trace: RunTrace) -> str:
+    return trace.name if trace.row.completed else f"{trace.name}: {trace.row.record.status}"
+
+
+def _draw_memory(
+    trace: RunTrace, kind: str, highest: float, nodes: Sequence[int], phases: Sequence[str]
+) -> alt.LayerChart:
+    """Draw the memory of a run. The memory axis is the same for all runs."""
+    rows: list[dict[str, Any]] = [
+        {"node": f"node {curve.node}", "seconds": second, "mib": mib}
+        for curve in trace.curves(kind) for second, mib in curve.points
+    ]  # fmt: skip
+    end = max(row["seconds"] for row in rows)
+    x = alt.X("seconds:Q", title="time (s)", scale=alt.Scale(domain=[0, end], nice=False),
+              axis=alt.Axis(grid=False, tickCount=8))  # fmt: skip
+    y = alt.Y("mib:Q", title="MiB", scale=alt.Scale(domain=[0, highest * 1.05], nice=False),
+              axis=alt.Axis(tickCount=4))  # fmt: skip
+    domain = [f"node {node}" for node in nodes]
+    legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke") if len(nodes) > 1 else None
+    tooltip = ["node:N", alt.Tooltip("seconds:Q", format=".1f"), alt.Tooltip("mib:Q", title="MiB", format=",.0f")]
+    line = alt.Chart(inline_data(rows)).mark_line(strokeWidth=1.8, clip=True)
+    lines = line.encode(x=x, y=y, tooltip=tooltip,
+                        color=alt.Color("node:N", scale=alt.Scale(domain=domain), legend=legend))  # fmt: skip
+    shades = [_shades(trace, phases)] if phases else []  # Vega cannot draw an empty list of colors.
+    return alt.layer(*shades, lines).properties(height=170)
+
+
+def _shades(trace: RunTrace, phases: Sequence[str]) -> alt.Chart:
+    rows = [
+        {"phase": interval.phase, "begin": interval.begin_s, "end": interval.end_s}
+        for interval in trace.phases
+        if interval.phase in phases
+    ]
+    scale = alt.Scale(domain=list(phases), range=[color(f"phase-{phase}") for phase in phases])
+    areas = alt.Chart(inline_data(rows)).mark_rect(opacity=0.17)
+    return areas.encode(
+        x=alt.X("begin:Q", title="time (s)"), x2="end:Q",
+        fill=alt.Fill("phase:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal")),
+        tooltip=["phase:N", alt.Tooltip("begin:Q", format=".1f"), alt.Tooltip("end:Q", format=".1f")],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Peak:
+    trace: RunTrace
+    second: float
+    mib: float
+
+    @property
+    def phase(self) -> str:
+        """Return the phase of the run at this time; empty before the first one."""
+        started = [interval.phase for interval in self.trace.phases if interval.begin_s <= self.second]
+        return started[-1] if started else ""
+
+    def counts(self, kind: str) -> bool:
+        """Return whether the record counts this memory. On a GPU the memory of the profiler stays until the end."""
+        if kind == CPU:
+            return self.phase not in UNCOUNTED_CPU_PHASES
+        profiles = (phase.begin_s for phase in self.trace.phases if phase.phase == PROFILE)
+        return self.phase != SEARCH and self.second < min(profiles, default=math.inf)
+
+
+def _highest_peak(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
+    """Describe the highest peak of all runs: when and in which phase it was first reached."""
+    peaks = (
+        _Peak(trace, second, mib) for trace in traces for curve in trace.curves(kind) for second, mib in curve.points
+    )
+    counted = [peak for peak in peaks if peak.counts(kind)]
+    if not counted:
+        return
+    highest = max(counted, key=lambda peak: (peak.mib, -peak.second))
+    during = f" in phase {highest.phase}" if highest.phase else ""
+    yield f"Highest peak: {highest.mib:,.0f} MiB{during}, {highest.trace.name}."
+    left_out = {interval.phase for trace in traces for interval in trace.phases} & {SEARCH, PROFILE}
+    if left_out:
+        phases, are = ("phases", "are") if len(left_out) > 1 else ("phase", "is")
+        yield f"As in the table, the {phases} {' and '.join(sorted(left_out))} {are} not counted."
+
+
+def _uneven_nodes(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
+    for trace in traces:
+        counted = {
+            curve.node: [mib for second, mib in curve.points if _Peak(trace, second, mib).counts(kind)]
+            for curve in trace.curves(kind)
+        }
+        peaks = {node: max(values, default=0.0) for node, values in counted.items()}
+        full, empty = max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)
+        if peaks[full] > UNEVEN * peaks[empty] > 0:
+            values = f"{peaks[full]:,.0f} MiB on node {full}, {peaks[empty]:,.0f} MiB on node {empty}"
+            yield f"The nodes of {trace.name} have different peaks: {values}."

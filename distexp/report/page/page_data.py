@@ -1,0 +1,324 @@
+"""Data of the page: tiles, the table of runs, configurations to compare, machines and versions."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from distexp.config.overrides import copyable_command, join_first
+from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP, Metric
+from distexp.report.data.overview import DISTURBED_MARK, Overview, failure_reason, memory_metric, rank_by_metric
+from distexp.report.data.remarks import energy_totals, explain_doubt
+from distexp.report.data.rows import Row, format_noise, name_runs
+from distexp.report.data.run_settings import format_setting
+from distexp.report.data.scaling_series import ScalingSeries
+from distexp.report.files import result_row
+from distexp.report.overview_table import are_trials
+from distexp.runs.record import FAILURES
+from distexp.runs.run_dir import LOGS, MEMORY, METRICS, PROFILE, RECORD
+from distexp.statistics.noise import difference_noise
+from distexp.tables.text_table import TextTable
+
+COMPARED_SECTIONS = ("config.", "built.", "environment.")
+COMPARED_KEYS = ("overrides", "git_sha")
+
+
+def configurations(overview: Overview) -> dict[str, Any]:
+    """Return all keys of configuration, build and environment.
+
+    A key with one value for all runs is in ``shared``. A key in ``differing`` lists each value once, and for each run
+    the index of its value.
+    """
+    rows = [_compared(row) for row in overview.rows]
+    shared: dict[str, Any] = {}
+    differing: dict[str, Any] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        texts = [row.get(key, "-") for row in rows]
+        kinds = list(dict.fromkeys(texts))
+        if len(kinds) == 1:
+            shared[key] = kinds[0]
+        else:
+            indices = {text: index for index, text in enumerate(kinds)}
+            differing[key] = {"values": kinds, "indices": [indices[text] for text in texts]}
+    names = {row.label: overview.format_settings(group) for group in overview.groups for row in group.rows}
+    runs = [[row.label, names[row.label]] for row in overview.rows]
+    return {"shared": shared, "differing": differing, "runs": runs, "opened": list(first_pair(overview))}
+
+
+def first_pair(overview: Overview) -> tuple[int, int]:
+    """Return the positions of the two runs to compare first: the baseline and another completed one.
+
+    Without two completed runs, they are those that got furthest.
+    """
+    baseline = overview.baseline.rows if overview.baseline else ()
+
+    def preference(position: int) -> tuple[bool, bool, bool]:
+        row = overview.rows[position]
+        return not row.completed, row.record.status == "invalid", not any(row is other for other in baseline)
+
+    best = sorted(range(len(overview.rows)), key=preference)
+    return best[0], best[min(1, len(best) - 1)]
+
+
+def _compared(row: Row) -> dict[str, str]:
+    content = {**result_row(row), "overrides": " ".join(row.record.run.overrides) or None}
+    kept = {key: value for key, value in content.items() if key.startswith(COMPARED_SECTIONS) or key in COMPARED_KEYS}
+    return {
+        key: "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+        for key, value in kept.items()
+    }
+
+
+# Tables of the machines, versions, git commits and commands of runs.
+
+
+MAX_COMMANDS = 200
+Cells = tuple[str, ...]
+VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
+
+
+def provenance_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
+    """Yield the tables. The last column of each row lists its runs."""
+    yield _count_kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
+    yield _count_kinds("Versions", VERSIONS, rows, _versions)
+    yield _count_kinds("Code", ("git commit", "uncommitted changes"), rows, _code)
+    yield command_table(rows)
+
+
+def command_table(rows: Sequence[Row]) -> TextTable:
+    """List the command of each run."""
+    shown = tuple(
+        (row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " "))
+        for row in rows[:MAX_COMMANDS]
+    )
+    more = len(rows) - MAX_COMMANDS
+    note = f"{more} more runs are in results.csv, column overrides." if more > 0 else ""
+    return TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
+
+
+def command(row: Row) -> str:
+    """Return the command line that repeats a run."""
+    return copyable_command(row.record.run.overrides)
+
+
+def _count_kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> TextTable:
+    counts: dict[Cells, list[str]] = {}
+    for row in rows:
+        counts.setdefault(read(row), []).append(row.label)
+    cells = tuple((*kind, _runs(labels, len(rows))) for kind, labels in counts.items())
+    return TextTable(title, (*header, "runs"), cells)
+
+
+def _runs(labels: Sequence[str], total: int) -> str:
+    return "all" if len(labels) == total else join_first(labels)
+
+
+def _machine(row: Row) -> Cells:
+    environment = row.record.environment
+    hosts = ", ".join(row.record.run.hosts) or (environment.hostname if environment else None) or "-"
+    if environment is None:
+        return hosts, "-", "-", "-"
+    memory = f"{environment.gpu_total_mib:,.0f}" if environment.gpu_total_mib else "-"
+    return hosts, environment.gpu_name or "none", memory, str(environment.cpu_count or "-")
+
+
+def _versions(row: Row) -> Cells:
+    environment = row.record.environment
+    return tuple(str(getattr(environment, name, None) or "-") for name in VERSIONS)
+
+
+def _code(row: Row) -> Cells:
+    run = row.record.run
+    changed = {True: "yes", False: "no", None: "unknown"}[run.git_dirty]
+    return run.git_sha or "unknown", changed
+
+
+# Data of the page's table of runs.
+
+
+LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS, PROFILE)
+MAX_CHARACTERS = 48  # of a setting
+
+
+def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
+    """Return columns and rows. Links are relative to the directory of the page.
+
+    The most important metrics come first, because a narrow window shows only the first columns.
+    """
+    metrics = sorted(overview.metrics(), key=lambda metric: -metric.importance)
+    names = list(overview.varied)
+    numbered = all(row.label.isdigit() for row in overview.rows)
+    columns = [
+        {"title": "run", "kind": "setting-number" if numbered else "text"},
+        *(_setting_column(overview, name) for name in names),
+        {"title": "status", "kind": "status"},
+        *(_metric_column(overview, metric) for metric in metrics),
+        {"title": "files", "kind": "files"},
+    ]
+
+    def cells(row: Row) -> list[Any]:
+        return [
+            int(row.label) if numbered else row.label,
+            *(_setting_cell(row.settings.get(name)) for name in names),
+            [row.record.status, "" if row.completed else failure_reason(row)],
+            *(_metric_cell(row.metrics[metric.name], metric) for metric in metrics),
+            _links(row, directory),
+        ]
+
+    return {"columns": columns, "rows": [cells(row) for row in overview.rows]}
+
+
+def _setting_column(overview: Overview, name: str) -> dict[str, Any]:
+    values = [value for row in overview.rows if (value := row.settings.get(name)) is not None]
+    return {"title": name, "kind": "setting-number" if values and all(map(_is_number, values)) else "text"}
+
+
+def _setting_cell(value: Any) -> Any:
+    return value if _is_number(value) or value is None else format_setting(value, MAX_CHARACTERS)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
+    title = metric.title.replace("-\n", "").replace("\n", " ")
+    column = {"title": title, "kind": "number", "digits": _digits(metric)}
+    marks = _marks(overview, metric)
+    return column | {"marks": marks} if any(marks) else column
+
+
+def _marks(overview: Overview, metric: Metric) -> list[str]:
+    """Return the mark behind a metric of each run."""
+    marks = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
+    return [DISTURBED_MARK if _is_disturbed(row, metric) else marks[id(row)] for row in overview.rows]
+
+
+def _is_disturbed(row: Row, metric: Metric) -> bool:
+    """Return whether a metric is the speed of a disturbed run, whose repeats may be undisturbed."""
+    is_speed = metric.name in (SPEED, SPEEDUP, EFFICIENCY) and row.metrics[metric.name] is not None
+    return is_speed and row.disturbance is not None
+
+
+def _digits(metric: Metric) -> int:
+    found = re.search(r"\.(\d+)f", metric.number_format)
+    return int(found[1]) if found else 0
+
+
+def _metric_cell(value: float | None, metric: Metric) -> float | None:
+    return None if value is None else round(value * metric.factor, _digits(metric) + 2)
+
+
+def _links(row: Row, directory: Path) -> list[str]:
+    """Return the run's directory, then its existing files of ``LINKED_FILES``."""
+    if row.path is None:
+        return []
+    present = set(os.listdir(row.path.parent))
+    return [relative_link(row.path.parent, directory), *(name for name in LINKED_FILES if name in present)]
+
+
+def relative_link(path: Path, directory: Path) -> str:
+    """Return a link from a page in a directory to a path."""
+    return quote(os.path.relpath(path, directory))
+
+
+# Tiles at the top of the page: the most important numbers.
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top of the page."""
+
+    name: str
+    value: str
+    detail: str
+    style: str = ""  # bad: in red
+
+
+def build_tiles(overview: Overview) -> Iterator[Tile]:
+    """Yield the tiles that these runs have numbers for, in their order."""
+    yield _completed_tile(overview)
+    yield from _disturbed_tile(overview)
+    if not are_trials(overview.rows):  # The winner of a search is in choose.json.
+        yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
+    memory = memory_metric(overview)
+    if memory and not are_trials(overview.rows):
+        yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
+    yield from _energy_tiles(overview)
+    scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
+    yield from _efficiency_tiles(scaled)
+
+
+def _disturbed_tile(overview: Overview) -> Iterator[Tile]:
+    """Yield the runs whose speeds are not ranked, because something else slowed them down."""
+    labels = [group.label for group in overview.groups if group.disturbance]
+    if labels:
+        yield Tile("disturbed", name_runs(labels), "not ranked by speed", "bad")
+
+
+def _energy_tiles(overview: Overview) -> Iterator[Tile]:
+    """Yield the energy and cost of all runs together, if they were measured."""
+    totals = list(energy_totals(overview.rows))
+    if totals:
+        yield Tile("total energy and cost", totals[0], ", ".join(totals[1:]))
+
+
+def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
+    """Yield the best efficiency, and a warning if a baseline cannot be trusted."""
+    trusted = [series for series in scaled if series.is_trusted]
+    if trusted:
+        best = max(trusted, key=lambda series: series.points[-1].efficiency)
+        value = f"{best.points[-1].efficiency:.0%}"
+        yield Tile("efficiency at the most workers", value, _describe_efficiency(best, trusted))
+    for series in [series for series in scaled if not series.is_trusted][:1]:
+        highest = max(point.efficiency for point in series.points)
+        detail = f"{highest:.0%} relative to run {series.baseline.group.label}. {explain_doubt(series)}"
+        yield Tile("efficiency", "do not trust the baseline", detail, "bad")
+
+
+def _describe_efficiency(best: ScalingSeries, others: Sequence[ScalingSeries]) -> str:
+    """Return the workers of a series with the noise of its efficiency, and the series that are equal within it."""
+    last = best.points[-1]
+    parts = [f"{last.workers} workers", best.name]
+    if best.noise is not None:
+        parts.append(f"noise {format_noise(best.noise, 1)}")
+        equal = [point for point in others if point is not best and _is_equal_efficiency(best, point)]
+        parts.append(f"{len(equal)} more equal within the noise" if equal else "")
+    return ", ".join(filter(None, parts))
+
+
+def _is_equal_efficiency(best: ScalingSeries, other: ScalingSeries) -> bool:
+    if best.noise is None or other.noise is None:
+        return False
+    one, two = best.points[-1].efficiency, other.points[-1].efficiency
+    return abs(one - two) <= math.hypot(one * best.noise, two * other.noise)
+
+
+def _completed_tile(overview: Overview) -> Tile:
+    statuses = Counter(row.record.status for row in overview.rows)
+    others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
+    value = f"{statuses['completed']:,} of {len(overview.rows):,}"
+    return Tile("completed runs", value, others or "no failures", "bad" if FAILURES & set(statuses) else "")
+
+
+def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest: bool) -> Iterator[Tile]:
+    """Yield the best run; nothing if there is one run only, or several tasks, which are not comparable."""
+    rankings = list(rank_by_metric(overview, metric, largest=largest))
+    if len(rankings) != 1 or len(rankings[0].ranked) < 2:
+        return
+    best, equal = rankings[0].best, rankings[0].equal_to_best
+    value = best.value
+    if equal:
+        noise = max(difference_noise(value, other.value) or 0.0 for other in equal)
+        labels = name_runs([best.group.label, *(other.group.label for other in equal)])
+        yield Tile(name, "not decided", f"{labels}: equal within the noise of {format_noise(noise, value.mean)}")
+        return
+    yield Tile(name, f"{METRICS_BY_NAME[metric].format_value(value.mean)} {unit}", overview.describe(best.group))

@@ -1,0 +1,349 @@
+"""Scaling rules (``scaling=``): the work of a run as a function of its number of workers.
+
+A rule runs when the number of workers is known. It changes dataset.train_size, model.num_layers and
+train.micro_batch_size in place and returns its errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from distexp.config import Config, DatasetConfig, ModelConfig, ScaleConfig
+from distexp.config.keys import conf_dir
+from distexp.config.model_checks import searches_micro_batch
+from distexp.resolve.resources import parameter_count, ties_embeddings
+from distexp.strategies.base import load_strategy
+
+
+def apply_scaling(config: Config) -> list[str]:
+    """Apply the chosen rule, unless the run has too many workers, and return the errors."""
+    return check_worker_limit(config) or RULES[config.scaling.name](config)
+
+
+def _keep_fixed(config: Config) -> list[str]:
+    """Change nothing. Refuse keys of the other rules."""
+    owners = {"samples_per_worker": "weak_data", "base_workers": "weak_model"}
+    return [
+        f"scaling.{key}={getattr(config.scaling, key)} has no effect with scaling=fixed: leave it out, or choose "
+        f"scaling={owner}"
+        for key, owner in owners.items()
+        if getattr(config.scaling, key) is not None
+    ]
+
+
+def _scale_data(config: Config) -> list[str]:
+    """Keep the samples per worker constant."""
+    samples, dataset = config.scaling.samples_per_worker, config.dataset
+    if samples is None:
+        return ["scaling=weak_data needs scaling.samples_per_worker: set it, for example to 250"]
+    if dataset.train_size is not None:
+        return [
+            f"dataset.train_size={dataset.train_size} conflicts with scaling=weak_data, which computes it from "
+            f"scaling.samples_per_worker={samples}: set dataset.train_size=null, or choose scaling=fixed"
+        ]
+    dataset.train_size = samples * config.cluster.world_size
+    return []
+
+
+def _scale_model(config: Config) -> list[str]:
+    """Keep the parameters per worker constant, and so the work per worker: parameters x samples."""
+    errors = [*_micro_batch_errors(config), *_sharding_errors(config), *_countable_errors(config.model)]
+    if errors:
+        return errors
+    layers = _layers_for_workers(config)
+    if layers < 1:
+        return [
+            f"scaling=weak_model leaves no layer for {config.cluster.world_size} workers, because the embedding alone "
+            "is larger: raise model.num_layers, or lower scaling.base_workers"
+        ]
+    config.model.num_layers = layers
+    _split_batch(config)
+    return []
+
+
+def _layers_for_workers(config: Config) -> int:
+    """Return the layers with which the parameters grow as the workers. The embedding does not grow."""
+    model = config.model
+    configured = _count(model, model.num_layers)
+    per_layer = _count(model, 2) - _count(model, 1)
+    wanted = configured * config.cluster.world_size / _base_workers(config)
+    return (model.num_layers or 0) + round((wanted - configured) / per_layer)
+
+
+def _count(model: ModelConfig, layers: int | None) -> int:
+    parameters = parameter_count(model, layers)
+    assert parameters is not None, "_countable_errors refuses such models"
+    return parameters
+
+
+def _scale_model_as_workshop(config: Config) -> list[str]:
+    """Multiply the layers by the workers. The embedding does not grow, so the parameters per worker fall."""
+    errors = _micro_batch_errors(config)
+    layers, workers = config.model.num_layers, config.cluster.world_size
+    if layers is None:
+        return [f"scaling=weak_model_workshop needs layers, but model={config.model.name} has none: choose model=gpt"]
+    if layers * workers % _base_workers(config):
+        errors.append(
+            f"scaling=weak_model_workshop needs a whole number of layers, but model.num_layers={layers} x {workers} "
+            f"workers / scaling.base_workers={_base_workers(config)} is none: change one of them"
+        )
+    if not errors:
+        config.model.num_layers = layers * workers // _base_workers(config)
+        _split_batch(config)
+    return errors
+
+
+def _base_workers(config: Config) -> int:
+    """Return the workers for which layers and micro-batch are configured."""
+    return config.scaling.base_workers or 1
+
+
+def _split_batch(config: Config) -> None:
+    """Split the global batch of ``base_workers`` among all workers. A searched micro-batch needs no split."""
+    if not searches_micro_batch(config):
+        config.train.micro_batch_size = config.train.micro_batch * _base_workers(config) // config.cluster.world_size
+
+
+def _micro_batch_errors(config: Config) -> list[str]:
+    """Return an error if ``_split_batch`` would leave a remainder."""
+    if searches_micro_batch(config):
+        return []
+    samples = config.train.micro_batch * _base_workers(config)
+    if samples % config.cluster.world_size == 0:
+        return []
+    return [
+        f"scaling={config.scaling.name} cannot split {samples} samples (train.micro_batch_size="
+        f"{config.train.micro_batch} x scaling.base_workers={_base_workers(config)}) evenly among "
+        f"{config.cluster.world_size} workers: change one of them"
+    ]
+
+
+def _countable_errors(model: ModelConfig) -> list[str]:
+    """Return an error if the parameters of a model cannot be counted, or do not determine its work."""
+    if parameter_count(model) is None:
+        return [
+            f"scaling=weak_model cannot count the parameters of model={model.name}: "
+            "choose model=gpt, or a BLOOM with model.init=random"
+        ]
+    if not ties_embeddings(model):
+        return [
+            "scaling=weak_model needs model.tie_embeddings=true: a separate embedding has parameters but no work, so "
+            "not both can be constant. scaling=weak_model_workshop has no such requirement"
+        ]
+    return []
+
+
+def _sharding_errors(config: Config) -> list[str]:
+    if config.cluster.world_size == 1 or load_strategy(config).shards_all_parameters(config):
+        return []
+    return [
+        f"scaling=weak_model needs all parameters sharded over all workers, but strategy={config.strategy.name} "
+        "with these options does not shard them: choose sharding=full_shard or zero_stage=3"
+    ]
+
+
+RULES: dict[str, Callable[[Config], list[str]]] = {
+    "fixed": _keep_fixed,
+    "weak_data": _scale_data,
+    "weak_model": _scale_model,
+    "weak_model_workshop": _scale_model_as_workshop,
+}
+"""Rules by the values of ``scaling.name``."""
+
+# Accumulation: the micro-batches of an optimizer step, computed from ``train.global_batch_size``.
+
+
+OTHER_MICRO_BATCH = ", or another micro-batch size"
+"""End of the error about a global batch. A forecast leaves it out, because the profile has one micro-batch size."""
+
+
+def set_accumulation(config: Config) -> Iterator[str]:
+    """Set the accumulation to the global batch size, and yield an error if no whole number fits."""
+    train, workers = config.train, config.cluster.world_size
+    total = train.global_batch_size
+    if searches_micro_batch(config):
+        yield from _search_errors(config)
+        train.gradient_accumulation_steps = 1  # The workers set it, because it depends on the size that they find.
+    elif total is not None:
+        per_pass = train.micro_batch * workers
+        if total % per_pass:
+            yield (
+                f"train.global_batch_size={total} is no multiple of train.micro_batch_size={train.micro_batch} x "
+                f"{workers} workers = {per_pass}: use {multiples_near(total, per_pass)}{OTHER_MICRO_BATCH}"
+            )
+        train.gradient_accumulation_steps = max(1, total // per_pass)
+
+
+def _search_errors(config: Config) -> Iterator[str]:
+    train, workers = config.train, config.cluster.world_size
+    total = train.global_batch_size
+    if total is None:
+        yield (
+            "train.micro_batch_size=auto needs the samples of an optimizer step: set train.global_batch_size, for "
+            f"example to {16 * workers}"
+        )
+    elif total % workers:
+        yield (
+            f"train.global_batch_size={total} is no multiple of the {workers} workers: use "
+            f"{multiples_near(total, workers)}"
+        )
+    if config.engine.name != "native":
+        yield (
+            f"train.micro_batch_size=auto is not supported by engine={config.engine.name}: use engine=native, or a "
+            "number"
+        )
+
+
+def multiples_near(total: int, factor: int) -> str:
+    """Return the multiples of a factor next to a number, as in ``60 or 72``."""
+    below = total // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+# Shrinking of a run to the limits of the section ``scale``, as in ``scale=tiny``.
+
+
+MIN_HEAD_WIDTH = 4
+MIN_CHANNELS = 8
+
+USED_AT_FULL_SCALE = ("name", "workers", "workers_per_node")
+"""Keys of ``scale`` with an effect on runs that are not shrunk."""
+
+SAMPLE_KEYS = ("num_workers",)
+"""Keys that a generated dataset sets itself. It needs no loader processes."""
+
+
+def shrink_to_scale(config: Config) -> list[str]:
+    """Apply the limits of the scale, and return an error if the model has no sizes to shrink."""
+    if config.scale.name == "full":
+        return _unused_limits(config.scale)
+    errors = _shrink_model(config)
+    _replace_by_sample(config)
+    _shrink_texts_and_images(config)
+    _shrink_sample_counts(config)
+    _shrink_batch(config)
+    if config.precision.name == "fp16" and config.cluster.device == "cpu":
+        config.precision.name = "fp32"  # fp16 needs a GPU
+    return errors
+
+
+def _unused_limits(scale: ScaleConfig) -> list[str]:
+    """Return an error for each limit that is set although nothing is shrunk."""
+    return [
+        f"scale.{key}={value} has no effect with scale={scale.name}: add scale=tiny, or leave it out"
+        for key, value in vars(scale).items()
+        if key not in USED_AT_FULL_SCALE and value is not None
+    ]
+
+
+def shrink_global_batch(config: Config) -> list[str]:
+    """Limit the global batch size to what the limits of the scale give; return no errors."""
+    scale, train = config.scale, config.train
+    micro_batch = scale.micro_batch_size if searches_micro_batch(config) else train.micro_batch
+    if train.global_batch_size is not None and micro_batch and scale.gradient_accumulation_steps:
+        largest = micro_batch * scale.gradient_accumulation_steps * config.cluster.world_size
+        train.global_batch_size = min(train.global_batch_size, largest)
+    return []
+
+
+def check_worker_limit(config: Config) -> list[str]:
+    """Return an error if the run has more workers than the scale allows."""
+    cluster, limit = config.cluster, config.scale.workers
+    if limit is None or cluster.world_size <= limit:
+        return []
+    return [
+        f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={cluster.workers_per_node} makes "
+        f"{cluster.world_size} workers, but scale={config.scale.name} allows {limit}: raise scale.workers, or "
+        "leave scale out"
+    ]
+
+
+def check_exercise_device(config: Config) -> list[str]:
+    """Return an error if an exercise in fp16 and of full size is on a machine without a GPU."""
+    full_on_cpu = config.scale.name == "full" and config.cluster.device == "cpu"
+    if not (config.exercise and full_on_cpu and config.precision.name == "fp16"):
+        return []
+    return [
+        f"experiment={config.exercise} needs GPUs, but this run is on cpu: add scale=tiny to run it on CPUs, or "
+        "cluster=slurm to run it on a cluster"
+    ]
+
+
+def _shrink_model(config: Config) -> list[str]:
+    """Shrink all sizes of the model. Its weights are random, because no pretrained ones have these sizes."""
+    model, scale = config.model, config.scale
+    if model.hidden_size is None and model.width is None:
+        return [f"scale={scale.name} cannot shrink model={model.name}, whose sizes are unknown: choose another model"]
+    model.init = "random"
+    if "path" in model.keys:
+        model.path = ModelConfig().path
+    model.tokenizer = None if model.tokenizer is None else "byte"
+    _limit(model, num_layers=scale.layers, num_heads=scale.heads)
+    _limit(model, vocab_size=scale.vocab_size, seq_length=scale.max_length)
+    if model.depths is not None:
+        model.depths = [_at_most(depth, scale.layers) for depth in model.depths]
+    if scale.shrink is not None:
+        _divide_widths(model, scale.shrink)
+    return []
+
+
+def _divide_widths(model: ModelConfig, divisor: int) -> None:
+    """Divide all widths of a model, and keep them multiples of the number of heads."""
+    step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
+    for key in ("hidden_size", "ff_dim", "width"):
+        width = getattr(model, key)
+        if width is not None:
+            setattr(model, key, max(step, width // divisor // step * step))
+
+
+def _replace_by_sample(config: Config) -> None:
+    """Replace a dataset that must be downloaded by its generated sample, if it has one. Keep the settings."""
+    sample = conf_dir() / "dataset" / f"{config.dataset.name}_sample.yaml"
+    if not sample.is_file():
+        return
+    original = config.dataset
+    typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
+    config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
+    for key in config.dataset.keys:
+        if key not in SAMPLE_KEYS:
+            setattr(config.dataset, key, getattr(original, key))
+
+
+def _shrink_texts_and_images(config: Config) -> None:
+    _limit(config.dataset, max_length=config.scale.max_length, image_size=config.scale.image_size)
+
+
+def _shrink_sample_counts(config: Config) -> None:
+    """Limit the numbers of samples. A null number means all samples, so it becomes the limit."""
+    scale, data, scaling = config.scale, config.dataset, config.scaling
+    data.eval_size = scale.eval_size if data.eval_size is None else _at_most(data.eval_size, scale.eval_size)
+    if scaling.samples_per_worker is not None:
+        scaling.samples_per_worker = _at_most(scaling.samples_per_worker, scale.train_size)
+    else:
+        data.train_size = scale.train_size if data.train_size is None else _at_most(data.train_size, scale.train_size)
+
+
+def _shrink_batch(config: Config) -> None:
+    """Limit the micro-batch and the accumulation. The global batch shrinks in the proportion of the micro-batch."""
+    scale, train = config.scale, config.train
+    if not searches_micro_batch(config):
+        original = train.micro_batch
+        train.micro_batch_size = _at_most(original, scale.micro_batch_size)
+        if train.global_batch_size is not None:
+            train.global_batch_size = train.global_batch_size * train.micro_batch // original
+    _limit(train, gradient_accumulation_steps=scale.gradient_accumulation_steps)
+
+
+def _limit(section: Any, **limits: int | None) -> None:
+    """Lower the values of keys to their limits. A key that is null stays null."""
+    for key, limit in limits.items():
+        value = getattr(section, key)
+        if value is not None:
+            setattr(section, key, _at_most(value, limit))
+
+
+def _at_most(value: int, limit: int | None) -> int:
+    return value if limit is None else min(value, limit)

@@ -1,0 +1,312 @@
+"""Checks of settings in several sections: options, data and model, predictions, the tracker, and files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+from distexp.checkpoints.folder import candidates, suggest
+from distexp.config import Config
+from distexp.config.custom_code import check_target
+from distexp.config.fields import info_of
+from distexp.config.keys import get_value, schema_fields
+from distexp.config.model_checks import (
+    GENERATED_TRAIN_SIZES,
+    check_samples_per_rank,
+    check_sequence_length,
+    loads_from_source,
+    model_errors,
+    searches_micro_batch,
+    unused_key_errors,
+    weights_source,
+    weights_source_key,
+)
+from distexp.data.squad_json import find_small_file_error
+from distexp.hardware.facts import planned_gpus
+from distexp.resolve.resources import launcher_traits
+
+KEYS_OF_VARIABLES = {"OMP_NUM_THREADS": "cluster.cpus_per_worker", "DS_ACCELERATOR": "cluster.device"}
+"""Environment variables of the workers that distexp sets, with the keys that change them."""
+
+
+def check_targets(config: Config) -> Iterator[str]:
+    """Yield an error for each ``_target_`` in a package that the user does not trust."""
+    sections = (config.model, config.dataset, config.strategy, config.engine, config.tracker, config.cluster)
+    for target in filter(None, (*(section._target_ for section in sections), *config.measure.watchers)):
+        error = check_target(target, config.trusted_packages)
+        if error:
+            yield error
+
+
+def check_model_keys(config: Config) -> list[str]:
+    """Return the errors of the model section."""
+    return model_errors(config.model)
+
+
+def check_dataset_keys(config: Config) -> list[str]:
+    """Return an error for each key that the dataset does not have."""
+    return unused_key_errors("dataset", config.dataset)
+
+
+def check_cluster_keys(config: Config) -> Iterator[str]:
+    """Yield an error for each cluster key that the launcher ignores, or that contradicts another one."""
+    cluster = config.cluster
+    if check_target(cluster._target_, config.trusted_packages) is None:  # Else ``check_targets`` has an error.
+        yield from launcher_traits(config).key_errors(config)
+    for name in cluster.environment:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield f"cluster.environment sets {name!r}, which is not a variable name: use letters, digits and _"
+        elif name in KEYS_OF_VARIABLES:
+            yield f"cluster.environment may not set {name}: set {KEYS_OF_VARIABLES[name]} instead"
+
+
+# Checks of dataset and model together: their task, the lengths of texts, and the number of samples.
+
+
+UNPACKED_ATTENTION = {
+    "distexp.models.bloom.build": ("auto", "eager"),
+    "distexp.models.hf.build": ("flash",),
+}
+"""Values of ``model.attention`` that cannot keep the samples of a row apart."""
+
+MODEL_HINTS = {
+    "causal_lm": "bloom_tiny, gpt_tiny or another text model",
+    "image_classification": "resnet_tiny or resnet50",
+}
+DATASET_HINTS = {
+    "causal_lm": "squad_sample, squad or synthetic",
+    "image_classification": "tinyimagenet_sample, tinyimagenet or synthetic",
+}
+
+
+def check_task(config: Config) -> Iterator[str]:
+    """Yield an error for each setting that belongs to another task than the model."""
+    model, dataset = config.model, config.dataset
+    if not same_task(config):
+        models = f"choose model={MODEL_HINTS[dataset.task]}, or " if dataset.task in MODEL_HINTS else "choose "
+        yield (
+            f"dataset={dataset.name} is for {dataset.task}, but model={model.name} is for {model.task}: "
+            f"{models}dataset={DATASET_HINTS[model.task]}"
+        )
+    for setting in ("train.logits=targets", "train.loss=chunked"):
+        is_set = setting in (f"train.logits={config.train.logits}", f"train.loss={config.train.loss}")
+        if is_set and model.task != "causal_lm":
+            yield f"{setting} is for causal_lm, but model={model.name} is for {model.task}: leave it out"
+    if config.train.score_answers and "answer_tokens" not in dataset.keys:
+        yield (
+            f"train.score_answers=true needs reference answers, but dataset={dataset.name} has none: "
+            "choose dataset=squad or squad_sample, or leave it out"
+        )
+
+
+def check_lengths(config: Config) -> Iterator[str]:
+    """Yield an error for each setting about the lengths of texts that the model or another setting excludes."""
+    dataset, model = config.dataset, config.model
+    for key in ("packing", "bucketing"):
+        if getattr(dataset, key) and model.task != "causal_lm":
+            yield f"dataset.{key}=true is for causal_lm, but model={model.name} is for {model.task}: leave it out"
+    if dataset.packing and dataset.bucketing:
+        yield "dataset.bucketing=true has no effect on packed rows: set dataset.packing=false, or leave it out"
+    if dataset.packing and model.attention in UNPACKED_ATTENTION.get(model._target_, ()):
+        yield (
+            f"dataset.packing=true is not supported by model={model.name} with model.attention={model.attention}: use "
+            "model.attention=sdpa, or flex on a GPU"
+        )
+
+
+def same_task(config: Config) -> bool:
+    """Return whether the dataset fits the task of the model."""
+    return config.dataset.task in (config.model.task, "any")
+
+
+def check_sizes(config: Config) -> Iterator[str]:
+    """Yield an error for texts or micro-batches that are too long or too large."""
+    samples = config.dataset.train_size
+    if samples is None and not (config.is_prediction or config.is_preflight):  # A prediction needs no samples.
+        samples = GENERATED_TRAIN_SIZES.get(config.dataset._target_)
+    errors = [check_sequence_length(config.dataset, config.model)]
+    smallest = 1 if searches_micro_batch(config) else config.train.micro_batch
+    if samples is not None:
+        errors.append(
+            check_samples_per_rank(
+                samples, config.cluster.world_size, smallest, global_batch=config.train.global_batch_size
+            )
+        )
+    yield from filter(None, errors)
+
+
+# Checks of the settings for a prediction of memory, by ``distexp plan`` or before a run.
+
+
+def check_plan(config: Config) -> Iterator[str]:
+    """Yield an error for an unknown GPU model, for two memories, and for a micro-batch that is not known yet."""
+    plan = config.plan
+    if searches_micro_batch(config) and (config.is_prediction or plan.name == "check"):
+        hint = (
+            "type train.micro_batch_size=1, and the output has the largest size that fits"
+            if config.is_prediction
+            else "type a number, or leave plan=check out, because the search finds a size that fits"
+        )
+        yield f"a prediction of memory needs a number of samples, but train.micro_batch_size=auto: {hint}"
+    if config.is_prediction or plan.name == "check":
+        yield from _check_kind_of_memory(config)
+    if plan.gpu is not None and plan.gpu not in planned_gpus():
+        near = get_close_matches(plan.gpu.lower(), planned_gpus(), n=3, cutoff=0.4) or list(planned_gpus())
+        yield f"plan.gpu={plan.gpu} is not a known GPU: use {', '.join(near)}, or set plan.gpu_memory_gb"
+    if plan.gpu is not None and plan.gpu_memory_gb is not None:
+        yield f"plan.gpu={plan.gpu} and plan.gpu_memory_gb={plan.gpu_memory_gb:g} both set the memory: leave one out"
+
+
+def _check_kind_of_memory(config: Config) -> Iterator[str]:
+    """Yield an error for each memory that is not that of the run's device."""
+    plan = config.plan
+    if config.cluster.device == "cpu":
+        yield from (
+            f"{key}={value} is for GPUs, but this run is on cpu: set plan.host_memory_gb, or leave it out"
+            for key, value in (("plan.gpu", plan.gpu), ("plan.gpu_memory_gb", plan.gpu_memory_gb))
+            if value is not None
+        )
+    elif plan.host_memory_gb is not None:
+        yield (
+            f"plan.host_memory_gb={plan.host_memory_gb:g} is for runs on CPUs, but this run is on GPUs: set "
+            "plan.gpu_memory_gb, or cluster.device=cpu"
+        )
+
+
+# Checks of the experiment tracker: its library is installed, and its keys are its own.
+
+
+TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
+"""Trackers whose name is that of an optional library."""
+
+TRACKER_KEYS = {"online": "wandb", "uri": "mlflow"}
+"""Keys of ``tracker`` that only one tracker has."""
+
+
+def check_tracker(config: Config) -> Iterator[str]:
+    """Yield an error for a missing library, and for each key of another tracker."""
+    tracker = config.tracker
+    if tracker._target_ is not None and tracker.name in TRACKER_LIBRARIES and find_spec(tracker.name) is None:
+        yield f"tracker={tracker.name} needs its library: pip install {tracker.name}, or choose tracker=none"
+    for key, owner in TRACKER_KEYS.items():
+        value = getattr(tracker, key)
+        if value and tracker.name in {*TRACKER_LIBRARIES, "none"} - {owner}:
+            yield (
+                f"tracker.{key}={value} is for tracker={owner}, but this run has tracker={tracker.name}: leave it out"
+            )
+
+
+# Checks of local files and folders: a wrong path is reported before any worker starts.
+
+
+EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
+"""Checks by the kind of path that a key has in the schema."""
+
+TINYIMAGENET = "distexp.data.tinyimagenet."
+"""Start of the targets of datasets that read a folder of TinyImageNet."""
+
+TINYIMAGENET_FILES = ("wnids.txt", "train", "val/val_annotations.txt")
+"""Files and folders of the official archive of TinyImageNet that a run reads."""
+
+SQUAD = "distexp.data.squad"
+"""Start of the targets of datasets that need a tokenizer."""
+
+SQUAD_FILES = "distexp.data.squad.load"
+"""Target of the dataset that reads JSON files of SQuAD."""
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
+"""Files of which a folder with a tokenizer has at least one."""
+
+
+def check_files(config: Config) -> Iterator[str]:
+    """Yield an error for each path that does not exist."""
+    for key, spec in schema_fields():
+        value, kind = get_value(config, key), info_of(spec).path
+        if value is not None and kind in EXISTS and not EXISTS[kind](value):
+            yield f"{key}={value} is not a {kind}: correct the path"
+    for key, source in (("dataset.path", config.dataset.path), ("model.tokenizer", config.model.tokenizer)):
+        if source is not None and looks_like_path(source) and not os.path.exists(source):
+            yield f"{key}={source} does not exist: correct the path, or use a hub id"
+
+
+def check_dataset_files(config: Config) -> Iterator[str]:
+    """Yield an error for each dataset path that is missing, and for each small file that is not in the format."""
+    yield from _image_folder_errors(config)
+    pair = {"dataset.train_path": config.dataset.train_path, "dataset.eval_path": config.dataset.eval_path}
+    given = [key for key, path in pair.items() if path is not None]
+    if len(given) == 1:
+        (missing,) = set(pair) - set(given)
+        yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
+    if config.dataset._target_ == SQUAD_FILES:
+        for key, path in pair.items():
+            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
+                yield f"{key}={error}"  # an error starts with the path
+
+
+def _image_folder_errors(config: Config) -> Iterator[str]:
+    """Yield an error if ``dataset.root`` is needed and missing, or is no folder of TinyImageNet."""
+    dataset = config.dataset
+    # A dataset of another task is an error already, and the user will probably replace it.
+    if dataset.root is None and "root" in dataset.keys and same_task(config):
+        yield f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet"
+    if dataset.root is not None and os.path.isdir(dataset.root) and dataset._target_.startswith(TINYIMAGENET):
+        missing_files = [name for name in TINYIMAGENET_FILES if not os.path.exists(os.path.join(dataset.root, name))]
+        if missing_files:
+            yield (
+                f"dataset.root={dataset.root} contains no {', '.join(missing_files)}: set it to the top folder of the "
+                "official archive of TinyImageNet"
+            )
+
+
+def check_checkpoint(config: Config) -> Iterator[str]:
+    """Yield an error if the folder to resume from contains no checkpoint."""
+    resume = config.train.resume
+    if resume is not None and not candidates(Path(resume)):
+        near = ", ".join(map(str, suggest(Path(resume))))
+        hint = near or "the folder of a checkpoint, or of a run that wrote one"
+        yield f"train.resume={resume} contains no checkpoint: use {hint}"
+
+
+def check_model_files(config: Config) -> Iterator[str]:
+    """Yield an error if the weights source is a folder without a model. Hub ids are checked when loaded."""
+    model = config.model
+    source, key = weights_source(model), f"model.{weights_source_key(model)}"
+    if source is None or not loads_from_source(model):
+        return
+    if os.path.exists(source):
+        if not os.path.isfile(os.path.join(source, "config.json")):
+            yield f"{key}={source} contains no config.json: use a folder written by save_pretrained, or a hub id"
+    elif looks_like_path(source):
+        yield f"{key}={source} does not exist: correct the path, or use a hub id"
+
+
+def check_tokenizer_files(config: Config) -> Iterator[str]:
+    """Yield an error if text data has no tokenizer. Hub ids are checked when loaded."""
+    model = config.model
+    if not config.dataset._target_.startswith(SQUAD) or not same_task(config):
+        return
+    if model.tokenizer is None:
+        yield f"model.tokenizer is null, but dataset={config.dataset.name} needs one: set byte, a hub id or a folder"
+        return
+    source = model.tokenizer
+    if source == "auto":
+        source = (weights_source(model) if loads_from_source(model) else None) or "byte"
+    folder = Path(source)
+    if folder.is_absolute() and folder.is_dir() and not _has_tokenizer(folder):
+        yield (
+            f"model.tokenizer={model.tokenizer} needs a tokenizer in {source}, which contains none: "
+            "set it to byte, a hub id, or a folder with a tokenizer"
+        )
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def looks_like_path(text: str) -> bool:
+    """Return whether a text can only be a path; a hub id is ``name`` or ``owner/name``."""
+    return text.startswith(("/", "~", "./", "../")) or text in (".", "..") or text.count("/") > 1

@@ -1,0 +1,368 @@
+"""Sentences about a record: why a run failed, what was in memory, slow ranks, and its model."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import RunError
+from distexp.runs.run_dir import DISK_RESERVE
+from distexp.system.typed_values import number_of, texts_of
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Numbers of the errors of a full disk, an exhausted quota, and a limit of the size of files."""
+
+NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+"""Numbers of the errors of a folder that the user must not write."""
+
+FULL_TEXTS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
+"""Texts in the messages of libraries that wrap the error of the system."""
+
+FULL_BYTES = 512 * 1024
+"""A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
+
+ERROR_TYPE = "DiskFull"
+"""Type of the error in the record of a run that ended because a disk was full."""
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Return whether an error states that a disk or a quota is full."""
+    return _error_number(error) in FULL or any(text in str(error) for text in FULL_TEXTS)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of the disk of a folder."""
+    return shutil.disk_usage(folder).free
+
+
+def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
+    """Return which disk is full, and what to do.
+
+    Args:
+        error: The error. It may name the file that could not be written.
+        run_dir: Directory of the run.
+        free: Free bytes of its disk at the time of the error.
+    """
+    folder = _folder_of(error)
+    if folder is not None:
+        with suppress(OSError):
+            free = free_bytes(folder)
+    elif free >= FULL_BYTES and _error_number(error) not in (errno.EDQUOT, errno.EFBIG):
+        return (
+            f"a disk is full, but not that of {run_dir} ({free // 2**20:,} MiB free): make room in "
+            f"{tempfile.gettempdir()}, in /dev/shm and in the folders of caches"
+        )
+    limit = "the disk quota" if _error_number(error) == errno.EDQUOT else "the disk"
+    return (
+        f"{limit} of {folder or run_dir} is full ({free // 1024:,} KiB free): make room, or choose a folder on another "
+        "disk with hydra.sweep.dir"
+    )
+
+
+def _folder_of(error: BaseException) -> Path | None:
+    """Return the folder of the file that an error names; None if it names none."""
+    named = error.filename if isinstance(error, OSError) else None
+    return None if named is None else Path(os.fsdecode(named)).parent
+
+
+def _error_number(error: BaseException) -> int | None:
+    """Return the number of a system error; None for another error."""
+    return error.errno if isinstance(error, OSError) else None
+
+
+def describe_disk_error(error: OSError) -> str:
+    """Return why the files of a report cannot be written, and what to do."""
+    reason = error.strerror or str(error)
+    if is_full_disk(error):
+        return f"{os.strerror(error.errno or errno.ENOSPC)}. Free space and repeat the command"
+    if error.errno in NOT_WRITABLE:
+        return f"{reason}. Copy the folder to a place that you can write, and give that folder"
+    return reason
+
+
+@contextmanager
+def name_folder(folder: Path) -> Iterator[None]:
+    """Add the folder to the errors of a full disk in the block that name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(folder)
+        raise
+
+
+def release_reserve(run_dir: Path) -> None:
+    """Delete the file that keeps space for the end of a run."""
+    (run_dir / DISK_RESERVE).unlink(missing_ok=True)
+
+
+def write_despite_full_disk(run_dir: Path, write: Callable[[], None]) -> None:
+    """Write a file of a run. If the disk is full, release the reserve and write again."""
+    try:
+        write()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        release_reserve(run_dir)
+        write()
+
+
+def print_despite_full_disk(text: str) -> None:
+    """Print a line to stderr, unless it is a file on a full disk.
+
+    ``print`` would keep the text, and fail again when the process ends.
+    """
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+# Why a run failed, as one line: the error of its record, shortened to what a reader needs.
+
+
+MAX_MESSAGE = 300
+"""Characters of an error message on the screen. The record and the log have the whole message."""
+
+TRACEBACK = "Traceback (most recent call last)"
+
+EXCEPTION_LINE = re.compile(r"(?:\w+\.)*(\w+): (.+)")
+"""Last line of a traceback: class with its module, and message."""
+
+TORCH_CHECK = re.compile(r"\[enforce fail at [^\]]*\]\s*(?:err == 0)?\.?\s*")
+"""Source line of a check of torch, at the start of its message."""
+
+
+def join_errors(errors: Iterable[str]) -> str:
+    """Join the errors of an invalid cell."""
+    return " | ".join(errors)
+
+
+def failure_text(record: RunRecord) -> str:
+    """Return why a run failed: ``ValueError in phase train: bad value``.
+
+    The message of an invalid run is returned as it is, and a message of a library is shortened. The text is empty if
+    the record has no error.
+    """
+    error = record.error
+    if error is None:
+        return ""
+    if record.status == "invalid":
+        return error.message
+    phase = f" in phase {error.phase}" if error.phase else ""
+    place = f" at {error.place}" if error.place else ""
+    return f"{error.type}{phase}{place}: {shorten_message(error)}"
+
+
+def shorten_message(error: RunError, limit: int = MAX_MESSAGE) -> str:
+    """Return the first meaningful line of an error message, and of a traceback in it the error at its end.
+
+    A ConfigError is a list of short messages already.
+    """
+    lines = [line.rstrip() for line in error.message.splitlines() if line.strip()]
+    starts = [position for position, line in enumerate(lines) if TRACEBACK in line]
+    if starts:
+        inner = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
+        text = _without_own_type(_first_statement(inner or lines), error.type)
+    elif error.type == "ConfigError":
+        return error.message
+    else:
+        text = _first_statement(lines)
+    text = TORCH_CHECK.sub("", text)
+    return text if len(text) <= limit else f"{text[: limit - 1].rpartition(' ')[0] or text[: limit - 1]}…"
+
+
+def _first_statement(lines: Sequence[str]) -> str:
+    """Return the first line. If it ends with a colon, the lines that it announces follow up to the next full line."""
+    taken = list(lines[:1])
+    for line in lines[1:]:
+        if not taken[-1].endswith(":"):
+            break
+        taken.append(line.strip())
+    return " ".join(taken)
+
+
+def _without_own_type(line: str, name: str) -> str:
+    """Return the last line of a traceback without its module, and without its class if that is ``name``."""
+    found = EXCEPTION_LINE.fullmatch(line)
+    if found is None:
+        return line
+    return found[2] if found[1] == name else f"{found[1]}: {found[2]}"
+
+
+# Errors that mean that memory is full, and texts about ``error.memory`` of a record.
+#
+# ``error.memory`` has what was in GPU memory when an allocation failed, and what would fit.
+
+
+PARTS_WITHOUT_LABEL = ("unknown", "rest")
+"""Parts that a text about a tensor leaves out: they explain nothing."""
+
+MAX_TENSORS = 3
+"""Largest tensors in a text; the record has more."""
+
+GPU_IS_FULL = re.compile(
+    r"OutOfMemoryError|Tried to allocate|STATUS_ALLOC_FAILED|(?i:(cuda|nccl|hip)\b[^\n]*out of memory)"
+)
+"""Texts of torch's allocator, also inside of an error of its compiler; of cuBLAS and cuDNN; and of CUDA and NCCL."""
+
+HOST_IS_FULL = re.compile(r"MemoryError|std::bad_alloc|\[Errno 12\]|(?i:(can't|cannot) allocate memory|out of memory)")
+
+
+def out_of_memory_status(error_type: str, message: str) -> str | None:
+    """Return ``oom_gpu`` or ``oom_host`` for an error that means that memory is full; None for another error.
+
+    Args:
+        error_type: Name of the exception.
+        message: Its text.
+    """
+    text = f"{error_type}: {message}"
+    if GPU_IS_FULL.search(text):
+        return "oom_gpu"
+    return "oom_host" if HOST_IS_FULL.search(text) else None
+
+
+def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each line of a panel."""
+    yield "GPU memory", describe_numbers(memory)
+    if parts := describe_parts(memory):
+        yield "in memory", parts
+    if largest := describe_largest(memory):
+        yield "largest", largest
+    if advice := describe_advice(memory):
+        yield "would fit", advice
+
+
+def describe_numbers(memory: Mapping[str, Any]) -> str:
+    """Return the numbers: ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``."""
+    place = f" at {memory['line']}" if memory.get("line") else ""
+    requested, free, total, allocated, reserved = (
+        _format_mib(memory, f"{name}_mib") for name in ("requested", "free", "total", "allocated", "reserved")
+    )
+    return (
+        f"{requested} MiB requested{place}, {free} of {total} MiB free, {allocated} allocated by torch, "
+        f"{reserved} reserved"
+    )
+
+
+def describe_parts(memory: Mapping[str, Any]) -> str:
+    """Return what was allocated, largest part first: ``parameters 900, activations and temporaries 800``."""
+    parts = memory.get("parts")
+    if not isinstance(parts, dict):
+        return ""
+    sizes_mib = {key: mib for key in parts if (mib := number_of(parts, key)) is not None}
+    largest_first = sorted(sizes_mib, key=lambda key: -sizes_mib[key])
+    return ", ".join(f"{_part_title(key)} {_format_mib(parts, key)}" for key in largest_first)
+
+
+def describe_largest(memory: Mapping[str, Any]) -> str:
+    """Return the largest tensors: ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``."""
+    listed = memory.get("largest")
+    tensors = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return ", ".join(map(_describe_tensor, tensors[:MAX_TENSORS]))
+
+
+def describe_advice(memory: Mapping[str, Any]) -> str:
+    """Return what would have fit by an earlier prediction, or the command to type."""
+    changes = memory.get("would_fit")
+    if isinstance(changes, list) and changes:
+        return f"{' '.join(map(str, changes))} (predicted before)"
+    return f"type {memory['command']}" if memory.get("command") else ""
+
+
+def _describe_tensor(entry: Mapping[str, Any]) -> str:
+    count, part = entry.get("count"), entry.get("part")
+    times = f"{count} x " if isinstance(count, int) and count > 1 else ""
+    label = f" ({str(part).replace('_', ' ')})" if part and part not in PARTS_WITHOUT_LABEL else ""
+    return f"{times}{_format_mib(entry, 'mib')} MiB {entry.get('line') or 'without a name'}{label}"
+
+
+def _part_title(key: str) -> str:
+    """Return the title of a key of ``parts``, as in ``optimizer states`` for ``optimizer_states_mib``."""
+    part = key.removesuffix("_mib").replace("_", " ")
+    return "activations and temporaries" if part == "rest" else part
+
+
+def _format_mib(entry: Mapping[str, Any], key: str) -> str:
+    mib = number_of(entry, key)
+    return "unknown" if mib is None else f"{mib:,.0f}"
+
+
+# Slow ranks of a record as sentences, for the terminal and the report.
+
+
+def describe_straggler(entry: Mapping[str, Any]) -> str:
+    """Return an entry of ``metrics.stragglers`` as a sentence without its period.
+
+    For example: ``Rank 3 (GPU 3 of node07) is 12% slower: its SM clock is 1,200 MHz, that of the others 1,755 MHz``.
+    """
+    rank, place = f"Rank {entry.get('rank')}", _place(entry)
+    subject = f"{rank} ({place})" if place else rank
+    evidence = "; ".join(texts_of(entry, "evidence"))
+    return f"{subject} {_problem(entry)}: {evidence}" if evidence else f"{subject} {_problem(entry)}"
+
+
+def _place(entry: Mapping[str, Any]) -> str:
+    """Return GPU and host of a rank, as far as they are known: ``GPU 3 of node07``."""
+    gpu, host = entry.get("gpu"), entry.get("host")
+    parts = [None if gpu is None else f"GPU {gpu}", None if host is None else str(host)]
+    return " of ".join(filter(None, parts))
+
+
+def _problem(entry: Mapping[str, Any]) -> str:
+    """Return by how much a rank is slower: ``is 12% slower``; without a number ``has a problem``."""
+    slower_pct = number_of(entry, "slower_by_pct")
+    if slower_pct is None:
+        return "has a problem"
+    up_to = "up to " if entry.get("is_upper_bound") is True else ""
+    return f"is {up_to}{slower_pct:.0f}% slower"
+
+
+# Why a run has no price or no CO2e, although the user set what they are computed from.
+
+
+def missing_costs(record: RunRecord) -> Iterator[str]:
+    """Yield what a run that trained lacks, and the reason, each without a period."""
+    if record.built is None:
+        return
+    cluster, energy = record.config.get("cluster") or {}, record.metrics.energy or {}
+    on_cpu = cluster.get("device") == "cpu"
+    if on_cpu and cluster.get("price_per_gpu_hour") is not None:
+        yield "no price: cluster.price_per_gpu_hour is for GPUs, and the run used CPUs"
+    if cluster.get("gco2_per_kwh") is not None and energy.get("co2e_g") is None:
+        yield f"no CO2e: {_missing_energy(record, on_cpu=on_cpu)}"
+
+
+def _missing_energy(record: RunRecord, *, on_cpu: bool) -> str:
+    """Return why the energy is unknown."""
+    if (record.config.get("measure") or {}).get("enabled") is False:
+        return "measure.enabled=false"
+    device = "CPUs (RAPL; on most systems only root can read it)" if on_cpu else "GPUs (NVML)"
+    return f"the energy of the {device} is unknown"
+
+
+# Name of a model in tables and messages. It shows that a run used a small stand-in.
+
+
+STAND_IN = "stand-in for"
+
+
+def model_label(name: str, scale: str) -> str:
+    """Return a model's name; ``tiny stand-in for bloom_560m`` if its sizes were made small.
+
+    A local folder is shown by its last part.
+    """
+    short = Path(name).name if Path(name).is_absolute() else name
+    return short if scale == "full" or short.endswith(f"_{scale}") else f"{scale} {STAND_IN} {short}"
+
+
+def record_model_label(record: RunRecord) -> str:
+    """Return the label of a record's model; see ``model_label``."""
+    scale = (record.config.get("scale") or {}).get("name") or "full"
+    return model_label(str(record.config["model"]["name"]), scale)

@@ -1,0 +1,371 @@
+"""The collectives of a step: what a strategy states about them, and their insertion into a profiled step.
+
+A subclass of ``StepCommunication`` belongs to each strategy, next to it. The forecast of a run and the search of a
+configuration ask it, and know no strategy by name. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from distexp.config import Config
+from distexp.distributed.context import Context
+from distexp.runs.step_files import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+GATHERS = ("all_gather", "broadcast")
+
+LAUNCH_S = 100e-6
+"""Time of the CPU to start a collective of a sharded unit: flat buffers, copies into them, events and the call. An
+assumption, for a run in which one worker skips them."""
+
+SCALAR_BYTES = 4
+"""Size of a sum over the workers, as that of the gradient norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCommunication:
+    """The collectives of a step, and the share of the update of each worker.
+
+    The values of this class are for a strategy of which nothing is known but its trace. It is taken to reduce all
+    gradients once per step.
+
+    Attributes:
+        weight_bytes: Bytes per element of a gathered weight.
+        gradient_bytes: Bytes per element of a reduced gradient.
+        offloads: Whether the optimizer states are in CPU memory, so that the CPU updates the weights.
+        is_planned: Whether ``plan`` knows the collectives before a run on several workers shows them.
+    """
+
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+    offloads: bool = False
+
+    is_planned: ClassVar[bool] = False
+
+    @property
+    def shards_optimizer(self) -> bool | None:
+        """Return whether the workers of a replica share the optimizer states; None if that is unknown."""
+        return None
+
+    @property
+    def flattens_groups(self) -> bool:
+        """Return whether a worker updates a part of each flat group, and not a part of each parameter."""
+        return False
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Return whether gradients are reduced in each micro-batch, not only in the last one."""
+        return False
+
+    @property
+    def gathers_once(self) -> bool:
+        """Return whether weights are gathered in the first micro-batch and kept for the others."""
+        return False
+
+    @property
+    def gathers_modules(self) -> bool:
+        """Return whether weights are gathered for each module, so that a plan needs the modules of the model."""
+        return False
+
+    def mesh(self, workers: int, nodes: int) -> tuple[int, int]:
+        """Return the number of replicas, and the workers over which each is sharded."""
+        return 1, workers
+
+    def optimizer_shards(self, workers: int, nodes: int) -> int:
+        """Return over how many workers the optimizer states are sharded; 1 if each worker has all of them."""
+        return self.mesh(workers, nodes)[1] if self.shards_optimizer else 1
+
+    def bytes_per_parameter(self, micro_batches: int) -> int:
+        """Return what the workers of a replica exchange in a step. An all-reduce sends each value twice."""
+        return 2 * self.gradient_bytes * (micro_batches if self.reduces_each_micro_batch else 1)
+
+    def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
+        """Return the items of a step of one worker with the collectives of several.
+
+        Args:
+            items: Items of the step, as measured with one worker.
+            model: The profiled step, with the parameters of the model.
+            micro_batches: Micro-batches of the step.
+        """
+        return items
+
+    def with_replicas(self, items: Sequence[Item], replicas: int, shard: int) -> tuple[Item, ...]:
+        """Return the items with the collectives between replicas that one replica did not have.
+
+        Args:
+            items: Items of the step.
+            replicas: Number of replicas.
+            shard: Workers of each.
+        """
+        return tuple(items)
+
+    def with_waits(self, item: Collective, *, on_gpu: bool) -> Collective:
+        """Return a collective with its process group and what waits for it, which a trace does not show."""
+        return item
+
+    def reduction_sizes(self, model: StepModel, count: int) -> Sequence[int]:
+        """Return the bytes of the reductions of a backward pass whose trace has no sizes; they are equal if unknown.
+
+        Args:
+            model: The profiled step.
+            count: Number of reductions.
+        """
+        return [element_count(model) * self.gradient_bytes // count] * count
+
+
+def element_count(model: StepModel) -> int:
+    """Return the number of elements of all parameters of a model."""
+    return sum(sum(unit.elements) for unit in model.units)
+
+
+def is_gradient_reduction(item: Item) -> bool:
+    """Return whether an item reduces gradients."""
+    return isinstance(item, Collective) and item.phase == BACKWARD and item.kind in REDUCTIONS
+
+
+def work(item: Item) -> float:
+    """Return the time that measures how far a pass is: that of the device, or of the CPU if there is none."""
+    return (item.device_s or item.host_s) if isinstance(item, Segment) else 0.0
+
+
+def insert(items: list[Item], new: Collective, share: float) -> None:
+    """Insert a collective into the pass of its micro-batch, after this share of the work of the pass.
+
+    Later calls with the same share insert after earlier ones.
+    """
+    inside = [i for i, item in enumerate(items) if (item.phase, item.micro_batch) == (new.phase, new.micro_batch)]
+    if not inside:
+        items.append(new)
+        return
+    total, done, place = sum(work(items[i]) for i in inside), 0.0, inside[0]
+    for i in inside:
+        reached = done >= share * total - 1e-9 * total
+        if reached and isinstance(items[i], Segment):
+            break
+        done += work(items[i])
+        place = i + 1
+    items.insert(place, new)
+
+
+def segments_before(items: Sequence[Item], phase: str, micro_batch: int, share: float) -> int:
+    """Return how many segments of a pass are before the place at which ``insert`` inserts for a share of its work."""
+    inside = [
+        item for item in items if isinstance(item, Segment) and (item.phase, item.micro_batch) == (phase, micro_batch)
+    ]
+    total, done = sum(map(work, inside)), 0.0
+    for number, segment in enumerate(inside):
+        if done >= share * total - 1e-9 * total:
+            return number
+        done += work(segment)
+    return len(inside)
+
+
+def insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str) -> list[Item]:
+    """Insert all-reduces into a backward pass: each bucket is ready after its share of the parameters.
+
+    Args:
+        items: Items of the step; changed in place.
+        buckets: Bytes of each bucket.
+        micro_batch: Number of the micro-batch.
+        awaited: What waits for the reductions.
+    """
+    done, total = 0, sum(buckets) or 1
+    for size in buckets:
+        done += size
+        new = Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited)
+        insert(items, new, done / total)
+    return items
+
+
+def add_norm(items: list[Item]) -> list[Item]:
+    """Add the sum of the gradient norm over the workers, before the optimizer, unless the trace has one."""
+    if any(isinstance(item, Collective) and item.phase == OPTIMIZER for item in items):
+        return items
+    first = next((i for i, item in enumerate(items) if item.phase == OPTIMIZER), len(items))
+    micro_batch = items[-1].micro_batch if items else 0
+    return [*items[:first], Collective("all_reduce", SCALAR_BYTES, 1, "all", OPTIMIZER, micro_batch), *items[first:]]
+
+
+# The device mesh of FSDP: over which workers parameters are sharded, and over which they are replicated.
+
+
+class Sharding(StrEnum):
+    """A value of ``fsdp.sharding``."""
+
+    FULL_SHARD = "full_shard"
+    SHARD_GRAD_OP = "shard_grad_op"
+    HYBRID_SHARD = "hybrid_shard"
+    NO_SHARD = "no_shard"
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Return whether parameters are gathered again for the backward pass."""
+        return self is not Sharding.SHARD_GRAD_OP
+
+    @property
+    def shards_over_all_workers(self) -> bool:
+        """Return whether each worker holds an equal share of all states, not a replica."""
+        return self in (Sharding.FULL_SHARD, Sharding.SHARD_GRAD_OP)
+
+    def mesh_shape(self, workers: int, *, nodes: int, replicas: int | None = None) -> tuple[int, int]:
+        """Return the mesh axes (replicate, shard).
+
+        Args:
+            workers: number of workers on all nodes.
+            nodes: number of nodes; hybrid_shard keeps one replica per node.
+            replicas: number of replicas of hybrid_shard, instead of one per node.
+        """
+        replicate = 1
+        if self is Sharding.NO_SHARD:
+            replicate = workers
+        elif self is Sharding.HYBRID_SHARD:
+            replicate = replicas or nodes
+        return replicate, workers // replicate
+
+
+def sharding_of(config: Config) -> Sharding:
+    """Return the sharding of a configuration whose defaults are set."""
+    return Sharding(config.fsdp.sharding or Sharding.FULL_SHARD)
+
+
+def mesh_shape(config: Config) -> tuple[int, int]:
+    """Return the mesh axes (replicate, shard)."""
+    cluster = config.cluster
+    return sharding_of(config).mesh_shape(cluster.world_size, nodes=cluster.nodes, replicas=config.fsdp.replicas)
+
+
+ONE_WORKER_AXIS = {
+    (True, False): "so nothing is replicated, as with full_shard: use several nodes, or set fsdp.replicas",
+    (False, True): "so nothing is sharded",
+    (True, True): "so nothing is replicated or sharded",
+}
+"""What a mesh does whose axes (replicate, shard) have one worker or more."""
+
+
+def build_mesh(config: Config, context: Context) -> DeviceMesh:
+    """Build the mesh; rank 0 prints a note if an axis has only one worker."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicate, shard = mesh_shape(config)
+    if sharding_of(config).shards_over_all_workers:
+        return init_device_mesh(context.device.type, (shard,), mesh_dim_names=("shard",))
+    if context.rank == 0 and (effect := ONE_WORKER_AXIS.get((replicate == 1, shard == 1))):
+        print(
+            f"sharding={config.fsdp.sharding}: the mesh (replicate, shard) is ({replicate}, {shard}), {effect}",
+            flush=True,
+        )
+    return init_device_mesh(context.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+# The collectives of a step with FSDP: all-gathers and reduce-scatters of units, or the all-reduces of ``no_shard``.
+#
+# See docs/decisions/forecast-model.md for the sources.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPCommunication(StepCommunication):
+    """The collectives of a step with FSDP, which reduces gradients in fp32.
+
+    Attributes:
+        sharding: ``fsdp.sharding``.
+        replicas: ``fsdp.replicas``.
+        backward_prefetch: ``fsdp.backward_prefetch``.
+    """
+
+    sharding: Sharding = Sharding.FULL_SHARD
+    replicas: int | None = None
+    backward_prefetch: int = 1
+
+    is_planned: ClassVar[bool] = True
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Return whether something is sharded."""
+        return self.sharding is not Sharding.NO_SHARD
+
+    @property
+    def gathers_once(self) -> bool:
+        """Return whether the weights stay gathered after the forward pass."""
+        return not self.sharding.reshards_after_forward
+
+    def mesh(self, workers: int, nodes: int) -> tuple[int, int]:
+        """Return the number of replicas, and the workers over which each is sharded."""
+        return self.sharding.mesh_shape(workers, nodes=nodes, replicas=self.replicas)
+
+    def bytes_per_parameter(self, micro_batches: int) -> int:
+        """Return what the workers of a replica exchange: the weights for each pass, and the gradients once."""
+        gathers = 1 if self.gathers_once else 2 * micro_batches
+        return gathers * self.weight_bytes + self.gradient_bytes
+
+    def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
+        """Return the items with the collectives of FSDP, at the places of its hooks if the trace has them."""
+        if not self.shards_optimizer:
+            sizes = [sum(unit.elements) * self.gradient_bytes for unit in reversed(model.units)]
+            return add_norm(insert_buckets(items, sizes, micro_batches - 1, awaited=OPTIMIZER))
+        if any(isinstance(item, Collective) and item.axis == "shard" and item.bytes for item in items):
+            return add_norm(items)
+        return add_norm(self._plan_units(items, model.units, micro_batches))
+
+    def _plan_units(self, items: list[Item], units: Sequence[Parameters], micro_batches: int) -> list[Item]:
+        """Insert the all-gathers and reduce-scatters of sharded units; the work of a unit is as its parameters."""
+        sizes = [sum(unit.elements) for unit in units]
+        total = sum(sizes) or 1
+        for micro_batch in range(micro_batches):
+            gathers = micro_batch == 0 or not self.gathers_once
+            gathers_again = gathers and self.sharding.reshards_after_forward
+            if gathers:
+                for position, size in enumerate(sizes):
+                    insert(items, self._gather(size, FORWARD, micro_batch), sum(sizes[:position]) / total)
+            done = 0
+            for size in reversed(sizes):
+                if gathers_again:
+                    insert(items, self._gather(size, BACKWARD, micro_batch), done / total)
+                done += size
+                if micro_batch == micro_batches - 1:
+                    insert(items, self._scatter(size, micro_batch), done / total)
+        return items
+
+    def _gather(self, elements: int, phase: str, micro_batch: int) -> Collective:
+        ahead, size = self.backward_prefetch if phase == BACKWARD else 0, elements * self.weight_bytes
+        return Collective(
+            "all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S, ahead=ahead, after_compute=False
+        )
+
+    def _scatter(self, elements: int, micro_batch: int) -> Collective:
+        size = elements * self.gradient_bytes
+        return Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, LAUNCH_S, awaited=OPTIMIZER)
+
+    def with_replicas(self, items: Sequence[Item], replicas: int, shard: int) -> tuple[Item, ...]:
+        """Return the items with the all-reduces of ``hybrid_shard``, if the profiled run had none."""
+        is_hybrid = self.sharding is Sharding.HYBRID_SHARD
+        if not is_hybrid or replicas == 1 or any(isinstance(i, Collective) and i.axis == "replicate" for i in items):
+            return tuple(items)
+        return tuple(part for item in items for part in _replicated(item, shard))
+
+    def with_waits(self, item: Collective, *, on_gpu: bool) -> Collective:
+        """Return a collective with what waits for it: the optimizer for reductions. A gather needs no result.
+
+        In the backward pass a gather is launched ``fsdp.backward_prefetch`` units ahead. With gloo the CPU waits for
+        each collective.
+        """
+        if is_gradient_reduction(item):
+            axis = "replicate" if item.kind == "all_reduce" else "shard"
+            return replace(item, axis=axis, awaited=OPTIMIZER if on_gpu else NEXT)
+        if item.kind in GATHERS:
+            ahead = self.backward_prefetch if on_gpu and item.phase == BACKWARD else 0
+            return replace(item, axis="shard", ahead=ahead, after_compute=False)
+        return item
+
+
+def _replicated(item: Item, shard: int) -> Iterator[Item]:
+    yield item
+    if isinstance(item, Collective) and item.kind == "reduce_scatter" and item.axis == "shard" and item.bytes:
+        size = item.bytes // shard
+        yield replace(item, kind="all_reduce", bytes=size, axis="replicate", ranks=1, host_s=0.0, transfer_s=None)

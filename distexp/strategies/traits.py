@@ -1,0 +1,277 @@
+"""What a strategy states about its options, step, memory and advice. Others ask it, and know no strategy by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from distexp.config import Config
+from distexp.hardware.facts import facts
+from distexp.runs.record_sections import Built
+from distexp.strategies.communication import StepCommunication
+
+Settings = Config | Mapping[str, Any]
+"""A resolved configuration, or that of a record."""
+
+CUSTOM_COMPLEXITY = 4
+"""Complexity of a strategy that states none. Those of distexp have 0 to 3."""
+
+
+def setting(config: Settings, key: str) -> Any:
+    """Return a value such as ``fsdp.sharding`` of a configuration, or of that of a record; None if it lacks the key."""
+    found: Any = config
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+    return found
+
+
+@dataclass(frozen=True)
+class Option:
+    """A value of the main option of a strategy, which a search tries by default.
+
+    Attributes:
+        value: Option of the config group.
+        lighter: Override that chooses what needs less memory. If that does not fit, neither does this; empty: none.
+        offloads: Whether it is tried with offloading too.
+        needs_nodes: Whether it equals another option on a single node.
+    """
+
+    value: str
+    lighter: str = ""
+    offloads: bool = False
+    needs_nodes: bool = False
+
+
+class StepTraits:
+    """What forecasts and searches ask a strategy.
+
+    Attributes:
+        is_reference: Whether the losses of the others are compared with those of this strategy.
+        complexity: Number that is smaller for a simpler strategy, which a search prefers among equal ones.
+        max_workers: Most workers; None for any number.
+        section: Section of the schema with its options.
+        option_group: Config group of its main option. An override of this group chooses the strategy too.
+        option_key: Key that this group sets.
+        options: Values of the main option to try.
+        lighter: For a strategy without such a group, the override that chooses what needs less memory, as in Option.
+    """
+
+    is_reference: ClassVar[bool] = False
+    complexity: ClassVar[int] = CUSTOM_COMPLEXITY
+    max_workers: ClassVar[int | None] = None
+    section: ClassVar[str] = ""
+    option_group: ClassVar[str] = ""
+    option_key: ClassVar[str] = ""
+    options: ClassVar[tuple[Option, ...]] = ()
+    lighter: ClassVar[str] = ""
+
+    @classmethod
+    def own_complexity(cls) -> int:
+        """Return ``complexity`` if this class itself sets it. A subclass is less simple than its base class."""
+        return int(vars(cls).get("complexity", CUSTOM_COMPLEXITY))
+
+    @classmethod
+    def equals_reference(cls, workers: int) -> bool:
+        """Return whether, without offloading, it does what the reference does with this number of workers."""
+        return False
+
+    @classmethod
+    def lighter_overrides(cls, name: str) -> dict[str, str]:
+        """Return the override that needs less memory, by each override that chooses an option of this strategy.
+
+        Args:
+            name: Name of the strategy.
+        """
+        found = {f"{cls.option_group}={option.value}": option.lighter for option in cls.options}
+        return {text: lighter for text, lighter in {f"strategy={name}": cls.lighter, **found}.items() if lighter}
+
+    def option_complexity(self, config: Config) -> int:
+        """Return a number that is smaller for a simpler value of the main option."""
+        return 0
+
+    def launch_factor(self, config: Config) -> float:
+        """Return how much longer than the reference the CPU needs to launch an operation."""
+        return 1.0
+
+    def overlaps_communication(self, config: Config) -> bool:
+        """Return whether collectives run at the same time as the computation."""
+        return True
+
+    def communication(self, config: Settings) -> StepCommunication:
+        """Return the collectives of a step and the share of the update, for one or more workers."""
+        return StepCommunication(**common_values(config))
+
+    def keeps_states_whole(self, config: Settings) -> bool | None:
+        """Return whether each worker has all optimizer states, so that it updates all weights; None if unknown."""
+        shards = self.communication(config).shards_optimizer
+        return None if shards is None else not shards
+
+    def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> StepCommunication:
+        """Return the same for a run that has ended, with what it built.
+
+        Args:
+            config: Configuration of the run.
+            built: What the run built.
+            run_dir: Directory of the run.
+
+        Raises:
+            ConfigError: The directory lacks a file that is needed.
+        """
+        return self.communication(config)
+
+
+def common_values(config: Settings) -> dict[str, Any]:
+    """Return the values of a StepCommunication that gathers weights in the precision and reduces gradients in fp32."""
+    half = setting(config, "precision.name") in ("bf16", "fp16")
+    return {
+        "weight_bytes": 2 if half else 4,
+        "gradient_bytes": 4,
+        "offloads": bool(setting(config, "offload.enabled")),
+    }
+
+
+# What a strategy states about its memory, and its advice: predictions, searches, explanations and reports ask it.
+#
+# ``Strategy`` inherits all of it. The defaults are for a custom strategy that states nothing: its step is traced as
+# it is, its memory was not measured, and it has no advice.
+#
+# The constants of the strategies are from the same records as those in ``hardware/facts.yaml``.
+# ``tests/plan/test_overheads.py`` compares them with these records.
+
+
+GPU_ERROR_BOUND = 0.05
+"""Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""
+
+ADAMW_STATES = 20
+"""Bytes per parameter of weights, gradients and AdamW's states, with 16-bit weights."""
+
+
+@dataclass(frozen=True)
+class CpuMemory:
+    """Memory of a worker on CPUs.
+
+    Attributes:
+        worker_mib: What each worker has of Python and the libraries for itself.
+        reserve: Factor for tensors that are allocated in each step: what the C library keeps, and buffers of Gloo.
+    """
+
+    worker_mib: float
+    reserve: float
+
+
+UNMEASURED_ON_CPUS = CpuMemory(60.0, reserve=2.3)
+"""Memory of a worker whose strategy was not measured, with the largest reserve of the measured ones."""
+
+
+class Advice(NamedTuple):
+    """Overrides that would reduce a bottleneck, separated by spaces, and the reason."""
+
+    overrides: str
+    reason: str
+
+
+class ProfiledStep(Protocol):
+    """The profiled step of a run, for advice. It is read from a record, so any setting may be missing."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether the run used GPUs."""
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return a key such as ``fsdp.sharding``; the default if it is missing or null."""
+
+    def collective_shares(self) -> Mapping[str, float]:
+        """Return the share of each kind of collective, as ``all_gather``; empty if unknown."""
+
+    def fits_unsharded(self, bytes_per_parameter: int) -> bool:
+        """Return whether tensors of the whole model, in place of a shard, would fit into the memory of the GPU."""
+
+    def larger_micro_batch(self, needed: float) -> Iterator[Advice]:
+        """Yield a micro-batch that is larger by a factor, if it fits."""
+
+    def more_accumulation(self) -> Iterator[Advice]:
+        """Yield twice the global batch, with the same micro-batch."""
+
+
+class MemoryTraits:
+    """What predictions, searches, explanations and reports ask a strategy.
+
+    Attributes:
+        tracer: Dotted name of a class that runs the training step on fake tensors, as TracedDeepSpeed does. None: what
+            ``setup`` returns is traced.
+        cpu_memory: Measured memory of a worker on CPUs. None: not measured, so there is no verdict.
+        accumulates_whole_gradients: Whether each worker keeps gradients of the whole model between micro-batches,
+            although it keeps a share of them after the last one.
+        operator_problem: What is not possible if no C++ compiler works.
+        setup_note: Sentence of the report if the CPU memory had its peak during setup.
+    """
+
+    tracer: ClassVar[str | None] = None
+    cpu_memory: ClassVar[CpuMemory | None] = None
+    accumulates_whole_gradients: ClassVar[bool] = False
+    operator_problem: ClassVar[str] = ""
+    setup_note: ClassVar[str] = ""
+
+    def overhead_mib(self, config: Config) -> dict[str, float]:
+        """Return the MiB per GPU that NVML reports beyond torch's reserved memory, by part."""
+        known, uses_images = facts().processes, config.model.task == "image_classification"
+        return {
+            "context": known.cuda_context_mib + (known.cudnn_mib if uses_images else 0.0),
+            "communicators": self.communicators_mib(config),
+        }
+
+    def total_overhead_mib(self, config: Config) -> float:
+        """Return the sum of ``overhead_mib``."""
+        return sum(self.overhead_mib(config).values())
+
+    def communicators_mib(self, config: Config) -> float:
+        """Return the MiB per GPU of the communicators of NCCL."""
+        return facts().processes.communicator_mib if config.cluster.world_size > 1 else 0.0
+
+    def host_worker_mib(self, config: Config) -> float:
+        """Return the CPU memory of a worker on a GPU: Python, torch, the host side of CUDA, and the libraries."""
+        return 1270.0
+
+    def gpu_memory_error(self, config: Config) -> float:
+        """Return the largest error of the predicted GPU memory, as a share of it."""
+        return GPU_ERROR_BOUND
+
+    def unmeasured_on_cpus(self, config: Config) -> str:
+        """Return why the error of a prediction on CPUs is not known; empty if it is."""
+        return "" if self.cpu_memory else f"the memory of strategy={config.strategy.name} was not measured on CPUs"
+
+    def weights_type(self, config: Config) -> str:
+        """Return the data type of the weights that a worker keeps. With 16 bits there is a master copy in fp32."""
+        return "float32"
+
+    def smaller_states(self, config: Config, *, workers: int) -> tuple[str, ...]:
+        """Return overrides with which each of some workers keeps less of the model states; empty if there are none."""
+        return ("sharding=full_shard",) if workers > 1 else ()
+
+    def supports_offload(self, config: Config) -> bool:
+        """Return whether ``offload=true`` is possible with the other options."""
+        return False
+
+    def offload_overrides(self, config: Config) -> tuple[str, ...]:
+        """Return the overrides that offload states, with another strategy if this one cannot."""
+        return ("offload=true",) if self.supports_offload(config) else ("zero_stage=2", "offload=true")
+
+    def compiles(self, step: ProfiledStep) -> bool:
+        """Return whether ``kernels=fast`` compiles the model on a GPU."""
+        return False
+
+    def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
+        """Yield options of this strategy that would reduce a bottleneck.
+
+        Args:
+            bottleneck: ``launch_idle``, ``exposed_communication``, ``data_wait``, ``optimizer``, ``host`` or
+                ``compute``.
+            step: The profiled step.
+        """
+        yield from ()
+
+    def memory_note(self, config: Config) -> str:
+        """Return the sentences that explain the measured parts of the memory in the report; empty if not needed."""
+        return ""

@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration, models and C++ operators, for the strategy ``deepspeed``."""

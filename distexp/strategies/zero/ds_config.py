@@ -1,0 +1,220 @@
+"""The ds_config.json for DeepSpeed: the user's file plus distexp's values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distexp.config import Config
+from distexp.config.model_checks import searches_micro_batch
+
+BUCKETS = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+)
+"""Keys of the section ``deepspeed`` that have the same name in ``zero_optimization``."""
+
+
+SYNCHRONIZED_TIMER = "timers", "throughput", "synchronized"
+CHECKED_GRADIENTS = "bf16", "check_grad_overflow"
+
+Values = Iterator[tuple[tuple[str, ...], Any]]
+"""Values for a ds_config, each with the keys that lead to it, such as ``("bf16", "enabled")``."""
+
+
+def effective_config(config: Config, world_size: int) -> dict[str, Any]:
+    """Return the ds_config: the user's file plus the values that distexp sets."""
+    settings = read_file(config.deepspeed.config_file)
+    for section in ("optimizer", "scheduler"):  # distexp builds these; ``conflicts`` has refused other values
+        settings.pop(section, None)
+    for keys, value in values_set_by_distexp(config, world_size):
+        _set_nested(settings, keys, value)
+    return _without_auto(settings)
+
+
+def uses_autocast(config: Config) -> bool:
+    """Return whether bf16 means torch's autocast over fp32 weights.
+
+    It does at stage 0, as in the other strategies. A user's file can enable DeepSpeed's own bf16 there.
+    """
+    in_file = get_nested(read_or_empty(config.deepspeed.config_file), ("bf16", "enabled"))
+    return config.precision.name == "bf16" and config.deepspeed.zero_stage == 0 and in_file is not True
+
+
+def _set_nested(settings: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+    *parents, last = keys
+    for key in parents:
+        settings = settings.setdefault(key, {})
+    settings[last] = value
+
+
+def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without "auto" values, for which DeepSpeed uses its default."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if value != "auto"
+    }
+
+
+def values_set_by_distexp(config: Config, world_size: int) -> Values:
+    """Yield every value that distexp sets."""
+    yield from _batch_sizes(config, world_size)
+    yield ("gradient_clipping",), config.train.gradient_clipping or 0.0
+    yield from _precision(config)
+    yield from _optimizer(config)
+    yield from _zero(config)
+    yield from _timers(config)
+
+
+def _batch_sizes(config: Config, world_size: int) -> Values:
+    train = config.train
+    yield ("train_micro_batch_size_per_gpu",), train.micro_batch_size
+    if searches_micro_batch(config):
+        yield ("gradient_accumulation_steps",), "auto"
+        yield ("train_batch_size",), train.global_batch_size
+    else:
+        yield ("gradient_accumulation_steps",), train.gradient_accumulation_steps
+        yield ("train_batch_size",), train.micro_batch * train.gradient_accumulation_steps * world_size
+
+
+def _precision(config: Config) -> Values:
+    autocast = uses_autocast(config)
+    yield ("bf16", "enabled"), config.precision.name == "bf16" and not autocast
+    if config.deepspeed.check_overflow is False:
+        yield CHECKED_GRADIENTS, False
+    yield ("fp16", "enabled"), config.precision.name == "fp16"
+    if autocast:
+        yield ("torch_autocast",), {"enabled": True, "dtype": "bfloat16"}
+
+
+def _optimizer(config: Config) -> Values:
+    uses_cpu_adam = config.deepspeed.cpu_optimizer == "deepspeed" and config.offload.enabled
+    yield ("zero_force_ds_cpu_optimizer",), uses_cpu_adam
+    # DeepSpeed does not test torch's SGD; distexp's parity tests do.
+    yield ("zero_allow_untested_optimizer",), True
+
+
+def _zero(config: Config) -> Values:
+    options = config.deepspeed
+    yield ("zero_optimization", "stage"), options.zero_stage
+    if config.offload.enabled:
+        target = {"device": "cpu", "pin_memory": config.offload.pin_memory}
+        yield ("zero_optimization", "offload_optimizer"), target
+        if options.zero_stage == 3:
+            yield ("zero_optimization", "offload_param"), target
+    if options.overlap_comm:
+        yield ("zero_optimization", "overlap_comm"), True
+    for key in BUCKETS:
+        if (value := getattr(options, key)) is not None:
+            yield ("zero_optimization", key), value
+
+
+def _timers(config: Config) -> Values:
+    """Let DeepSpeed's timer not wait for the GPU twice in each step, unless the user's file sets it."""
+    in_file = get_nested(read_or_empty(config.deepspeed.config_file), SYNCHRONIZED_TIMER)
+    if config.deepspeed.async_update and in_file in (None, "auto"):
+        yield SYNCHRONIZED_TIMER, False
+
+
+# Reading of the user's ds_config.json, the file in ``deepspeed.config_file``.
+
+
+def get_nested(settings: Any, keys: tuple[str, ...]) -> Any:
+    """Return the value at a path of keys; None if it does not exist."""
+    for key in keys:
+        if not isinstance(settings, dict):
+            return None
+        settings = settings.get(key)
+    return settings
+
+
+def read_or_empty(path: str | None) -> dict[str, Any]:
+    """Return the content of a ds_config file; empty if there is none or it is invalid."""
+    try:
+        return read_file(path)
+    except ValueError:
+        return {}
+
+
+def read_file(path: str | None) -> dict[str, Any]:
+    """Return the content of a ds_config file; empty if there is none.
+
+    Raises:
+        ValueError: it is not a JSON object.
+    """
+    if path is None or not Path(path).is_file():
+        return {}
+    settings = json.loads(Path(path).read_text())
+    if not isinstance(settings, dict):
+        raise ValueError(f"it is a {type(settings).__name__}")
+    return settings
+
+
+# Sizes of DeepSpeed's buckets that fit the model, for keys that the user left open.
+
+
+MIN_BUCKET_ELEMENTS = 5_000_000
+MAX_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's default for all models."""
+
+MAX_PREFETCH_ELEMENTS = 50_000_000
+"""DeepSpeed's default for all models."""
+
+MAX_PERSISTENT_ELEMENTS = 100_000
+"""Size up to which stage 3 does not shard a parameter: DeepSpeed's default. It would shard no small model."""
+
+
+def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict[str, int]:
+    """Set bucket sizes that the user left open to a sixteenth of the model.
+
+    DeepSpeed's default of 500 million elements can take more memory than a stage saves on a model of that size.
+
+    Args:
+        settings: the result of ``effective_config``; changed in place.
+        parameters: number of parameters of the model.
+        largest: number of elements of its largest parameter.
+
+    Returns:
+        The keys and values that were set.
+    """
+    zero = settings["zero_optimization"]
+    fitting = _fitting_sizes(zero["stage"], parameters, largest)
+    filled = {key: value for key, value in fitting.items() if key not in zero}
+    zero.update(filled)
+    return filled
+
+
+def _fitting_sizes(stage: int, parameters: int, largest: int) -> dict[str, int]:
+    """Return the keys of ``zero_optimization`` that a stage uses, with sizes in elements."""
+    if stage == 0:
+        return {}
+    even = parameters + parameters % 2  # DeepSpeed refuses an odd bucket, and a larger one than the model is useless.
+    bucket = min(max(parameters // 16, MIN_BUCKET_ELEMENTS), MAX_BUCKET_ELEMENTS, even)
+    if stage < 3:
+        return {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    live = max(largest, parameters // 4)
+    return {
+        "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": min(bucket, MAX_PREFETCH_ELEMENTS),
+        "stage3_param_persistence_threshold": min(parameters // 100, MAX_PERSISTENT_ELEMENTS),
+        "stage3_max_live_parameters": live,
+        "stage3_max_reuse_distance": live,
+    }
+
+
+def describe_buckets(fitted: Mapping[str, int], parameters: int) -> str:
+    """State what the fitted bucket sizes mean for a model with this number of parameters."""
+    bucket = fitted.get("reduce_bucket_size", 0)
+    if bucket >= parameters:
+        return (
+            f"DeepSpeed's reduce_bucket_size={bucket:,} holds the whole model of {parameters:,} parameters: "
+            "gradients are reduced once, after the backward pass"
+        )
+    values = ", ".join(f"{key}={value:,}" for key, value in fitted.items())
+    return f"DeepSpeed's buckets are a fraction of the model's {parameters:,} parameters: {values}"

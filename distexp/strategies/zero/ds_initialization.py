@@ -1,0 +1,292 @@
+"""DeepSpeed models of both trainers: initialization, optimizer and weights.
+
+DeepSpeed is imported only inside functions, because a prediction of memory works without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distexp.config import Config, ConfigError
+from distexp.distributed.context import Context
+from distexp.models.blueprint import Blueprint
+from distexp.models.introspection import persistent_buffers
+from distexp.runs.record_sections import Built
+from distexp.runs.run_dir import DS_CONFIG
+from distexp.strategies.optimizer import build_optimizer, clip_gradients, parameter_groups
+from distexp.strategies.torch_model import DTYPES, dtype_name
+from distexp.strategies.zero.ds_config import describe_buckets, effective_config, fit_buckets, uses_autocast
+from distexp.system.files import write_json
+
+
+def build_settings(blueprint: Blueprint, config: Config, context: Context) -> dict[str, Any]:
+    """Return the ds_config of a model; rank 0 writes it to the run directory."""
+    settings = effective_config(config, context.world_size)
+    sizes = [parameter.numel() for parameter in blueprint.model.parameters()]
+    fitted = fit_buckets(settings, sum(sizes), max(sizes))
+    if context.rank == 0:
+        write_json(context.run_dir / DS_CONFIG, settings)
+        if fitted:
+            print(f"note: {describe_buckets(fitted, sum(sizes))}", flush=True)
+    return settings
+
+
+def restore_masters(engine: Any, blueprint: Blueprint) -> None:
+    """Set the fp32 masters to the initial weights before rounding.
+
+    DeepSpeed initializes the masters from weights that are already rounded to 16 bits. Then a first update of less than
+    half a 16-bit step changes no weight. The loss was up to 6 % higher because of that.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    unpartitioned = unpartitioned_masters(engine)
+    for name, parameter in engine.module.named_parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        value = blueprint.get_tensor(name, torch.empty(shape, dtype=torch.float32, device="meta"))
+        if (master := unpartitioned.get(id(parameter))) is not None:
+            master.data.copy_(value)
+        else:
+            safe_set_full_fp32_param(parameter, value)
+
+
+def checkpoint_classes() -> list[Any]:
+    """Return the classes of DeepSpeed whose objects are in its checkpoints."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def keeps_plain_gradients(config: Config) -> bool:
+    """Return whether gradients stay in ``.grad``: at stage 0 with fp32 weights.
+
+    DeepSpeed clips them without storing their norm.
+    """
+    return config.deepspeed.zero_stage == 0 and not in_16_bits(config)
+
+
+def unpartitioned_norm(engine: Any) -> Tensor:
+    """Return the norm of the gradients in ``.grad``."""
+    return clip_gradients(engine.module.parameters(), limit=None)
+
+
+def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and full value of each parameter and persistent buffer; a collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    partitioned, unpartitioned = engine.zero_optimization_stage() > 0, unpartitioned_masters(engine)
+    for name, parameter in engine.module.named_parameters():
+        if partitioned and parameter.requires_grad:
+            yield name, safe_get_full_fp32_param(parameter).detach()
+        else:
+            yield name, _copy_in_fp32(unpartitioned.get(id(parameter), parameter))
+    yield from persistent_buffers(engine.module)
+
+
+def _copy_in_fp32(parameter: nn.Parameter) -> Tensor:
+    """Return the full value of a parameter without a master; a collective at stage 3, which partitions it too."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        return parameter.detach().to(torch.float32, copy=True)
+
+
+def in_16_bits(config: Config) -> bool:
+    """Return whether DeepSpeed stores the weights in bf16 or fp16, with fp32 masters."""
+    return config.precision.name != "fp32" and not uses_autocast(config)
+
+
+def initialize_weights(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
+    """Initialize the weights in DeepSpeed's precision.
+
+    At stage 3 each module is partitioned at once, so that the whole model is never in memory.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    deepspeed.init_distributed(dist_init_required=False)  # uses the existing process group
+    for module in reversed(list(blueprint.model.modules())):
+        blueprint.materialize(module, recurse=False)
+        if in_16_bits(config):
+            cast_weights(module, DTYPES[config.precision.name])
+        if config.deepspeed.zero_stage == 3 and any(True for _ in module.parameters(recurse=False)):
+            Init(module=module, config_dict_or_path=settings)
+
+
+def cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of one module. Buffers, such as the frequencies of RoPE, stay in fp32 as in DeepSpeed."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> torch.optim.Optimizer:
+    """Build AdamW or SGD, or DeepSpeed's CPU Adam for offloaded states."""
+    train = config.train
+    if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            parameter_groups(model, train.weight_decay),
+            lr=train.learning_rate,
+            betas=tuple(train.betas),
+            eps=train.eps,
+            adamw_mode=True,
+        )
+        return optimizer
+    fused = context.device.type == "cuda" and not config.offload.enabled
+    return build_optimizer(model, train, fused=fused)
+
+
+# What DeepSpeed built, read from its live objects.
+
+
+def describe(engine: Any, *, trainer: str = "native") -> Built:
+    """Return what was built, read from a deepspeed.DeepSpeedEngine.
+
+    Args:
+        engine: the DeepSpeedEngine.
+        trainer: the value of ``engine``, for the record.
+    """
+    stage = engine.zero_optimization_stage()
+    parameters = list(engine.module.parameters())
+    world = dist.get_world_size(engine.seq_data_parallel_group)
+    return Built(
+        strategy="deepspeed",
+        engine=trainer,
+        wrapper=type(engine).__name__,
+        world_size=world,
+        mesh=[world, 1] if stage == 0 else [1, world],
+        sharded_units=sum(1 for p in parameters if hasattr(p, "ds_tensor")),
+        zero_stage=stage,
+        offload=_offload(engine, stage),
+        param_dtype=dtype_name(parameters[0].dtype),
+        compute_dtype=dtype_name(
+            engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else parameters[0].dtype
+        ),
+        optimizer=_optimizer_name(engine.optimizer),
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+    )
+
+
+def _optimizer_name(optimizer: Any) -> str:
+    """Return the optimizer's name, for example ``DeepSpeedZeroOptimizer(AdamW)``."""
+    inner = getattr(optimizer, "optimizer", None)
+    name = type(optimizer).__name__
+    return name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})"
+
+
+def _offload(engine: Any, stage: int) -> str:
+    """Return what is offloaded to the CPU, read from DeepSpeed's optimizer."""
+    if stage == 0:
+        return "none"
+    offloaded = []
+    zero = engine.optimizer
+    if stage == 3:
+        offloaded += ["optimizer"] if zero.offload_optimizer else []
+        offloaded += ["parameters"] if zero.offload_param else []
+    else:
+        # BF16_Optimizer (stage 1 with data_types in the ds_config) has no such attribute and cannot offload.
+        offloaded += ["optimizer"] if getattr(zero, "cpu_offload", False) else []
+    return "+".join(offloaded) or "none"
+
+
+# Repairs of DeepSpeed's optimizer for 16 bits at stage 0, and access to its fp32 masters.
+#
+# With fp16, the optimizer of DeepSpeed 0.19 divides the gradients by the loss scale at stage 0, but
+# ``engine.backward`` does not multiply the loss by it, as it does at the other stages. So a model hardly learns. With
+# fp16 and bf16, it runs one step of AdamW or SGD with gradients of 0 to allocate the states. So AdamW's first updates
+# are smaller than those of the other strategies.
+
+
+def unpartitioned_masters(engine: Any) -> dict[int, Tensor]:
+    """Return the fp32 masters of stage 0 by the id of the 16-bit parameter; empty at other stages and in fp32."""
+    if engine.zero_optimization_stage() > 0:
+        return {}
+    optimizer = engine.optimizer
+    groups = zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
+    return {id(rounded): master for group in groups for rounded, master in zip(*group, strict=True)}
+
+
+def repair_16_bits(engine: Any) -> None:
+    """Reset the states of stage 0. With fp16, also scale its losses, and remove the scale from its gradient norms.
+
+    Nothing is done at the other stages and in fp32. The first step also changes the masters, so they must be restored
+    afterwards.
+    """
+    if unpartitioned_masters(engine):
+        _reset_states(engine.optimizer.optimizer)
+        if engine.fp16_enabled():
+            _scale_losses(engine)
+
+
+def _reset_states(optimizer: torch.optim.Optimizer) -> None:
+    """Set all states to 0, as before the first step."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def _scale_losses(engine: Any) -> None:
+    backward, step, optimizer = engine.backward, engine.step, engine.optimizer
+
+    def scaled_backward(loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        # Setting the gradient of the loss is also right for a version of DeepSpeed that scales the loss.
+        factor = optimizer.loss_scale / (engine.gradient_accumulation_steps() if scale_wrt_gas else 1)
+        loss.register_hook(lambda gradient: torch.full_like(gradient, factor))  # type: ignore[no-untyped-call]
+        result: Tensor = backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        return result
+
+    def step_with_norm(*arguments: Any) -> None:
+        updates, scale = engine.is_gradient_accumulation_boundary(), optimizer.loss_scale
+        step(*arguments)
+        if updates:
+            engine._global_grad_norm /= scale
+
+    engine.backward, engine.step = scaled_backward, step_with_norm
+
+
+# Strategies that compute with weights in 16 bits, and models whose buffers in fp32 do not fit them.
+
+
+OTHER_TYPES = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
+"""In the messages of torch about operands of different types."""
+
+
+def wrapper_casts_weights(config: Config) -> bool:
+    """Return whether FSDP or DeepSpeed casts the weights to 16 bits, in place of autocast or copies."""
+    if config.strategy.name == "deepspeed":
+        return in_16_bits(config)
+    return config.strategy.name == "fsdp" and config.precision.name != "fp32"
+
+
+@contextmanager
+def explained_buffer_types(model: nn.Module, config: Config) -> Iterator[None]:
+    """Raise ConfigError if an operand has another type than the cast weights, and the model has buffers in fp32.
+
+    FSDP, DeepSpeed and ``train.compute_weights=step`` cast weights only. A buffer in fp32 that the model adds to
+    activations makes these fp32, and the next layer refuses them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        casts = wrapper_casts_weights(config) or config.train.compute_weights == "step"
+        names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+        if not casts or not names or not OTHER_TYPES.search(str(error)):
+            raise
+        shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        raise ConfigError(
+            f"the weights are cast to {config.precision.name}, but not the buffers of the model ({shown}), and torch "
+            f"refuses to combine them: {str(error).splitlines()[0]}. In forward, cast a buffer to the type of the "
+            "activations, as in x + self.table.to(x.dtype). Or choose precision=fp32, or autocast: strategy=ddp "
+            "train.compute_weights=autocast"
+        ) from error

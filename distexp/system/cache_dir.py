@@ -1,0 +1,159 @@
+"""Cache of generated samples, trained tokenizers and tokenized texts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from distexp.exceptions import ConfigError
+from distexp.system.files import remove
+
+
+def cache_dir() -> Path:
+    """Return the cache directory.
+
+    ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``.
+
+    Raises:
+        ConfigError: the user has no home directory, as in some containers.
+    """
+    configured = os.environ.get("DISTEXP_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(configured).expanduser().absolute() if configured else Path(base, "distexp").expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(
+            "this user has no home directory for the cache: set the environment variable DISTEXP_CACHE to a writable "
+            "directory"
+        ) from None
+
+
+def build_once(path: Path, build: Callable[[Path], None]) -> Path:
+    """Build a file or folder in one process while other processes wait for it.
+
+    Args:
+        path: result of the build. An existing result is never built again, so the name must contain a
+            format version and identify the inputs.
+        build: writes the file or folder to the path it gets. That is a temporary sibling of ``path``,
+            renamed when complete, so a killed process never leaves a partial result.
+
+    Returns:
+        ``path``, which exists now.
+
+    Raises:
+        ConfigError: the cache directory is not writable.
+    """
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = (path.parent / f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the cache directory {path.parent} ({error.strerror}): "
+            "set the environment variable DISTEXP_CACHE to a writable directory"
+        ) from error
+    with lock:
+        locked = _acquire(lock)
+        if not path.exists():
+            _build_and_rename(path, build, locked=locked)
+    return path
+
+
+def _acquire(lock: IO[str]) -> bool:
+    """Wait for a lock and return True; return False if the file system has no locks.
+
+    The kernel releases the lock if its process dies.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool) -> None:
+    prefix = f".{path.name}.{socket.gethostname()}"
+    if locked:
+        # Only remove files of this host: on some network file systems, locks do not exclude other hosts.
+        for abandoned in path.parent.glob(f"{prefix}-*.partial"):
+            remove(abandoned)
+    partial = path.parent / f"{prefix}-{os.getpid()}.partial"
+    try:
+        build(partial)
+        _rename(partial, path)
+    finally:
+        remove(partial)
+
+
+def _rename(partial: Path, path: Path) -> None:
+    try:
+        partial.rename(path)
+    except OSError:
+        # Without a common lock, another process may have finished first. Its result is the same.
+        if not path.exists():
+            raise
+
+
+# Offline mode for the Hugging Face libraries if the Hub cannot be reached.
+#
+# Without it, huggingface_hub retries the first file for half a minute, transformers retries the next one, and each
+# retry is a line in the log. In offline mode the libraries read their local cache at once.
+
+
+CONNECT_TIMEOUT_S = 3.0
+"""Timeout of one connection attempt; a host may have four addresses. A slow response is not an error."""
+
+RETRY_PAUSE_S = 1.0
+"""Pause before the second attempt, because name resolution may fail for a moment."""
+
+CONNECTION_ERRORS = {"ConnectError", "ConnectTimeout"}
+"""Names of the exceptions for an unreachable host. They are names because the HTTP library has changed before."""
+
+
+def offline_if_unreachable(source: str) -> None:
+    """Switch the Hugging Face libraries to offline mode if the Hub is needed but cannot be reached.
+
+    Args:
+        source: Hub id or local folder that will be read. A local folder needs no Hub.
+    """
+    if not Path(source).expanduser().exists():
+        _go_offline_if_unreachable()
+
+
+@cache
+def _go_offline_if_unreachable() -> None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or connection_error(constants.ENDPOINT) is None:
+        return
+    time.sleep(RETRY_PAUSE_S)
+    reason = connection_error(constants.ENDPOINT)
+    if reason is not None:
+        print(f"note: {constants.ENDPOINT} cannot be reached ({reason}): only its local cache is used", flush=True)
+        # The variable HF_HUB_OFFLINE has no effect anymore: huggingface_hub reads it once, when it is imported, and
+        # this check needs its client. huggingface_hub and transformers read the constant at every request.
+        # datasets copies it when it is imported.
+        constants.HF_HUB_OFFLINE = True
+
+
+def connection_error(endpoint: str) -> str | None:
+    """Return why no connection to an endpoint is possible, or None if it is reachable.
+
+    The request uses huggingface_hub's HTTP client, which applies the configured proxies.
+    """
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=CONNECT_TIMEOUT_S)
+    except Exception as error:
+        # The libraries report all other errors themselves, for example an invalid certificate.
+        if type(error).__name__ in CONNECTION_ERRORS and "CERTIFICATE" not in str(error):
+            return str(error) or type(error).__name__
+    return None

@@ -1,0 +1,293 @@
+"""Files that appear under their names only when they are complete, and JSON files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from distexp.system.units import MIB
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+MAX_DIGITS = 18
+"""Digits of an integer. More may not fit into the columns of a report, and a record with more is not read."""
+
+
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, and rename it over ``path`` when the block ends.
+
+    The block writes a file or a folder there. If it raises, the temporary path is removed and ``path`` is unchanged.
+    The temporary path is next to ``path``, and its name starts with a dot.
+    """
+    with _temporary(path) as temporary:
+        yield temporary
+        move_into_place(temporary, path)
+
+
+@contextmanager
+def create_atomically(folder: Path) -> Iterator[Path]:
+    """Yield a temporary path, and rename it to a folder that must not exist when the block ends.
+
+    Raises:
+        OSError: at the end of the block, if another process has created the folder.
+    """
+    with _temporary(folder) as temporary:
+        yield temporary
+        temporary.rename(folder)
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+    finally:
+        remove(temporary)
+
+
+def move_into_place(temporary: Path, path: Path) -> None:
+    """Rename a complete file or folder to ``path``, and replace what is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    temporary.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all its content. Ignore one that does not exist."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flush_names(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Opening of files that another program may have made, without waiting for one that never ends.
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading that another program may have made. A pipe or a device might never end.
+
+    Raises:
+        OSError: if the file cannot be opened, or is a folder, a pipe or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+# JSON files that a crash never leaves half written, and that another program may have changed.
+
+
+MAX_JSON_MB = 256
+"""Size of the largest JSON file that is read. A record with thousands of ranks has a few MB."""
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically; NaN and infinities become null.
+
+    The content is on disk before the name is, so that a machine that goes down leaves no torn file.
+    """
+    with replace_atomically(path) as temporary, temporary.open("w") as file:
+        json.dump(nan_to_none(content), file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. NaN and infinity become None.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not JSON, or contains a number that no distexp writes, or is larger than MAX_JSON_MB.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size / MIB
+        if size > MAX_JSON_MB:
+            raise ValueError(f"it has {size:,.0f} MB, more than {MAX_JSON_MB}")
+        return parse_json(file.read().decode())
+
+
+def read_or_none(path: Path, *keys: str) -> Any:
+    """Return the content of a JSON file, or the value of its keys; None if it is missing, or the file is damaged."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return None
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON from a file that another program may have written.
+
+    Control characters become visible, because a terminal would obey them.
+
+    Raises:
+        ValueError: if it is not JSON, or contains a number that no distexp writes.
+    """
+    try:
+        content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
+        return printable_content(content) if "\\u" in text or CONTROL.search(text) else content
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"it contains a number of {len(text)} digits")
+    return int(text)
+
+
+def _parse_float(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def nan_to_none(content: Any) -> Any:
+    """Return the same content with None for NaN and the infinities, which JSON does not have."""
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    if isinstance(content, dict):
+        return {key: nan_to_none(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [nan_to_none(value) for value in content]
+    return content
+
+
+# Files of JSON lines: writing, reading, and following one that grows.
+
+
+END_BYTES = 4096
+"""Size of the part at the end of a file in which its last line is searched."""
+
+Entry = dict[str, Any]
+
+
+def append_line(file: TextIO, content: Entry) -> None:
+    """Write one JSON line and flush it, so that a crash loses nothing."""
+    file.write(json.dumps(nan_to_none(content)) + "\n")
+    file.flush()
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Read the entries of a file; a missing file has none.
+
+    A torn line is left out. A killed writer leaves one at the end, or before the lines of the next writer.
+
+    Raises:
+        OSError: if the file exists and cannot be read.
+    """
+    try:
+        with open_file(path) as file:
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return _parse(text.splitlines())
+
+
+def read_last_entry(path: Path) -> Entry:
+    """Read the last whole line of a file from its end, because the file may be large; empty if there is none."""
+    try:
+        with open_file(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
+            whole_lines = file.read().rpartition(b"\n")[0]
+    except OSError:
+        return {}
+    last_line = whole_lines.rpartition(b"\n")[2]
+    entries = _parse([last_line.decode(errors="replace")])
+    return entries[0] if entries else {}
+
+
+class Tail:
+    """Reader of the lines that were added to a file since its last call.
+
+    Attributes:
+        restarts: How often the file has become shorter, because a later attempt of the run replaced it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.restarts = 0
+        self._offset = 0
+
+    def read_lines(self) -> list[str]:
+        """Read the new whole lines; none if there is no file.
+
+        Raises:
+            OSError: if the file exists and cannot be read.
+        """
+        try:
+            with open_file(self.path) as file:
+                added = self._read_added(file)
+        except FileNotFoundError:
+            return []
+        lines, end, _ = added.rpartition(b"\n")  # What follows the last line end is still being written.
+        self._offset += len(lines) + len(end)
+        return lines.decode(errors="replace").split("\n") if end else []
+
+    def _read_added(self, file: BinaryIO) -> bytes:
+        """Read what was added to the file since the last whole line, or all of it if it has become shorter."""
+        size = file.seek(0, os.SEEK_END)
+        if size < self._offset:
+            self._offset, self.restarts = 0, self.restarts + 1
+        file.seek(self._offset)
+        return file.read()
+
+    def read_entries(self) -> list[Entry]:
+        """Read the new lines as JSON; lines that are not a JSON object are left out."""
+        return _parse(self.read_lines())
+
+
+def _parse(lines: Iterable[str]) -> list[Entry]:
+    found = []
+    for line in lines:
+        try:
+            entry = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+    return found
+
+
+# Text from files without characters that a terminal would obey.
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that change the state of a terminal or the direction of a text, or that no file can contain."""
+
+
+def printable(text: str) -> str:
+    """Replace control characters, except line breaks and tabs, by visible escape codes."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_content(content: Any) -> Any:
+    """Return the content of a JSON file with all its texts printable."""
+    if isinstance(content, str):
+        return printable(content)
+    if isinstance(content, dict):
+        return {printable(key): printable_content(value) for key, value in content.items()}
+    return [printable_content(value) for value in content] if isinstance(content, list) else content

@@ -1,0 +1,154 @@
+"""Private APIs of DistributedDataParallel, FSDP and process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch.distributed import distributed_c10d
+
+from distexp.system.torch_internals.tensors import explained
+
+
+def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
+    """Return the data type in which a DistributedDataParallel sends gradients."""
+    with explained("DistributedDataParallel._get_ddp_logging_data"):
+        hook = wrapped._get_ddp_logging_data().get("comm_hook", "")
+        if "bf16" in hook or "fp32" in hook:  # the names of the hooks of torch and of distexp
+            return torch.bfloat16 if "bf16" in hook else torch.float32
+        return cast("torch.dtype", next(p.dtype for p in wrapped.parameters() if p.requires_grad))
+
+
+def ddp_bucket_sizes(wrapped: Any) -> list[int]:
+    """Return the bytes of the buckets of a DistributedDataParallel, as rebuilt after its first backward pass."""
+    with explained("DistributedDataParallel._get_ddp_logging_data"):
+        data = wrapped._get_ddp_logging_data()
+        text = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+        return [int(size) for size in text.split(",") if size.strip()]
+
+
+# Private APIs of FSDP: its units, their sizes, and what it does with their parameters.
+
+
+@dataclass(frozen=True)
+class FSDPPolicies:
+    """What FSDP does with the parameters of one unit."""
+
+    reshards_after_forward: bool
+    offloads_to_cpu: bool
+    param_dtype: torch.dtype | None  # None: the dtype of the parameters
+
+
+def read_fsdp_policies(units: Sequence[Any]) -> list[FSDPPolicies]:
+    """Return the policies of each FSDP unit that has parameters."""
+    with explained("FSDPModule._get_fsdp_state()._fsdp_param_group"):
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+        return [
+            FSDPPolicies(
+                reshards_after_forward=group.post_forward_mesh_info is not None,
+                offloads_to_cpu=type(group.offload_policy).__name__ == "CPUOffloadPolicy",
+                param_dtype=group.mp_policy.param_dtype,
+            )
+            for group in groups
+            if group is not None
+        ]
+
+
+@dataclass(frozen=True)
+class FSDPUnitSize:
+    """Parameters of a unit of FSDP. The name is that of its annotations in a profile; empty: the root."""
+
+    name: str
+    elements: tuple[int, ...]
+    gathered_bytes: int  # of all parameters in an all-gather
+    reduced_bytes: int  # of all gradients in a reduce-scatter
+    reshards_after_forward: bool
+
+
+def read_fsdp_unit_sizes(model: torch.nn.Module) -> list[FSDPUnitSize]:
+    """Return the size of each FSDP unit that has parameters, in the order of ``model.modules()``; empty: no FSDP."""
+    with explained("FSDPModule._get_fsdp_state()._fsdp_param_group.fsdp_params"):
+        groups = [cast("Any", modules[0])._get_fsdp_state()._fsdp_param_group for modules in group_by_fsdp_unit(model)]
+        return [_size_of(group) for group in groups if group is not None]
+
+
+def _size_of(group: Any) -> FSDPUnitSize:
+    """Return the size of the parameters that FSDP gathers together."""
+    parameters = [parameter.sharded_param for parameter in group.fsdp_params]
+    elements = tuple(parameter.numel() for parameter in parameters)
+    gathered_dtype = group.mp_policy.param_dtype or parameters[0].dtype
+    reduced_dtype = group.mp_policy.reduce_dtype or gathered_dtype
+    return FSDPUnitSize(
+        name=group._module_fqn or "",
+        elements=elements,
+        gathered_bytes=sum(elements) * gathered_dtype.itemsize,
+        reduced_bytes=sum(elements) * reduced_dtype.itemsize,
+        reshards_after_forward=group.post_forward_mesh_info is not None,
+    )
+
+
+def group_by_fsdp_unit(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    """Return the modules of each FSDP unit, in the order of ``model.modules()``."""
+    from torch.distributed.fsdp import FSDPModule  # importing it takes a second
+
+    units: dict[int, list[torch.nn.Module]] = {}
+    with explained("FSDPModule._get_fsdp_state()"):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                units.setdefault(id(module._get_fsdp_state()), []).append(module)
+    return list(units.values())
+
+
+@contextmanager
+def fsdp_device(device: torch.device) -> Iterator[None]:
+    """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""
+    with explained("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"):
+        from torch.distributed.fsdp._fully_shard import _fully_shard
+
+        module: Any = _fully_shard
+        original = module._get_device_from_mesh
+    module._get_device_from_mesh = lambda mesh: device
+    try:
+        yield
+    finally:
+        module._get_device_from_mesh = original
+
+
+# Private APIs of process groups.
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the process groups that are created later.
+
+    A device mesh creates its groups with torch's defaults, which are 10 minutes for NCCL and 30 minutes for gloo. It
+    has no argument for another timeout.
+    """
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        with explained(f"torch.distributed.distributed_c10d.{name}"):
+            getattr(distributed_c10d, name)  # Setting a renamed attribute would have no effect.
+        setattr(distributed_c10d, name, timeout)
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of a group whose collectives do nothing, during the block."""
+    with explained("torch.testing._internal.distributed.fake_pg.FakeStore"):
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        store = FakeStore()
+    torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=store)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def has_several_groups() -> bool:
+    """Return whether this process is in several process groups, not counting copies and groups of one rank."""
+    with explained("torch.distributed.distributed_c10d._world.pg_group_ranks"):
+        groups = {tuple(sorted(ranks)) for ranks in distributed_c10d._world.pg_group_ranks.values()}
+    return sum(len(ranks) > 1 for ranks in groups) > 1

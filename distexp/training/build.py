@@ -1,0 +1,274 @@
+"""The data, the loaders and the model that a configuration names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from distexp.config import Config, ConfigError, ModelConfig
+from distexp.config.custom_code import PAGE, check_returned, locate
+from distexp.config.model_checks import check_samples_per_rank, loads_from_source, weights_source, weights_source_key
+from distexp.data.base import (
+    MODEL_INPUTS,
+    LabelsForHead,
+    Samples,
+    TargetTokens,
+    TaskData,
+    check_not_empty,
+    check_task_data,
+)
+from distexp.data.image_cache import cache_images
+from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
+from distexp.data.text import (
+    PackedSamples,
+    RightPadding,
+    TextCollate,
+    TokenSamples,
+    pack_training_set,
+    pad_to_batch,
+    sample_lengths,
+    sequence_length,
+)
+from distexp.distributed.context import Context
+from distexp.models.blueprint import Blueprint
+from distexp.models.head import adapt_head
+from distexp.models.hf import check_exportable, read_config
+from distexp.models.introspection import check_forward_arguments, check_packing, learned_positions
+from distexp.models.transforms import MODEL_SCOPES, transform_blocks, use_fp32_batch_norms
+from distexp.strategies.zero.ds_initialization import wrapper_casts_weights
+from distexp.training.generation import check_has_references
+from distexp.training.inputs import StepPlan
+
+
+def load_data(config: Config, context: Context) -> TaskData:
+    """Load the data set. One rank per node builds the cached parts; rank 0 prints the notes."""
+    target = config.dataset._target_
+    try:
+        data: TaskData = locate(target)(config.dataset, config.model, config.train.seed)
+    except ConfigError as error:
+        raise ConfigError([*error.errors, *_source_errors(config.model)]) from error.__cause__
+    check_returned(data, TaskData, f"dataset._target_={target}")
+    check_task_data(data, config.model.task, f"dataset._target_={target}")
+    check_not_empty(data, evaluates=config.train.evaluate)
+    if config.dataset.cache in ("cpu", "gpu"):
+        data = cache_images(data, config.dataset.cache, context.device)
+    if config.dataset.packing:
+        data = pack_training_set(data, sequence_length(config.dataset, config.model), config.train.seed)
+    if config.dataset.bucketing:
+        data = pad_to_batch(data, sequence_length(config.dataset, config.model))
+    if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, TextCollate):
+        data = replace(data, collate=RightPadding(data.collate))
+    if config.train.logits == "targets":
+        data = _keep_targets(config, data)
+    if config.train.loss == "chunked":
+        data = replace(data, collate=LabelsForHead(data.collate))
+    if config.train.score_answers:
+        check_has_references(data)
+    if context.rank == 0:
+        for note in data.notes:
+            print(f"note: {note}", flush=True)
+    return data
+
+
+def _source_errors(model: ModelConfig) -> list[str]:
+    """Return the errors of the model's own source, if its tokenizer is from there. So a user sees both at once."""
+    source = weights_source(model)
+    if not source or model.tokenizer != "auto" or not loads_from_source(model):
+        return []
+    try:
+        read_config(f"model.{weights_source_key(model)}", source)
+    except ConfigError as error:
+        return error.errors
+    return []
+
+
+def _keep_targets(config: Config, data: TaskData) -> TaskData:
+    """Let batches keep only the tokens that predict a target.
+
+    A compiled model is compiled again for each shape of a batch, which takes minutes with a whole model. So all of its
+    batches keep as many tokens as the one with the most targets. During the search for a micro-batch size, the batches
+    are not known yet.
+    """
+    known = config.train.compiled in MODEL_SCOPES and config.train.micro_batch_size != "auto"
+    fixed = max_targets(config, data) if known else {}
+    return replace(data, collate=TargetTokens(data.collate, bool(config.train.compile), fixed))
+
+
+def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
+    """Return this rank's loaders of the training and the evaluation set."""
+    train, place = config.train, (context.rank, context.world_size)
+    unit = "rows" if config.dataset.packing else "samples"
+    if data.evaluation is data.train:  # Each loader sets the epoch of its own object.
+        data = replace(data, evaluation=copy(data.evaluation))
+    error = check_samples_per_rank(
+        len(data.train), context.world_size, train.micro_batch, global_batch=train.global_batch_size, unit=unit
+    )
+    if error:
+        raise ConfigError(error)
+    shardings = (
+        BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps),
+        BatchSharding(*place, train.eval_batch_size or train.micro_batch),
+    )
+    training, evaluation = (
+        ShardedLoader(
+            samples,
+            data,
+            sharding,
+            context.device,
+            seed=train.seed,
+            shuffle=samples is data.train,
+            num_workers=config.dataset.num_workers,
+            lengths=sample_lengths(samples) if config.dataset.bucketing and samples is data.train else None,
+        )
+        for samples, sharding in zip((data.train, data.evaluation), shardings, strict=True)
+    )
+    return training, evaluation
+
+
+def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
+    """Return a function that makes the configured model on torch's default device."""
+    target = config.model._target_
+    build = locate(target)
+
+    def build_checked() -> nn.Module:
+        model: nn.Module = build(config.model, data.num_classes)
+        check_returned(model, nn.Module, f"model._target_={target}")
+        if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+            raise ConfigError(f"model._target_={target} returned a module without forward(): add it, as in {PAGE}")
+        return model
+
+    return build_checked
+
+
+def build_model(
+    config: Config, data: TaskData, context: Context, blueprint_class: type[Blueprint] = Blueprint
+) -> Blueprint:
+    """Return the model, not distributed, without memory for its weights."""
+    blueprint = blueprint_class(
+        model_factory(config, data),
+        context,
+        broadcast=config.fsdp.sync_module_states,
+        weights_key=weights_key(config.model, data),
+    )
+    if config.dataset._target_.startswith("distexp."):
+        check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
+    if config.model.task == "causal_lm":
+        _check_positions(blueprint.model, config)
+    if config.dataset.packing:
+        check_packing(blueprint.model)
+    if config.train.save_model:
+        check_exportable(blueprint.model)
+    adapt_head(blueprint.model, config.train)
+    if wrapper_casts_weights(config):
+        use_fp32_batch_norms(blueprint.model)
+    transform_blocks(blueprint.model, config)
+    return blueprint
+
+
+def _check_positions(model: nn.Module, config: Config) -> None:
+    limit, length = learned_positions(model), config.dataset.max_length
+    if limit is not None and length is not None and length > limit:
+        raise ConfigError(
+            f"dataset.max_length={length} exceeds the {limit} positions of model.name={config.model.name}: use "
+            f"dataset.max_length={limit}, or less"
+        )
+
+
+def weights_key(model: ModelConfig, data: TaskData) -> str | None:
+    """Return what random weights depend on; None: the weights are read, or made by custom code.
+
+    The attention has no weights of its own, so ``kernels=fast`` shares them with ``kernels=reference``.
+    """
+    if model.init != "random" or not model._target_.startswith("distexp."):
+        return None
+    return json.dumps([asdict(replace(model, attention="auto")), data.num_classes], sort_keys=True)
+
+
+# The numbers of tokens and targets in the micro-batches of a run, known from the lengths before a sample is read.
+
+
+MAX_EPOCHS = 10
+"""Epochs whose batches are compared. More would take time and find hardly larger ones."""
+
+
+def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> Tensor:
+    """Return the indices of the micro-batches of all ranks, shape (micro-batches, samples).
+
+    As in ``ShardedBatchSampler``, an index from the number of samples on is a padding sample, without targets.
+    """
+    train = config.train
+    sharding = BatchSharding(0, config.cluster.world_size, train.micro_batch, train.gradient_accumulation_steps)
+    lengths = lengths_of(samples) if config.dataset.bucketing else None
+    sampler = ShardedBatchSampler(len(samples), sharding, seed=train.seed, shuffle=True, lengths=lengths)
+    plan = StepPlan(train, sampler.steps_per_epoch)
+    used = [sampler.global_batches(epoch)[: len(plan.steps_of(epoch, 0))] for epoch in list(plan.epochs(0))[:epochs]]
+    return torch.cat(used).view(-1, train.micro_batch)
+
+
+def max_targets(config: Config, data: TaskData) -> dict[int, int]:
+    """Return the largest number of targets of a micro-batch, by its number of samples.
+
+    The micro-batches are those of the training, and those of the evaluation if the run evaluates.
+
+    Returns:
+        Without a kind whose targets are not known before the samples are read.
+    """
+    found: dict[int, int] = {}
+    for rows, targets in _micro_batch_targets(config, data):
+        summed = torch.from_numpy(np.concatenate([targets, np.zeros_like(targets)]))[rows].sum(dim=1)
+        found[rows.shape[1]] = max(found.get(rows.shape[1], 0), int(summed.max()))
+    return found
+
+
+def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
+    """Yield the micro-batches of training and evaluation, with the targets of each sample."""
+    train = config.train
+    _, targets = token_counts(data.train)
+    if targets is not None and _has_prompts(data.train):
+        yield training_micro_batches(config, data.train, epochs=MAX_EPOCHS), targets
+    _, targets = token_counts(data.evaluation)
+    if train.evaluate and targets is not None and _has_prompts(data.evaluation):
+        size = train.eval_batch_size or train.micro_batch
+        sharding = BatchSharding(0, config.cluster.world_size, size)
+        sampler = ShardedBatchSampler(len(data.evaluation), sharding, seed=train.seed, shuffle=False)
+        yield sampler.global_batches(0).view(-1, size), targets
+
+
+def _has_prompts(samples: Samples) -> bool:
+    """Return whether the targets of samples are known. Those of other samples may be fewer than their tokens."""
+    return isinstance(samples.samples if isinstance(samples, PackedSamples) else samples, TokenSamples)
+
+
+def lengths_of(samples: Samples) -> NDArray[np.int64] | None:
+    """Return the tokens of each sample; None if they are not known without reading the samples."""
+    lengths = getattr(samples, "lengths", None)
+    return None if lengths is None else np.asarray(lengths, dtype=np.int64)
+
+
+def token_counts(samples: Samples) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """Return tokens and targets of each sample; None if they are not known without reading the samples.
+
+    The first token of a sample is never a target. Without prompts, all other tokens may be targets.
+    """
+    if isinstance(samples, PackedSamples):
+        lengths, targets = token_counts(samples.samples)
+        if lengths is None or targets is None:
+            return None, None
+        rows = [list(row) for row in samples.rows]
+        return _sums(lengths, rows), _sums(targets, rows)
+    lengths = lengths_of(samples)
+    if lengths is None:
+        return None, None
+    prompts = samples.prompt_lengths if isinstance(samples, TokenSamples) else np.ones_like(lengths)
+    return lengths, lengths - np.maximum(prompts, 1)
+
+
+def _sums(values: NDArray[np.int64], rows: list[list[int]]) -> NDArray[np.int64]:
+    return np.array([int(values[row].sum()) for row in rows], dtype=np.int64)

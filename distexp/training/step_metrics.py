@@ -1,0 +1,177 @@
+"""Loss, accuracy, samples, tokens and waits of each training step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass, field
+
+import torch
+from torch import Tensor
+
+from distexp.config import ConfigError
+from distexp.data.base import IGNORE, Workload
+from distexp.data.loader import StepData
+from distexp.distributed.process_group import sum_over_ranks
+from distexp.measure.profiling.breakdown import StepSizes
+
+
+class DivergedError(RuntimeError):
+    """The loss is NaN or infinite."""
+
+
+class LossHistory:
+    """Loss and accuracy of each step, as means over all ranks.
+
+    Each rank keeps its contributions on the device. ``reduce`` sums those of several steps in one collective.
+
+    Attributes:
+        losses: Loss of each reduced step.
+        accuracies: Accuracy of each reduced step, from 0 to 1; 0 for text.
+    """
+
+    def __init__(self, *, allows_nan: bool) -> None:
+        """Create a history without steps.
+
+        Args:
+            allows_nan: Whether a loss may be NaN or infinite (``train.on_nan=record``).
+        """
+        self.losses: list[float] = []
+        self.accuracies: list[float] = []
+        self._allows_nan = allows_nan
+        self._contributions: list[Tensor] = []  # of this rank, since the last reduction
+        self._targets: list[Tensor] = []  # of all ranks, for the same steps
+
+    def add(self, contribution: Tensor, targets: Tensor) -> None:
+        """Add a step.
+
+        Args:
+            contribution: this rank's contribution to loss and accuracy, shape (2,).
+            targets: number of targets of all ranks, a scalar.
+        """
+        self._contributions.append(contribution)
+        self._targets.append(targets)
+
+    def reduce(self) -> None:
+        """Sum the contributions since the last call over the ranks.
+
+        Raises:
+            ConfigError: a step has no target.
+            DivergedError: a loss is NaN or infinite.
+        """
+        if not self._contributions:
+            return
+        losses, accuracies = sum_over_ranks(torch.stack(self._contributions, dim=1)).tolist()
+        self._contributions, targets = [], self._targets
+        self._targets = []
+        first = len(self.losses) + 1
+        self.losses += losses
+        self.accuracies += accuracies
+        for step, (loss, count) in enumerate(zip(losses, targets, strict=True), start=first):
+            if not self._allows_nan and not math.isfinite(loss):
+                self.check_targets(count, f"step {step}", "raise train.micro_batch_size")
+            self.check_finite(loss, f"step {step}")
+
+    def check_finite(self, loss: float, source: str) -> None:
+        """Raise DivergedError if a loss is NaN or infinite, unless this is allowed."""
+        if not self._allows_nan and not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss of {source} is {loss}: lower train.learning_rate, or set train.on_nan=record to continue"
+            )
+
+    @staticmethod
+    def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
+        """Raise ConfigError if no label counts towards a loss.
+
+        Args:
+            targets: number of targets of all ranks.
+            source: what has these labels: ``step 5``.
+            hint: what the user can set instead of correcting the data.
+        """
+        if not targets:
+            raise ConfigError(
+                f"{source} has no target: all its labels are {IGNORE}. Leave such samples out of the dataset, or {hint}"
+            )
+
+
+# Samples, tokens and waits of the training steps.
+
+
+@dataclass
+class StepCounts:
+    """Counts of the steps of this attempt. *Measured* steps count for the speed.
+
+    Attributes:
+        samples: Samples of each step, of all ranks. Packed rows have different numbers of samples.
+        tokens: Tokens of this rank, without padding.
+        positions: Tokens of this rank, with padding.
+        measured_steps: Number of measured steps.
+        measured_samples: Their samples, of all ranks.
+        measured_tokens: Their tokens on this rank, without padding.
+        measured_work: Sizes of their batches on this rank.
+        data_waits_s: Time that this rank waited for data in each of them.
+        sizes: Smallest and largest batches of the measured and the profiled steps.
+    """
+
+    samples: list[int] = field(default_factory=list)
+    tokens: int = 0
+    positions: int = 0
+    measured_steps: int = 0
+    measured_samples: int = 0
+    measured_tokens: int = 0
+    measured_work: Workload = field(default_factory=Workload)
+    data_waits_s: list[float] = field(default_factory=list)
+    sizes: StepSizes = field(default_factory=StepSizes)
+
+    def add(self, step: StepData, *, warmed_up: bool, measured: bool) -> None:
+        """Add a step.
+
+        Args:
+            step: The data of the step.
+            warmed_up: Whether the warm-up of the training is over.
+            measured: Whether the step counts for the speed. A profiled step does not.
+        """
+        tokens = sum(batch.num_tokens for batch in step.micro_batches)
+        self.samples.append(step.num_samples)
+        self.tokens += tokens
+        self.positions += sum(batch.num_positions for batch in step.micro_batches)
+        if warmed_up:
+            work = step.workload
+            # The logits of a token cost at most about as much as the layers for it.
+            self.sizes.add(work.rows, work.positions + work.head_tokens)
+        if measured:
+            self.measured_steps += 1
+            self.measured_samples += step.num_samples
+            self.measured_tokens += tokens
+            self.measured_work += step.workload
+            self.data_waits_s.append(step.wait_s)
+
+    def total(self, device: torch.device) -> TotalCounts:
+        """Return the sums over all ranks; a collective."""
+        counts = [self.measured_tokens, self.tokens, self.positions, int(self.sizes.differ)]
+        sums = sum_over_ranks(torch.tensor([*counts, *astuple(self.measured_work)], device=device)).tolist()
+        measured_tokens, tokens, positions, ranks_that_differ, *work = sums
+        return TotalCounts(measured_tokens, tokens, positions, ranks_that_differ > 0, Workload(*work))
+
+
+@dataclass(frozen=True)
+class TotalCounts:
+    """Counts of all ranks.
+
+    Attributes:
+        measured_tokens: Tokens of the measured steps, without padding.
+        tokens: Tokens of all steps of this attempt, without padding.
+        positions: Tokens of all steps of this attempt, with padding.
+        sizes_differ: Whether the batches of some rank have different sizes.
+        measured_work: Sizes of the batches of the measured steps.
+    """
+
+    measured_tokens: int
+    tokens: int
+    positions: int
+    sizes_differ: bool
+    measured_work: Workload
+
+    @property
+    def padding_share(self) -> float | None:
+        """Return the share of padding; None for images, or if a custom collate function counts no tokens."""
+        return 1 - self.tokens / self.positions if self.tokens and self.positions else None

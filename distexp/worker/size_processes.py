@@ -1,0 +1,310 @@
+"""Processes that try micro-batch sizes: one per rank, in a separate process group.
+
+A rank that runs out of memory leaves the others in a collective, from which nothing could free them. So each rank forks
+a process for the trials and waits for it. If one of them ends, all ranks end theirs. The ranks themselves use no GPU
+until the search is over, so the training starts in a clean process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from distexp.config import Config, ConfigError
+from distexp.config.model_checks import divisors, samples_per_worker
+from distexp.data.base import TaskData
+from distexp.distributed.context import Context
+from distexp.distributed.process_group import Store, connect_to_store, join, sub_store
+from distexp.models.blueprint import Blueprint
+from distexp.runs.predictions import FITS, OUT_OF_MEMORY, TriedSize
+from distexp.runs.run_dir import search_log_path
+from distexp.runs.run_state import record_progress
+from distexp.runs.spec import RunSpec
+from distexp.runs.texts import out_of_memory_status
+from distexp.strategies.base import load_strategy
+from distexp.system.processes import die_with_parent
+from distexp.system.seeding import seed_everything
+from distexp.system.typed_values import parse_dataclass
+from distexp.system.units import MIB
+from distexp.worker.compile_cache import use_compile_cache
+from distexp.worker.size_trial import SizeSearch, SizeTrials, config_of_round, micro_batches_per_step
+
+POLL_S = 0.05
+LONGEST = timedelta(days=1)
+"""Timeout for a message of another rank. The agents end a run that hangs earlier."""
+
+MEMORY_CODE = 77
+"""Exit code of a process that ran out of memory."""
+
+SAVED = "whole saves MiB"
+"""Key of the store: ``SizeSearch.whole_saves_mib``."""
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Functions that load the data and build the model of a run."""
+
+    load_data: Callable[[Config, Context], TaskData]
+    build_model: Callable[[Config, TaskData, Context], Blueprint]
+
+
+LATE = "late"
+"""Key of a store: rank 0 ended the round after the deadline."""
+
+
+class SearchError(RuntimeError):
+    """A process that tried micro-batch sizes failed, and not for lack of memory."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Processes that try sizes until one runs out of memory, or the next size needs other processes.
+
+    Attributes:
+        store: the store of this round; its content is the same on all ranks.
+        number: the number of the round.
+        tried: the candidates of earlier rounds.
+    """
+
+    spec: RunSpec
+    run_dir: Path
+    parts: ModelParts
+    store: Store
+    number: int
+    tried: Sequence[TriedSize]
+
+    def run(self, deadline: float) -> SizeSearch:
+        """Run the processes on all ranks; return all candidates so far.
+
+        Args:
+            deadline: value of ``time.monotonic`` after which rank 0 ends the round, if there is a candidate.
+
+        Raises:
+            SearchError: a process failed.
+            ConfigError: a process refused the configuration.
+        """
+        rank, world_size = int(os.environ["RANK"]), self.spec.world_size
+        with TemporaryDirectory(prefix="distexp-search-") as folder:
+            pid = self._fork(Path(folder))
+            code = self._wait(pid, deadline if rank == 0 else float("inf"))
+            error = Path(folder, "error.json")
+            known = code not in (0, None) and error.exists()
+            self.store.set(f"end/{rank}", error.read_text() if known else json.dumps({"code": code}))
+        if code not in (0, None):
+            self.store.set("stop", "")
+        self.store.wait([f"end/{number}" for number in range(world_size)], LONGEST)
+        ends = [json.loads(self.store.get(f"end/{number}")) for number in range(world_size)]
+        return self._conclude(ends)
+
+    def _conclude(self, ends: list[dict[str, Any]]) -> SizeSearch:
+        """Return the candidates, with the one during which a process ran out of memory."""
+        codes = [end["code"] for end in ends]
+        out_of_memory = any(code in (MEMORY_CODE, -signal.SIGKILL) for code in codes)
+        # A collective of another rank fails if this one is ended after the deadline.
+        if not out_of_memory and any(codes) and not self.store.check([LATE]):
+            _raise_first(ends)
+        sizes = json.loads(self.store.get("sizes")) if self.store.check(["sizes"]) else [1]
+        saved = json.loads(self.store.get(SAVED)) if self.store.check([SAVED]) else 0.0
+        tried = [*self.tried, *self._candidates()]
+        search = SizeSearch(sizes, tried, self.spec.config.train.compiled != "none", saved)
+        failed = search.next_size()
+        if out_of_memory and failed is not None:
+            return replace(search, tried=[*search.tried, TriedSize(failed, OUT_OF_MEMORY)])
+        return search
+
+    def _candidates(self) -> list[TriedSize]:
+        """Return the candidates of this round so far."""
+        count = self.store.add("candidates", 0)
+        return [
+            parse_dataclass(TriedSize, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)
+        ]
+
+    def _wait(self, pid: int, deadline: float) -> int | None:
+        """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
+
+        Returns:
+            The exit code as in subprocess; None if the process was ended here.
+        """
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            late = time.monotonic() > deadline and any(
+                candidate.outcome == FITS for candidate in [*self.tried, *self._candidates()]
+            )
+            if late:
+                self.store.set(LATE, "")
+                self.store.set("stop", "")
+            if late or self.store.check(["stop"]):
+                os.kill(pid, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                return None if code == -signal.SIGKILL else code  # it may have ended just before
+            time.sleep(POLL_S)
+
+    def _fork(self, folder: Path) -> int:
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._run_process(parent, folder)
+        return pid
+
+    def _run_process(self, parent: int, folder: Path) -> NoReturn:
+        """Try sizes in the forked process, and end it."""
+        code = 1
+        try:
+            die_with_parent(parent=parent)
+            self._redirect_output()
+            store = sub_store(_prefix(self.number), connect_to_store(self.spec))
+            group = sub_store("group", store)
+            overhead_mib = load_strategy(self.spec.config).total_overhead_mib(self.spec.config)
+            context = join(self.spec, self.run_dir, group, overhead_mib=overhead_mib)
+            self._try_sizes(store, replace(context, run_dir=folder))
+            code = 0
+        except BaseException as error:
+            traceback.print_exception(error)
+            is_full = out_of_memory_status(type(error).__name__, str(error)) is not None
+            code = MEMORY_CODE if is_full else 1
+            messages = error.errors if isinstance(error, ConfigError) else None
+            content = {
+                "code": code,
+                "time": time.time(),
+                "type": type(error).__name__,
+                "message": str(error),
+                "errors": messages,
+            }
+            (folder / "error.json").write_text(json.dumps(content))
+        finally:
+            os._exit(code)
+
+    def _redirect_output(self) -> None:
+        rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
+        path = search_log_path(self.run_dir, node, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+    def _try_sizes(self, store: Store, context: Context) -> None:
+        """Try sizes until the next one needs other processes, and put the candidates into the store."""
+        config = self.spec.config
+        _set_up_process(config)
+        data = self.parts.load_data(config, context)
+        blueprint = self.parts.build_model(config, data, context)
+        sizes = allowed_sizes(config, data, blueprint.model)
+        saved = whole_saves_mib(config, sizes[-1], blueprint.model)
+        store.set("sizes", json.dumps(sizes))
+        store.set(SAVED, json.dumps(saved))
+        search = SizeSearch(sizes, self.tried, config.train.compiled != "none", saved)
+        size = search.next_size()
+        if size is None:
+            return
+        config = config_of_round(config, size)
+        trials = SizeTrials(config, blueprint, data, context)
+        del blueprint  # that of rank 0 holds all weights in host memory
+        first = size
+        while size is not None and not needs_new_process(config, first, size):
+            print(f"micro-batch {size}", flush=True)
+            candidate = trials.measure(size)
+            search = replace(search, tried=[*search.tried, candidate])
+            if context.rank == 0:
+                record_progress(self.run_dir)
+                _store_candidate(store, len(search.tried) - len(self.tried) - 1, candidate)
+            dist.barrier()  # so that the candidate is stored before the next one may run out of memory
+            size = search.next_size()
+        _wait_for_all(store, context.world_size)
+
+
+def _set_up_process(config: Config) -> None:
+    """Set up a forked process as the process of a training."""
+    # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
+    torch.set_num_threads(config.cluster.cpus_per_worker or 1)
+    if config.train.compile:
+        use_compile_cache()
+    seed_everything(config.train.seed)
+
+
+def _store_candidate(store: Store, number: int, candidate: TriedSize) -> None:
+    """Store a candidate before it counts, so that every rank can read all that count."""
+    store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
+    store.add("candidates", 1)
+
+
+def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]:
+    """Return the sizes to choose from, in ascending order. A batch norm may fail for a single sample."""
+    sizes = divisors(samples_per_worker(config), -(-len(data.train) // config.cluster.world_size))
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    return [size for size in sizes if size > 1 or not has_batch_norm] or sizes
+
+
+def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
+    """Return the MiB of the fp32 gradients that ``train.fused_update`` does not collect in a single micro-batch.
+
+    Args:
+        config: the configuration.
+        largest: the largest size; if it is not the whole batch of a worker, nothing is saved.
+        model: the model, not distributed.
+    """
+    collects = config.train.fused_update and config.train.compute_weights == "step"
+    if not collects or largest != samples_per_worker(config):
+        return 0.0
+    return FP32_BYTES * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / MIB
+
+
+def start_round(spec: RunSpec, run_dir: Path, parts: ModelParts, store: Store, done: SizeSearch | None) -> Round:
+    """Return the next round of a search, after the results so far."""
+    tried = done.tried if done else []
+    number = len(tried)
+    return Round(spec, run_dir, parts, sub_store(_prefix(number), store), number, tried)
+
+
+def _prefix(number: int) -> str:
+    return f"micro-batch/{number}"
+
+
+def _wait_for_all(store: Store, world_size: int) -> None:
+    """Return when all ranks have left their last collective. Then the end of one process disturbs no other."""
+    if store.add("finished", 1) == world_size:
+        store.set("all finished", "")
+    store.wait(["all finished"], LONGEST)
+
+
+def needs_new_process(config: Config, first: int, size: int) -> bool:
+    """Return whether a size cannot be tried in processes that were made for another size.
+
+    Compiled code would be specialized for several shapes at once, and CUDA graphs keep their memory. A model with
+    ``train.fused_update`` is built for a single micro-batch per step, or for several.
+    """
+    if size == first:
+        return False
+    steps = [micro_batches_per_step(config, micro_batch_size) for micro_batch_size in (first, size)]
+    is_fixed = load_strategy(config).fixes_accumulation or bool(config.train.fused_update)
+    return config.train.compiled != "none" or (is_fixed and steps[0] != steps[1])
+
+
+def _raise_first(ends: Sequence[dict[str, Any]]) -> NoReturn:
+    """Raise the first error of a rank. Later ones are its consequences."""
+    failed = [rank for rank, end in enumerate(ends) if end["code"]]
+    first = min(failed, key=lambda rank: float(ends[rank].get("time", 0)))
+    end = ends[first]
+    if end.get("errors"):
+        raise ConfigError(end["errors"])
+    detail = f"{end['type']}: {end['message']}" if "type" in end else f"exit code {end['code']}"
+    raise SearchError(
+        f"the search for train.micro_batch_size=auto failed on rank {first} ({detail}): see "
+        f"logs/node*/rank{first}.search.log, or set a number"
+    )
