@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,3 +89,82 @@ def test_a_comparison_with_the_name_of_a_strategy_is_found(tmp_path: Path, text:
     path = tmp_path / "code.py"
     path.write_text(text)
     assert bool(named_strategies(path)) is is_found
+
+
+MAX_FILES = 320
+MAX_FILES_IN_FOLDER = 14
+MAX_LINES_OF_FILE = 420
+MAX_LINES_OF_FUNCTION = 60
+MAX_IMPORT_SHARE = 0.075
+MAX_SINGLE_IMPORTERS = 55
+
+
+def test_files_are_few_and_of_a_readable_size() -> None:
+    lengths = {name: len(source.splitlines()) for name, source in modules().items()}
+    assert len(lengths) <= MAX_FILES
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES_OF_FILE} == {}
+    folders = Counter(path.parent for path in files().values())
+    assert {str(folder): count for folder, count in folders.items() if count > MAX_FILES_IN_FOLDER} == {}
+
+
+def test_imports_are_a_small_share_of_the_lines() -> None:
+    lines = sum(len(source.splitlines()) for source in modules().values())
+    nodes = (node for module in modules() for node in ast.walk(tree(module)))
+    imported = sum(1 + node.end_lineno - node.lineno for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    assert imported / lines <= MAX_IMPORT_SHARE
+
+
+def test_few_modules_have_a_single_importer() -> None:
+    importers = defaultdict(set)
+    for module, found in imports().items():
+        for imported in found:
+            importers[imported].add(module)
+    entries = ("__init__.py", "__main__.py")
+    single = [name for name, found in importers.items() if len(found) == 1 and files()[name].name not in entries]
+    assert len(single) <= MAX_SINGLE_IMPORTERS, sorted(single)
+
+
+def test_functions_are_short() -> None:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    found = [node for module in modules() for node in ast.walk(tree(module)) if isinstance(node, kinds)]
+    lengths = sorted(1 + node.end_lineno - node.lineno for node in found)
+    assert statistics.median(lengths) <= 9
+    assert lengths[int(0.9 * len(lengths))] <= 25
+    assert lengths[-1] <= MAX_LINES_OF_FUNCTION
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Return the file of each module of the package."""
+    paths = (REPOSITORY / "distexp").rglob("*.py")
+    return {
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path for path in paths
+    }
+
+
+@cache
+def modules() -> dict[str, str]:
+    """Return the source of each module of the package."""
+    return {name: path.read_text() for name, path in files().items()}
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module])
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Return the modules that each module imports, also inside of functions and for annotations."""
+    return {
+        name: {found for node in ast.walk(tree(name)) for found in imported_by(node)} - {name} for name in modules()
+    }
+
+
+def imported_by(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names if alias.name in modules()}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        names = {f"{node.module}.{alias.name}" for alias in node.names} & modules().keys()
+        return names or ({node.module} & modules().keys())
+    return set()
