@@ -30,9 +30,9 @@ from distexp.choose.search_output import (
     print_outcome,
     typed_overrides,
 )
-from distexp.choose.space import EXCLUDED_STEPS, Settings, base_config, kept_micro_batch, make_space, read_settings
+from distexp.choose.space import Settings, base_config, kept_micro_batch, make_space, read_settings
 from distexp.choose.trial_metrics import add_trial
-from distexp.choose.trials import SearchState, Trials
+from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials
 from distexp.compose.cells import Cell, MakeCell
 from distexp.config import Config
 from distexp.config.overrides import format_count, suggest_command

@@ -19,13 +19,19 @@ from distexp.exceptions import SweepFailedError
 from distexp.forecast.forecast_table import EXPOSED, answer, notes, sizes_table
 from distexp.forecast.profiled_run import ProfiledRun, read_profiled_run
 from distexp.forecast.size_rows import SizeRow, add_measured, forecast_sizes
-from distexp.forecast.uncertainty import largest_expected, machine_name, read_errors, running_error
 from distexp.plan.command import show_predictions
 from distexp.plan.planned_cells import PlannedCell, plan_cells
 from distexp.plan.planner import Planner, with_gpu
 from distexp.plan.verdict import memory_to_fit_mib, predict
 from distexp.runs.disturbance import describe_disturbance
-from distexp.runs.predictions import StoredForecast, write_forecasts
+from distexp.runs.predictions import (
+    StoredForecast,
+    largest_expected,
+    machine_name,
+    read_errors,
+    running_error,
+    write_forecasts,
+)
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import RECORD

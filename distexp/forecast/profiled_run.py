@@ -11,12 +11,11 @@ from typing import Any
 from distexp.config import ConfigError
 from distexp.config.overrides import copyable_command
 from distexp.forecast.communication import Forecast
-from distexp.forecast.uncertainty import measured_step_s
 from distexp.guard.sweep_files import is_own_file
-from distexp.runs.predictions import MicroBatchSearch
+from distexp.runs.predictions import measured_step_s
 from distexp.runs.record import RunRecord, describe_no_training, not_a_sweep, read_records
 from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
-from distexp.runs.step_files import read_step_model
+from distexp.runs.step_files import MicroBatchSearch, read_step_model
 from distexp.system.typed_values import number_of
 
 MAX_LISTED_RUNS = 5

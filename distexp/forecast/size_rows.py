@@ -14,10 +14,17 @@ from distexp.config.overrides import parse
 from distexp.forecast.communication import Forecast, Target
 from distexp.forecast.profiled_run import PowerModel, ProfiledRun, price_per_million_samples, read_power
 from distexp.forecast.steps import forecast_steps
-from distexp.forecast.uncertainty import ForecastError, compare_with_run, largest_expected, store_error, subject_of
 from distexp.preflight.machine import load_machine
 from distexp.resolve.scaling_rules import OTHER_MICRO_BATCH
-from distexp.runs.predictions import StoredForecast, cap_efficiency
+from distexp.runs.predictions import (
+    ForecastError,
+    StoredForecast,
+    cap_efficiency,
+    compare_with_run,
+    largest_expected,
+    store_error,
+    subject_of,
+)
 from distexp.runs.record import RunRecord, read_records
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors

@@ -30,11 +30,11 @@ from distexp.plan.verdict import (
     memory_to_fit_mib,
     predict,
 )
-from distexp.runs.predictions import MicroBatchSearch
 from distexp.runs.record import INVALID_ID
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
+from distexp.runs.step_files import MicroBatchSearch
 from distexp.system.cache_dir import cache_dir
 from distexp.system.units import MIB_PER_GB, format_memory
 

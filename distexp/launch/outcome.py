@@ -25,11 +25,12 @@ from distexp.measure.memory.sampler import run_traces, summarize_run
 from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
 from distexp.runs import attempts
 from distexp.runs.events import last_value, resume_changes
-from distexp.runs.predictions import add_search, read_prediction
+from distexp.runs.predictions import read_prediction
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
 from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
 from distexp.runs.spec import RunSpec
+from distexp.runs.step_files import add_search
 from distexp.runs.texts import join_errors, name_folder, release_reserve
 from distexp.strategies.base import load_strategy
 from distexp.system.environment_variables import select_variables

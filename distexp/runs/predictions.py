@@ -1,17 +1,25 @@
-"""Predictions on disk: the memory of a run, its forecasts, and searches of a micro-batch size."""
+"""Predictions on disk: the memory of a run, its forecasts, and their errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import hashlib
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from distexp.config import ConfigError
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
-from distexp.runs.run_dir import FORECAST, MICRO_BATCH, PREDICTED
+from distexp.runs.run_dir import FORECAST, PREDICTED
+from distexp.system.cache_dir import cache_dir
 from distexp.system.files import read_or_none, write_json
-from distexp.system.typed_values import matches, parse_dataclass, read_dataclass
+from distexp.system.typed_values import matches, number_of, parse_dataclass, read_dataclass
 
 PHASE = "phase"
 
@@ -135,94 +143,170 @@ def _is_valid(raw: Any) -> bool:
     return isinstance(raw, dict) and all(matches(raw.get(name), float) and raw[name] > 0 for name in names)
 
 
-# The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches.
+# Errors of the forecasts of a machine: one file in the cache directory for each pair of a forecast and a run.
 #
-# Rank 0 writes the file of a run before the training starts. So the record contains the search even if the run fails.
+# A pair that is seen again replaces its file, so it counts once.
 
 
-FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
-"""Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""
+FOLDER = "forecast-errors"
 
+COVERED_SHARE = 0.9
+"""Fraction of the earlier errors that the interval covers."""
 
-@dataclass(frozen=True)
-class TriedSize:
-    """A micro-batch size that the search tried, over all ranks."""
+MAX_FORECASTS = 20
+"""Number of earlier forecasts that count: those that were measured last."""
 
-    micro_batch_size: int
-    outcome: str
-    samples_per_second: float | None = None  # of a whole step, over all ranks
-    peak_mib: float | None = None  # of the rank with the most
-    base_mib: float | None = None  # before the forward pass of the last micro-batch, of the rank with the most
-    usable_mib: float | None = None  # of the rank with the least
+MIN_FORECASTS = 3
+"""Number of earlier forecasts from which they count. The largest error of a few may be an accident of one run."""
 
 
 @dataclass(frozen=True)
-class MicroBatchSearch:
-    """A search, and what it chose."""
+class ForecastError:
+    """A forecast next to the measured step of the same training at this size.
 
-    chosen: int | None  # None: no size fits
-    candidates: list[TriedSize] = field(default_factory=list)
-    seconds: float = 0.0
-    stored_in: str | None = None  # file of an earlier search that gave this result
-    skipped: int | None = None  # smallest size that was not tried because it needs too much memory
-    complete: bool = True  # False: the time limit ended the search
+    Attributes:
+        forecast_s: Forecast duration of the step.
+        measured_s: Measured median of the steps.
+        inside: Whether the measured duration was in the interval.
+        subject: Profiled run and size of the forecast. Empty: unknown.
+        measured_at: Start of the measured run, ISO 8601. Empty: unknown.
+    """
+
+    forecast_s: float
+    measured_s: float
+    inside: bool
+    subject: str = ""
+    measured_at: str = ""
 
     @property
-    def untried(self) -> bool:
-        """Return whether the chosen size was not tried, because the time limit ended the search."""
-        return self.chosen is not None and all(tried.micro_batch_size != self.chosen for tried in self.candidates)
+    def relative(self) -> float:
+        """Return the error relative to the measured duration; positive if the forecast was too slow."""
+        return self.forecast_s / self.measured_s - 1
 
-    def write(self, path: Path) -> None:
-        """Write the search as JSON, atomically."""
-        write_json(path, asdict(self))
+    @property
+    def factor(self) -> float:
+        """Return by which factor the forecast was too slow or too fast; at least 1."""
+        return max(self.forecast_s / self.measured_s, self.measured_s / self.forecast_s)
+
+
+def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: RunRecord) -> ForecastError | None:
+    """Return the error of a forecast.
+
+    It is None if the forecast is for another machine, or if the run measured no step time, made other steps, or ran
+    under other conditions than the profiled run.
+    """
+    step_s = measured_step_s(measured)
+    if (
+        step_s is None
+        or forecast.what_if
+        or _Conditions.of(profiled) != _Conditions.of(measured)
+        or not makes_steps_of(forecast, measured)
+    ):
+        return None
+    inside = forecast.low_s <= step_s <= forecast.high_s
+    return ForecastError(forecast.step_time_s, step_s, inside)
+
+
+class _Conditions(NamedTuple):
+    """What two runs must have in common, so that their speeds can be compared."""
+
+    machine: str
+    cpu_threads: object  # of a worker; None for a run on GPUs
 
     @classmethod
-    def read(cls, path: Path) -> MicroBatchSearch | None:
-        """Read a search; None if the file is missing or damaged."""
-        return read_dataclass(cls, path)
-
-    def with_candidates(self, candidates: Sequence[TriedSize]) -> MicroBatchSearch:
-        """Return a copy with other candidates."""
-        return replace(self, candidates=list(candidates))
+    def of(cls, record: RunRecord) -> _Conditions:
+        cluster = record.config.get("cluster") or {}
+        on_cpu = cluster.get("device") == "cpu"
+        return cls(machine_name(record), cluster.get("cpus_per_worker") if on_cpu else None)
 
 
-def describe_search(search: MicroBatchSearch) -> str:
-    """Return the line for the terminal: ``micro-batch: 32 (of 1, 2, 4, 8, 16, 32; 64 ran out of memory)``."""
-    return f"micro-batch: {search.chosen} ({'; '.join(_remarks(search))})"
+def makes_steps_of(forecast: StoredForecast, measured: RunRecord) -> bool:
+    """Return whether the steps of a run are as large as in a forecast. A size that is not a number is unknown."""
+    train = measured.config.get("train") or {}
+    size, micro_batches = train.get("micro_batch_size"), train.get("gradient_accumulation_steps")
+    return not isinstance(size, int) or (size, micro_batches) == (forecast.micro_batch_size, forecast.micro_batches)
 
 
-def _remarks(search: MicroBatchSearch) -> Iterator[str]:
-    yield f"of {_sizes(search, FITS)}"
-    if sizes := _sizes(search, TOO_LARGE):
-        yield f"{sizes} left too little memory"
-    if sizes := _sizes(search, OUT_OF_MEMORY):
-        yield f"{sizes} ran out of memory"
-    if search.skipped is not None:
-        yield f"{search.skipped} would not fit"
-    if not search.complete:
-        yield "chosen by its memory, because the time was over" if search.untried else "then the time was over"
-    yield f"from {search.stored_in}" if search.stored_in else f"{search.seconds:.0f} s"
+def measured_step_s(record: RunRecord) -> float | None:
+    """Return the median step of a completed run."""
+    if record.status != "completed":
+        return None
+    median_s = number_of(record.metrics.step_time_s or {}, "p50")
+    return median_s if median_s and median_s > 0 else None
 
 
-def _sizes(search: MicroBatchSearch, outcome: str) -> str:
-    """Return the sizes with an outcome, as in ``1, 2, 4``; empty if there are none."""
-    sizes = sorted(tried.micro_batch_size for tried in search.candidates if tried.outcome == outcome)
-    return ", ".join(map(str, sizes))
+def machine_name(record: RunRecord) -> str:
+    """Return the name under which the errors of a machine are stored: that of its GPU, or of the host of a CPU."""
+    environment = record.environment
+    if environment is None:
+        return "unknown"
+    return environment.gpu_name or f"cpu of {environment.hostname or 'unknown'}"
 
 
-def add_search(record: RunRecord, run_dir: Path) -> None:
-    """Add the search of a run to its record: the candidates, and the sizes that were chosen."""
-    search = MicroBatchSearch.read(run_dir / MICRO_BATCH)
-    if search is None:
-        return
-    record.metrics.micro_batch_search = asdict(search)
-    if search.chosen is not None and isinstance(record.config["train"]["micro_batch_size"], str):
-        _replace_auto(record.config, search.chosen)
+def subject_of(profiled: RunRecord, nodes: int, workers_per_node: int) -> str:
+    """Return the name of the forecast of a size of a run."""
+    run = profiled.run
+    return json.dumps([run.id, run.started_at, run.number, nodes, workers_per_node])
 
 
-def _replace_auto(config: dict[str, Any], chosen: int) -> None:
-    """Replace ``train.micro_batch_size=auto`` by the chosen size, and compute the steps of accumulation from it."""
-    train, cluster = config["train"], config["cluster"]
-    workers = cluster["nodes"] * cluster["workers_per_node"]
-    train["micro_batch_size"] = chosen
-    train["gradient_accumulation_steps"] = train["global_batch_size"] // (workers * chosen)
+def store_error(profiled: RunRecord, forecast: StoredForecast, measured: RunRecord, error: ForecastError) -> None:
+    """Keep the error of a forecast. Without a writable cache directory it is not kept."""
+    runs = [[record.run.id, record.run.started_at, record.run.number] for record in (profiled, measured)]
+    key = json.dumps([*runs, forecast.nodes, forecast.workers_per_node])
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    with suppress(ConfigError, OSError):
+        path = _folder(machine_name(measured)) / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        subject = subject_of(profiled, forecast.nodes, forecast.workers_per_node)
+        write_json(path, asdict(replace(error, subject=subject, measured_at=measured.run.started_at or "")))
+
+
+def read_errors(machine: str) -> list[ForecastError]:
+    """Return the errors of all forecasts that were compared on a machine."""
+    with suppress(ConfigError):
+        found = [read_dataclass(ForecastError, path) for path in sorted(_folder(machine).glob("*.json"))]
+        return [error for error in found if error is not None and error.forecast_s > 0 and error.measured_s > 0]
+    return []
+
+
+def _folder(machine: str) -> Path:
+    return cache_dir() / FOLDER / re.sub(r"[^A-Za-z0-9.+]+", "-", machine)
+
+
+def largest_expected(errors: Sequence[ForecastError]) -> float:
+    """Return the error that most of the last forecasts did not exceed: 0.1 for a factor of 1.1.
+
+    It is 0 with too few forecasts. The largest error never counts.
+    """
+    sizes = sorted(_last_error_sizes(errors))
+    if len(sizes) < MIN_FORECASTS:
+        return 0.0
+    covered = math.ceil(COVERED_SHARE * len(sizes))
+    return sizes[min(covered, len(sizes) - 1) - 1]
+
+
+def _last_error_sizes(errors: Sequence[ForecastError]) -> list[float]:
+    """Return the sizes of the errors of the forecasts that were measured last.
+
+    The repeats of a measured run count as one, with their median.
+    """
+    latest = sorted(_repeats(errors), key=lambda repeats: max(error.measured_at for error in repeats))
+    return [statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-MAX_FORECASTS:]]
+
+
+def _repeats(errors: Sequence[ForecastError]) -> Iterable[list[ForecastError]]:
+    """Group the errors of the same forecast. An error of an unknown forecast is a group of its own."""
+    by_subject: dict[str, list[ForecastError]] = {}
+    for number, error in enumerate(errors):
+        by_subject.setdefault(error.subject or str(number), []).append(error)
+    return by_subject.values()
+
+
+def running_error(errors: Sequence[ForecastError]) -> str:
+    """Return the sentence about earlier forecasts; empty without any."""
+    if not errors:
+        return ""
+    median = statistics.median(abs(error.relative) for error in errors)
+    inside = sum(error.inside for error in errors)
+    count = f"{len(errors)} forecast{'s' if len(errors) > 1 else ''}"
+    return f"Median error of {count} on this kind of machine: {median:.1%}. In the interval: {inside} of {len(errors)}."

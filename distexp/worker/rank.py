@@ -36,11 +36,11 @@ from distexp.preflight.run import run_preflight, stored_ceiling
 from distexp.runs import attempts
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
-from distexp.runs.predictions import add_search
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built, Environment, make_environment
 from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
+from distexp.runs.step_files import add_search
 from distexp.runs.texts import write_despite_full_disk
 from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.system.environment_variables import captured_environment

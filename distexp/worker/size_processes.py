@@ -30,10 +30,10 @@ from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, connect_to_store, join, sub_store
 from distexp.models.blueprint import Blueprint
-from distexp.runs.predictions import FITS, OUT_OF_MEMORY, TriedSize
 from distexp.runs.run_dir import search_log_path
 from distexp.runs.run_state import record_progress
 from distexp.runs.spec import RunSpec
+from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TriedSize
 from distexp.runs.texts import out_of_memory_status
 from distexp.strategies.base import load_strategy
 from distexp.system.processes import die_with_parent

@@ -17,10 +17,10 @@ from distexp.config import Config
 from distexp.config.model_checks import samples_per_worker, searches_micro_batch, with_micro_batch
 from distexp.distributed.process_group import Store, open_store, sub_store
 from distexp.runs.events import Events
-from distexp.runs.predictions import MicroBatchSearch, describe_search
 from distexp.runs.record_sections import make_environment
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
+from distexp.runs.step_files import MicroBatchSearch, describe_search
 from distexp.strategies.base import load_strategy
 from distexp.system.cache_dir import cache_dir
 from distexp.system.cgroups import usable_memory

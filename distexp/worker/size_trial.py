@@ -21,7 +21,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, sum_over_ranks, usable_bytes
 from distexp.measure.clock import synchronize
 from distexp.models.blueprint import Blueprint
-from distexp.runs.predictions import FITS, TOO_LARGE, TriedSize
+from distexp.runs.step_files import FITS, TOO_LARGE, TriedSize
 from distexp.statistics.noise import MemoryLine
 from distexp.strategies.base import DistributedModel, load_strategy
 from distexp.strategies.model_tensors import read_model_tensors

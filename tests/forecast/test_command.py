@@ -22,9 +22,8 @@ from distexp.forecast.command import print_forecast, what_if
 from distexp.forecast.communication import Forecast, Target
 from distexp.forecast.profiled_run import read_profiled_run
 from distexp.forecast.size_rows import default_sizes
-from distexp.forecast.uncertainty import read_errors
 from distexp.plan.estimate import Estimate
-from distexp.runs.predictions import read_forecasts
+from distexp.runs.predictions import read_errors, read_forecasts
 from distexp.runs.record import RunRecord
 from tests.helpers.forecasts import formula, profiled_record, write_profiled
 from tests.helpers.planning import FormulaPlanner, composed

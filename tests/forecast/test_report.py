@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
-from distexp.forecast.uncertainty import ForecastError, largest_expected, read_errors, running_error
 from distexp.report.data.forecasts import find_forecasts, keep_errors
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures.base import Figure
 from distexp.report.figures.scaling_figure import build_scaling
-from distexp.runs.predictions import StoredForecast, write_forecasts
+from distexp.runs.predictions import (
+    ForecastError,
+    StoredForecast,
+    largest_expected,
+    read_errors,
+    running_error,
+    write_forecasts,
+)
 from tests.helpers.forecasts import profiled_record
 from tests.helpers.records import write
 

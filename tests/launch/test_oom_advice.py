@@ -15,11 +15,11 @@ from distexp.plan.planner import store_estimate
 from distexp.report.data.overview import failure_notes
 from distexp.report.data.rows import Row
 from distexp.runs.attempts import write_error
-from distexp.runs.predictions import MicroBatchSearch
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import MICRO_BATCH, error_path
 from distexp.runs.spec import RunSpec
+from distexp.runs.step_files import MicroBatchSearch
 from tests.helpers.planning import linear_estimate
 from tests.helpers.records import record
 from tests.helpers.runs import make_spec, run_distexp

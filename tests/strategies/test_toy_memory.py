@@ -19,8 +19,8 @@ from distexp.plan.estimate import make_estimate
 from distexp.plan.fitting_change import candidate_overrides
 from distexp.plan.planner import store_estimate
 from distexp.plan.process_overheads import CPU_ERROR_BOUND, reason_not_measured
-from distexp.runs.predictions import MicroBatchSearch
 from distexp.runs.record import RunRecord
+from distexp.runs.step_files import MicroBatchSearch
 from distexp.strategies.base import DistributedModel, Strategy
 from distexp.strategies.traits import Advice, CpuMemory, ProfiledStep
 from distexp.worker.size_search import nothing_fits

@@ -6,22 +6,24 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distexp.forecast.uncertainty import (
-    ForecastError,
-    compare_with_run,
-    machine_name,
-    makes_steps_of,
-    read_errors,
-    running_error,
-    store_error,
-)
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.rows import Row
 from distexp.report.data.run_settings import world_size
 from distexp.report.data.scaling_series import ScalingSeries, make_forecast_series
-from distexp.runs.predictions import StoredForecast, cap_efficiency, read_forecasts
+from distexp.runs.predictions import (
+    ForecastError,
+    StoredForecast,
+    cap_efficiency,
+    compare_with_run,
+    machine_name,
+    makes_steps_of,
+    read_errors,
+    read_forecasts,
+    running_error,
+    store_error,
+)
 from distexp.runs.record import RunRecord
 from distexp.system.typed_values import number_of
 from distexp.tables.text_table import TextTable

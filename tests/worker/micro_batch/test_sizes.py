@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from distexp.config.model_checks import divisors
-from distexp.runs.predictions import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, describe_search
+from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, describe_search
 from distexp.worker.size_trial import SizeSearch, ladder
 
 USABLE = 1000.0

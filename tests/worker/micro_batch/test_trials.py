@@ -16,10 +16,10 @@ from distexp.distributed.context import Context
 from distexp.launch.failures import classify_failure
 from distexp.launch.outcome import failed_record
 from distexp.runs.attempts import write_error
-from distexp.runs.predictions import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import error_path
+from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.training.build import build_model, load_data
 from distexp.worker.size_processes import (
     MEMORY_CODE,
