@@ -130,10 +130,11 @@ def write_forecasts(run_dir: Path, forecasts: Sequence[StoredForecast]) -> None:
 
 def read_forecasts(run_dir: Path) -> list[StoredForecast]:
     """Return the forecasts of a run, by the number of workers; none if the file is missing or damaged."""
-    schema, forecasts = (read_or_none(run_dir / FORECAST, key) for key in ("schema", "forecasts"))
+    content = read_or_none(run_dir / FORECAST)
     try:
-        return [parse_dataclass(StoredForecast, raw) for raw in forecasts if _is_valid(raw)] if schema == SCHEMA else []
-    except (ValueError, TypeError):
+        forecasts = content["forecasts"] if content["schema"] == SCHEMA else []
+        return [parse_dataclass(StoredForecast, raw) for raw in forecasts if _is_valid(raw)]
+    except (ValueError, TypeError, KeyError):
         return []
 
 

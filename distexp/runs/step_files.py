@@ -12,7 +12,7 @@ from typing import Any
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import MICRO_BATCH, profile_summary_path, step_model_path, step_times_path
 from distexp.system.files import read_or_none, replace_atomically, write_json
-from distexp.system.typed_values import read_dataclass
+from distexp.system.typed_values import parse_dataclass, read_dataclass
 
 SCHEMA = 2
 
@@ -146,8 +146,11 @@ def _rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_step_model(run_dir: Path) -> StepModel | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    path = step_model_path(run_dir)
-    return read_dataclass(StepModel, path) if read_or_none(path, "schema") == SCHEMA else None
+    content = read_or_none(step_model_path(run_dir))
+    try:
+        return parse_dataclass(StepModel, content) if content["schema"] == SCHEMA else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 # The parts of a training step, which add up to it.
