@@ -65,10 +65,10 @@ class Pool:
         del self.keys[bisect_left(self.keys, block.key)]
         del self.blocks[block.key]
 
-    def smallest_at_least(self, size: int) -> Block | None:
-        """Return the smallest free block of a size; None if all are smaller."""
+    def take(self, size: int) -> Block | None:
+        """Remove and return the smallest free block of at least a size; None if all are smaller."""
         index = bisect_left(self.keys, (size, -1))
-        return self.blocks[self.keys[index]] if index < len(self.keys) else None
+        return self.blocks.pop(self.keys.pop(index)) if index < len(self.keys) else None
 
 
 @dataclass
@@ -104,17 +104,13 @@ class CachingAllocator:
     """Bytes that the allocator of one GPU holds.
 
     Attributes:
+        limit: Most bytes to reserve; None for no limit.
         allocated: Bytes in use, rounded as the allocator rounds them.
         reserved: Bytes of all segments.
         retries: How often free segments were released to make room.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        """Create an empty allocator.
-
-        Args:
-            limit: Most bytes to reserve; None for no limit.
-        """
         self.limit = limit
         self.allocated = self.reserved = self.retries = 0
         self.peak_allocated = self.peak_reserved = 0
@@ -130,7 +126,7 @@ class CachingAllocator:
         rounded = round_size(size)
         small = rounded <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), Pool(small))
-        block = _take_free(pool, rounded) or self._new_segment(rounded, pool)
+        block = pool.take(rounded) or self._new_segment(rounded, pool)
         self._split(block, rounded)
         block.used = True
         self.allocated += block.size
@@ -141,10 +137,17 @@ class CachingAllocator:
         """Free a block, and merge it with its free neighbors."""
         self.allocated -= block.size
         block.used = False
-        for neighbor in (block.before, block.after):
-            if neighbor is not None and not neighbor.used:
-                block.pool.remove(neighbor)
-                _merge(block, neighbor)
+        before, after = block.before, block.after
+        if before is not None and not before.used:
+            block.pool.remove(before)
+            block.address, block.size, block.before = before.address, block.size + before.size, before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and not after.used:
+            block.pool.remove(after)
+            block.size, block.after = block.size + after.size, after.after
+            if block.after is not None:
+                block.after.before = block
         block.pool.add(block)
 
     def _new_segment(self, size: int, pool: Pool) -> Block:
@@ -161,10 +164,10 @@ class CachingAllocator:
     def release_free_segments(self) -> None:
         """Return all segments without a used block to the GPU."""
         for pool in self._pools.values():
-            unused = [block for block in pool.blocks.values() if block.before is None and block.after is None]
-            for block in unused:
-                pool.remove(block)
-                self.reserved -= block.size
+            for block in list(pool.blocks.values()):
+                if block.before is None and block.after is None:  # It is the whole segment.
+                    pool.remove(block)
+                    self.reserved -= block.size
 
     def _split(self, block: Block, size: int) -> None:
         """Return the rest of a block to its pool, if it is large enough to be used."""
@@ -177,13 +180,6 @@ class CachingAllocator:
             block.after.before = remainder
         block.after, block.size = remainder, size
         block.pool.add(remainder)
-
-
-def _take_free(pool: Pool, size: int) -> Block | None:
-    block = pool.smallest_at_least(size)
-    if block is not None:
-        pool.remove(block)
-    return block
 
 
 def round_size(size: int) -> int:
@@ -200,16 +196,3 @@ def segment_size(size: int) -> int:
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def _merge(block: Block, neighbor: Block) -> None:
-    """Add a neighbor to a block. The neighbor is not used again."""
-    if neighbor is block.before:
-        block.before, block.address = neighbor.before, neighbor.address
-        if block.before is not None:
-            block.before.after = block
-    else:
-        block.after = neighbor.after
-        if block.after is not None:
-            block.after.before = block
-    block.size += neighbor.size

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distexp.config import Config
@@ -14,7 +14,7 @@ from distexp.plan.process_overheads import (
     reason_not_measured,
     simulated_nodes,
 )
-from distexp.plan.replay import Event, PlanError, Point, Replay, StepTrace, StepWork, host_peak, replay
+from distexp.plan.replay import PARTS, PlanError, Point, Replay, StepTrace, StepWork, host_peak, replay
 from distexp.resolve.resources import parameter_count, ties_embeddings
 from distexp.runs.memory_trace import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
 from distexp.runs.record_sections import Built
@@ -22,11 +22,8 @@ from distexp.strategies.base import load_strategy
 from distexp.strategies.traits import GPU_ERROR_BOUND
 from distexp.system.units import MIB
 
-SHOWN_PARTS = (
-    *("parameters", "gradients", "optimizer_states", "activations", "logits", "communication", "temporaries"),
-)
+SHOWN_PARTS = tuple(part for part in PARTS if part != "batch")
 """Parts of a prediction. The batch is small and counts as temporary."""
-
 
 STATES = ("parameters", "gradients", "optimizer_states")
 HOST = "host_"
@@ -88,8 +85,8 @@ class Estimate:
     @property
     def most_mib(self) -> float | None:
         """Return the most memory that the training may need; None if it is not known."""
-        bound = self.error_bound
-        return None if self.required_mib is None or bound is None else self.required_mib * (1 + bound)
+        required, bound = self.required_mib, self.error_bound
+        return None if required is None or bound is None else required * (1 + bound)
 
     @property
     def least_mib(self) -> float | None:
@@ -100,10 +97,6 @@ class Estimate:
         if self.on_cpu or self.peak_allocated_mib is None:
             return reserved
         return max(reserved, self.peak_allocated_mib * (1 - ALLOCATED_ERROR) + self.overhead_mib)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values for a JSON file."""
-        return asdict(self)
 
 
 def make_estimate(config: Config) -> Estimate:
@@ -116,7 +109,7 @@ def make_estimate(config: Config) -> Estimate:
     except PlanError as error:
         return arithmetic_estimate(config, str(error), count_parameters(config))
     if config.cluster.device == "cpu":
-        return _with_work(cpu_estimate(config, trace), trace.work)
+        return _with_work(_cpu_estimate(config, trace), trace.work)
     host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
     if config.engine.name != NATIVE:
         note = (
@@ -140,9 +133,14 @@ def _with_work(estimate: Estimate, work: StepWork | None) -> Estimate:
     )
 
 
-def cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
+def _cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     """Return the estimate of a traced step on the CPU, where all tensors are in the memory of the node."""
-    found = replay(_in_one_memory(trace.events), evaluation=_in_one_memory(trace.evaluation))
+    events, evaluation = (
+        # There are no workspaces of cuBLAS, whose blocks are negative.
+        [replace(event, device="gpu", stream="") for event in found if event.block >= 0]
+        for found in (trace.events, trace.evaluation)
+    )
+    found = replay(events, evaluation=evaluation)
     parts = _shown(found.peak)
     states = sum(parts[name] for name in STATES)
     host_mib = node_peak_mib(config, states, sum(parts.values()) - states, *model_size(config, trace))
@@ -159,11 +157,6 @@ def cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
         error_bound=error_bound(config, host_mib),
         on_cpu=True,
     )
-
-
-def _in_one_memory(events: Sequence[Event]) -> list[Event]:
-    """Return the events as if all were on one device, without the workspaces of cuBLAS."""
-    return [replace(event, device="gpu", stream="") for event in events if event.block >= 0]
 
 
 def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
@@ -198,7 +191,7 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
 
 def arithmetic_estimate(config: Config, reason: str, parameters: int | None = None) -> Estimate:
     """Return the model states by arithmetic, for a training that cannot be traced."""
-    states = expected_states_mib(config, parameters)
+    states = _expected_states_mib(config, parameters)
     note = (
         "estimate by arithmetic: only the model states, without activations and buffers"
         if states
@@ -225,11 +218,8 @@ def _curve(found: Replay) -> dict[str, list[Any]]:
     return {"phase": [point.phase for point in found.curve], **parts}
 
 
-# Model states of a run that has not started, by arithmetic: for trainings that cannot be traced.
-
-
-def expected_states_mib(config: Config, counted: int | None = None) -> States | None:
-    """Return the model states of a run that has not started in MiB, by part; None if unknown.
+def _expected_states_mib(config: Config, counted: int | None = None) -> States | None:
+    """Return the model states by arithmetic in MiB, by part; None if unknown.
 
     Args:
         config: a resolved configuration.
@@ -256,14 +246,9 @@ def expected_states_mib(config: Config, counted: int | None = None) -> States | 
         compute_weights=config.train.compute_weights,
     )
     states = states_per_parameter(built, BYTES_PER_VALUE * moments)
-    names = {"optimizer": "optimizer_states"}
-    return {names.get(name, name): size * parameters / MIB for name, size in states.items()}
-
-
-# Largest relative errors of the required GPU memory, from the tables in ``docs/results/plan.md``.
-#
-# The required memory depends on the order of allocations. The replay of that order is not exact in some cases. The
-# peak of the allocated memory is exact in all of them.
+    return {
+        "optimizer_states" if name == "optimizer" else name: size * parameters / MIB for name, size in states.items()
+    }
 
 
 COMPILED = 0.08
@@ -271,5 +256,8 @@ COMPILED = 0.08
 
 
 def gpu_error_bound(config: Config) -> float:
-    """Return the largest error of the prediction of a run, as a share of the prediction."""
+    """Return the largest relative error of the required GPU memory, from the tables in ``docs/results/plan.md``.
+
+    It depends on the order of allocations, whose replay is not exact in some cases. The allocated peak always is.
+    """
     return COMPILED if config.train.compiled != "none" else load_strategy(config).gpu_memory_error(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from distexp.plan.replay import EMPTY_CACHE, Event, StepWork
+from distexp.plan.replay import EMPTY_CACHE, Event, StepTrace, StepWork
 from distexp.plan.trace.compiled import KernelBuffers, WorkCounter, is_matrix_product
-from distexp.plan.trace.cuda_semantics import Accumulation
-from distexp.system.torch_internals.tensors import FakeMode, is_fake_of
+from distexp.plan.trace.cuda_semantics import count_references_to_gradient
+from distexp.system.torch_internals.tensors import FakeMode, count_references, is_fake_of
 
 GPU = torch.device("cpu", 1)
 """The device of traced tensors that a run has on its GPU. Host tensors are on ``cpu``.
@@ -88,12 +88,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, fake_mode: FakeMode, kernels: KernelBuffers | None = None) -> None:
-        """Create a recorder.
-
-        Args:
-            fake_mode: the mode of the tensors.
-            kernels: the buffers of the kernels; None for a CPU.
-        """
+        """Create a recorder of the tensors of a mode, with the buffers of the kernels; None for a CPU."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "setup"
         self.changes: list[BlockChange] = []
@@ -104,7 +99,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}  # by the address of the storage object
         self._count = 0
-        self._accumulation = Accumulation()
+        self._unshared = count_references_to_gradient()
         self._main_stream = torch.cpu.current_stream()
         self._forward_blocks: list[TracedBlock] = []  # of the forward pass that runs now
 
@@ -114,7 +109,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # The operations on the local tensors come here too.
         if self._forward_blocks and self._is_in_backward():
             self.end_forward()
-        if self.phase == "backward" and self._accumulation.is_in_place(func, args):
+        if self.phase == "backward" and self._adds_in_place(func, args):
             return args[0]
         outputs = func(*args, **(kwargs or {}))
         self._see(outputs)
@@ -123,6 +118,14 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in COLLECTIVES:
             self.assign("communication", tensors_in((args, kwargs, outputs)))
         return outputs
+
+    def _adds_in_place(self, func: Any, arguments: Any) -> bool:
+        """Return whether autograd would do an operation in place. It does so if only itself refers to a gradient."""
+        if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+            return False
+        old, new = arguments[:2]
+        fits = isinstance(new, Tensor) and old.shape == new.shape and old.dtype == new.dtype
+        return fits and count_references(old) == self._unshared
 
     def _use_buffers(self, func: Any, arguments: Any) -> None:
         """Record what a kernel of the GPU allocates for itself."""
@@ -148,7 +151,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         found = self._storages.get(key)
         if found is None:
-            reference = weakref.ref(storage, lambda _: self._die(key))
+            reference = weakref.ref(storage, lambda _: self._free(self._storages.pop(key)))
             device = "gpu" if tensor.device == GPU else "host"
             found = _Storage(reference, device, tensor.shape[-1] if tensor.dim() else 1)
             self._storages[key] = found
@@ -163,36 +166,37 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._forward_blocks.append(block)
 
     def _block(self, size: int, device: str, last_axis: int) -> TracedBlock:
-        self._count += 1
-        return TracedBlock(self._count - 1, size, device, self.phase, last_axis, self._stream(), self._is_in_backward())
-
-    def _stream(self) -> str:
-        """Return the name of the current stream. FSDP selects its streams also on a CPU, where they have no effect."""
+        # FSDP selects its streams also on a CPU, where they have no effect.
         current = torch.cpu.current_stream()
-        return "" if current is self._main_stream else f"stream {id(current)}"
+        stream = "" if current is self._main_stream else f"stream {id(current)}"
+        self._count += 1
+        return TracedBlock(self._count - 1, size, device, self.phase, last_axis, stream, self._is_in_backward())
 
     def _free(self, storage: _Storage) -> None:
         if storage.block is not None:
             self.changes.append(BlockChange(storage.block, self.phase, is_free=True))
             storage.block = None
 
-    def _die(self, key: int) -> None:
-        self._free(self._storages.pop(key))
-
-    def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Record that a storage got another size. FSDP frees parameters in this way."""
-        found = self._storages.get(storage._cdata)
-        if found is not None:
-            self._free(found)
-            self._allocate(found, size)
-            if found.block is not None:
-                found.block.part = "communication"
-
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record during the block."""
-        with on_storage_resize(self._resize), self:
-            yield
+        """Record during the block, also storages that get another size, which no dispatch mode sees."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+            found = self._storages.get(storage._cdata)
+            if found is not None:  # FSDP frees parameters in this way.
+                self._free(found)
+                self._allocate(found, size)
+                if found.block is not None:
+                    found.block.part = "communication"
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_and_record  # type: ignore[method-assign, assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def empty_cache(self) -> None:
         """Record that the allocator of the GPU returns its free segments."""
@@ -202,24 +206,20 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def start(self) -> None:
         """Start with a new list of changes. Blocks that are alive become allocations of the phase ``setup``."""
         self.history = self.changes
-        self.work.clear()
-        alive = sorted(
-            (storage.block for storage in self._storages.values() if storage.block), key=lambda block: block.number
-        )
+        self.work = WorkCounter()
+        alive = [storage.block for storage in self._storages.values() if storage.block]
+        alive.sort(key=lambda block: block.number)
         self.changes = [BlockChange(block, "setup", is_free=False) for block in alive]
         self._forward_blocks = []
 
     def count(self, nodes: Iterable[fx.Node]) -> None:
-        """Count the kernels of a compiled graph."""
-        self.work.add_graph(self.phase, nodes)
+        """Count the nodes of a compiled graph whose results leave a kernel."""
+        for node in nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+            self.work.add(self.phase, node.target, args, kwargs, node.meta.get("val"))
 
     def step_work(self, micro_batches: int, most_traced: int) -> StepWork:
-        """Return the work since ``start``.
-
-        Args:
-            micro_batches: number of micro-batches of a step.
-            most_traced: how many of them were traced at most.
-        """
+        """Return the work since ``start`` for a step of some micro-batches, of which at most some were traced."""
         written: Counter[str] = Counter()
         for change in self.changes:
             if not change.is_free:
@@ -262,7 +262,6 @@ def tensors_in(content: Any) -> Iterator[Tensor]:
 
 # The events of a recorded training: what is allocated and freed, and what for.
 
-
 WORKSPACE_BLOCKS = {"forward": -1, "backward": -2}
 """Blocks of the workspaces of cuBLAS, by the phase that allocates them. Each phase has its own thread."""
 
@@ -278,8 +277,6 @@ class Recorded:
         vocabulary: size of the vocabulary; None for image models.
         workspace: bytes of a workspace of cuBLAS.
         first_products: position in ``history`` after the first matrix product of a phase.
-        work: what the step computes; None if it was not counted.
-        parameters: number of parameters of the whole model.
     """
 
     history: tuple[BlockChange, ...]
@@ -291,68 +288,35 @@ class Recorded:
     work: StepWork | None = None
     parameters: int = 0
 
+    def to_trace(self, seconds: float, notes: Iterable[str]) -> StepTrace:
+        """Return the events, with the time of the prediction and what was assumed."""
+        setup = (self._workspace(phase, "setup") for phase in WORKSPACE_BLOCKS)
+        return StepTrace(
+            (*setup, *map(self._event, self.changes)),
+            seconds,
+            tuple(notes),
+            tuple(self._history_events()),
+            tuple(map(self._event, self.evaluation)),
+            self.work,
+            self.parameters,
+        )
 
-def step_events(recorded: Recorded) -> tuple[Event, ...]:
-    """Return what is in memory before the step, and the step."""
-    workspaces = (_workspace(number, "setup", recorded) for number in WORKSPACE_BLOCKS.values())
-    return (*workspaces, *(_event(change, recorded) for change in recorded.changes))
+    def _history_events(self) -> Iterator[Event]:
+        """Yield what happened before the step, with the workspace of each phase at its first matrix product."""
+        missing = set(WORKSPACE_BLOCKS)
+        for position, change in enumerate(self.history):
+            if change.phase in missing and position >= self.first_products.get(change.phase, 0):
+                missing.remove(change.phase)
+                yield self._workspace(change.phase, change.phase)
+            yield self._event(change)
 
+    def _workspace(self, owner: str, phase: str) -> Event:
+        return Event(self.workspace, WORKSPACE_BLOCKS[owner], "temporaries", phase, "gpu")
 
-def history_events(recorded: Recorded) -> tuple[Event, ...]:
-    """Return what happened before the step."""
-    events: list[Event] = []
-    missing = dict(WORKSPACE_BLOCKS)
-    for position, change in enumerate(recorded.history):
-        if change.phase in missing and position >= recorded.first_products.get(change.phase, 0):
-            number = missing.pop(change.phase)
-            events.append(_workspace(number, change.phase, recorded))
-        events.append(_event(change, recorded))
-    return tuple(events)
-
-
-def evaluation_events(recorded: Recorded) -> tuple[Event, ...]:
-    """Return the evaluation after the step."""
-    return tuple(_event(change, recorded) for change in recorded.evaluation)
-
-
-def _workspace(number: int, phase: str, recorded: Recorded) -> Event:
-    return Event(recorded.workspace, number, "temporaries", phase, "gpu")
-
-
-def _event(change: BlockChange, recorded: Recorded) -> Event:
-    block = change.block
-    return Event(
-        -block.size if change.is_free else block.size,
-        block.number,
-        _part(block, recorded.vocabulary),
-        change.phase,
-        block.device,
-        block.stream,
-    )
-
-
-def _part(block: TracedBlock, vocabulary: int | None) -> str:
-    if block.part is not None:
-        return block.part
-    if vocabulary is not None and block.last_axis == vocabulary:
-        return "logits"
-    return "activations" if block.kept else "temporaries"
-
-
-# Observation of storages that change their size.
-
-
-@contextmanager
-def on_storage_resize(call: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Call a function before each change of the size of a storage, during the block. No dispatch mode sees these."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_call(storage: torch.UntypedStorage, size: int) -> Any:
-        call(storage, size)
-        return resize(storage, size)
-
-    torch.UntypedStorage.resize_ = resize_and_call  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    def _event(self, change: BlockChange) -> Event:
+        block = change.block
+        part = block.part or ("activations" if block.kept else "temporaries")
+        if block.part is None and self.vocabulary is not None and block.last_axis == self.vocabulary:
+            part = "logits"
+        size = -block.size if change.is_free else block.size
+        return Event(size, block.number, part, change.phase, block.device, block.stream)

@@ -31,15 +31,7 @@ from distexp.models.objective import evaluation_sums
 from distexp.plan.replay import PlanError, StepTrace
 from distexp.plan.trace.compiled import KernelBuffers, traced_compilation
 from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast, use_cuda_kernels
-from distexp.plan.trace.recorder import (
-    GPU,
-    Recorded,
-    StorageRecorder,
-    evaluation_events,
-    history_events,
-    step_events,
-    tensors_in,
-)
+from distexp.plan.trace.recorder import GPU, Recorded, StorageRecorder, tensors_in
 from distexp.plan.trace.traced_run import (
     TracedDDP,
     describe_failure,
@@ -103,9 +95,7 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
     except Exception as error:
         raise PlanError(describe_failure(error)) from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
-    seconds = time.perf_counter() - started
-    events = step_events(recorded), seconds, tuple(notes), history_events(recorded), evaluation_events(recorded)
-    return StepTrace(*events, recorded.work, recorded.parameters)
+    return recorded.to_trace(time.perf_counter() - started, notes)
 
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
@@ -144,7 +134,10 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
     data = load_data(config, context)
     image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
     batch = largest_batch(config, data)
-    evaluated = evaluation_batch(config, data) if _needs_evaluation(config) else None
+    train, evaluated = config.train, None
+    # A compiled evaluation takes long to trace, and seldom needs more memory.
+    if train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch):
+        evaluated = evaluation_batch(config, data)
     fake_mode = make_fake_mode()
     kernels = KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
     recorder = StorageRecorder(fake_mode, kernels)
@@ -205,12 +198,6 @@ def _replacements(
     yield grouped_products_of_any_precision()
     if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
         yield traced_compilation(fake_mode, lambda: recorder)
-
-
-def _needs_evaluation(config: Config) -> bool:
-    """Return whether to trace an evaluation. A compiled one takes long to trace, and seldom needs more memory."""
-    train = config.train
-    return train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch)
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -141,8 +141,7 @@ class ZeroOneTwo(ShardedOptimizer):
             return
         for slices in reduced_at_once([self.slices[param] for param in bucket.params], self.bucket_size):
             if len(slices) > 1:  # They are flattened into a copy.
-                flat = self.buffers.on_gpu(sum(part.size for part in slices), self.dtype, "communication")
-                del flat
+                self.buffers.use_briefly(sum(part.size for part in slices), self.dtype, "communication")
         for param in bucket.params:
             if self.owned[param]:
                 self._keep(param)
@@ -156,11 +155,9 @@ class ZeroOneTwo(ShardedOptimizer):
                 total = sum(owned.numel() for owned in self.params if self.owned[owned])
                 self.new_gradients = self.buffers.on_gpu(total, self.dtype, "gradients")
         elif self.is_last:
-            norm = self.buffers.on_gpu(self.owned[param], torch.float64, "temporaries")
-            del norm
+            self.buffers.use_briefly(self.owned[param], torch.float64)  # the norm
             if self.dtype != torch.float32:
-                full = self.buffers.on_gpu(self.owned[param], torch.float32, "temporaries")
-                del full
+                self.buffers.use_briefly(self.owned[param], torch.float32)
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -186,8 +183,7 @@ class ZeroOneTwo(ShardedOptimizer):
             return
         for param in self.params:
             if self.owned[param]:  # get_grad_norm_direct
-                wide = self.buffers.on_gpu(self.owned[param], torch.float64, "temporaries")
-                del wide
+                self.buffers.use_briefly(self.owned[param], torch.float64)
         groups = self.optimizer.param_groups
         for number, (group, master) in enumerate(zip(self.groups, self.masters, strict=True)):
             master.grad = self._flat_gradient(group, master)
@@ -212,10 +208,7 @@ class ZeroOneTwo(ShardedOptimizer):
         return gradient
 
 
-# What a stage of ZeRO keeps on one rank, computed from the shapes of the parameters.
-#
-# Written after the source of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``.
-
+# What stages 1 and 2 keep on one rank, computed from the shapes of the parameters.
 
 ALIGNMENT = 2
 """Elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)."""
@@ -253,14 +246,10 @@ def fullest_rank(groups: Sequence[Sequence[int]], world_size: int) -> int:
     """
 
     def kept(rank: int) -> int:
-        shares = [partition_group(sizes, world_size, rank) for sizes in groups]
-        return sum(size for sizes, share in zip(groups, shares, strict=True) for size in _overlapping(sizes, share))
+        owned = (zip(sizes, partition_group(sizes, world_size, rank).owned, strict=True) for sizes in groups)
+        return sum(size for group in owned for size, elements in group if elements)
 
     return max(range(world_size), key=kept)
-
-
-def _overlapping(sizes: Sequence[int], share: Partition) -> list[int]:
-    return [size for size, owned in zip(sizes, share.owned, strict=True) if owned]
 
 
 @dataclass(frozen=True)

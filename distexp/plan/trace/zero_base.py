@@ -64,9 +64,6 @@ class ShardedOptimizer(ABC):
         """Update the weights."""
 
 
-# Fake tensors with the sizes of DeepSpeed's buffers.
-
-
 Assign = Callable[[str, Iterable[Tensor]], None]
 """Sets the part of tensors, see ``distexp.plan.replay.PARTS``."""
 
@@ -100,6 +97,10 @@ class Buffers:
         """Return a tensor on the GPU."""
         return self._allocate(elements, dtype, part, self.gpu)
 
+    def use_briefly(self, elements: int, dtype: torch.dtype, part: str = "temporaries") -> None:
+        """Allocate a tensor on the GPU, and free it."""
+        self.on_gpu(elements, dtype, part)
+
     def with_states(self, elements: int, dtype: torch.dtype, part: str, *, can_pin: bool = True) -> Tensor:
         """Return a tensor where the optimizer states are."""
         if self.pinned and can_pin:
@@ -128,8 +129,6 @@ def read_zero(settings: dict[str, Any], key: str, default: Any) -> Any:
 
 
 # How stage 3 of ZeRO divides parameters among the ranks, and their shares into sub-groups.
-#
-# Names in comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/stage3.py``.
 
 
 class Partitions:
