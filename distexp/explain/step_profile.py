@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -69,9 +69,7 @@ class StepProfile:
     def of(cls, record: RunRecord, strategy: MemoryTraits | None = None) -> StepProfile | None:
         """Return the profile of a run; None if it was not profiled.
 
-        Args:
-            record: The record.
-            strategy: Strategy of the run; None: that of the record, if distexp ships it.
+        Without a strategy, it is that of the record, if distexp ships it.
         """
         ranks = [_read_rank(entry) for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
         known = tuple(rank for rank in ranks if rank is not None)
@@ -201,7 +199,6 @@ def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
 
 # The rank that the others wait for: in which part it takes longer, and whether its CPU does.
 
-
 SLOWER = 0.3
 """Fraction of the waiting by which a rank must take longer than the others to be its cause."""
 
@@ -212,14 +209,8 @@ LOCAL_PARTS = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer
 """Parts in which a rank does not depend on the others."""
 
 
-@dataclass(frozen=True)
-class SlowPart:
-    """The part in which the slowest rank exceeds the others most.
-
-    Attributes:
-        part: Name of the part.
-        excess_ms: By how much it exceeds the mean of the others.
-    """
+class SlowPart(NamedTuple):
+    """The part in which the slowest rank exceeds the others most, and by how much it exceeds their mean."""
 
     part: str
     excess_ms: float
@@ -231,8 +222,7 @@ def slow_part(profile: StepProfile) -> SlowPart:
     if not others:
         return SlowPart(LOCAL_PARTS[0], 0.0)
     excess = {name: slowest.time_ms(name) - _mean([rank.time_ms(name) for rank in others]) for name in LOCAL_PARTS}
-    name = max(excess, key=excess.__getitem__)
-    return SlowPart(name, excess[name])
+    return SlowPart(*max(excess.items(), key=lambda item: item[1]))
 
 
 def is_one_rank_slow(profile: StepProfile) -> bool:
@@ -317,18 +307,14 @@ def free_cores(profile: StepProfile) -> int:
     if environment and environment.cpu_limit is not None:
         cores = min(cores, int(environment.cpu_limit))
     training = 1 if profile.on_gpu else profile.number("cluster.cpus_per_worker", 1)
-    return max(0, cores // math.ceil(profile.world_size / _machines(profile)) - training)
-
-
-def _machines(profile: StepProfile) -> int:
-    """Return the number of machines. Simulated nodes share one. During a run only its attempt has the hosts."""
     run = profile.record.run
-    hosts = run.hosts or (run.attempts[-1].get("hosts") if run.attempts else None)
-    return len(set(hosts)) if hosts else max(1, profile.number("cluster.nodes", 1))
+    hosts = run.hosts or (run.attempts[-1].get("hosts") if run.attempts else None)  # During a run only the attempt has.
+    # Simulated nodes share a machine.
+    machines = len(set(hosts)) if hosts else max(1, profile.number("cluster.nodes", 1))
+    return max(0, cores // math.ceil(profile.world_size / machines) - training)
 
 
 # Whether a change would fit into the memory of the GPU, or of the machine, from the measured memory of the run.
-
 
 USABLE = 0.9
 """Fraction of the memory of a GPU that is used at most."""
@@ -375,8 +361,9 @@ def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1
     if usable is None or peak is None:
         return False
     parts = profile.record.memory.get("parts")
-    constant = sum(_smallest(parts, name) for name in ("parameters_mib", "optimizer_states_mib"))
-    constant = min(constant, peak)
+    # The smallest values, so that the memory that grows is not underestimated.
+    states = (min(_values(parts, name), default=0.0) for name in ("parameters_mib", "optimizer_states_mib"))
+    constant = min(sum(states), peak)
     return constant + batch_factor * (peak - constant) + bytes_more / MIB <= usable
 
 
@@ -398,8 +385,3 @@ def _values(entries: Any, name: str) -> list[float]:
 
 def _largest(entries: Any, name: str) -> float | None:
     return max(_values(entries, name), default=None)
-
-
-def _smallest(entries: Any, name: str) -> float:
-    """Return the smallest value, so that the memory that grows is not underestimated."""
-    return min(_values(entries, name), default=0.0)
