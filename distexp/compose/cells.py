@@ -6,7 +6,6 @@ import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -74,13 +73,9 @@ class CellComposer:
     """Composition of cells with the result of Hydra's ``load_sweep_config``, but with one call for each choice."""
 
     def __init__(self, loader: CheckedConfigLoader, master: DictConfig) -> None:
-        """Create the composer of a command.
-
-        Args:
-            loader: Hydra's configuration loader.
-            master: Configuration of the command, with the hydra node.
-        """
+        """Create the composer of the cells of a command, with its own configuration."""
         self._loader, self._master = loader, master
+        self._hydra_overrides = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))
         self._parser = OverridesParser.create()
         self._is_group: dict[str, bool] = {}
         self._bases: dict[tuple[str, ...], bytes] = {}
@@ -98,19 +93,16 @@ class CellComposer:
             return self._loader.load_sweep_config(self._master, list(overrides))
         chosen = [override for override in parsed if self._chooses_option(override)]
         values = [override for override in parsed if not self._chooses_option(override)]
-        composed = self._base(tuple(map(_text, chosen)))
+        key = tuple(map(_text, chosen))
+        if key not in self._bases:
+            self._bases[key] = pickle.dumps(self._loader.load_sweep_config(self._master, list(key)))
+        composed = cast(DictConfig, pickle.loads(self._bases[key]))  # a copy
         self._loader._apply_overrides_to_config(values, composed)
         composed.hydra.overrides.task = list(map(_text, parsed))
         job = composed.hydra.job
         job.override_dirname = get_overrides_dirname(parsed, **job.config.override_dirname)
         self._loader.check(composed)  # The values may be those of a foreign file, too.
         return composed
-
-    def _base(self, chosen: tuple[str, ...]) -> DictConfig:
-        """Return a copy of the configuration in which only options are chosen."""
-        if chosen not in self._bases:
-            self._bases[chosen] = pickle.dumps(self._loader.load_sweep_config(self._master, list(chosen)))
-        return cast(DictConfig, pickle.loads(self._bases[chosen]))
 
     def _chooses_option(self, override: Override) -> bool:
         """Return whether an override chooses an option of a group, as Hydra decides it."""
@@ -119,10 +111,6 @@ class CellComposer:
             config_name = self._master.hydra.job.config_name
             self._is_group[key] = bool(self._loader.get_group_options(key, None, config_name, self._hydra_overrides))
         return self._is_group[key] and not isinstance(override.value(), dict)
-
-    @cached_property
-    def _hydra_overrides(self) -> list[str]:
-        return cast(list[str], OmegaConf.to_container(self._master.hydra.overrides.hydra))
 
 
 def _text(override: Override) -> str:

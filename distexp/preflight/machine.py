@@ -91,7 +91,12 @@ def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
     machine = machine_of(record.environment, network)
     points: Sequence[CurvePoint] = ()
     if options.preflight is not None:
-        points = read_preflight(Path(options.preflight))
+        path = Path(options.preflight) / PREFLIGHT
+        try:
+            points = points_of_preflight(read_json(path))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = f"{path.parent} has no readable {PREFLIGHT} ({error})"
+            raise ConfigError(f"{reason}: name the run directory of distexp preflight") from error
     elif record.preflight is not None:
         points = points_of_preflight(record.preflight)
     return replace(machine, points=tuple(points)) if points else machine
@@ -125,20 +130,6 @@ def simulates_nodes(result: Mapping[str, Any]) -> bool:
     return bool(result["backend"] == "nccl" and int(result["hosts"]) < int(result["nodes"]))
 
 
-def read_preflight(directory: Path) -> list[CurvePoint]:
-    """Return the curves of the run directory of a preflight.
-
-    Raises:
-        ConfigError: The folder has no preflight that this version can read.
-    """
-    try:
-        return points_of_preflight(read_json(directory / PREFLIGHT))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"{directory} has no readable {PREFLIGHT} ({error}): name the run directory of distexp preflight"
-        ) from error
-
-
 def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> Path:
     """Store curves for later forecasts; return the file. Points of other layouts are kept.
 
@@ -167,12 +158,9 @@ def _path(gpu_name: str | None, hostname: str | None) -> Path:
     return cache_dir() / "collective-curves" / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
 
 
-# The network between the nodes of a forecast.
-
-
 @dataclass(frozen=True)
 class Network:
-    """The network between nodes.
+    """The network between the nodes of a forecast.
 
     Attributes:
         name: A key of ``networks`` in ``hardware/facts.yaml``.
