@@ -303,28 +303,27 @@ LIMITS = {
 """Keys of ``scale`` that limit a key."""
 
 
-def lowered_values(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
-    """Yield a warning for each value of the given keys that the scale lowers, once for all cells.
+def lowered_values(cells: Iterable[Cell], given: Container[str]) -> list[str]:
+    """Return a warning for each value of the given keys that the scale lowers, once for all cells.
 
     They are the keys of the command itself. A preset of the workshop expects that its own values are lowered.
     """
-    yield from dict.fromkeys(text for cell in cells for text in _lowered(cell, given))
-
-
-def _lowered(cell: Cell, given: Container[str]) -> Iterator[str]:
-    config = cell.config
-    if config is None or config.scale.name == "full":
-        return
-    for override in cell.overrides:
-        key, value = key_of(override), value_of(override)
-        if key not in LIMITS or key not in given or not value.isdecimal():
+    found: dict[str, None] = {}
+    for cell in cells:
+        config = cell.config
+        if config is None or config.scale.name == "full":
             continue
-        section, name = key.split(".")
-        used = getattr(getattr(config, section), name)
-        if used is not None and used < int(value):
-            limits = [f"scale.{limit}=null" for limit in LIMITS[key] if getattr(config.scale, limit) is not None]
-            hint = f": to keep {value}, add {' '.join(limits)}" if limits else ""
-            yield f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"
+        for override in cell.overrides:
+            key, value = key_of(override), value_of(override)
+            if key not in LIMITS or key not in given or not value.isdecimal():
+                continue
+            section, name = key.split(".")
+            used = getattr(getattr(config, section), name)
+            if used is not None and used < int(value):
+                limits = [f"scale.{limit}=null" for limit in LIMITS[key] if getattr(config.scale, limit) is not None]
+                hint = f": to keep {value}, add {' '.join(limits)}" if limits else ""
+                found[f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"] = None
+    return list(found)
 
 
 def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> list[str]:

@@ -72,7 +72,8 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
 LARGE_OVERHEAD = 0.05
 """Difference of the profiled step from the median one, as a share of it, that is worth a note."""
 
-CPU_NOTE = "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown."
+DIFFERENT = 0.05
+"""Relative difference from which a profiled step differs from the median step."""
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:
@@ -96,13 +97,14 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
         )
     if profile.includes_overhead and profile.on_gpu:
         yield "The parts include the overhead of the profiler, because the batches have different sizes."
-    if median := profile.different_median_ms:
+    median = profile.median_ms
+    if median is not None and abs(profile.step_ms - median) > DIFFERENT * median:
         yield (
             f"The parts add up to {profile.step_ms:,.1f} ms. The median of the steps that were not profiled is "
             f"{median:,.1f} ms."
         )
     if not profile.on_gpu:
-        yield CPU_NOTE
+        yield "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown."
 
 
 def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str]:

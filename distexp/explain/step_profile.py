@@ -27,9 +27,6 @@ COMPUTE = ("matmul", "other_kernels")
 OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
 """All other parts. The largest one is the bottleneck, if it is large enough."""
 
-DIFFERENT = 0.05
-"""Relative difference from which a profiled step differs from the median step."""
-
 
 @dataclass(frozen=True)
 class RankStep:
@@ -99,14 +96,6 @@ class StepProfile:
         """Return whether the parts include the overhead of the profiler."""
         entries = self.record.metrics.step_breakdown or ()
         return any(isinstance(entry, dict) and entry.get("includes_overhead") is True for entry in entries)
-
-    @property
-    def different_median_ms(self) -> float | None:
-        """Return the median of the steps that were not profiled, if the parts add up to another duration."""
-        median = self.median_ms
-        if median is None or abs(self.step_ms - median) <= DIFFERENT * median:
-            return None
-        return median
 
     @property
     def median_ms(self) -> float | None:
@@ -323,30 +312,18 @@ SMALL_GROWTH = 0.1
 """Fraction of the measured CPU memory by which a change may increase it. The free memory of the machine is unknown."""
 
 
-def usable_mib(profile: StepProfile) -> float | None:
+def _usable_mib(profile: StepProfile) -> float | None:
     """Return the memory of a GPU that torch may use; None if it is unknown."""
-    environment = profile.record.environment
-    total, outside = environment.gpu_total_mib if environment else None, outside_torch_mib(profile)
-    if total is None or outside is None:
+    # CUDA, NCCL and other programs: what was measured, or the usual memory if this is more. For this reason
+    # cluster.gpu_memory_limit_gb subtracts at least the usual one.
+    outside = _values(profile.record.memory.get("parts"), "context_mib")
+    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged record
+        outside.append(profile.strategy.total_overhead_mib(parse_config(profile.record.config)))
+    total = profile.record.environment.gpu_total_mib if profile.record.environment else None
+    if total is None or not outside:
         return None
     limit = profile.setting("cluster.gpu_memory_limit_gb")
-    return USABLE * ((min(total, 1024 * limit) if isinstance(limit, int | float) else total) - outside)
-
-
-def outside_torch_mib(profile: StepProfile) -> float | None:
-    """Return the memory of CUDA, NCCL and other programs; None if it is unknown.
-
-    It is the measured one, or the usual one if this is more: ``cluster.gpu_memory_limit_gb`` subtracts at least that.
-    """
-    found = _values(profile.record.memory.get("parts"), "context_mib")
-    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged record
-        found.append(profile.strategy.total_overhead_mib(parse_config(profile.record.config)))
-    return max(found, default=None)
-
-
-def peak_mib(profile: StepProfile) -> float | None:
-    """Return the largest reserved memory of all ranks; None if it is unknown."""
-    return _largest(profile.record.memory.get("torch"), "peak_reserved_mib")
+    return USABLE * ((min(total, 1024 * limit) if isinstance(limit, int | float) else total) - max(outside))
 
 
 def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1) -> bool:
@@ -355,26 +332,20 @@ def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1
     Weights and optimizer states do not depend on the micro-batch. All other memory is counted as if it grew with it.
     On a CPU, only a change fits that hardly needs more memory.
     """
-    if not profile.on_gpu:
-        return _grows_little(profile, bytes_more, batch_factor)
-    usable, peak = usable_mib(profile), peak_mib(profile)
+    parts = profile.record.memory.get("parts")
+    if not profile.on_gpu:  # The activations of the processes grow with the batch.
+        host_peak, activations = cpu_peak_mib(profile.record.memory), _largest(parts, "activations_mib")
+        if host_peak is None or activations is None:
+            return False
+        more_mib = (batch_factor - 1) * activations + bytes_more / MIB
+        return profile.world_size * more_mib <= SMALL_GROWTH * host_peak
+    usable, peak = _usable_mib(profile), _largest(profile.record.memory.get("torch"), "peak_reserved_mib")
     if usable is None or peak is None:
         return False
-    parts = profile.record.memory.get("parts")
     # The smallest values, so that the memory that grows is not underestimated.
     states = (min(_values(parts, name), default=0.0) for name in ("parameters_mib", "optimizer_states_mib"))
     constant = min(sum(states), peak)
     return constant + batch_factor * (peak - constant) + bytes_more / MIB <= usable
-
-
-def _grows_little(profile: StepProfile, bytes_more: float, batch_factor: int) -> bool:
-    """Return whether the memory of the processes grows by a small fraction. Their activations grow with the batch."""
-    peak = cpu_peak_mib(profile.record.memory)
-    activations = _largest(profile.record.memory.get("parts"), "activations_mib")
-    if peak is None or activations is None:
-        return False
-    more_mib = (batch_factor - 1) * activations + bytes_more / MIB
-    return profile.world_size * more_mib <= SMALL_GROWTH * peak
 
 
 def _values(entries: Any, name: str) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -57,11 +57,6 @@ DECIDES = {
 
 def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
     """Predict all cells and print the result.
-
-    Args:
-        cells: The cells of the command.
-        make: Composes a variant of a cell.
-        planner: Source of estimates.
 
     Raises:
         SweepFailedError: if there is no prediction at all. The reasons are in the output.
@@ -181,12 +176,8 @@ def _print_search(
 def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
     """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
 
-    Args:
-        total: Number of configurations that are not in the cache.
-        remark: What to add to the line.
-
     Yields:
-        Function to call after each prediction.
+        Function to call after each prediction of a configuration that is not in the cache.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not total:
@@ -202,34 +193,26 @@ def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def show_search(title: str, most: int, remark: str = "") -> Iterator[Callable[[], None]]:
-    """Show on stderr that variants are predicted, and how many are done.
-
-    Args:
-        title: What is searched.
-        most: Number of variants that are predicted at most.
-        remark: What to add to the title.
+    """Show on stderr that variants are predicted, and how many of the most are done.
 
     Yields:
         Function to call after each prediction.
     """
-    console, title = Console(stderr=True), f"searching for {title}"
-    done = 0
+    console, title, done = Console(stderr=True), f"searching for {title}", 0
+    status = console.status(f"{title}{remark}") if console.is_terminal else None
 
     def advance() -> None:
         nonlocal done
         done += 1
-        show(f"{done} of at most {format_count(most, 'variant')} predicted")
+        text = f"{done} of at most {format_count(most, 'variant')} predicted"
+        if status is None:
+            _print(text)
+        else:
+            status.update(f"{title}: {text}{remark}")
 
-    if console.is_terminal:
-        with console.status(f"{title}{remark}") as status:
-
-            def show(text: str) -> None:
-                status.update(f"{title}: {text}{remark}")
-
-            yield advance
-    else:
-        show = _print
-        show(f"{title}{remark}")
+    if status is None:
+        _print(f"{title}{remark}")
+    with status or nullcontext():
         yield advance
 
 

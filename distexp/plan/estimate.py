@@ -169,10 +169,7 @@ def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
 def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: float | None) -> Estimate:
     """Return the estimate of a traced step.
 
-    Args:
-        trace: The step.
-        overheads: MiB outside of the allocator, by name. Names that start with ``host_`` are not on the GPU.
-        host_mib: Peak of the CPU memory on a node.
+    The overheads are MiB outside of the allocator, by name. Names that start with ``host_`` are not on the GPU.
     """
     found = replay(trace.events, trace.history, trace.evaluation)
     return Estimate(
@@ -219,12 +216,7 @@ def _curve(found: Replay) -> dict[str, list[Any]]:
 
 
 def _expected_states_mib(config: Config, counted: int | None = None) -> States | None:
-    """Return the model states by arithmetic in MiB, by part; None if unknown.
-
-    Args:
-        config: a resolved configuration.
-        counted: number of parameters, if the model was built.
-    """
+    """Return the model states by arithmetic in MiB, by part; None if unknown. If the model was built, use its size."""
     moments, parameters = MOMENTS.get(config.train.optimizer), counted or parameter_count(config.model)
     if moments is None or parameters is None:
         return None

@@ -52,9 +52,7 @@ class Search:
     def first_change(self, at_a_time: int, has_time: Callable[[], bool]) -> tuple[ConfigChange | None, int]:
         """Return the smallest change that fits, and how many changes there was no time for; None if none fits.
 
-        Args:
-            at_a_time: Number of changes to estimate before the next ones. Those after the first that fits are not.
-            has_time: Whether there is time for the next ones.
+        ``at_a_time`` changes are estimated before the next ones, until one fits.
         """
         candidates = list(candidate_overrides(self.config))
         for start in range(0, len(candidates), at_a_time):
@@ -84,11 +82,8 @@ class Search:
 def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None) -> Iterator[tuple[str, ...]]:
     """Yield the overrides of each change, the smallest change first. The training stays the same.
 
-    Only another micro-batch of a model with batch norms is another training. It comes last.
-
-    Args:
-        config: The configuration.
-        largest: The largest micro-batch that fits. Without it, half of the micro-batch and one sample are tried.
+    Only another micro-batch of a model with batch norms is another training. It comes last. If the largest micro-batch
+    that fits is not known, half of the micro-batch and one sample are tried.
     """
     train, logits, checkpointing = config.train, (), ()
     if config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full":
@@ -261,9 +256,7 @@ class MicroBatchSizes:
     def _proposal(self, low: int, high: int | None) -> tuple[int, ...]:
         """Return two sizes to estimate, or none. The memory is nearly linear in the micro-batch.
 
-        Args:
-            low: The largest size that fits; 0 if none is known.
-            high: The smallest larger size that does not fit; None if none is known.
+        ``low`` is the largest size that is known to fit, or 0, and ``high`` the smallest one that does not, or None.
         """
         # The whole global batch is not on the line of the other sizes, see ``largest``.
         whole = None if self.config.train.global_batch_size is None else samples_per_worker(self.config)

@@ -147,11 +147,7 @@ def change_lines(
 ) -> Iterator[str]:
     """Yield the smallest change that makes a training fit, and what all changes need that reduce the memory.
 
-    Args:
-        changes: The changes, the smallest one first.
-        memory_mib: Memory of the GPU, or of the node for a run on CPUs.
-        device: cuda or cpu.
-        required_mib: Memory that the training needs without a change.
+    The smallest change comes first. ``required_mib`` is the memory that the training needs without a change.
     """
     may_fit = any(verdict_of(change.estimate, memory_mib) in (TOO_CLOSE, None) for change in changes)
     less = [change for change in changes if (change.estimate.required_mib or inf) < (required_mib or inf)]

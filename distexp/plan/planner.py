@@ -73,18 +73,13 @@ class Planner:
     def estimate(self, configs: Sequence[Config], advance: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Return the estimate of each configuration, in their order. Equal ones are traced once.
 
-        Args:
-            configs: Resolved configurations.
-            advance: Called after each configuration that is not in the cache.
+        ``advance`` is called after each configuration that is not in the cache.
         """
         configs = [with_gpu(config) for config in configs]
         paths = [cache_path(config) for config in configs]
         unique = dict(zip(paths, configs, strict=True))
-        found: dict[Path, Outcome] = {}
-        for path, config in unique.items():
-            estimate = read_estimate(config)
-            if estimate is not None:
-                found[path] = estimate
+        cached = {path: read_estimate(config) for path, config in unique.items()}
+        found: dict[Path, Outcome] = {path: estimate for path, estimate in cached.items() if estimate is not None}
         missing = [path for path in unique if path not in found]
         for path, outcome in zip(missing, self.trace([unique[path] for path in missing], advance), strict=True):
             found[path] = outcome

@@ -176,12 +176,9 @@ def _is_extern(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return (
-        node.op == "call_function" and torch.Tag.reduction in tags
-        if hasattr(torch.Tag, "reduction")
-        else (_name(node) in REDUCTIONS)
-    )
+    if hasattr(torch.Tag, "reduction"):
+        return node.op == "call_function" and torch.Tag.reduction in getattr(node.target, "tags", ())
+    return _name(node) in REDUCTIONS
 
 
 REDUCTIONS = ("sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin", "max", "min")
@@ -238,13 +235,7 @@ class WorkCounter:
             self.operations[phase] += 1
 
     def step(self, micro_batches: int, traced: int, written: Mapping[str, int]) -> StepWork:
-        """Return the work of a whole step.
-
-        Args:
-            micro_batches: number of micro-batches of a step.
-            traced: how many of them were traced.
-            written: bytes that were allocated, by phase.
-        """
+        """Return the work of a whole step, of whose micro-batches some were traced. ``written`` are bytes by phase."""
         factor = micro_batches / traced
 
         def total(counts: Mapping[str, int]) -> float:

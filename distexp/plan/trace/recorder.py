@@ -112,7 +112,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phase == "backward" and self._adds_in_place(func, args):
             return args[0]
         outputs = func(*args, **(kwargs or {}))
-        self._see(outputs)
+        for tensor in tensors_in(outputs):
+            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
+                self._register(tensor)
         self.work.add(self.phase, func, args, kwargs, outputs)
         self._use_buffers(func, args)
         if func.namespace in COLLECTIVES:
@@ -140,11 +142,6 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_in_backward(self) -> bool:
         """Return whether a backward pass runs, and not the recomputation of a checkpointed forward pass."""
         return self.phase != "forward" and not (self.phase == "backward" and torch.is_grad_enabled())
-
-    def _see(self, outputs: Any) -> None:
-        for tensor in tensors_in(outputs):
-            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
-                self._register(tensor)
 
     def _register(self, tensor: Tensor) -> _Storage:
         storage = tensor.untyped_storage()
@@ -233,14 +230,12 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.kept = block.kept or id(block) in alive
         self._forward_blocks = []
 
-    def blocks_since(self, start: int) -> Iterable[TracedBlock]:
-        """Return the blocks that are alive and were allocated at or after position ``start`` of ``changes``."""
+    def label_gradients(self, start: int) -> None:
+        """Label what the backward pass left of the blocks allocated at or after position ``start`` of ``changes``."""
         born = {id(change.block) for change in self.changes[start:] if not change.is_free}
-        return [
-            storage.block
-            for storage in self._storages.values()
-            if storage.block is not None and id(storage.block) in born
-        ]
+        for block in [storage.block for storage in self._storages.values() if id(storage.block) in born]:
+            if block is not None and block.in_backward and block.part in (None, "communication"):
+                block.part = "gradients"
 
     def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
         """Set the part of the blocks of some tensors, unless they have one."""

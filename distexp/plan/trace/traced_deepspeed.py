@@ -155,7 +155,6 @@ class ZeroThree(ShardedOptimizer):
         self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers, partitions: Partitions
     ) -> None:
         super().__init__(module, config, settings, buffers)
-        self.micro_batch = 0
         threshold = int(read_zero(settings, "stage3_param_persistence_threshold", 100_000))
         persistent = {param: None for param in module.parameters() if param.numel() <= threshold}
         limit = int(read_zero(settings, "sub_group_size", 1_000_000_000))
@@ -266,15 +265,18 @@ class ZeroThree(ShardedOptimizer):
         """Finish a micro-batch (``independent_gradient_partition_epilogue``)."""
         if self.bucket:
             self._reduce()
-        self.micro_batch += 1
 
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights, one sub-group after the other."""
-        self.micro_batch = 0
         self.fetcher.release_all()
         if self.dtype == torch.float16:
-            self._check_overflow()
+            # DeepSpeed looks for infinite gradients where they are: ``isinf`` copies them, and makes a bool for each.
+            with torch.cpu.stream(self.reduce_stream):
+                elements = self.gradients.numel()
+                copied = self.buffers.with_states(elements, self.dtype, "temporaries", can_pin=False)
+                infinite = self.buffers.with_states(elements, torch.bool, "temporaries", can_pin=False)
+                del copied, infinite
         if not self.offloads:
             self._update()
         self.fetcher.gather_persistent()
@@ -292,10 +294,3 @@ class ZeroThree(ShardedOptimizer):
             self.optimizer.param_groups[number]["params"] = []
             self.buffers.assign("optimizer_states", tensors_in(self.optimizer.state[master]))
             master.grad = None
-
-    def _check_overflow(self) -> None:
-        """Look for infinite gradients where they are: ``isinf`` copies them, and makes a bool for each."""
-        with torch.cpu.stream(self.reduce_stream):
-            copied = self.buffers.with_states(self.gradients.numel(), self.dtype, "temporaries", can_pin=False)
-            infinite = self.buffers.with_states(self.gradients.numel(), torch.bool, "temporaries", can_pin=False)
-            del copied, infinite

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 
 from distexp.config import Config, ConfigError
 from distexp.config.custom_code import locate
@@ -73,11 +74,7 @@ class EmptyBlueprint(Blueprint):
 
 
 def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
-    """Return the allocations of one optimizer step of rank 0.
-
-    Args:
-        config: a resolved configuration.
-        on_gpu: whether to predict a run on GPUs, which this machine need not have.
+    """Return the allocations of one optimizer step of rank 0, on a GPU that this machine need not have, or on a CPU.
 
     Raises:
         PlanError: the model cannot be traced, or the configuration is not supported.
@@ -252,7 +249,7 @@ class TracedStep:
             contributions.append(
                 self.model.forward_backward(batch, normalizer=self.normalizer, last_micro=position == len(traced))
             )
-            self._label_gradients(start)
+            self.recorder.label_gradients(start)
         torch.stack(contributions).sum(dim=0)
         self.recorder.phase = "optimizer"
         self.model.step(0.1)
@@ -265,12 +262,6 @@ class TracedStep:
         self.model.module.eval()
         with torch.no_grad():
             evaluation_sums(self.task, self.model.forward(batch), batch)
-
-    def _label_gradients(self, start: int) -> None:
-        """Label what the backward pass of a micro-batch left."""
-        for block in self.recorder.blocks_since(start):
-            if block.in_backward and block.part in (None, "communication"):
-                block.part = "gradients"
 
 
 class Traceable(Protocol):
@@ -303,15 +294,8 @@ def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: St
 @contextmanager
 def _mesh_outside_of_fake_mode() -> Iterator[None]:
     """Let ``init_device_mesh`` use real tensors during the block. It reads their values."""
-    from torch.distributed import device_mesh
-
     original = device_mesh.init_device_mesh
-
-    def build(*arguments: Any, **options: Any) -> Any:
-        with without_fake_mode():
-            return original(*arguments, **options)
-
-    device_mesh.init_device_mesh = build
+    device_mesh.init_device_mesh = without_fake_mode()(original)
     try:
         yield
     finally:
