@@ -24,29 +24,17 @@ from distexp.runs.record_sections import Predicted
 
 @dataclass
 class Cell:
-    """The overrides of one run, and what Hydra and ``resolve`` made of them.
-
-    Attributes:
-        overrides: Overrides of the cell.
-        packed: Composed configuration, pickled and compressed. A sweep may have thousands of cells.
-        config: Resolved configuration; None for an invalid cell.
-        decided: Configuration of an invalid cell, with the values that were decided before its errors were found.
-        id: ``run.id`` of the run.
-        errors: Why the cell is invalid.
-        varied: Overrides that not all cells share.
-        predicted: Predicted memory; None if it is not predicted.
-        curve: Predicted memory through a training step.
-    """
+    """The overrides of one run, and what Hydra and ``resolve`` made of them."""
 
     overrides: list[str]
-    packed: bytes
-    config: Config | None = None
-    decided: Config | None = None
-    id: str = INVALID_ID
-    errors: list[str] = field(default_factory=list)
-    varied: list[str] = field(default_factory=list)
-    predicted: Predicted | None = None
-    curve: Curve = field(default_factory=dict)
+    packed: bytes  # composed configuration, pickled and compressed. A sweep may have thousands of cells.
+    config: Config | None = None  # resolved configuration; None for an invalid cell
+    decided: Config | None = None  # of an invalid cell, with what was decided before its errors were found
+    id: str = INVALID_ID  # ``run.id`` of the run
+    errors: list[str] = field(default_factory=list)  # why the cell is invalid
+    varied: list[str] = field(default_factory=list)  # overrides that not all cells share
+    predicted: Predicted | None = None  # predicted memory; None if it is not predicted
+    curve: Curve = field(default_factory=dict)  # predicted memory through a training step
 
     @property
     def composed(self) -> DictConfig:

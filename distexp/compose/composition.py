@@ -34,17 +34,11 @@ Adjust = Callable[[DictConfig, Sequence[str]], None]
 
 
 class CellRules(NamedTuple):
-    """What a command accepts in its cells.
+    """What a command accepts in its cells."""
 
-    Attributes:
-        may_be_invalid: A command with one cell does not end if it is invalid.
-        sizes_vary: The command varies the keys of ``train``, so it keeps none that was typed.
-        keeps_accumulation: A typed number of accumulation steps may be replaced by that of a stored run.
-    """
-
-    may_be_invalid: bool = False
-    sizes_vary: bool = False
-    keeps_accumulation: bool = False
+    may_be_invalid: bool = False  # A command with one cell does not end if it is invalid.
+    sizes_vary: bool = False  # the command varies the keys of ``train``, so it keeps none that was typed
+    keeps_accumulation: bool = False  # A typed number of accumulation steps may be replaced by that of a stored run.
 
 
 def compose_cells(
@@ -192,17 +186,11 @@ LEAVE_OUT = "leave it out"
 
 
 class Rule(NamedTuple):
-    """Keys without effect in one situation.
+    """Keys without effect in one situation."""
 
-    Attributes:
-        keys: Names in the section; ``name`` is the group ``plan`` itself.
-        reason: Which situation, and why it does not use the keys.
-        hint: What to type instead.
-    """
-
-    keys: Sequence[str]
-    reason: str
-    hint: str = LEAVE_OUT
+    keys: Sequence[str]  # names in the section; ``name`` is the group ``plan`` itself
+    reason: str  # which situation, and why it does not use the keys
+    hint: str = LEAVE_OUT  # what to type instead
 
 
 RULES = {

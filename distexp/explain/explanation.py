@@ -36,23 +36,14 @@ MIN_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Explanation:
-    """The bottleneck of a step.
+    """The bottleneck of a step, and the overrides that would reduce it."""
 
-    Attributes:
-        bottleneck: Name of the part; ``compute`` if no other part is large enough.
-        share: Fraction of the step.
-        sentence: What the profile shows.
-        alternatives: Overrides that would reduce it. Two overrides of one alternative are separated by a space.
-        larger_batch: Those that make the global batch larger, and so change the training.
-        reasons: Why each of them would help.
-    """
-
-    bottleneck: str
-    share: float
-    sentence: str
-    alternatives: list[str] = field(default_factory=list)
-    larger_batch: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+    bottleneck: str  # name of the part; ``compute`` if no other part is large enough
+    share: float  # fraction of the step
+    sentence: str  # what the profile shows
+    alternatives: list[str] = field(default_factory=list)  # Two overrides of one are separated by a space.
+    larger_batch: list[str] = field(default_factory=list)  # those with a larger global batch: they change the training
+    reasons: dict[str, str] = field(default_factory=dict)  # why each of them would help
 
     def to_json(self) -> dict[str, Any]:
         """Return ``metrics.explanation`` of the record, where the bottleneck is named ``loss``."""

@@ -52,15 +52,11 @@ class RankStep:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The median profiled step of all ranks of a run.
-
-    Attributes:
-        strategy: Strategy of the run. A custom one that was not loaded has the defaults.
-    """
+    """The median profiled step of all ranks of a run."""
 
     record: RunRecord
     ranks: tuple[RankStep, ...]
-    strategy: MemoryTraits = field(default_factory=MemoryTraits)
+    strategy: MemoryTraits = field(default_factory=MemoryTraits)  # A custom one that was not loaded has the defaults.
 
     @classmethod
     def of(cls, record: RunRecord, strategy: MemoryTraits | None = None) -> StepProfile | None:

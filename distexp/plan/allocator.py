@@ -78,14 +78,10 @@ class Addresses:
     A new range is below all earlier ones, because Linux maps memory from the top down. A segment takes the start of its
     range. A later segment takes the rest of the newest range with enough room. Gaps between other mappings of the
     process are not modeled.
-
-    Attributes:
-        lowest: Start of the newest range.
-        rests: Start and size of what is left of each range.
     """
 
-    lowest: int = HIGHEST_ADDRESS
-    rests: list[tuple[int, int]] = field(default_factory=list)
+    lowest: int = HIGHEST_ADDRESS  # start of the newest range
+    rests: list[tuple[int, int]] = field(default_factory=list)  # start and size of what is left of each range
 
     def take(self, size: int) -> int:
         """Return the address of a new segment."""
@@ -101,19 +97,12 @@ class Addresses:
 
 
 class CachingAllocator:
-    """Bytes that the allocator of one GPU holds.
-
-    Attributes:
-        limit: Most bytes to reserve; None for no limit.
-        allocated: Bytes in use, rounded as the allocator rounds them.
-        reserved: Bytes of all segments.
-        retries: How often free segments were released to make room.
-    """
+    """Bytes that the allocator of one GPU holds: in use after rounding, and reserved, which are all segments."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
-        self.allocated = self.reserved = self.retries = 0
-        self.peak_allocated = self.peak_reserved = 0
+        self.limit = limit  # most bytes to reserve; None for no limit
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.retries = 0  # how often free segments were released to make room
         self._pools: dict[tuple[str, bool], Pool] = {}
         self._addresses = Addresses()
 

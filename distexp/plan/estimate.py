@@ -36,41 +36,24 @@ NATIVE = "native"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory of one worker in MiB. None means that the training could not be traced.
-
-    Attributes:
-        step_mib: Memory in which a step runs, without ``overhead_mib``. On a GPU, the smallest reserved memory. On
-            CPUs, the memory of all processes on a machine.
-        overhead_mib: GPU memory outside of torch's allocator.
-        host_mib: Peak of the CPU memory on a node.
-        parts: What the peak is made of.
-        curve: The phase and the parts at some points of the step.
-        seconds: Time of the prediction.
-        error_bound: Largest relative error of ``required_mib``; None if it is not known.
-        on_cpu: Whether the run is on CPUs.
-        notes: What was assumed, or why the training could not be traced.
-        flops: Floating point operations of a step of one worker; None if they were not counted.
-        operations: Kernels that a worker launches in a step.
-        optimizer_operations: Those of them that do not depend on the number of micro-batches.
-        written_mib: All tensors that a worker allocates in a step.
-    """
+    """Memory of one worker in MiB. None means that the training could not be traced."""
 
     peak_allocated_mib: float | None = None
     peak_reserved_mib: float | None = None
-    step_mib: float | None = None
-    overhead_mib: float = 0.0
-    host_mib: float | None = None
+    step_mib: float | None = None  # in which a step runs: reserved, or on CPUs that of all processes on a machine
+    overhead_mib: float = 0.0  # GPU memory outside of torch's allocator
+    host_mib: float | None = None  # peak of the CPU memory on a node
     phase: str | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    curve: dict[str, list[Any]] = field(default_factory=dict)
-    seconds: float = 0.0
-    error_bound: float | None = GPU_ERROR_BOUND
-    on_cpu: bool = False
-    notes: list[str] = field(default_factory=list)
-    flops: float | None = None
-    operations: int | None = None
-    optimizer_operations: int | None = None
-    written_mib: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)  # what the peak is made of
+    curve: dict[str, list[Any]] = field(default_factory=dict)  # the phase and the parts at some points of the step
+    seconds: float = 0.0  # of the prediction
+    error_bound: float | None = GPU_ERROR_BOUND  # largest relative error of ``required_mib``; None if it is not known
+    on_cpu: bool = False  # whether the run is on CPUs
+    notes: list[str] = field(default_factory=list)  # what was assumed, or why the training could not be traced
+    flops: float | None = None  # floating point operations of a step of one worker; None if they were not counted
+    operations: int | None = None  # kernels that a worker launches in a step
+    optimizer_operations: int | None = None  # those of them that do not depend on the number of micro-batches
+    written_mib: float | None = None  # all tensors that a worker allocates in a step
 
     @property
     def traced(self) -> bool:

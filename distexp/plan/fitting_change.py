@@ -150,19 +150,12 @@ Compose = Callable[[Sequence[str]], Config | str]
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        size: The largest micro-batch that fits; None if not even one sample is certain to fit.
-        is_exact: Whether all larger ones are known not to fit.
-        invalid: Why a larger one is invalid; empty if its memory is the limit.
-        one_may_fit: Whether no size is certain to fit, but one sample may.
-    """
-
-    size: int | None
-    is_exact: bool = True
-    invalid: str = ""
-    one_may_fit: bool = False
+    size: int | None  # the largest micro-batch that fits; None if not even one sample is certain to fit
+    is_exact: bool = True  # whether all larger ones are known not to fit
+    invalid: str = ""  # why a larger one is invalid; empty if its memory is the limit
+    one_may_fit: bool = False  # whether no size is certain to fit, but one sample may
 
 
 @dataclass

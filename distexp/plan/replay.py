@@ -29,19 +29,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step needs on one GPU, in bytes.
-
-    Attributes:
-        required: Smallest limit of the reserved memory in which the step runs.
-        peak: Parts at the peak of the allocated memory.
-        curve: Parts through the step. Each point is the largest of an interval.
-    """
+    """What a step needs on one GPU, in bytes."""
 
     peak_allocated: int
     peak_reserved: int
-    required: int
-    peak: Point
-    curve: tuple[Point, ...]
+    required: int  # smallest limit of the reserved memory in which the step runs
+    peak: Point  # parts at the peak of the allocated memory
+    curve: tuple[Point, ...]  # parts through the step. Each point is the largest of an interval.
 
 
 @dataclass
@@ -195,61 +189,34 @@ class PlanError(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """One allocation, or its free.
+    """One allocation, or its free. The allocator of torch reuses memory only in the stream that allocated it."""
 
-    Attributes:
-        bytes: requested size; negative for a free. Allocators round it up.
-        block: number of the allocation; its free has the same. Or EMPTY_CACHE.
-        part: one of PARTS.
-        phase: one of PHASES, in which the event happens.
-        device: ``gpu`` or ``host``.
-        stream: name of the CUDA stream of the allocation; empty for that of the computation. The allocator of torch
-            reuses memory only in the stream that allocated it.
-    """
-
-    bytes: int
-    block: int
-    part: str
-    phase: str
-    device: str
-    stream: str = ""
+    bytes: int  # requested size; negative for a free. Allocators round it up.
+    block: int  # number of the allocation; its free has the same. Or EMPTY_CACHE.
+    part: str  # one of PARTS
+    phase: str  # one of PHASES, in which the event happens
+    device: str  # ``gpu`` or ``host``
+    stream: str = ""  # name of the CUDA stream of the allocation; empty for that of the computation
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one optimizer step of one worker computes.
+    """What one optimizer step of one worker computes."""
 
-    Attributes:
-        flops: floating point operations of matrix products, convolutions and attention.
-        operations: kernels that are launched.
-        optimizer_operations: those of them that do not depend on the number of micro-batches.
-        written: bytes of all tensors that are allocated.
-    """
-
-    flops: float
-    operations: int
-    optimizer_operations: int
-    written: float
+    flops: float  # floating point operations of matrix products, convolutions and attention
+    operations: int  # kernels that are launched
+    optimizer_operations: int  # those of them that do not depend on the number of micro-batches
+    written: float  # bytes of all tensors that are allocated
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The events of one optimizer step of one worker, in order.
+    """The events of one optimizer step of one worker, in order."""
 
-    Attributes:
-        events: what is in memory before the step, as phase ``setup``, then the step.
-        seconds: time of the prediction.
-        notes: what was assumed.
-        history: all before the step: the construction of the model as phase ``setup``, and the first step.
-        evaluation: a batch of the evaluation after the step.
-        work: what the step computes; None if it was not counted.
-        parameters: number of parameters of the whole model; a shared weight counts once.
-    """
-
-    events: tuple[Event, ...]
-    seconds: float
-    notes: tuple[str, ...]
-    history: tuple[Event, ...] = ()
-    evaluation: tuple[Event, ...] = ()
-    work: StepWork | None = None
-    parameters: int = 0
+    events: tuple[Event, ...]  # what is in memory before the step, as phase ``setup``, then the step
+    seconds: float  # of the prediction
+    notes: tuple[str, ...]  # what was assumed
+    history: tuple[Event, ...] = ()  # before the step: the construction of the model (``setup``), and the first step
+    evaluation: tuple[Event, ...] = ()  # a batch of the evaluation after the step
+    work: StepWork | None = None  # what the step computes; None if it was not counted
+    parameters: int = 0  # number of parameters of the whole model; a shared weight counts once

@@ -266,13 +266,9 @@ def is_matrix_product(func: Any) -> bool:
 
 @dataclass(frozen=True)
 class KernelBuffers:
-    """Buffers of the kernels of a GPU.
+    """Buffers of the kernels of a GPU."""
 
-    Attributes:
-        multiprocessors: how many the GPU has. They decide how many blocks share a sum.
-    """
-
-    multiprocessors: int
+    multiprocessors: int  # how many the GPU has. They decide how many blocks share a sum.
 
     def sizes(self, func: Any, arguments: Sequence[Any]) -> list[int]:
         """Return the bytes of the buffers of an operation, in the order of their allocation."""

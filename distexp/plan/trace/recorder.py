@@ -33,28 +33,17 @@ COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")
 
 @dataclass
 class TracedBlock:
-    """One storage, from its allocation to its free.
-
-    Attributes:
-        size: bytes.
-        device: ``gpu`` or ``host``.
-        phase: phase of the allocation.
-        last_axis: size of the last axis of the first tensor in it.
-        stream: stream of the allocation; empty for that of the computation.
-        in_backward: whether the backward pass allocated it, except for the recomputation of a forward pass.
-        kept: whether it was still there at the end of the forward pass that allocated it.
-        part: what it is for, once that is known.
-    """
+    """One storage, from its allocation to its free."""
 
     number: int
-    size: int
-    device: str
-    phase: str
-    last_axis: int
-    stream: str
-    in_backward: bool
-    kept: bool = False
-    part: str | None = None
+    size: int  # bytes
+    device: str  # ``gpu`` or ``host``
+    phase: str  # of the allocation
+    last_axis: int  # size of the last axis of the first tensor in it
+    stream: str  # of the allocation; empty for that of the computation
+    in_backward: bool  # whether the backward pass allocated it, except for the recomputation of a forward pass
+    kept: bool = False  # whether it was still there at the end of the forward pass that allocated it
+    part: str | None = None  # what it is for, once that is known
 
 
 @dataclass(frozen=True)
@@ -77,24 +66,16 @@ class _Storage:
 
 
 class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each birth and death of a storage of fake tensors. Views share the storage of their base.
-
-    Attributes:
-        phase: the current phase, which the caller sets.
-        changes: allocations and frees since ``start``.
-        history: allocations and frees before it.
-        first_products: how many changes there were before ``start`` after the first matrix product of each phase.
-        work: counts of the operations since ``start``.
-    """
+    """Records each birth and death of a storage of fake tensors. Views share the storage of their base."""
 
     def __init__(self, fake_mode: FakeMode, kernels: KernelBuffers | None = None) -> None:
         """Create a recorder of the tensors of a mode, with the buffers of the kernels; None for a CPU."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase = "setup"
-        self.changes: list[BlockChange] = []
-        self.history: list[BlockChange] = []
-        self.first_products: dict[str, int] = {}
-        self.work = WorkCounter()
+        self.phase = "setup"  # The caller sets it.
+        self.changes: list[BlockChange] = []  # since ``start``
+        self.history: list[BlockChange] = []  # before it
+        self.first_products: dict[str, int] = {}  # number of changes after the first matrix product of each phase
+        self.work = WorkCounter()  # since ``start``
         self._kernels = kernels
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}  # by the address of the storage object
@@ -263,23 +244,14 @@ WORKSPACE_BLOCKS = {"forward": -1, "backward": -2}
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a recorder saw.
+    """What a recorder saw."""
 
-    Attributes:
-        history: construction of the model, and the first step.
-        changes: what was in memory before the second step, and this step.
-        evaluation: a batch of the evaluation after it; empty if it was not recorded.
-        vocabulary: size of the vocabulary; None for image models.
-        workspace: bytes of a workspace of cuBLAS.
-        first_products: position in ``history`` after the first matrix product of a phase.
-    """
-
-    history: tuple[BlockChange, ...]
-    changes: tuple[BlockChange, ...]
-    evaluation: tuple[BlockChange, ...]
-    vocabulary: int | None
-    workspace: int
-    first_products: Mapping[str, int] = field(default_factory=dict)
+    history: tuple[BlockChange, ...]  # construction of the model, and the first step
+    changes: tuple[BlockChange, ...]  # what was in memory before the second step, and this step
+    evaluation: tuple[BlockChange, ...]  # a batch of the evaluation after it; empty if it was not recorded
+    vocabulary: int | None  # size of the vocabulary; None for image models
+    workspace: int  # bytes of a workspace of cuBLAS
+    first_products: Mapping[str, int] = field(default_factory=dict)  # position in ``history`` after that of a phase
     work: StepWork | None = None
     parameters: int = 0
 

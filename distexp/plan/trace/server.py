@@ -62,18 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A configuration, and the process that predicts it.
-
-    Attributes:
-        deadline: Time of the monotonic clock at which the process is killed.
-        reason: Why the training was not traced; empty if this process traces it.
-    """
+    """A configuration, and the process that predicts it."""
 
     process: BaseProcess
     config: Config
     path: Path
-    deadline: float
-    reason: str = ""
+    deadline: float  # time of the monotonic clock at which the process is killed
+    reason: str = ""  # why the training was not traced; empty if this process traces it
 
 
 Start = Callable[[Callable[..., None], tuple[Any, ...]], BaseProcess]

@@ -216,15 +216,10 @@ ALIGNMENT = 2
 
 @dataclass(frozen=True)
 class Partition:
-    """The share of one rank of one parameter group, for stages 1 and 2.
+    """The share of one rank of one parameter group, for stages 1 and 2."""
 
-    Attributes:
-        size: elements of the share, with padding; equal on all ranks.
-        owned: for each parameter of the group, how many of its elements are in this share.
-    """
-
-    size: int
-    owned: tuple[int, ...]
+    size: int  # elements of the share, with padding; equal on all ranks
+    owned: tuple[int, ...]  # for each parameter of the group, how many of its elements are in this share
 
 
 def partition_group(sizes: Sequence[int], world_size: int, rank: int) -> Partition:
