@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -30,19 +29,15 @@ def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
     for position, run in enumerate(runs):
         if position:
             console.print()
-        _print_run(run, console)
-
-
-def _print_run(run: ProfiledRun, console: Console) -> None:
-    print_plain(console, run.title)
-    console.print()
-    for part in ranks_table(run.profile, console.width):
-        console.print(part)
-    console.print()
-    for line in explanation_lines(run.explanation):
-        print_plain(console, line)
-    for note in (*profile_notes(run.profile), *scaling_note(run.profile, has_percentages=True)):
-        print_plain(console, note, style="dim")
+        print_plain(console, run.title)
+        console.print()
+        for part in ranks_table(run.profile, console.width):
+            console.print(part)
+        console.print()
+        for line in explanation_lines(run.explanation):
+            print_plain(console, line)
+        for note in (*profile_notes(run.profile), *scaling_note(run.profile, has_percentages=True)):
+            print_plain(console, note, style="dim")
 
 
 def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
@@ -122,7 +117,15 @@ def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str
 
 def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     """Yield what limits the meaning of two profiles: of both, then of one of them, then what both have."""
-    of_a, of_b = (list(_notes_in_comparison(profile)) for profile in (comparison.a, comparison.b))
+    # The explanation of a run has the wait for CPU cores in its sentence. Here it is a note.
+    of_a, of_b = (
+        [
+            *filter(None, [describe_missing_cores(profile)]),
+            *profile_notes(profile),
+            *scaling_note(profile, has_percentages=False),
+        ]
+        for profile in (comparison.a, comparison.b)
+    )
     a, b = comparison.a.global_batch, comparison.b.global_batch
     if a != b:
         unit = "row" if comparison.a.setting("dataset.packing") else "sample"
@@ -130,14 +133,6 @@ def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     yield from (f"A: {note}" for note in of_a if note not in of_b)
     yield from (f"B: {note}" for note in of_b if note not in of_a)
     yield from (note for note in of_a if note in of_b)
-
-
-def _notes_in_comparison(profile: StepProfile) -> Iterator[str]:
-    """Yield the notes on a run, with the wait for CPU cores, which its own explanation has in the sentence."""
-    if waiting := describe_missing_cores(profile):
-        yield waiting
-    yield from profile_notes(profile)
-    yield from scaling_note(profile, has_percentages=False)
 
 
 # Tables of ``distexp explain``: the parts of a step with bars, for each rank, or of two runs.

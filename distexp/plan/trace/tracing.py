@@ -219,25 +219,20 @@ class TracedStep:
     def __init__(
         self, config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder, *, on_gpu: bool
     ) -> None:
-        self.recorder, self.on_gpu = recorder, on_gpu
-        self.task = config.model.task
+        self.recorder, self.task = recorder, config.model.task
         self.model = _set_up(config, blueprint, context, recorder)
         self.is_ddp = isinstance(self.model.module, TracedDDP)
         self.model.module.train()
         self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
         if isinstance(self.model, TorchModel):
-            self._prepare(config, self.model)
-
-    def _prepare(self, config: Config, model: TorchModel) -> None:
-        """Let a model use the kernels of CUDA, and label its parameters."""
-        module, optimizer = model.module, model.optimizer
-        if self.on_gpu:
-            use_cuda_kernels(config, optimizer)
-        model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
-        self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
-        self.recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
-        # With train.compile=graphs the gradients live as long as the model.
-        self.recorder.assign("gradients", tensors_in([parameter.grad for parameter in self.parameters]))
+            module, optimizer = self.model.module, self.model.optimizer
+            if on_gpu:
+                use_cuda_kernels(config, optimizer)
+            self.model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
+            self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+            recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
+            # With train.compile=graphs the gradients live as long as the model.
+            recorder.assign("gradients", tensors_in([parameter.grad for parameter in self.parameters]))
 
     def run(self, batches: list[Batch]) -> None:
         """Run one optimizer step."""

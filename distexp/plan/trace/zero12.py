@@ -46,7 +46,10 @@ class ZeroOneTwo(ShardedOptimizer):
         if self.offloads:
             self._allocate_offload_buffers(MOMENTS[config.train.optimizer])
         else:
-            self._initialize_optimizer_states()
+            zeros = [torch.zeros_like(master) for master in self.masters]  # gradients in fp32
+            del zeros
+            for group, master in zip(self.optimizer.param_groups, self.masters, strict=True):
+                group["params"] = [master]
         self.bucket = _Bucket()
         self.bucket_memory: list[Tensor] = []
         self.held: list[Tensor] = []  # oversized gradients of other ranks, which stage 1 keeps until the end
@@ -87,14 +90,6 @@ class ZeroOneTwo(ShardedOptimizer):
             buffers.assign("optimizer_states", [copied])
             return nn.Parameter(copied)
         return nn.Parameter(buffers.with_states(share, torch.float32, "optimizer_states"))
-
-    @torch.no_grad()
-    def _initialize_optimizer_states(self) -> None:
-        """Allocate and free gradients in fp32, and give the shares to the optimizer."""
-        zeros = [torch.zeros_like(master) for master in self.masters]
-        del zeros
-        for group, master in zip(self.optimizer.param_groups, self.masters, strict=True):
-            group["params"] = [master]
 
     def _allocate_offload_buffers(self, moments: int) -> None:
         largest = max(param.numel() for param in self.params)
