@@ -302,7 +302,6 @@ def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
 
 
 def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
-    """Return why runs have no profile, and what to type."""
     record = next((record for record in records if record.status == "completed"), None)
     if record is None:
         return f"{directory} has no profile, because the run is {records[0].status}: give a completed run"

@@ -126,6 +126,7 @@ class CachingAllocator:
         """Free a block, and merge it with its free neighbors."""
         self.allocated -= block.size
         block.used = False
+        # A merged neighbor leaves the free list, because its size changes. It is not used again.
         before, after = block.before, block.after
         if before is not None and not before.used:
             block.pool.remove(before)
@@ -142,6 +143,7 @@ class CachingAllocator:
     def _new_segment(self, size: int, pool: Pool) -> Block:
         wanted = segment_size(size)
         if self.limit is not None and self.reserved + wanted > self.limit:
+            # As in torch: whole free segments go back to the driver first. Parts of segments cannot.
             self.retries += 1
             self.release_free_segments()
             if self.reserved + wanted > self.limit:

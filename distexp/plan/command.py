@@ -86,7 +86,6 @@ def _print_tables(planned: Sequence[PlannedCell], make: MakeCell, planner: Plann
 
 
 def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
-    """Yield what the verdicts are about."""
     found = [cell.predicted for cell in planned if cell.predicted is not None]
     configs = [cell.cell.config for cell in planned if cell.predicted is not None]
     unknown = {config.cluster.device for config in configs if config is not None and memory_to_fit_mib(config) is None}

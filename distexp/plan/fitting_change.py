@@ -40,7 +40,7 @@ class Search:
 
     def largest_micro_batch(self, known: Estimate) -> LargestMicroBatch:
         """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
-        return MicroBatchSizes(self.config, self.compose, self.estimate, self.memory_mib).largest(known)
+        return MicroBatchSizes(self).largest(known)
 
     def changes(self, largest: LargestMicroBatch) -> list[ConfigChange]:
         """Return the changes that reduce the memory, the smallest change first. Each has its estimate.
@@ -85,11 +85,10 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
     Only another micro-batch of a model with batch norms is another training. It comes last. If the largest micro-batch
     that fits is not known, half of the micro-batch and one sample are tried.
     """
-    train, logits, checkpointing = config.train, (), ()
-    if config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full":
-        logits = ("train.logits=targets",)
-    if not train.activation_checkpointing:
-        checkpointing = ("train.activation_checkpointing=true",)
+    train = config.train
+    has_all_logits = config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full"
+    logits = ("train.logits=targets",) if has_all_logits else ()
+    checkpointing = () if train.activation_checkpointing else ("train.activation_checkpointing=true",)
     pair = (*logits, *checkpointing) if logits and checkpointing else ()
     sizes = list(_micro_batch_changes(config, largest))
     same = [] if depends_on_micro_batch(config) else sizes
@@ -166,10 +165,7 @@ class MicroBatchSizes:
     does, so that only its divisors are sizes.
     """
 
-    config: Config
-    compose: Compose
-    estimate: EstimateAll
-    memory_mib: float
+    search: Search
     _most: dict[int, float] = field(default_factory=dict)
     _invalid: dict[int, str] = field(default_factory=dict)
     _not_certain: set[int] = field(default_factory=set)
@@ -177,10 +173,10 @@ class MicroBatchSizes:
     def largest(self, known: Estimate) -> LargestMicroBatch:
         """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
         sizes: Sequence[int] = range(1, LARGEST_MICRO_BATCH + 1)
-        first = self.config.train.micro_batch
+        first = self.search.config.train.micro_batch
         self._remember(first, known, known.most_mib or 0.0)
-        if self.config.train.global_batch_size is not None:
-            sizes = divisors(samples_per_worker(self.config))
+        if self.search.config.train.global_batch_size is not None:
+            sizes = divisors(samples_per_worker(self.search.config))
             # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
             if self._fit([sizes[-1]]):
                 return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
@@ -206,7 +202,7 @@ class MicroBatchSizes:
             return high
         while high - low > 1:
             middle = (low + high) // 2
-            found = self.compose([f"{MICRO_BATCH}={sizes[middle]}"])
+            found = self.search.compose([f"{MICRO_BATCH}={sizes[middle]}"])
             if isinstance(found, str):
                 high, self._invalid[sizes[middle]] = middle, found
             else:
@@ -218,16 +214,16 @@ class MicroBatchSizes:
         self._estimate([size for size in sizes if size not in self._most and size not in self._invalid])
         fitting = []
         for size in sizes:
-            if size in self._invalid or self._most[size] > self.memory_mib:
+            if size in self._invalid or self._most[size] > self.search.memory_mib:
                 break
             fitting.append(size)
         return fitting
 
     def _estimate(self, sizes: Sequence[int]) -> None:
-        composed = {size: self.compose([f"{MICRO_BATCH}={size}"]) for size in sizes}
+        composed = {size: self.search.compose([f"{MICRO_BATCH}={size}"]) for size in sizes}
         self._invalid |= {size: found for size, found in composed.items() if isinstance(found, str)}
         valid = {size: found for size, found in composed.items() if not isinstance(found, str)}
-        for size, outcome in zip(valid, self.estimate(list(valid.values())), strict=True):
+        for size, outcome in zip(valid, self.search.estimate(list(valid.values())), strict=True):
             if isinstance(outcome, Estimate) and outcome.most_mib is not None:
                 self._remember(size, outcome, outcome.most_mib)
             else:
@@ -235,7 +231,7 @@ class MicroBatchSizes:
 
     def _remember(self, size: int, estimate: Estimate, most_mib: float) -> None:
         self._most[size] = most_mib
-        if verdict_of(estimate, self.memory_mib) == TOO_CLOSE:
+        if verdict_of(estimate, self.search.memory_mib) == TOO_CLOSE:
             self._not_certain.add(size)
 
     def _next_positions(self, sizes: Sequence[int], low: int, high: int) -> list[int]:
@@ -252,7 +248,7 @@ class MicroBatchSizes:
         ``low`` is the largest size that is known to fit, or 0, and ``high`` the smallest one that does not, or None.
         """
         # The whole global batch is not on the line of the other sizes, see ``largest``.
-        whole = None if self.config.train.global_batch_size is None else samples_per_worker(self.config)
+        whole = None if self.search.config.train.global_batch_size is None else samples_per_worker(self.search.config)
         on_line = [(size, mib) for size, mib in self._most.items() if size != whole]
         distance = {size: abs(size - low) + abs(size - (low if high is None else high)) for size, _ in on_line}
         known = sorted(sorted(on_line, key=lambda point: distance[point[0]])[:2])
@@ -261,5 +257,5 @@ class MicroBatchSizes:
         line = MemoryLine.through(*known)
         if line.mib_per_sample <= 0:
             return (2 * low, 4 * low) if high is None else ()
-        size = line.largest_size(self.memory_mib)
+        size = line.largest_size(self.search.memory_mib)
         return size, size + 1

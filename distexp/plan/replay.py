@@ -65,19 +65,16 @@ class _Recorder:
 def replay(events: Sequence[Event], history: Sequence[Event] = (), evaluation: Sequence[Event] = ()) -> Replay:
     """Return the peaks of the events on the GPU, without a limit of its memory.
 
-    The step is replayed twice if the second one follows from the first, because it finds other free blocks.
-
-    Args:
-        events: a step, after what is in memory before it as phase ``setup``.
-        history: how that memory was allocated: the construction of the model, and the first step. It decides which
-            free blocks the allocator has. Without it the allocations of ``setup`` are made in their order.
-        evaluation: what follows the step.
+    The events are a step, after what is in memory before it as phase ``setup``. The history is how that memory was
+    allocated: the construction of the model, and the first step. It decides which free blocks the allocator has.
+    Without it the allocations of ``setup`` are made in their order. The evaluation follows the step.
     """
     on_gpu, history, evaluation = (
         [event for event in part if event.device == "gpu"] for part in (events, history, evaluation)
     )
     before = history or [event for event in on_gpu if event.phase == "setup"]
     step = [event for event in on_gpu if event.phase != "setup"]
+    # A second step finds other free blocks than the first, so both are replayed if one follows from the other.
     sequence = [*before, *step, *_following(step, evaluation)]
     recorder = _Recorder(CachingAllocator())
     allocator = recorder.allocator

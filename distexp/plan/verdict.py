@@ -38,9 +38,9 @@ def host_memory_mib(config: Config) -> float | None:
 
 def gpu_memory_mib(config: Config) -> float | None:
     """Return the memory of the GPU to plan for; None if it is unknown."""
-    limit_gb, known = config.cluster.gpu_memory_limit_gb, []
-    if limit_gb is not None:
-        known.append(limit_gb * MIB_PER_GB)
+    known: list[float] = []
+    if config.cluster.gpu_memory_limit_gb is not None:
+        known.append(config.cluster.gpu_memory_limit_gb * MIB_PER_GB)
     if config.plan.gpu_memory_gb is not None:
         known.append(config.plan.gpu_memory_gb * MIB_PER_GB)
     elif config.plan.gpu is not None:

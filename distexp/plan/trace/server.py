@@ -81,7 +81,6 @@ def _start(target: Callable[..., None], arguments: tuple[Any, ...]) -> BaseProce
 
 
 def _trace(config: Config, path: Path) -> None:
-    """Trace one configuration and write the result."""
     die_with_parent()
     try:
         write_json(path, {"estimate": asdict(make_estimate(config))})
@@ -93,7 +92,6 @@ def _trace(config: Config, path: Path) -> None:
 
 
 def _estimate_states(config: Config, path: Path, reason: str) -> None:
-    """Write the estimate by arithmetic."""
     die_with_parent()
     write_json(path, {"estimate": asdict(arithmetic_estimate(config, reason, count_parameters(config)))})
 

@@ -237,7 +237,15 @@ class TracedDDP(DistributedDataParallel):
 
     @torch.no_grad()
     def _allocate(self, groups: list[list[nn.Parameter]]) -> list[Bucket]:
-        buckets = [_make_bucket(group) for group in groups]
+        buckets = []
+        for group in groups:
+            elements = sum(parameter.numel() for parameter in group)
+            flat = torch.zeros(elements, dtype=group[0].dtype, device=group[0].device)
+            views, offset = {}, 0
+            for parameter in group:
+                views[parameter] = flat.as_strided(parameter.shape, parameter.stride(), offset)
+                offset += parameter.numel()
+            buckets.append(Bucket(flat, views))
         self._assign("gradients", [bucket.flat for bucket in buckets])
         return buckets
 
@@ -264,16 +272,6 @@ def group_by_size(tensors: Iterable[AnyTensor], limits: Sequence[float]) -> list
             groups.append(open_groups.pop(tensor.dtype))
             del left[: len(left) - 1]
     return [*groups, *open_groups.values()]
-
-
-def _make_bucket(parameters: list[nn.Parameter]) -> Bucket:
-    first = parameters[0]
-    flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=first.dtype, device=first.device)
-    views, offset = {}, 0
-    for parameter in parameters:
-        views[parameter] = flat.as_strided(parameter.shape, parameter.stride(), offset)
-        offset += parameter.numel()
-    return Bucket(flat, views)
 
 
 @contextmanager

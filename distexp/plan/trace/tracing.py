@@ -115,12 +115,7 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
 
 
 def _decoded_bytes(samples: Samples) -> int:
-    """Return the bytes of the decoded images.
-
-    Raises:
-        PlanError: they are no image files, which a run refuses too.
-    """
-    if not isinstance(samples, ImageFiles):
+    if not isinstance(samples, ImageFiles):  # A run refuses them too.
         raise PlanError("dataset.cache=gpu needs data of distexp.data.images.ImageFiles: use dataset.cache=none")
     return decoded_bytes(samples)
 
