@@ -11,7 +11,7 @@ from distexp.config import Config
 from distexp.hardware.facts import facts
 from distexp.resolve.resources import launcher_traits
 from distexp.strategies.base import load_strategy
-from distexp.strategies.traits import UNMEASURED_ON_CPUS
+from distexp.strategies.traits import UNMEASURED_ON_CPUS, CpuMemory
 from distexp.system.units import MIB
 
 CPU_ERROR_BOUND = 0.15
@@ -34,13 +34,21 @@ def node_peak_mib(
         tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
     """
     workers = config.cluster.workers_per_node or 1
-    known, strategy = facts().processes, load_strategy(config).cpu_memory or UNMEASURED_ON_CPUS
-    worker_mib = strategy.worker_mib + config.dataset.num_workers * known.cpu_loader_mib
+    known = facts().processes
+    worker_mib = _cpu_memory(config).worker_mib + config.dataset.num_workers * known.cpu_loader_mib
     base = known.cpu_node_mib + workers * worker_mib
     saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model
     whole = 4 * (parameters + tied_parameters) / MIB  # rank 0 builds the model before it is sharded
-    # Tensors that are allocated in each step leave gaps, so the strategy has a factor for them.
-    return round(base + max(workers * (states_mib + strategy.reserve * step_mib) + saved, whole), 1)
+    return round(base + max(workers * (states_mib + step_reserve(config) * step_mib) + saved, whole), 1)
+
+
+def step_reserve(config: Config) -> float:
+    """Return the factor for tensors that are allocated in each step."""
+    return _cpu_memory(config).reserve
+
+
+def _cpu_memory(config: Config) -> CpuMemory:
+    return load_strategy(config).cpu_memory or UNMEASURED_ON_CPUS
 
 
 def error_bound(config: Config, node_mib: float) -> float | None:
