@@ -6,7 +6,6 @@ import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -25,29 +24,17 @@ from distexp.runs.record_sections import Predicted
 
 @dataclass
 class Cell:
-    """The overrides of one run, and what Hydra and ``resolve`` made of them.
-
-    Attributes:
-        overrides: Overrides of the cell.
-        packed: Composed configuration, pickled and compressed. A sweep may have thousands of cells.
-        config: Resolved configuration; None for an invalid cell.
-        decided: Configuration of an invalid cell, with the values that were decided before its errors were found.
-        id: ``run.id`` of the run.
-        errors: Why the cell is invalid.
-        varied: Overrides that not all cells share.
-        predicted: Predicted memory; None if it is not predicted.
-        curve: Predicted memory through a training step.
-    """
+    """The overrides of one run, and what Hydra and ``resolve`` made of them."""
 
     overrides: list[str]
-    packed: bytes
-    config: Config | None = None
-    decided: Config | None = None
-    id: str = INVALID_ID
-    errors: list[str] = field(default_factory=list)
-    varied: list[str] = field(default_factory=list)
-    predicted: Predicted | None = None
-    curve: Curve = field(default_factory=dict)
+    packed: bytes  # composed configuration, pickled and compressed. A sweep may have thousands of cells.
+    config: Config | None = None  # resolved configuration; None for an invalid cell
+    decided: Config | None = None  # of an invalid cell, with what was decided before its errors were found
+    id: str = INVALID_ID  # ``run.id`` of the run
+    errors: list[str] = field(default_factory=list)  # why the cell is invalid
+    varied: list[str] = field(default_factory=list)  # overrides that not all cells share
+    predicted: Predicted | None = None  # predicted memory; None if it is not predicted
+    curve: Curve = field(default_factory=dict)  # predicted memory through a training step
 
     @property
     def composed(self) -> DictConfig:
@@ -74,13 +61,9 @@ class CellComposer:
     """Composition of cells with the result of Hydra's ``load_sweep_config``, but with one call for each choice."""
 
     def __init__(self, loader: CheckedConfigLoader, master: DictConfig) -> None:
-        """Create the composer of a command.
-
-        Args:
-            loader: Hydra's configuration loader.
-            master: Configuration of the command, with the hydra node.
-        """
+        """Create the composer of the cells of a command, with its own configuration."""
         self._loader, self._master = loader, master
+        self._hydra_overrides = cast(list[str], OmegaConf.to_container(master.hydra.overrides.hydra))
         self._parser = OverridesParser.create()
         self._is_group: dict[str, bool] = {}
         self._bases: dict[tuple[str, ...], bytes] = {}
@@ -98,19 +81,16 @@ class CellComposer:
             return self._loader.load_sweep_config(self._master, list(overrides))
         chosen = [override for override in parsed if self._chooses_option(override)]
         values = [override for override in parsed if not self._chooses_option(override)]
-        composed = self._base(tuple(map(_text, chosen)))
+        key = tuple(map(_text, chosen))
+        if key not in self._bases:
+            self._bases[key] = pickle.dumps(self._loader.load_sweep_config(self._master, list(key)))
+        composed = cast(DictConfig, pickle.loads(self._bases[key]))  # a copy
         self._loader._apply_overrides_to_config(values, composed)
         composed.hydra.overrides.task = list(map(_text, parsed))
         job = composed.hydra.job
         job.override_dirname = get_overrides_dirname(parsed, **job.config.override_dirname)
         self._loader.check(composed)  # The values may be those of a foreign file, too.
         return composed
-
-    def _base(self, chosen: tuple[str, ...]) -> DictConfig:
-        """Return a copy of the configuration in which only options are chosen."""
-        if chosen not in self._bases:
-            self._bases[chosen] = pickle.dumps(self._loader.load_sweep_config(self._master, list(chosen)))
-        return cast(DictConfig, pickle.loads(self._bases[chosen]))
 
     def _chooses_option(self, override: Override) -> bool:
         """Return whether an override chooses an option of a group, as Hydra decides it."""
@@ -119,10 +99,6 @@ class CellComposer:
             config_name = self._master.hydra.job.config_name
             self._is_group[key] = bool(self._loader.get_group_options(key, None, config_name, self._hydra_overrides))
         return self._is_group[key] and not isinstance(override.value(), dict)
-
-    @cached_property
-    def _hydra_overrides(self) -> list[str]:
-        return cast(list[str], OmegaConf.to_container(self._master.hydra.overrides.hydra))
 
 
 def _text(override: Override) -> str:

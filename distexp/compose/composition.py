@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from multiprocessing import get_context
 from os import getpid
 from typing import Any, NamedTuple, cast
@@ -35,17 +34,11 @@ Adjust = Callable[[DictConfig, Sequence[str]], None]
 
 
 class CellRules(NamedTuple):
-    """What a command accepts in its cells.
+    """What a command accepts in its cells."""
 
-    Attributes:
-        may_be_invalid: A command with one cell does not end if it is invalid.
-        sizes_vary: The command varies the keys of ``train``, so it keeps none that was typed.
-        keeps_accumulation: A typed number of accumulation steps may be replaced by that of a stored run.
-    """
-
-    may_be_invalid: bool = False
-    sizes_vary: bool = False
-    keeps_accumulation: bool = False
+    may_be_invalid: bool = False  # A command with one cell does not end if it is invalid.
+    sizes_vary: bool = False  # the command varies the keys of ``train``, so it keeps none that was typed
+    keeps_accumulation: bool = False  # A typed number of accumulation steps may be replaced by that of a stored run.
 
 
 def compose_cells(
@@ -57,13 +50,6 @@ def compose_cells(
 ) -> list[Cell]:
     """Compose and resolve every cell, before any run starts. Return them in the given order.
 
-    Args:
-        context: Hydra's configuration loader and callbacks.
-        master: Configuration of the command, with Hydra's node.
-        overrides: The overrides of each cell.
-        adjust: Changes a composed cell before it is resolved.
-        rules: What the command accepts.
-
     Raises:
         ConfigError: if there is one cell only, and it is invalid, or if a key of ``plan`` has no effect.
         HydraException: if Hydra cannot compose a cell.
@@ -73,27 +59,23 @@ def compose_cells(
     shared = set.intersection(*(set(cell.overrides) for cell in cells))
     for cell in cells:
         cell.varied = [text for text in cell.overrides if text not in shared]
-    typed = {key for key in _keys_of_command(master) if not (rules.sizes_vary and key.startswith("train."))}
-    if errors := _command_errors(cells, typed, rules, resumes=master.sweep.resume):
+    # Keys that the command itself sets, without those of a preset. to_container() does not resolve ${...}.
+    keys = map(key_of, cast(list[str], OmegaConf.to_container(master.hydra.overrides.task)))
+    typed = {key for key in keys if not (rules.sizes_vary and key.startswith("train."))}
+    resumes = master.sweep.resume
+    errors = cells[0].errors if len(cells) == 1 and not rules.may_be_invalid else []
+    errors = [*errors, *ignored_plan_keys((cell.overrides, cell.config) for cell in cells)]
+    if not resumes and not rules.keeps_accumulation:
+        errors += replaced_accumulation(cells, typed)
+    if errors:
         raise ConfigError(errors)
-    warnings = () if master.sweep.resume else lowered_values(cells, typed)
-    for warning in warnings:
+    for warning in () if resumes else lowered_values(cells, typed):
         print(f"distexp: warning: {warning}", file=sys.stderr)
     return cells
 
 
-def _keys_of_command(master: DictConfig) -> set[str]:
-    """Return the keys that the command itself sets, without those of a preset."""
-    overrides = cast(list[str], OmegaConf.to_container(master.hydra.overrides.task))  # does not resolve ${...}
-    return {key_of(text) for text in overrides}
-
-
 def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:
-    """Return the cells, and show how many are composed.
-
-    Raises:
-        SweepInterrupted: on Ctrl-C.
-    """
+    """Return the cells, and show how many are composed."""
     cells = []
     try:
         with show_progress("composing", len(overrides)) as advance:
@@ -105,42 +87,29 @@ def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -
     return cells
 
 
-def _command_errors(cells: Sequence[Cell], typed: set[str], rules: CellRules, *, resumes: bool) -> list[str]:
-    """Return the errors for which a command is refused."""
-    invalid = cells[0].errors if len(cells) == 1 and not rules.may_be_invalid else []
-    ignored = ignored_plan_keys((cell.overrides, cell.config) for cell in cells)
-    replaced = [] if resumes or rules.keeps_accumulation else replaced_accumulation(cells, typed)
-    return [*invalid, *ignored, *replaced]
-
-
 def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None = None) -> MakeCell:
-    """Return the function that composes and resolves a cell of a command."""
+    """Return the function that composes and resolves a cell of a command. It may raise HydraException."""
     composer = CellComposer(cast(CheckedConfigLoader, context.config_loader), master)
-    return partial(make_cell, composer, packages_trusted_by_user(sys.argv[1:]), adjust)
+    trusted = packages_trusted_by_user(sys.argv[1:])
 
+    def make(overrides: Sequence[str]) -> Cell:
+        composed = composer.compose(overrides)
+        cell = Cell(list(overrides), b"")
+        try:
+            check_trust(composed, trusted)
+            if adjust is not None:
+                adjust(composed, overrides)
+            cell.config = resolve(composed, composed.hydra.runtime.choices)
+            cell.id = run_id(cell.config)
+        except ConfigError as error:
+            cell.errors, cell.decided = error.errors, error.config
+        cell.packed = zlib.compress(pickle.dumps(composed), 1)
+        return cell
 
-def make_cell(composer: CellComposer, trusted: Sequence[str], adjust: Adjust | None, overrides: Sequence[str]) -> Cell:
-    """Compose and resolve one cell.
-
-    Raises:
-        HydraException: if Hydra cannot compose it.
-    """
-    composed = composer.compose(overrides)
-    cell = Cell(list(overrides), b"")
-    try:
-        check_trust(composed, trusted)
-        if adjust is not None:
-            adjust(composed, overrides)
-        cell.config = resolve(composed, composed.hydra.runtime.choices)
-        cell.id = run_id(cell.config)
-    except ConfigError as error:
-        cell.errors, cell.decided = error.errors, error.config
-    cell.packed = zlib.compress(pickle.dumps(composed), 1)
-    return cell
+    return make
 
 
 # Composition of many cells in several processes, in the order of the sweep.
-
 
 MAX_PROCESSES = 8
 """A login node has many cores and many users."""
@@ -150,9 +119,6 @@ MIN_PARALLEL = 32
 
 CHUNK = 8
 """Number of cells that a process composes at a time."""
-
-Chunk = Sequence[Sequence[str]]
-"""Overrides of the cells that a process composes at a time."""
 
 
 def compose_all(make: MakeCell, overrides: Sequence[Sequence[str]]) -> Iterator[Cell]:
@@ -177,9 +143,17 @@ def compose_all(make: MakeCell, overrides: Sequence[Sequence[str]]) -> Iterator[
         yield from map(make, chunk[len(cells) :])
 
 
-def _compose_chunks(make: MakeCell, chunks: Sequence[Chunk], processes: int) -> Iterator[list[Cell]]:
+def _compose_chunks(make: MakeCell, chunks: Sequence[Sequence[Sequence[str]]], processes: int) -> Iterator[list[Cell]]:
     """Yield the cells of each chunk, fewer if one of them raises an error."""
-    pool = ProcessPoolExecutor(processes, get_context("fork"), _start_process, (make, chunks, getpid()))
+
+    def start() -> None:
+        """Prepare a process that composes. On Ctrl-C the launcher ends it."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        die_with_parent(parent=launcher)
+        _inherited.update(make=make, chunks=chunks)
+
+    launcher = getpid()
+    pool = ProcessPoolExecutor(processes, get_context("fork"), start)
     try:
         yield from pool.map(_compose_chunk, range(len(chunks)))
     except BrokenProcessPool:
@@ -190,13 +164,6 @@ def _compose_chunks(make: MakeCell, chunks: Sequence[Chunk], processes: int) -> 
 
 _inherited: dict[str, Any] = {}
 """What a forked process needs. It is not pickled for each chunk."""
-
-
-def _start_process(make: MakeCell, chunks: Sequence[Chunk], parent: int) -> None:
-    """Prepare a process that composes. On Ctrl-C the launcher ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(parent=parent)
-    _inherited.update(make=make, chunks=chunks)
 
 
 def _compose_chunk(index: int) -> list[Cell]:
@@ -212,7 +179,6 @@ def _compose_chunk(index: int) -> list[Cell]:
 
 # Keys of the section ``plan`` that a command would ignore: each with the reason, and what to type instead.
 
-
 MODE, SEARCH = ("name",), ("search_timeout_s",)
 TIMES = ("timeout_s", *SEARCH)
 MEMORIES = ("gpu", "gpu_memory_gb", "host_memory_gb")
@@ -220,17 +186,11 @@ LEAVE_OUT = "leave it out"
 
 
 class Rule(NamedTuple):
-    """Keys without effect in one situation.
+    """Keys without effect in one situation."""
 
-    Attributes:
-        keys: Names in the section; ``name`` is the group ``plan`` itself.
-        reason: Which situation, and why it does not use the keys.
-        hint: What to type instead.
-    """
-
-    keys: Sequence[str]
-    reason: str
-    hint: str = LEAVE_OUT
+    keys: Sequence[str]  # names in the section; ``name`` is the group ``plan`` itself
+    reason: str  # which situation, and why it does not use the keys
+    hint: str = LEAVE_OUT  # what to type instead
 
 
 RULES = {
@@ -280,21 +240,15 @@ DEVICE_RULES = {
 def ignored_plan_keys(cells: Iterable[tuple[Sequence[str], Config | None]]) -> list[str]:
     """Return an error for each override of ``plan`` that has no effect in any cell. One with the default is none.
 
-    Args:
-        cells: Overrides and configuration of each cell. An override of a cell without a configuration is no error.
+    An override of a cell without a configuration is no error.
     """
     errors: dict[str, str | None] = {}
     for overrides, config in cells:
         for text in overrides:
             if text.lstrip("+").startswith("plan") and errors.get(text, "") is not None:
-                rule = None if config is None else next(_broken_rules(text, _rules(config)), None)
-                shown = format_override(text)
-                errors[text] = rule and f"{shown} has no effect {rule.reason}: {rule.hint}"
+                rule = None if config is None else _broken_rule(text, config)
+                errors[text] = rule and f"{format_override(text)} has no effect {rule.reason}: {rule.hint}"
     return [error for error in errors.values() if error]
-
-
-def _rules(config: Config) -> Sequence[Rule]:
-    return (*RULES[_situation(config)], DEVICE_RULES[config.cluster.device])
 
 
 def _situation(config: Config) -> str:
@@ -308,21 +262,18 @@ def _situation(config: Config) -> str:
     return next((name for name, holds in situations.items() if holds), f"plan={config.plan.name}")
 
 
-def _broken_rules(text: str, rules: Sequence[Rule]) -> Iterator[Rule]:
-    """Yield the rules by which an override has no effect."""
-    changed = {name for name, value in _values(text).items() if value != vars(PlanConfig()).get(name)}
-    return (rule for rule in rules if changed and changed.issubset(rule.keys))
-
-
-def _values(text: str) -> dict[str, Any]:
-    """Return the keys of the section that an override sets, with their values."""
+def _broken_rule(text: str, config: Config) -> Rule | None:
+    """Return the first rule by which an override has no effect; None if it has one."""
     override = parse([text])[0]
     section, _, name = str(override.key_or_group).partition(".")
-    return {name or "name": plain_value(override.value())} if section == "plan" else {}
+    name = name or "name"
+    if section != "plan" or plain_value(override.value()) == vars(PlanConfig()).get(name):
+        return None
+    rules = (*RULES[_situation(config)], DEVICE_RULES[config.cluster.device])
+    return next((rule for rule in rules if name in rule.keys), None)
 
 
 # Warnings about values of a command that the scale lowers, as ``scale=tiny train.micro_batch_size=8`` does.
-
 
 LIMITS = {
     "train.micro_batch_size": ("micro_batch_size",),
@@ -340,57 +291,43 @@ LIMITS = {
 """Keys of ``scale`` that limit a key."""
 
 
-def lowered_values(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
-    """Yield a warning for each value that the scale lowers, once for all cells.
+def lowered_values(cells: Iterable[Cell], given: Container[str]) -> list[str]:
+    """Return a warning for each value of the given keys that the scale lowers, once for all cells.
 
-    Args:
-        cells: The cells of a command.
-        given: Keys of the command itself. A preset of the workshop expects that its own values are lowered.
+    They are the keys of the command itself. A preset of the workshop expects that its own values are lowered.
     """
-    valid = ((cell.overrides, cell.config) for cell in cells if cell.config is not None)
-    yield from dict.fromkeys(text for overrides, config in valid for text in _lowered(overrides, config, given))
-
-
-def _lowered(overrides: Iterable[str], config: Config, given: Container[str]) -> Iterator[str]:
-    if config.scale.name == "full":
-        return
-    for override in overrides:
-        key, value = key_of(override), value_of(override)
-        if key not in LIMITS or key not in given or not value.isdecimal():
+    found: dict[str, None] = {}
+    for cell in cells:
+        config = cell.config
+        if config is None or config.scale.name == "full":
             continue
-        section, name = key.split(".")
-        used = getattr(getattr(config, section), name)
-        if used is not None and used < int(value):
-            limits = [f"scale.{limit}=null" for limit in LIMITS[key] if getattr(config.scale, limit) is not None]
-            hint = f": to keep {value}, add {' '.join(limits)}" if limits else ""
-            yield f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"
+        for override in cell.overrides:
+            key, value = key_of(override), value_of(override)
+            if key not in LIMITS or key not in given or not value.isdecimal():
+                continue
+            section, name = key.split(".")
+            used = getattr(getattr(config, section), name)
+            if used is not None and used < int(value):
+                limits = [f"scale.{limit}=null" for limit in LIMITS[key] if getattr(config.scale, limit) is not None]
+                hint = f": to keep {value}, add {' '.join(limits)}" if limits else ""
+                found[f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"] = None
+    return list(found)
 
 
-# Errors for a ``train.gradient_accumulation_steps`` of the command that ``train.global_batch_size`` would replace.
+def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> list[str]:
+    """Return an error for each accumulation of the command that the global batch of a cell would replace.
 
-
-ACCUMULATION = "train.gradient_accumulation_steps"
-
-
-def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
-    """Yield an error for each value that a cell would not use.
-
-    Args:
-        cells: The cells of a command.
-        given: Keys of the command itself. A global batch on the command line may replace the value of a preset.
+    A global batch on the command line may replace the accumulation of a preset, which is none of the given keys.
     """
-    if ACCUMULATION in given:
-        yield from dict.fromkeys(error for cell in cells for error in _errors(cell))
-
-
-def _errors(cell: Cell) -> Iterator[str]:
-    config = cell.config
-    if config is None or config.train.global_batch_size is None or config.scale.name != "full":
-        return
-    steps = config.train.gradient_accumulation_steps
-    for text in cell.overrides:
-        if key_of(text) == ACCUMULATION and value_of(text) != str(steps):
-            yield (
-                f"{text} has no effect: train.global_batch_size={config.train.global_batch_size} sets the accumulation "
-                f"to {steps}. Leave one of the two out"
-            )
+    key = "train.gradient_accumulation_steps"
+    errors: dict[str, None] = {}
+    for cell in cells if key in given else ():
+        config = cell.config
+        if config is None or config.train.global_batch_size is None or config.scale.name != "full":
+            continue
+        total, steps = config.train.global_batch_size, config.train.gradient_accumulation_steps
+        for text in cell.overrides:
+            if key_of(text) == key and value_of(text) != str(steps):
+                hint = f"train.global_batch_size={total} sets the accumulation to {steps}. Leave one of the two out"
+                errors[f"{text} has no effect: {hint}"] = None
+    return list(errors)

@@ -21,11 +21,7 @@ A number chooses a run of the newest sweep: distexp explain 0 1"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the explanation of a run, of each run of a sweep, or of the difference of two runs.
-
-    Returns:
-        0, or 2 if a run cannot be read or was not profiled.
-    """
+    """Print the explanation of a run, of each run of a sweep, or of the difference of two runs; return 0 or 2."""
     parser = argparse.ArgumentParser(
         prog="distexp explain", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,14 +56,10 @@ def choose_directories(given: Sequence[Path]) -> list[Path]:
     newest = choose_newest_sweep(leave_out=(Command.PREFLIGHT, Command.CHOOSE))
     for number in sorted(numbers):
         if not (newest / number).is_dir():
-            raise ConfigError(_describe_missing_run(newest, number))
+            runs = [int(path.name) for path in newest.iterdir() if path.is_dir() and path.name.isdecimal()]
+            known = f"it has {format_runs(runs)}" if runs else "it has no run with a number"
+            raise ConfigError(f"the newest sweep, {newest}, has no run {number}: {known}")
     return [newest / path if path in numbers else path for path in given] or [newest]
-
-
-def _describe_missing_run(sweep: Path, number: Path) -> str:
-    runs = [int(path.name) for path in sweep.iterdir() if path.is_dir() and path.name.isdecimal()]
-    known = f"it has {format_runs(runs)}" if runs else "it has no run with a number"
-    return f"the newest sweep, {sweep}, has no run {number}: {known}"
 
 
 if __name__ == "__main__":

@@ -31,14 +31,37 @@ class AdvisedStep(StepProfile):
         return built is not None and fits(self, bytes_more=bytes_per_parameter * built.parameters)
 
     def larger_micro_batch(self, needed: float) -> Alternatives:
-        """Yield a micro-batch that is larger by a factor, if it fits."""
+        """Yield a micro-batch that is larger by the needed factor, or by the largest one that fits; none if none fits.
+
+        If the accumulation can shrink by that factor, the global batch stays the same, and so does the training. If it
+        cannot, the global batch grows too, which changes the training.
+        """
         reason = "a step has more samples for the same communication and launches"
-        return (Advice(overrides, reason) for overrides in larger_micro_batch(self, needed))
+        accumulation, other = self.number("train.gradient_accumulation_steps", 1), ""
+        wanted = min(MAX_FACTOR, 2 ** max(1, math.ceil(math.log2(needed))))
+        possible = [factor for factor in (8, 4, 2) if factor <= wanted and _has_samples(self, factor)]
+        fitting = [factor for factor in possible if fits(self, batch_factor=factor)]
+        factor = next((factor for factor in fitting if accumulation % factor == 0), None)
+        if factor is not None:
+            if not _sets_global_batch(self):
+                other = f" train.gradient_accumulation_steps={accumulation // factor}"
+        elif fitting and _has_steps(self, fitting[0]):
+            factor = fitting[0]
+            if _sets_global_batch(self):
+                other = f" train.global_batch_size={self.number('train.global_batch_size', 1) * factor}"
+        if factor is not None:
+            size = self.number("train.micro_batch_size", 1) * factor
+            yield Advice(_lift_limits(self, f"train.micro_batch_size={size}{other}"), reason)
 
     def more_accumulation(self) -> Alternatives:
-        """Yield twice the global batch, with the same micro-batch."""
+        """Yield twice the global batch, with the same micro-batch, if an epoch has enough steps."""
+        if not _has_steps(self, 2) or self.setting("ddp.static_graph"):  # It needs one micro-batch per step.
+            return
+        total = self.setting("train.global_batch_size")
+        key = "train.global_batch_size" if isinstance(total, int) else "train.gradient_accumulation_steps"
+        twice = 2 * (total if isinstance(total, int) else self.number(key, 1))
         reason = "gradients are reduced, and weights updated, once for more samples"
-        return (Advice(overrides, reason) for overrides in more_accumulation(self))
+        yield Advice(_lift_limits(self, f"{key}={twice}"), reason)
 
     def advice(self, bottleneck: str) -> Alternatives:
         """Yield the advice of the strategy."""
@@ -50,20 +73,13 @@ def advise(bottleneck: str, profile: StepProfile) -> list[Advice]:
     return list(ADVICE[bottleneck](AdvisedStep(profile.record, profile.ranks, profile.strategy)))
 
 
-def _against_launch_idle(step: AdvisedStep) -> Alternatives:
-    yield from _faster_launches(step, step.shares()["launch_idle"])
-
-
 def _faster_launches(step: AdvisedStep, idle_share: float) -> Alternatives:
     """Yield what hides or shortens the launches, if the GPU is idle for a fraction of the step."""
     yield from step.larger_micro_batch(1 / max(0.05, 1 - idle_share))
     yield from list(_fused_kernels(step)) or step.advice("launch_idle")
-    if _may_use_graphs(step):
+    # The whole model is compiled already, so its batches have one shape, which CUDA graphs need.
+    if step.on_gpu and step.setting("train.compile") == "model":
         yield Advice("train.compile=graphs", "a CUDA graph launches all kernels of a micro-batch at once")
-
-
-def _against_communication(step: AdvisedStep) -> Alternatives:
-    yield from step.advice("exposed_communication")
 
 
 def _against_waiting(step: AdvisedStep) -> Alternatives:
@@ -118,8 +134,8 @@ def _against_compute(step: AdvisedStep) -> Alternatives:
 
 
 ADVICE: dict[str, Callable[[AdvisedStep], Alternatives]] = {
-    "launch_idle": _against_launch_idle,
-    "exposed_communication": _against_communication,
+    "launch_idle": lambda step: _faster_launches(step, step.shares()["launch_idle"]),
+    "exposed_communication": lambda step: step.advice("exposed_communication"),
     "waiting": _against_waiting,
     "data_wait": _against_data_wait,
     "optimizer": _against_optimizer,
@@ -135,53 +151,12 @@ def _fused_kernels(step: AdvisedStep) -> Alternatives:
         yield Advice("kernels=fast", "compiled code has fewer and larger kernels")
 
 
-def _may_use_graphs(step: AdvisedStep) -> bool:
-    """Return whether CUDA graphs are possible: the whole model is compiled already, so its batches have one shape."""
-    return step.on_gpu and step.setting("train.compile") == "model"
-
-
 # Overrides that change the micro-batch, the accumulation or the global batch.
-
 
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
 """Keys of a scale that lower the values of a command."""
 MAX_FACTOR = 8
 """Largest factor of a proposed micro-batch."""
-
-
-def larger_micro_batch(profile: StepProfile, needed: float) -> Iterator[str]:
-    """Yield a micro-batch that is larger by the needed factor, or by the largest factor that fits; none if none fits.
-
-    If the accumulation can shrink by that factor, the global batch stays the same, and so does the training. If it
-    cannot, the global batch grows too, which changes the training.
-    """
-    micro_batch = profile.number("train.micro_batch_size", 1)
-    accumulation = profile.number("train.gradient_accumulation_steps", 1)
-    wanted = min(MAX_FACTOR, 2 ** max(1, math.ceil(math.log2(needed))))
-    possible = [factor for factor in (8, 4, 2) if factor <= wanted and _has_samples(profile, factor)]
-    fitting = [factor for factor in possible if fits(profile, batch_factor=factor)]
-    same_training = next((factor for factor in fitting if accumulation % factor == 0), None)
-    if same_training is not None:
-        less = (
-            "" if _sets_global_batch(profile) else f" train.gradient_accumulation_steps={accumulation // same_training}"
-        )
-        yield _lift_limits(profile, f"train.micro_batch_size={micro_batch * same_training}{less}")
-    elif fitting and _has_steps(profile, fitting[0]):
-        total = profile.number("train.global_batch_size", 1) * fitting[0]
-        more = f" train.global_batch_size={total}" if _sets_global_batch(profile) else ""
-        yield _lift_limits(profile, f"train.micro_batch_size={micro_batch * fitting[0]}{more}")
-
-
-def more_accumulation(profile: StepProfile) -> Iterator[str]:
-    """Yield twice the global batch, with the same micro-batch, if an epoch has enough steps."""
-    if not _has_steps(profile, 2) or profile.setting("ddp.static_graph"):  # It needs one micro-batch per step.
-        return
-    total = profile.setting("train.global_batch_size")
-    if isinstance(total, int):
-        yield _lift_limits(profile, f"train.global_batch_size={2 * total}")
-    else:
-        twice = 2 * profile.number("train.gradient_accumulation_steps", 1)
-        yield _lift_limits(profile, f"train.gradient_accumulation_steps={twice}")
 
 
 def _lift_limits(profile: StepProfile, alternative: str) -> str:
@@ -192,15 +167,10 @@ def _lift_limits(profile: StepProfile, alternative: str) -> str:
     limits = [key for key in BATCH_LIMITS if profile.setting(key) is not None]
     if not limits:
         return alternative
-    kept = [f"{key}={value}" for key, value in _batch_sizes(profile) if f"{key}=" not in alternative]
+    total = "train.global_batch_size" if _sets_global_batch(profile) else "train.gradient_accumulation_steps"
+    sizes = {key: profile.number(key, 1) for key in ("train.micro_batch_size", total)}
+    kept = [f"{key}={value}" for key, value in sizes.items() if f"{key}=" not in alternative]
     return " ".join([alternative, *kept, *(f"{key}=null" for key in limits)])
-
-
-def _batch_sizes(profile: StepProfile) -> Iterator[tuple[str, int]]:
-    """Yield the sizes of the run: the micro-batch, and the global batch or the accumulation."""
-    yield "train.micro_batch_size", profile.number("train.micro_batch_size", 1)
-    key = "train.global_batch_size" if _sets_global_batch(profile) else "train.gradient_accumulation_steps"
-    yield key, profile.number(key, 1)
 
 
 def _sets_global_batch(profile: StepProfile) -> bool:
@@ -229,15 +199,12 @@ def _has_samples(profile: StepProfile, factor: int) -> bool:
 
 def larger_global_batches(profile: StepProfile, alternatives: Sequence[str]) -> list[str]:
     """Return the alternatives that make the global batch larger, and so change the training."""
-    return [alternative for alternative in alternatives if _is_larger(profile, alternative)]
-
-
-def _is_larger(profile: StepProfile, alternative: str) -> bool:
-    values = dict(override.split("=", 1) for override in alternative.split())
+    before = {key: profile.number(key, 1) for key in ("train.micro_batch_size", "train.gradient_accumulation_steps")}
     if _sets_global_batch(profile):
-        same = profile.setting("train.global_batch_size")
-        return bool(int(values.get("train.global_batch_size", same)) > same)
-    keys = "train.micro_batch_size", "train.gradient_accumulation_steps"
-    before = [profile.number(key, 1) for key in keys]
-    after = [int(values.get(key, value)) for key, value in zip(keys, before, strict=True)]
-    return math.prod(after) > math.prod(before)
+        before = {"train.global_batch_size": profile.setting("train.global_batch_size")}
+    larger = []
+    for alternative in alternatives:
+        values = dict(override.split("=", 1) for override in alternative.split())
+        if math.prod(int(values.get(key, value)) for key, value in before.items()) > math.prod(before.values()):
+            larger.append(alternative)
+    return larger

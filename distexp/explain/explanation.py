@@ -26,7 +26,7 @@ from distexp.runs.record import RunRecord, describe_no_training, read_records
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.step_files import PARTS
 from distexp.strategies.base import recorded_strategy
-from distexp.strategies.traits import Advice, MemoryTraits
+from distexp.strategies.traits import MemoryTraits
 from distexp.system.files import printable, read_or_none
 from distexp.system.typed_values import number_of, texts_of
 
@@ -36,23 +36,14 @@ MIN_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Explanation:
-    """The bottleneck of a step.
+    """The bottleneck of a step, and the overrides that would reduce it."""
 
-    Attributes:
-        bottleneck: Name of the part; ``compute`` if no other part is large enough.
-        share: Fraction of the step.
-        sentence: What the profile shows.
-        alternatives: Overrides that would reduce it. Two overrides of one alternative are separated by a space.
-        larger_batch: Those that make the global batch larger, and so change the training.
-        reasons: Why each of them would help.
-    """
-
-    bottleneck: str
-    share: float
-    sentence: str
-    alternatives: list[str] = field(default_factory=list)
-    larger_batch: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+    bottleneck: str  # name of the part; ``compute`` if no other part is large enough
+    share: float  # fraction of the step
+    sentence: str  # what the profile shows
+    alternatives: list[str] = field(default_factory=list)  # Two overrides of one are separated by a space.
+    larger_batch: list[str] = field(default_factory=list)  # those with a larger global batch: they change the training
+    reasons: dict[str, str] = field(default_factory=dict)  # why each of them would help
 
     def to_json(self) -> dict[str, Any]:
         """Return ``metrics.explanation`` of the record, where the bottleneck is named ``loss``."""
@@ -79,12 +70,7 @@ class Explanation:
 
 
 def explain(record: RunRecord, strategy: MemoryTraits | None = None) -> Explanation | None:
-    """Return the bottleneck of a run; None if it was not profiled.
-
-    Args:
-        record: The record.
-        strategy: Strategy of the run; None: that of the record, if distexp ships it.
-    """
+    """Return the bottleneck of a run; None if it was not profiled. ``strategy`` is as in ``StepProfile.of``."""
     profile = StepProfile.of(record, strategy)
     return None if profile is None else explain_profile(profile)
 
@@ -98,26 +84,20 @@ def explain_profile(profile: StepProfile) -> Explanation:
     advice = advise(bottleneck, profile)
     if bottleneck == "compute":
         sentence = describe_compute(share, shares)
-        advice += _advice_on_largest_overhead(profile)
+        overhead, lost = largest_overhead(shares)
+        advice += advise(overhead, profile) if lost >= NAMED_SHARE else []
     elif bottleneck == "waiting" and are_others_ahead(profile):
         bottleneck, share = "launch_idle", profile.slowest.time_ms("launch_idle") / profile.slowest.step_ms
         sentence = describe_ranks_ahead(share, profile)
     else:
-        sentence = describe_bottleneck(bottleneck, share, profile)
+        sentence = _sentence(bottleneck, share, _description(bottleneck, share, profile), profile)
     text = f"{sentence} {describe_missing_cores(profile)}".rstrip()
     reasons = dict(reversed(advice))  # If two give the same overrides, the first one has the reason.
     alternatives = list(dict.fromkeys(overrides for overrides, _ in advice))
     return Explanation(bottleneck, share, text, alternatives, larger_global_batches(profile, alternatives), reasons)
 
 
-def _advice_on_largest_overhead(profile: StepProfile) -> list[Advice]:
-    """Return what would reduce the largest part other than the kernels, if it is large enough to be named."""
-    name, share = largest_overhead(profile.shares())
-    return advise(name, profile) if share >= NAMED_SHARE else []
-
-
 # The sentence about the bottleneck of a profiled step.
-
 
 BOUND_SHARE = 0.3
 """Share from which a run is bound by its bottleneck."""
@@ -159,12 +139,7 @@ def largest_overhead(shares: Mapping[str, float]) -> tuple[str, float]:
 
 
 def describe_compute(share: float, shares: Mapping[str, float]) -> str:
-    """Return what the kernels take, and the largest other parts: one if the run is compute-bound, else two.
-
-    Args:
-        share: Share of the kernels.
-        shares: Share of each part.
-    """
+    """Return what the kernels take, and the largest other parts: one if the run is compute-bound, else two."""
     kernels = f"matrix kernels take {shares['matmul']:.0%} and other kernels {shares['other_kernels']:.0%} of the step"
     if share >= COMPUTE_BOUND_SHARE:
         largest, lost = largest_overhead(shares)
@@ -174,26 +149,14 @@ def describe_compute(share: float, shares: Mapping[str, float]) -> str:
     return f"No bottleneck: {kernels}, {_part_share(first, shares)} and {_part_share(second, shares)}."
 
 
-def describe_bottleneck(bottleneck: str, share: float, profile: StepProfile) -> str:
-    """Return what the bottleneck is, and its share of the step."""
-    description = _description(bottleneck, share, profile)
-    if bottleneck == "host" and not profile.on_gpu:  # All of the training is work of the CPU.
-        return f"{description[0].upper()}{description[1:]}."
-    return _sentence(bottleneck, share, description)
-
-
 def describe_ranks_ahead(share: float, profile: StepProfile) -> str:
-    """Return that the slowest rank is launch-bound, as the others are.
-
-    Args:
-        share: Share of the step in which the GPU of the slowest rank is idle.
-        profile: The profile.
-    """
+    """Return that the slowest rank is launch-bound, as the others are: its GPU is idle for a share of the step."""
     return _sentence(
         "launch_idle",
         share,
         f"the GPU of rank {profile.slowest.rank} is idle for {share:.0%} of the step, because the CPU launches "
         f"{_launches(profile)} too slowly. The other ranks are as slow, but ahead: their GPUs wait in collectives",
+        profile,
     )
 
 
@@ -208,8 +171,9 @@ def describe_missing_cores(profile: StepProfile) -> str:
     )
 
 
-def _sentence(bottleneck: str, share: float, description: str) -> str:
-    text = f"{BOUND[bottleneck]}: {description}" if share >= BOUND_SHARE else description
+def _sentence(bottleneck: str, share: float, description: str, profile: StepProfile) -> str:
+    is_all = bottleneck == "host" and not profile.on_gpu  # All of the training is work of the CPU.
+    text = f"{BOUND[bottleneck]}: {description}" if share >= BOUND_SHARE and not is_all else description
     return text[0].upper() + text[1:] + "."
 
 
@@ -226,7 +190,9 @@ def _description(bottleneck: str, share: float, profile: StepProfile) -> str:
         case "waiting":
             return _waiting(share, profile)
         case "exposed_communication":
-            collective = _largest_collective(profile)
+            known = profile.collective_shares()
+            largest = max(known, key=lambda kind: known[kind], default="")
+            collective = f", most of it {largest}" if len(known) > 1 else f", in {largest}" if known else ""
             return f"communication that no computation hides takes {share:.0%} of the step{collective}"
         case "data_wait":
             loaders = profile.number("dataset.num_workers", 0)
@@ -234,13 +200,12 @@ def _description(bottleneck: str, share: float, profile: StepProfile) -> str:
         case "optimizer":
             return f"clipping and the update of the weights take {share:.0%} of the step"
         case _:
-            return _host_work(share, profile)
-
-
-def _host_work(share: float, profile: StepProfile) -> str:
-    if profile.on_gpu:
-        return f"the CPU does other work than launching kernels for {share:.0%} of the step"
-    return f"the CPU spends {share:.0%} of the step outside of operators and collectives, for example in Python"
+            part = f"{share:.0%} of the step"
+            return (
+                f"the CPU does other work than launching kernels for {part}"
+                if profile.on_gpu
+                else f"the CPU spends {part} outside of operators and collectives, for example in Python"
+            )
 
 
 def _launches(profile: StepProfile) -> str:
@@ -264,17 +229,7 @@ def _waiting(share: float, profile: StepProfile) -> str:
     )
 
 
-def _largest_collective(profile: StepProfile) -> str:
-    """Return the end of a sentence that names the collective with the largest share; empty if it is unknown."""
-    known = profile.collective_shares()
-    if not known:
-        return ""
-    largest = max(known, key=lambda kind: known[kind])
-    return f", most of it {largest}" if len(known) > 1 else f", in {largest}"
-
-
 # Reading of the profiled runs that ``distexp explain`` is given.
-
 
 REPLACED = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
 """Overrides that a command with a profile has not, or has with other values."""
@@ -347,7 +302,6 @@ def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
 
 
 def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
-    """Return why runs have no profile, and what to type."""
     record = next((record for record in records if record.status == "completed"), None)
     if record is None:
         return f"{directory} has no profile, because the run is {records[0].status}: give a completed run"
@@ -355,14 +309,9 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
         return f"{directory} {other}"
     if note := (record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile: {note}"
-    sweep = _sweep_command(directory)
+    arguments, cells = (read_or_none(directory / COMMAND, key) for key in ("words", "cells"))
+    is_sweep = isinstance(cells, int) and cells > 1 and isinstance(arguments, list)
+    sweep = [printable(text) for text in arguments if isinstance(text, str)] if is_sweep else []
     options = [text for text in sweep or record.run.overrides if not text.startswith(REPLACED)]
     command = copyable_command([*options, "profile=true"], may_sweep=bool(sweep))
     return f"{directory} has no profile: run it with {command}"
-
-
-def _sweep_command(directory: Path) -> list[str]:
-    """Return the arguments of a sweep of several runs; empty if the directory is none, or its command is damaged."""
-    arguments, cells = (read_or_none(directory / COMMAND, key) for key in ("words", "cells"))
-    is_sweep = isinstance(cells, int) and cells > 1 and isinstance(arguments, list)
-    return [printable(text) for text in arguments if isinstance(text, str)] if is_sweep else []

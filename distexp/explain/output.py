@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,36 +23,29 @@ from distexp.tables.columns import ALWAYS, Column, build_table, cell, fit_column
 def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
     """Print the profile and the explanation of each run."""
     if as_json:
-        _print_json([run.to_json() for run in runs])
+        print(json.dumps(nan_to_none([run.to_json() for run in runs]), indent=2))
         return
     console = make_console()
     for position, run in enumerate(runs):
         if position:
             console.print()
-        _print_run(run, console)
-
-
-def _print_run(run: ProfiledRun, console: Console) -> None:
-    print_plain(console, run.title)
-    console.print()
-    for part in ranks_table(run.profile, console.width):
-        console.print(part)
-    console.print()
-    explanation = run.explanation
-    larger = batch_line(explanation.larger_batch)
-    for line in (explanation.sentence, try_line(explanation.alternatives), *reason_lines(explanation), larger):
-        if line is not None:
+        print_plain(console, run.title)
+        console.print()
+        for part in ranks_table(run.profile, console.width):
+            console.print(part)
+        console.print()
+        for line in explanation_lines(run.explanation):
             print_plain(console, line)
-    for note in (*profile_notes(run.profile), *scaling_note(run.profile, has_percentages=True)):
-        print_plain(console, note, style="dim")
+        for note in (*profile_notes(run.profile), *scaling_note(run.profile, has_percentages=True)):
+            print_plain(console, note, style="dim")
 
 
 def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
     """Print why run B is slower or faster than run A."""
     comparison = ProfileComparison(a.profile, b.profile)
     if as_json:
-        runs = {"a": a.to_json(), "b": b.to_json()}
-        _print_json({**runs, **comparison.to_json()})
+        content = {"a": a.to_json(), "b": b.to_json(), **comparison.to_json()}
+        print(json.dumps(nan_to_none(content), indent=2))
         return
     console = make_console()
     print_plain(console, f"A: {a.title}")
@@ -70,33 +62,25 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
         print_plain(console, note, style="dim")
 
 
-def _print_json(content: Any) -> None:
-    print(json.dumps(nan_to_none(content), indent=2))
-
-
 # The lines below the tables of ``distexp explain``: overrides to try, and what limits the meaning of a profile.
-
 
 LARGE_OVERHEAD = 0.05
 """Difference of the profiled step from the median one, as a share of it, that is worth a note."""
 
-CPU_NOTE = "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown."
+DIFFERENT = 0.05
+"""Relative difference from which a profiled step differs from the median step."""
 
 
-def try_line(alternatives: Sequence[str]) -> str | None:
-    """Return the line with the overrides to try; None if there are none."""
-    return f"try: {'  or  '.join(alternatives)}" if alternatives else None
-
-
-def reason_lines(explanation: Explanation) -> Iterator[str]:
-    """Yield why each alternative would help, with its first override."""
-    reasons = ((overrides.split()[0], explanation.reasons.get(overrides)) for overrides in explanation.alternatives)
-    yield from (f"  {override}: {reason}" for override, reason in reasons if reason)
-
-
-def batch_line(larger: Sequence[str]) -> str | None:
-    """Return the line about overrides that make the global batch larger; None if there are none."""
-    return f"A larger global batch changes the training: {', '.join(larger)}." if larger else None
+def explanation_lines(explanation: Explanation) -> Iterator[str]:
+    """Yield the bottleneck, the overrides to try, and why each of them would help."""
+    yield explanation.sentence
+    if explanation.alternatives:
+        yield f"try: {'  or  '.join(explanation.alternatives)}"
+    for overrides in explanation.alternatives:
+        if reason := explanation.reasons.get(overrides):
+            yield f"  {overrides.split()[0]}: {reason}"
+    if explanation.larger_batch:
+        yield f"A larger global batch changes the training: {', '.join(explanation.larger_batch)}."
 
 
 def profile_notes(profile: StepProfile) -> Iterator[str]:
@@ -108,22 +92,18 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
         )
     if profile.includes_overhead and profile.on_gpu:
         yield "The parts include the overhead of the profiler, because the batches have different sizes."
-    if median := profile.different_median_ms:
+    median = profile.median_ms
+    if median is not None and abs(profile.step_ms - median) > DIFFERENT * median:
         yield (
             f"The parts add up to {profile.step_ms:,.1f} ms. The median of the steps that were not profiled is "
             f"{median:,.1f} ms."
         )
     if not profile.on_gpu:
-        yield CPU_NOTE
+        yield "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown."
 
 
 def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str]:
-    """Yield that the times of a profile on CPUs are scaled, if this changes them much.
-
-    Args:
-        profile: The profile.
-        has_percentages: Whether the table above the note has a column with percentages.
-    """
+    """Yield that the times of a profile on CPUs are scaled, if this changes them much."""
     difference = profile.overhead_ms / profile.step_ms
     if profile.on_gpu or abs(difference) <= LARGE_OVERHEAD:
         return
@@ -137,36 +117,27 @@ def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str
 
 def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     """Yield what limits the meaning of two profiles: of both, then of one of them, then what both have."""
-    of_a, of_b = (list(_notes_in_comparison(profile)) for profile in (comparison.a, comparison.b))
-    yield from _global_batches(comparison)
+    # The explanation of a run has the wait for CPU cores in its sentence. Here it is a note.
+    of_a, of_b = (
+        [
+            *filter(None, [describe_missing_cores(profile)]),
+            *profile_notes(profile),
+            *scaling_note(profile, has_percentages=False),
+        ]
+        for profile in (comparison.a, comparison.b)
+    )
+    a, b = comparison.a.global_batch, comparison.b.global_batch
+    if a != b:
+        unit = "row" if comparison.a.setting("dataset.packing") else "sample"
+        yield f"A step has {format_count(a, unit)} in A and {b:,} in B, so these are different trainings."
     yield from (f"A: {note}" for note in of_a if note not in of_b)
     yield from (f"B: {note}" for note in of_b if note not in of_a)
     yield from (note for note in of_a if note in of_b)
 
 
-def _notes_in_comparison(profile: StepProfile) -> Iterator[str]:
-    """Yield the notes on a run, with the wait for CPU cores, which its own explanation has in the sentence."""
-    if waiting := describe_missing_cores(profile):
-        yield waiting
-    yield from profile_notes(profile)
-    yield from scaling_note(profile, has_percentages=False)
-
-
-def _global_batches(comparison: ProfileComparison) -> Iterator[str]:
-    a, b = comparison.a.global_batch, comparison.b.global_batch
-    if a != b:
-        unit = "row" if comparison.a.setting("dataset.packing") else "sample"
-        yield f"A step has {format_count(a, unit)} in A and {b:,} in B, so these are different trainings."
-
-
 # Tables of ``distexp explain``: the parts of a step with bars, for each rank, or of two runs.
 
-
 BAR_WIDTH = 24
-BAR, HALF = "█", "▌"
-HIDDEN_TITLE = "hidden communication"
-WITHOUT_CORE_TITLE = "waiting for a CPU core"
-"""Time inside the parts."""
 
 
 def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
@@ -174,10 +145,12 @@ def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
     shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in profile.ranks)]
     means_ms = [profile.mean_ms(name) for name in shown]
     largest = max(means_ms, default=0.0) or 1.0
-    others = [HIDDEN_TITLE, *([WITHOUT_CORE_TITLE] if profile.without_core_share is not None else [])]
+    others = ["hidden communication"]  # not in the sum, as the wait for cores, which is inside the parts
+    if profile.without_core_share is not None:
+        others.append("waiting for a CPU core")
     empty = [""] * len(others)
     columns = [
-        Column("part", (*map(_title, shown), "sum", *others), ALWAYS, right=False),
+        Column("part", (*(PARTS[name] for name in shown), "sum", *others), ALWAYS, right=False),
         Column(
             "mean\n%" if len(profile.ranks) > 1 else "%",
             (*(f"{100 * mean / profile.step_ms:.1f}" for mean in means_ms), "100.0", *empty),
@@ -208,7 +181,7 @@ def comparison_table(comparison: ProfileComparison, width: int) -> Table:
     rows = [*parts, comparison.totals]
     largest = max((abs(part.change) for part in parts), default=0.0) or 1.0
     columns = [
-        Column("part", (*map(_title, shown), "sum"), ALWAYS, right=False),
+        Column("part", (*(PARTS[name] for name in shown), "sum"), ALWAYS, right=False),
         Column("A\nms/sample", tuple(f"{row.a:,.3f}" for row in rows), ALWAYS),
         Column("B\nms/sample", tuple(f"{row.b:,.3f}" for row in rows), ALWAYS),
         Column("difference", tuple(f"{row.change:+,.3f}" for row in rows), ALWAYS),
@@ -217,17 +190,12 @@ def comparison_table(comparison: ProfileComparison, width: int) -> Table:
     return build_table(fit_columns(columns, width)[0])
 
 
-def _title(name: str) -> str:
-    return PARTS[name]
-
-
 def _bar(fraction: float) -> str:
     halves = round(2 * BAR_WIDTH * fraction)
-    return BAR * (halves // 2) + HALF * (halves % 2)
+    return "█" * (halves // 2) + "▌" * (halves % 2)
 
 
 # Comparison of two profiled runs, part by part, in milliseconds per sample.
-
 
 SAME = 0.02
 """Smaller relative differences are no difference."""
@@ -246,10 +214,6 @@ class PerSample:
     def change(self) -> float:
         """Return how much longer B takes."""
         return self.b - self.a
-
-    def to_json(self) -> dict[str, float]:
-        """Return both times for programs."""
-        return {"a": self.a, "b": self.b}
 
 
 @dataclass(frozen=True)
@@ -335,11 +299,11 @@ class ProfileComparison:
     def to_json(self) -> dict[str, Any]:
         """Return the comparison for programs."""
         return {
-            "ms_per_sample": self.totals.to_json(),
-            "median_ms_per_sample": self.medians.to_json(),
+            "ms_per_sample": asdict(self.totals),
+            "median_ms_per_sample": asdict(self.medians),
             "noise": self.noise,
             "equal_within_noise": self.is_noise,
             "disturbances": self.disturbances,
-            "parts_ms_per_sample": {name: self.per_sample(name).to_json() for name in PARTS},
+            "parts_ms_per_sample": {name: asdict(self.per_sample(name)) for name in PARTS},
             "sentence": self.sentence(),
         }

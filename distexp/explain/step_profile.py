@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,9 +26,6 @@ COMPUTE = ("matmul", "other_kernels")
 
 OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
 """All other parts. The largest one is the bottleneck, if it is large enough."""
-
-DIFFERENT = 0.05
-"""Relative difference from which a profiled step differs from the median step."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +52,17 @@ class RankStep:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """The median profiled step of all ranks of a run.
-
-    Attributes:
-        strategy: Strategy of the run. A custom one that was not loaded has the defaults.
-    """
+    """The median profiled step of all ranks of a run."""
 
     record: RunRecord
     ranks: tuple[RankStep, ...]
-    strategy: MemoryTraits = field(default_factory=MemoryTraits)
+    strategy: MemoryTraits = field(default_factory=MemoryTraits)  # A custom one that was not loaded has the defaults.
 
     @classmethod
     def of(cls, record: RunRecord, strategy: MemoryTraits | None = None) -> StepProfile | None:
         """Return the profile of a run; None if it was not profiled.
 
-        Args:
-            record: The record.
-            strategy: Strategy of the run; None: that of the record, if distexp ships it.
+        Without a strategy, it is that of the record, if distexp ships it.
         """
         ranks = [_read_rank(entry) for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
         known = tuple(rank for rank in ranks if rank is not None)
@@ -101,14 +92,6 @@ class StepProfile:
         """Return whether the parts include the overhead of the profiler."""
         entries = self.record.metrics.step_breakdown or ()
         return any(isinstance(entry, dict) and entry.get("includes_overhead") is True for entry in entries)
-
-    @property
-    def different_median_ms(self) -> float | None:
-        """Return the median of the steps that were not profiled, if the parts add up to another duration."""
-        median = self.median_ms
-        if median is None or abs(self.step_ms - median) <= DIFFERENT * median:
-            return None
-        return median
 
     @property
     def median_ms(self) -> float | None:
@@ -201,7 +184,6 @@ def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
 
 # The rank that the others wait for: in which part it takes longer, and whether its CPU does.
 
-
 SLOWER = 0.3
 """Fraction of the waiting by which a rank must take longer than the others to be its cause."""
 
@@ -212,14 +194,8 @@ LOCAL_PARTS = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer
 """Parts in which a rank does not depend on the others."""
 
 
-@dataclass(frozen=True)
-class SlowPart:
-    """The part in which the slowest rank exceeds the others most.
-
-    Attributes:
-        part: Name of the part.
-        excess_ms: By how much it exceeds the mean of the others.
-    """
+class SlowPart(NamedTuple):
+    """The part in which the slowest rank exceeds the others most, and by how much it exceeds their mean."""
 
     part: str
     excess_ms: float
@@ -231,8 +207,7 @@ def slow_part(profile: StepProfile) -> SlowPart:
     if not others:
         return SlowPart(LOCAL_PARTS[0], 0.0)
     excess = {name: slowest.time_ms(name) - _mean([rank.time_ms(name) for rank in others]) for name in LOCAL_PARTS}
-    name = max(excess, key=excess.__getitem__)
-    return SlowPart(name, excess[name])
+    return SlowPart(*max(excess.items(), key=lambda item: item[1]))
 
 
 def is_one_rank_slow(profile: StepProfile) -> bool:
@@ -317,18 +292,14 @@ def free_cores(profile: StepProfile) -> int:
     if environment and environment.cpu_limit is not None:
         cores = min(cores, int(environment.cpu_limit))
     training = 1 if profile.on_gpu else profile.number("cluster.cpus_per_worker", 1)
-    return max(0, cores // math.ceil(profile.world_size / _machines(profile)) - training)
-
-
-def _machines(profile: StepProfile) -> int:
-    """Return the number of machines. Simulated nodes share one. During a run only its attempt has the hosts."""
     run = profile.record.run
-    hosts = run.hosts or (run.attempts[-1].get("hosts") if run.attempts else None)
-    return len(set(hosts)) if hosts else max(1, profile.number("cluster.nodes", 1))
+    hosts = run.hosts or (run.attempts[-1].get("hosts") if run.attempts else None)  # During a run only the attempt has.
+    # Simulated nodes share a machine.
+    machines = len(set(hosts)) if hosts else max(1, profile.number("cluster.nodes", 1))
+    return max(0, cores // math.ceil(profile.world_size / machines) - training)
 
 
 # Whether a change would fit into the memory of the GPU, or of the machine, from the measured memory of the run.
-
 
 USABLE = 0.9
 """Fraction of the memory of a GPU that is used at most."""
@@ -337,30 +308,18 @@ SMALL_GROWTH = 0.1
 """Fraction of the measured CPU memory by which a change may increase it. The free memory of the machine is unknown."""
 
 
-def usable_mib(profile: StepProfile) -> float | None:
+def _usable_mib(profile: StepProfile) -> float | None:
     """Return the memory of a GPU that torch may use; None if it is unknown."""
-    environment = profile.record.environment
-    total, outside = environment.gpu_total_mib if environment else None, outside_torch_mib(profile)
-    if total is None or outside is None:
+    # CUDA, NCCL and other programs: what was measured, or the usual memory if this is more. For this reason
+    # cluster.gpu_memory_limit_gb subtracts at least the usual one.
+    outside = _values(profile.record.memory.get("parts"), "context_mib")
+    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged record
+        outside.append(profile.strategy.total_overhead_mib(parse_config(profile.record.config)))
+    total = profile.record.environment.gpu_total_mib if profile.record.environment else None
+    if total is None or not outside:
         return None
     limit = profile.setting("cluster.gpu_memory_limit_gb")
-    return USABLE * ((min(total, 1024 * limit) if isinstance(limit, int | float) else total) - outside)
-
-
-def outside_torch_mib(profile: StepProfile) -> float | None:
-    """Return the memory of CUDA, NCCL and other programs; None if it is unknown.
-
-    It is the measured one, or the usual one if this is more: ``cluster.gpu_memory_limit_gb`` subtracts at least that.
-    """
-    found = _values(profile.record.memory.get("parts"), "context_mib")
-    with suppress(OmegaConfBaseException, TypeError, ValueError):  # of a damaged record
-        found.append(profile.strategy.total_overhead_mib(parse_config(profile.record.config)))
-    return max(found, default=None)
-
-
-def peak_mib(profile: StepProfile) -> float | None:
-    """Return the largest reserved memory of all ranks; None if it is unknown."""
-    return _largest(profile.record.memory.get("torch"), "peak_reserved_mib")
+    return USABLE * ((min(total, 1024 * limit) if isinstance(limit, int | float) else total) - max(outside))
 
 
 def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1) -> bool:
@@ -369,25 +328,20 @@ def fits(profile: StepProfile, *, bytes_more: float = 0.0, batch_factor: int = 1
     Weights and optimizer states do not depend on the micro-batch. All other memory is counted as if it grew with it.
     On a CPU, only a change fits that hardly needs more memory.
     """
-    if not profile.on_gpu:
-        return _grows_little(profile, bytes_more, batch_factor)
-    usable, peak = usable_mib(profile), peak_mib(profile)
+    parts = profile.record.memory.get("parts")
+    if not profile.on_gpu:  # The activations of the processes grow with the batch.
+        host_peak, activations = cpu_peak_mib(profile.record.memory), _largest(parts, "activations_mib")
+        if host_peak is None or activations is None:
+            return False
+        more_mib = (batch_factor - 1) * activations + bytes_more / MIB
+        return profile.world_size * more_mib <= SMALL_GROWTH * host_peak
+    usable, peak = _usable_mib(profile), _largest(profile.record.memory.get("torch"), "peak_reserved_mib")
     if usable is None or peak is None:
         return False
-    parts = profile.record.memory.get("parts")
-    constant = sum(_smallest(parts, name) for name in ("parameters_mib", "optimizer_states_mib"))
-    constant = min(constant, peak)
+    # The smallest values, so that the memory that grows is not underestimated.
+    states = (min(_values(parts, name), default=0.0) for name in ("parameters_mib", "optimizer_states_mib"))
+    constant = min(sum(states), peak)
     return constant + batch_factor * (peak - constant) + bytes_more / MIB <= usable
-
-
-def _grows_little(profile: StepProfile, bytes_more: float, batch_factor: int) -> bool:
-    """Return whether the memory of the processes grows by a small fraction. Their activations grow with the batch."""
-    peak = cpu_peak_mib(profile.record.memory)
-    activations = _largest(profile.record.memory.get("parts"), "activations_mib")
-    if peak is None or activations is None:
-        return False
-    more_mib = (batch_factor - 1) * activations + bytes_more / MIB
-    return profile.world_size * more_mib <= SMALL_GROWTH * peak
 
 
 def _values(entries: Any, name: str) -> list[float]:
@@ -398,8 +352,3 @@ def _values(entries: Any, name: str) -> list[float]:
 
 def _largest(entries: Any, name: str) -> float | None:
     return max(_values(entries, name), default=None)
-
-
-def _smallest(entries: Any, name: str) -> float:
-    """Return the smallest value, so that the memory that grows is not underestimated."""
-    return min(_values(entries, name), default=0.0)

@@ -65,10 +65,10 @@ class Pool:
         del self.keys[bisect_left(self.keys, block.key)]
         del self.blocks[block.key]
 
-    def smallest_at_least(self, size: int) -> Block | None:
-        """Return the smallest free block of a size; None if all are smaller."""
+    def take(self, size: int) -> Block | None:
+        """Remove and return the smallest free block of at least a size; None if all are smaller."""
         index = bisect_left(self.keys, (size, -1))
-        return self.blocks[self.keys[index]] if index < len(self.keys) else None
+        return self.blocks.pop(self.keys.pop(index)) if index < len(self.keys) else None
 
 
 @dataclass
@@ -78,14 +78,10 @@ class Addresses:
     A new range is below all earlier ones, because Linux maps memory from the top down. A segment takes the start of its
     range. A later segment takes the rest of the newest range with enough room. Gaps between other mappings of the
     process are not modeled.
-
-    Attributes:
-        lowest: Start of the newest range.
-        rests: Start and size of what is left of each range.
     """
 
-    lowest: int = HIGHEST_ADDRESS
-    rests: list[tuple[int, int]] = field(default_factory=list)
+    lowest: int = HIGHEST_ADDRESS  # start of the newest range
+    rests: list[tuple[int, int]] = field(default_factory=list)  # start and size of what is left of each range
 
     def take(self, size: int) -> int:
         """Return the address of a new segment."""
@@ -101,23 +97,12 @@ class Addresses:
 
 
 class CachingAllocator:
-    """Bytes that the allocator of one GPU holds.
-
-    Attributes:
-        allocated: Bytes in use, rounded as the allocator rounds them.
-        reserved: Bytes of all segments.
-        retries: How often free segments were released to make room.
-    """
+    """Bytes that the allocator of one GPU holds: in use after rounding, and reserved, which are all segments."""
 
     def __init__(self, limit: int | None = None) -> None:
-        """Create an empty allocator.
-
-        Args:
-            limit: Most bytes to reserve; None for no limit.
-        """
-        self.limit = limit
-        self.allocated = self.reserved = self.retries = 0
-        self.peak_allocated = self.peak_reserved = 0
+        self.limit = limit  # most bytes to reserve; None for no limit
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.retries = 0  # how often free segments were released to make room
         self._pools: dict[tuple[str, bool], Pool] = {}
         self._addresses = Addresses()
 
@@ -130,7 +115,7 @@ class CachingAllocator:
         rounded = round_size(size)
         small = rounded <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), Pool(small))
-        block = _take_free(pool, rounded) or self._new_segment(rounded, pool)
+        block = pool.take(rounded) or self._new_segment(rounded, pool)
         self._split(block, rounded)
         block.used = True
         self.allocated += block.size
@@ -141,15 +126,24 @@ class CachingAllocator:
         """Free a block, and merge it with its free neighbors."""
         self.allocated -= block.size
         block.used = False
-        for neighbor in (block.before, block.after):
-            if neighbor is not None and not neighbor.used:
-                block.pool.remove(neighbor)
-                _merge(block, neighbor)
+        # A merged neighbor leaves the free list, because its size changes. It is not used again.
+        before, after = block.before, block.after
+        if before is not None and not before.used:
+            block.pool.remove(before)
+            block.address, block.size, block.before = before.address, block.size + before.size, before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and not after.used:
+            block.pool.remove(after)
+            block.size, block.after = block.size + after.size, after.after
+            if block.after is not None:
+                block.after.before = block
         block.pool.add(block)
 
     def _new_segment(self, size: int, pool: Pool) -> Block:
         wanted = segment_size(size)
         if self.limit is not None and self.reserved + wanted > self.limit:
+            # As in torch: whole free segments go back to the driver first. Parts of segments cannot.
             self.retries += 1
             self.release_free_segments()
             if self.reserved + wanted > self.limit:
@@ -161,10 +155,10 @@ class CachingAllocator:
     def release_free_segments(self) -> None:
         """Return all segments without a used block to the GPU."""
         for pool in self._pools.values():
-            unused = [block for block in pool.blocks.values() if block.before is None and block.after is None]
-            for block in unused:
-                pool.remove(block)
-                self.reserved -= block.size
+            for block in list(pool.blocks.values()):
+                if block.before is None and block.after is None:  # It is the whole segment.
+                    pool.remove(block)
+                    self.reserved -= block.size
 
     def _split(self, block: Block, size: int) -> None:
         """Return the rest of a block to its pool, if it is large enough to be used."""
@@ -177,13 +171,6 @@ class CachingAllocator:
             block.after.before = remainder
         block.after, block.size = remainder, size
         block.pool.add(remainder)
-
-
-def _take_free(pool: Pool, size: int) -> Block | None:
-    block = pool.smallest_at_least(size)
-    if block is not None:
-        pool.remove(block)
-    return block
 
 
 def round_size(size: int) -> int:
@@ -200,16 +187,3 @@ def segment_size(size: int) -> int:
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def _merge(block: Block, neighbor: Block) -> None:
-    """Add a neighbor to a block. The neighbor is not used again."""
-    if neighbor is block.before:
-        block.before, block.address = neighbor.before, neighbor.address
-        if block.before is not None:
-            block.before.after = block
-    else:
-        block.after = neighbor.after
-        if block.after is not None:
-            block.after.before = block
-    block.size += neighbor.size

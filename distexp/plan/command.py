@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -58,23 +58,22 @@ DECIDES = {
 def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
     """Predict all cells and print the result.
 
-    Args:
-        cells: The cells of the command.
-        make: Composes a variant of a cell.
-        planner: Source of estimates.
+    Raises:
+        SweepFailedError: if there is no prediction at all. The reasons are in the output.
     """
     with planner or Planner() as source:
-        _run_plan(cells, make, source)
+        configs = [cell.config for cell in cells if cell.config is not None]
+        with show_predictions(source.count_missing(configs), "") as advance:
+            planned = plan_cells(cells, source, advance)
+        if cells[0].composed.plan.output == "json":
+            print(json.dumps(nan_to_none([cell.to_json() for cell in planned]), indent=2))
+        else:
+            _print_tables(planned, make, source)
+        if all(cell.predicted is None for cell in planned):
+            raise SweepFailedError
 
 
-def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
-    configs = [cell.config for cell in cells if cell.config is not None]
-    with show_predictions(planner.count_missing(configs), "") as advance:
-        planned = plan_cells(cells, planner, advance)
-    if cells[0].composed.plan.output == "json":
-        print(json.dumps(nan_to_none([cell.to_json() for cell in planned]), indent=2))
-        _check_predicted(planned)
-        return
+def _print_tables(planned: Sequence[PlannedCell], make: MakeCell, planner: Planner) -> None:
     console = Console()
     for line in training_lines(planned):
         print_plain(console, line)
@@ -84,22 +83,22 @@ def _run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
         console.print(line, style="dim", highlight=False, markup=False, emoji=False, soft_wrap=True)
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)
-    _check_predicted(planned)
-
-
-def _check_predicted(planned: Sequence[PlannedCell]) -> None:
-    """Raise SweepFailedError if there is no prediction at all. The reasons are in the output."""
-    if all(cell.predicted is None for cell in planned):
-        raise SweepFailedError
 
 
 def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
-    """Yield what the verdicts are about."""
     found = [cell.predicted for cell in planned if cell.predicted is not None]
     configs = [cell.cell.config for cell in planned if cell.predicted is not None]
     unknown = {config.cluster.device for config in configs if config is not None and memory_to_fit_mib(config) is None}
     yield from (hint for device, hint in UNKNOWN_MEMORY.items() if device in unknown)
-    if not visible_gpus() and any(config and _is_for_unnamed_gpus(config) for config in configs):
+    names_no_gpu = any(
+        config is not None
+        and config.cluster.device == "cuda"
+        and config.plan.gpu is None
+        and config.plan.gpu_memory_gb is None
+        and launcher_traits(config).runs_here
+        for config in configs
+    )
+    if names_no_gpu and not visible_gpus():
         yield "this is for GPUs, but a run on this machine would use its CPUs: set cluster.device=cpu to predict that"
     memories = {
         (kind, memory, cell.error_bound)
@@ -107,22 +106,12 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
         for kind, memory in (("gpu", cell.gpu_memory_mib), ("cpu", cell.host_memory_mib))
         if memory is not None and cell.error_bound is not None
     }
-    yield from dict.fromkeys(
-        DECIDES[kind].format(memory=format_memory(memory), error=_format_error(kind, error))
-        for kind, memory, error in sorted(memories)
-    )
-
-
-def _format_error(kind: str, error: float) -> str:
-    """Return the largest error of a prediction; for the processes of a tiny model it is a constant."""
-    is_constant = kind == "cpu" and error > CPU_ERROR_BOUND
-    return f"{BASE_ERROR_MIB:.0f} MiB per node" if is_constant else f"{100 * error:.0f} %"
-
-
-def _is_for_unnamed_gpus(config: Config) -> bool:
-    """Return whether a prediction is for local GPUs, and the user has not named them."""
-    is_named = config.plan.gpu is not None or config.plan.gpu_memory_gb is not None
-    return launcher_traits(config).runs_here and config.cluster.device == "cuda" and not is_named
+    lines = []
+    for kind, memory, error in sorted(memories):
+        is_constant = kind == "cpu" and error > CPU_ERROR_BOUND  # as for the processes of a tiny model
+        bound = f"{BASE_ERROR_MIB:.0f} MiB per node" if is_constant else f"{100 * error:.0f} %"
+        lines.append(DECIDES[kind].format(memory=format_memory(memory), error=bound))
+    yield from dict.fromkeys(lines)
 
 
 def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:
@@ -147,7 +136,11 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     try:
         _print_search(planned, config, estimate, search, console)
         if (override := full_data_override(planned)) is not None:
-            _print_variant(override, search, console)
+            with show_search(f"what {override} needs", 1) as advance:
+                found = search(advance)
+                variant = found.variant(override)
+            if variant is not None:
+                print_plain(console, f"with {describe_change(variant, found.memory_mib)}")
     except KeyboardInterrupt:
         raise SweepInterrupted("the search for what fits was interrupted; the prediction is complete") from None
 
@@ -159,15 +152,7 @@ def _print_search(
     search: Callable[[Callable[[], None]], Search],
     console: Console,
 ) -> None:
-    """Print the largest micro-batch of a configuration, and what would make it fit.
-
-    Args:
-        planned: The cell.
-        config: Its configuration.
-        estimate: Its estimate.
-        search: Returns the search that calls a function after each prediction.
-        console: Where to print.
-    """
+    """Print the largest micro-batch of a configuration, and what would make it fit."""
     remark = f" (about {estimate.seconds:.0f} s a variant; Ctrl-C skips the search)"
     with show_search("the largest micro-batch", MAX_SIZES, remark) as advance:
         largest = search(advance).largest_micro_batch(estimate)
@@ -183,15 +168,6 @@ def _print_search(
         print_plain(console, note)
 
 
-def _print_variant(override: str, search: Callable[[Callable[[], None]], Search], console: Console) -> None:
-    """Print what a training needs with one override."""
-    with show_search(f"what {override} needs", 1) as advance:
-        found = search(advance)
-        variant = found.variant(override)
-    if variant is not None:
-        print_plain(console, f"with {describe_change(variant, found.memory_mib)}")
-
-
 # Progress of predictions on stderr: a line for each step, or on a terminal one that changes.
 
 
@@ -199,12 +175,8 @@ def _print_variant(override: str, search: Callable[[Callable[[], None]], Search]
 def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
     """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
 
-    Args:
-        total: Number of configurations that are not in the cache.
-        remark: What to add to the line.
-
     Yields:
-        Function to call after each prediction.
+        Function to call after each prediction of a configuration that is not in the cache.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not total:
@@ -220,34 +192,26 @@ def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def show_search(title: str, most: int, remark: str = "") -> Iterator[Callable[[], None]]:
-    """Show on stderr that variants are predicted, and how many are done.
-
-    Args:
-        title: What is searched.
-        most: Number of variants that are predicted at most.
-        remark: What to add to the title.
+    """Show on stderr that variants are predicted, and how many of the most are done.
 
     Yields:
         Function to call after each prediction.
     """
-    console, title = Console(stderr=True), f"searching for {title}"
-    done = 0
+    console, title, done = Console(stderr=True), f"searching for {title}", 0
+    status = console.status(f"{title}{remark}") if console.is_terminal else None
 
     def advance() -> None:
         nonlocal done
         done += 1
-        show(f"{done} of at most {format_count(most, 'variant')} predicted")
+        text = f"{done} of at most {format_count(most, 'variant')} predicted"
+        if status is None:
+            _print(text)
+        else:
+            status.update(f"{title}: {text}{remark}")
 
-    if console.is_terminal:
-        with console.status(f"{title}{remark}") as status:
-
-            def show(text: str) -> None:
-                status.update(f"{title}: {text}{remark}")
-
-            yield advance
-    else:
-        show = _print
-        show(f"{title}{remark}")
+    if status is None:
+        _print(f"{title}{remark}")
+    with status or nullcontext():
         yield advance
 
 

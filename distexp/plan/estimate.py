@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distexp.config import Config
@@ -14,7 +14,7 @@ from distexp.plan.process_overheads import (
     reason_not_measured,
     simulated_nodes,
 )
-from distexp.plan.replay import Event, PlanError, Point, Replay, StepTrace, StepWork, host_peak, replay
+from distexp.plan.replay import PARTS, PlanError, Point, Replay, StepTrace, StepWork, host_peak, replay
 from distexp.resolve.resources import parameter_count, ties_embeddings
 from distexp.runs.memory_trace import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
 from distexp.runs.record_sections import Built
@@ -22,11 +22,8 @@ from distexp.strategies.base import load_strategy
 from distexp.strategies.traits import GPU_ERROR_BOUND
 from distexp.system.units import MIB
 
-SHOWN_PARTS = (
-    *("parameters", "gradients", "optimizer_states", "activations", "logits", "communication", "temporaries"),
-)
+SHOWN_PARTS = tuple(part for part in PARTS if part != "batch")
 """Parts of a prediction. The batch is small and counts as temporary."""
-
 
 STATES = ("parameters", "gradients", "optimizer_states")
 HOST = "host_"
@@ -39,41 +36,24 @@ NATIVE = "native"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory of one worker in MiB. None means that the training could not be traced.
-
-    Attributes:
-        step_mib: Memory in which a step runs, without ``overhead_mib``. On a GPU, the smallest reserved memory. On
-            CPUs, the memory of all processes on a machine.
-        overhead_mib: GPU memory outside of torch's allocator.
-        host_mib: Peak of the CPU memory on a node.
-        parts: What the peak is made of.
-        curve: The phase and the parts at some points of the step.
-        seconds: Time of the prediction.
-        error_bound: Largest relative error of ``required_mib``; None if it is not known.
-        on_cpu: Whether the run is on CPUs.
-        notes: What was assumed, or why the training could not be traced.
-        flops: Floating point operations of a step of one worker; None if they were not counted.
-        operations: Kernels that a worker launches in a step.
-        optimizer_operations: Those of them that do not depend on the number of micro-batches.
-        written_mib: All tensors that a worker allocates in a step.
-    """
+    """Memory of one worker in MiB. None means that the training could not be traced."""
 
     peak_allocated_mib: float | None = None
     peak_reserved_mib: float | None = None
-    step_mib: float | None = None
-    overhead_mib: float = 0.0
-    host_mib: float | None = None
+    step_mib: float | None = None  # in which a step runs: reserved, or on CPUs that of all processes on a machine
+    overhead_mib: float = 0.0  # GPU memory outside of torch's allocator
+    host_mib: float | None = None  # peak of the CPU memory on a node
     phase: str | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    curve: dict[str, list[Any]] = field(default_factory=dict)
-    seconds: float = 0.0
-    error_bound: float | None = GPU_ERROR_BOUND
-    on_cpu: bool = False
-    notes: list[str] = field(default_factory=list)
-    flops: float | None = None
-    operations: int | None = None
-    optimizer_operations: int | None = None
-    written_mib: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)  # what the peak is made of
+    curve: dict[str, list[Any]] = field(default_factory=dict)  # the phase and the parts at some points of the step
+    seconds: float = 0.0  # of the prediction
+    error_bound: float | None = GPU_ERROR_BOUND  # largest relative error of ``required_mib``; None if it is not known
+    on_cpu: bool = False  # whether the run is on CPUs
+    notes: list[str] = field(default_factory=list)  # what was assumed, or why the training could not be traced
+    flops: float | None = None  # floating point operations of a step of one worker; None if they were not counted
+    operations: int | None = None  # kernels that a worker launches in a step
+    optimizer_operations: int | None = None  # those of them that do not depend on the number of micro-batches
+    written_mib: float | None = None  # all tensors that a worker allocates in a step
 
     @property
     def traced(self) -> bool:
@@ -88,8 +68,8 @@ class Estimate:
     @property
     def most_mib(self) -> float | None:
         """Return the most memory that the training may need; None if it is not known."""
-        bound = self.error_bound
-        return None if self.required_mib is None or bound is None else self.required_mib * (1 + bound)
+        required, bound = self.required_mib, self.error_bound
+        return None if required is None or bound is None else required * (1 + bound)
 
     @property
     def least_mib(self) -> float | None:
@@ -100,10 +80,6 @@ class Estimate:
         if self.on_cpu or self.peak_allocated_mib is None:
             return reserved
         return max(reserved, self.peak_allocated_mib * (1 - ALLOCATED_ERROR) + self.overhead_mib)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values for a JSON file."""
-        return asdict(self)
 
 
 def make_estimate(config: Config) -> Estimate:
@@ -116,7 +92,7 @@ def make_estimate(config: Config) -> Estimate:
     except PlanError as error:
         return arithmetic_estimate(config, str(error), count_parameters(config))
     if config.cluster.device == "cpu":
-        return _with_work(cpu_estimate(config, trace), trace.work)
+        return _with_work(_cpu_estimate(config, trace), trace.work)
     host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
     if config.engine.name != NATIVE:
         note = (
@@ -140,9 +116,14 @@ def _with_work(estimate: Estimate, work: StepWork | None) -> Estimate:
     )
 
 
-def cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
+def _cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     """Return the estimate of a traced step on the CPU, where all tensors are in the memory of the node."""
-    found = replay(_in_one_memory(trace.events), evaluation=_in_one_memory(trace.evaluation))
+    events, evaluation = (
+        # There are no workspaces of cuBLAS, whose blocks are negative.
+        [replace(event, device="gpu", stream="") for event in found if event.block >= 0]
+        for found in (trace.events, trace.evaluation)
+    )
+    found = replay(events, evaluation=evaluation)
     parts = _shown(found.peak)
     states = sum(parts[name] for name in STATES)
     host_mib = node_peak_mib(config, states, sum(parts.values()) - states, *model_size(config, trace))
@@ -161,11 +142,6 @@ def cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     )
 
 
-def _in_one_memory(events: Sequence[Event]) -> list[Event]:
-    """Return the events as if all were on one device, without the workspaces of cuBLAS."""
-    return [replace(event, device="gpu", stream="") for event in events if event.block >= 0]
-
-
 def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
     """Return the number of parameters of the whole model, and of its output head if that is tied to the embedding."""
     model = config.model
@@ -176,10 +152,7 @@ def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
 def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: float | None) -> Estimate:
     """Return the estimate of a traced step.
 
-    Args:
-        trace: The step.
-        overheads: MiB outside of the allocator, by name. Names that start with ``host_`` are not on the GPU.
-        host_mib: Peak of the CPU memory on a node.
+    The overheads are MiB outside of the allocator, by name. Names that start with ``host_`` are not on the GPU.
     """
     found = replay(trace.events, trace.history, trace.evaluation)
     return Estimate(
@@ -198,7 +171,7 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
 
 def arithmetic_estimate(config: Config, reason: str, parameters: int | None = None) -> Estimate:
     """Return the model states by arithmetic, for a training that cannot be traced."""
-    states = expected_states_mib(config, parameters)
+    states = _expected_states_mib(config, parameters)
     note = (
         "estimate by arithmetic: only the model states, without activations and buffers"
         if states
@@ -225,16 +198,8 @@ def _curve(found: Replay) -> dict[str, list[Any]]:
     return {"phase": [point.phase for point in found.curve], **parts}
 
 
-# Model states of a run that has not started, by arithmetic: for trainings that cannot be traced.
-
-
-def expected_states_mib(config: Config, counted: int | None = None) -> States | None:
-    """Return the model states of a run that has not started in MiB, by part; None if unknown.
-
-    Args:
-        config: a resolved configuration.
-        counted: number of parameters, if the model was built.
-    """
+def _expected_states_mib(config: Config, counted: int | None = None) -> States | None:
+    """Return the model states by arithmetic in MiB, by part; None if unknown. If the model was built, use its size."""
     moments, parameters = MOMENTS.get(config.train.optimizer), counted or parameter_count(config.model)
     if moments is None or parameters is None:
         return None
@@ -256,14 +221,9 @@ def expected_states_mib(config: Config, counted: int | None = None) -> States | 
         compute_weights=config.train.compute_weights,
     )
     states = states_per_parameter(built, BYTES_PER_VALUE * moments)
-    names = {"optimizer": "optimizer_states"}
-    return {names.get(name, name): size * parameters / MIB for name, size in states.items()}
-
-
-# Largest relative errors of the required GPU memory, from the tables in ``docs/results/plan.md``.
-#
-# The required memory depends on the order of allocations. The replay of that order is not exact in some cases. The
-# peak of the allocated memory is exact in all of them.
+    return {
+        "optimizer_states" if name == "optimizer" else name: size * parameters / MIB for name, size in states.items()
+    }
 
 
 COMPILED = 0.08
@@ -271,5 +231,8 @@ COMPILED = 0.08
 
 
 def gpu_error_bound(config: Config) -> float:
-    """Return the largest error of the prediction of a run, as a share of the prediction."""
+    """Return the largest relative error of the required GPU memory, from the tables in ``docs/results/plan.md``.
+
+    It depends on the order of allocations, whose replay is not exact in some cases. The allocated peak always is.
+    """
     return COMPILED if config.train.compiled != "none" else load_strategy(config).gpu_memory_error(config)

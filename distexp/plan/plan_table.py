@@ -12,7 +12,7 @@ from rich.text import Text
 from distexp.config import Config
 from distexp.config.overrides import format_override, join_first, sets_key
 from distexp.plan.fitting_change import ConfigChange, LargestMicroBatch
-from distexp.plan.planned_cells import PlannedCell, smallest_change
+from distexp.plan.planned_cells import PlannedCell
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, LARGER_MACHINE, TOO_CLOSE, describe_verdict, predict, verdict_of
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import model_label
@@ -20,13 +20,9 @@ from distexp.strategies.base import load_strategy
 from distexp.system.units import MIB_PER_GB, format_memory
 from distexp.tables.columns import ALWAYS, Column, build_table, fitted_table
 
-STYLES = {FITS: "green", TOO_CLOSE: "yellow", DOES_NOT_FIT: "red"}
-NOT_TRACED = "not traced:"
 UNKNOWN = "-"
 MAX_NAMED_CELLS = 3
 """Most cells with the same error that are named."""
-
-LABELS = {"optimizer_states": "optimizer states"}
 
 
 def cells_table(cells: Sequence[PlannedCell], width: int) -> list[Table | Text]:
@@ -59,12 +55,15 @@ def _error_lines(cells: Sequence[PlannedCell]) -> Iterator[str]:
 def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
     configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
     found = [cell.predicted for cell in cells if cell.predicted is not None]
+    # On CPUs the peak of a worker is not the memory that decides.
+    on_cpus = any(config.cluster.device == "cpu" for config in configs)
+    workers, peak = ("workers", "peak of\na worker") if on_cpus else ("GPUs", "peak")
     columns = [
         Column("cell", tuple(" ".join(map(_without_section, _varied(cell))) for cell in cells), 96, right=False),
         Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
-        Column(_workers_title(configs), tuple(str(config.cluster.world_size) for config in configs), 90),
-        Column("micro-\nbatch", tuple(map(_micro_batch, configs)), ALWAYS),
-        Column(_peak_title(configs), tuple(_or_states(cell.peak_allocated_mib, cell) for cell in found), 92),
+        Column(workers, tuple(str(config.cluster.world_size) for config in configs), 90),
+        Column("micro-\nbatch", tuple(_micro_batch(config, "") for config in configs), ALWAYS),
+        Column(peak, tuple(_or_states(cell.peak_allocated_mib, cell) for cell in found), 92),
         Column("reserved", tuple(_memory(cell.peak_reserved_mib) for cell in found), 80),
         Column("nvidia-smi", tuple(_memory(cell.nvidia_smi_mib) for cell in found), 70),
         Column("host", tuple(_memory(cell.host_peak_mib) for cell in found), 75),
@@ -76,19 +75,6 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
     return known if len(cells) > 1 else known[1:]
 
 
-def _workers_title(configs: Sequence[Config]) -> str:
-    return "workers" if _on_cpus(configs) else "GPUs"
-
-
-def _peak_title(configs: Sequence[Config]) -> str:
-    """Return the title of the peak. On CPUs it is not the peak of the memory that decides."""
-    return "peak of\na worker" if _on_cpus(configs) else "peak"
-
-
-def _on_cpus(configs: Sequence[Config]) -> bool:
-    return any(config.cluster.device == "cpu" for config in configs)
-
-
 def _varied(cell: PlannedCell) -> list[str]:
     return [format_override(text) for text in cell.cell.varied]
 
@@ -98,9 +84,10 @@ def _without_section(override: str) -> str:
     return f"{key.rpartition('.')[2]}{equals}{value}"
 
 
-def _micro_batch(config: Config) -> str:
+def _micro_batch(config: Config, unit: str) -> str:
+    """Return the micro-batch, and the accumulation with a unit: ``4 x 2 accumulation``."""
     steps = config.train.gradient_accumulation_steps
-    return f"{config.train.micro_batch_size}" + (f" x {steps}" if steps > 1 else "")
+    return f"{config.train.micro_batch_size}" + (f" x {steps}{unit}" if steps > 1 else "")
 
 
 def _or_states(mib: float | None, predicted: Predicted) -> str:
@@ -124,7 +111,7 @@ def parts_title(predicted: Predicted, config: Config) -> str:
 def parts_table(predicted: Predicted) -> Table:
     """Return what the peak is made of."""
     total = sum(predicted.parts.values()) or 1.0
-    parts = {LABELS.get(name, name): mib for name, mib in predicted.parts.items()}
+    parts = {name.replace("_", " "): mib for name, mib in predicted.parts.items()}
     return build_table(
         [
             Column("part", tuple(parts), ALWAYS, right=False),
@@ -136,12 +123,12 @@ def parts_table(predicted: Predicted) -> Table:
 
 def notes(cells: Sequence[PlannedCell]) -> list[str]:
     """Return the assumptions of all cells, each one once."""
-    several = len(cells) > 1
-    found = [(cell, note) for cell in cells for note in (cell.predicted.notes if cell.predicted else [])]
-    labels = ((" ".join(_varied(cell)) if several and note.startswith(NOT_TRACED) else "") for cell, note in found)
-    return list(
-        dict.fromkeys(f"{label}: {note}" if label else note for label, (_, note) in zip(labels, found, strict=True))
-    )
+    found: dict[str, None] = {}
+    for cell in cells:
+        label = " ".join(_varied(cell)) if len(cells) > 1 else ""
+        for note in cell.predicted.notes if cell.predicted else ():
+            found[f"{label}: {note}" if label and note.startswith("not traced:") else note] = None
+    return list(found)
 
 
 def micro_batch_line(largest: LargestMicroBatch) -> str:
@@ -160,17 +147,13 @@ def change_lines(
 ) -> Iterator[str]:
     """Yield the smallest change that makes a training fit, and what all changes need that reduce the memory.
 
-    Args:
-        changes: The changes, the smallest one first.
-        memory_mib: Memory of the GPU, or of the node for a run on CPUs.
-        device: cuda or cpu.
-        required_mib: Memory that the training needs without a change.
+    The smallest change comes first. ``required_mib`` is the memory that the training needs without a change.
     """
     may_fit = any(verdict_of(change.estimate, memory_mib) in (TOO_CLOSE, None) for change in changes)
     less = [change for change in changes if (change.estimate.required_mib or inf) < (required_mib or inf)]
-    best, verdicts = smallest_change(less, memory_mib), [verdict_of(change.estimate, memory_mib) for change in less]
-    if best is not None:
-        yield f"smallest change that makes it fit: {' '.join(best.overrides)}"
+    verdicts = [verdict_of(change.estimate, memory_mib) for change in less]
+    if FITS in verdicts:
+        yield f"smallest change that makes it fit: {' '.join(less[verdicts.index(FITS)].overrides)}"
     else:
         makes = "is certain to make" if may_fit else "makes"
         yield f"no change {makes} it fit: {LARGER_MACHINE[device]}"
@@ -186,8 +169,7 @@ def describe_change(change: ConfigChange, memory_mib: float) -> str:
     return f"{' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"
 
 
-# What ``distexp plan`` prints about the trainings that it predicts: model, data, and the size of the data.
-
+# The trainings that are predicted: model, data, and the size of the data.
 
 LARGE_MIB = 1.0 * MIB_PER_GB
 """Peak from which a sample of a dataset is unlikely to be the data of the real training."""
@@ -214,14 +196,13 @@ def training_lines(cells: Sequence[PlannedCell]) -> list[str]:
 
     The micro-batch is that of a single cell. The table has those of several.
     """
-    configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
-    return list(dict.fromkeys(_training_line(config, with_micro_batch=len(cells) == 1) for config in configs))
-
-
-def _training_line(config: Config, *, with_micro_batch: bool) -> str:
-    sizes = [_data_size(config), config.precision.name, _micro_batch_text(config) if with_micro_batch else ""]
-    model = model_label(config.model.name, config.scale.name)
-    return f"{model} on {config.dataset.name}: {', '.join(filter(None, sizes))}"
+    found: dict[str, None] = {}
+    for config in (cell.cell.config for cell in cells if cell.cell.config is not None):
+        batch = f"micro-batch {_micro_batch(config, ' accumulation')}" if len(cells) == 1 else ""
+        model = model_label(config.model.name, config.scale.name)
+        sizes = ", ".join(filter(None, [_data_size(config), config.precision.name, batch]))
+        found[f"{model} on {config.dataset.name}: {sizes}"] = None
+    return list(found)
 
 
 def _data_size(config: Config) -> str:
@@ -234,24 +215,17 @@ def _data_size(config: Config) -> str:
     return f"{'up to ' if is_limit else ''}{length} tokens" if length else ""
 
 
-def _micro_batch_text(config: Config) -> str:
-    steps = config.train.gradient_accumulation_steps
-    return f"micro-batch {config.train.micro_batch_size}" + (f" x {steps} accumulation" if steps > 1 else "")
-
-
 def sample_notes(cells: Sequence[PlannedCell]) -> list[str]:
     """Return what to type if trainings with a large peak have data that is smaller than the real data."""
-    return list(dict.fromkeys(note for cell in cells for note in _sample_note(cell)))
-
-
-def _sample_note(cell: PlannedCell) -> Iterator[str]:
-    override, config = full_data_override(cell), cell.cell.config
-    if override is not None and config is not None:
-        full = FULL_DATA[config.dataset.name]
-        yield (
-            f"note: {config.dataset.name} has {full.key}={getattr(config.dataset, full.key)}, so it needs less memory "
-            f"than {full.name}: type {override}"
-        )
+    found: dict[str, None] = {}
+    for cell in cells:
+        override, config = full_data_override(cell), cell.cell.config
+        if override is not None and config is not None:
+            dataset, full = config.dataset, FULL_DATA[config.dataset.name]
+            size = f"{full.key}={getattr(dataset, full.key)}"
+            text = f"note: {dataset.name} has {size}, so it needs less memory than {full.name}: type {override}"
+            found[text] = None
+    return list(found)
 
 
 def sharding_notes(cells: Sequence[PlannedCell]) -> list[str]:

@@ -53,20 +53,15 @@ class PlannedCell:
 
 def plan_cells(cells: Sequence[Cell], planner: Planner, advance: Callable[[], None]) -> list[PlannedCell]:
     """Predict all valid cells."""
-    valid = [cell for cell in cells if cell.config is not None]
-    outcomes = iter(planner.estimate([cell.config for cell in valid if cell.config is not None], advance))
-    return [_planned(cell, next(outcomes)) if cell.config is not None else _invalid(cell) for cell in cells]
-
-
-def _planned(cell: Cell, outcome: Estimate | str) -> PlannedCell:
-    assert cell.config is not None
-    if isinstance(outcome, str):
-        return PlannedCell(cell, error=outcome)
-    return PlannedCell(cell, outcome, predict(outcome, memory_to_fit_mib(cell.config)))
-
-
-def _invalid(cell: Cell) -> PlannedCell:
-    return PlannedCell(cell, error="invalid: " + join_errors(cell.errors))
+    outcomes = iter(planner.estimate([cell.config for cell in cells if cell.config is not None], advance))
+    planned = []
+    for cell in cells:
+        outcome = f"invalid: {join_errors(cell.errors)}" if cell.config is None else next(outcomes)
+        if cell.config is None or isinstance(outcome, str):
+            planned.append(PlannedCell(cell, error=str(outcome)))
+        else:
+            planned.append(PlannedCell(cell, outcome, predict(outcome, memory_to_fit_mib(cell.config))))
+    return planned
 
 
 def search_of(
@@ -74,12 +69,7 @@ def search_of(
 ) -> Search | None:
     """Return the search among variants of a cell; None if the memory of the GPU is unknown.
 
-    Args:
-        cell: The cell.
-        config: Its configuration.
-        make: Composes a variant of it.
-        planner: Source of estimates.
-        advance: Called after each variant that is not in the cache.
+    ``advance`` is called after each variant that is not in the cache.
     """
     memory = memory_to_fit_mib(config)
 
@@ -104,29 +94,15 @@ def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]
 
 
 def change_notes(overrides: Sequence[str], changes: Sequence[ConfigChange], config: Config) -> Iterator[str]:
-    """Yield what a user must know to type the changes of a cell.
-
-    Args:
-        overrides: Overrides of the cell.
-        changes: The changes that are printed.
-        config: Configuration of the cell.
-    """
-    new = [(change, {key_of(text) for text in change.overrides}) for change in changes]
+    """Yield what a user must know to type the changes of a cell with some overrides."""
+    keys = [{key_of(text) for text in change.overrides} for change in changes]
+    after = [[format_override(text) for text in replace_overrides(overrides, change.overrides)] for change in changes]
     removed = [
         text
         for text in map(format_override, overrides)
-        if any(key_of(text) not in keys and text not in _overrides_after(overrides, change) for change, keys in new)
+        if any(key_of(text) not in new and text not in left for new, left in zip(keys, after, strict=True))
     ]
     if removed:
         yield f"Some changes replace {' '.join(removed)}: remove that from the command."
-    if depends_on_micro_batch(config) and any(MICRO_BATCH in keys for _, keys in new):
+    if depends_on_micro_batch(config) and any(MICRO_BATCH in new for new in keys):
         yield "A batch norm uses the statistics of a micro-batch, so another micro-batch is another training."
-
-
-def _overrides_after(overrides: Sequence[str], change: ConfigChange) -> list[str]:
-    return [format_override(text) for text in replace_overrides(overrides, change.overrides)]
-
-
-def smallest_change(changes: Sequence[ConfigChange], memory_mib: float) -> ConfigChange | None:
-    """Return the first change that fits; None if none does."""
-    return next((change for change in changes if change.fits(memory_mib)), None)

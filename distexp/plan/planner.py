@@ -73,18 +73,13 @@ class Planner:
     def estimate(self, configs: Sequence[Config], advance: Callable[[], None] = lambda: None) -> list[Outcome]:
         """Return the estimate of each configuration, in their order. Equal ones are traced once.
 
-        Args:
-            configs: Resolved configurations.
-            advance: Called after each configuration that is not in the cache.
+        ``advance`` is called after each configuration that is not in the cache.
         """
         configs = [with_gpu(config) for config in configs]
         paths = [cache_path(config) for config in configs]
         unique = dict(zip(paths, configs, strict=True))
-        found: dict[Path, Outcome] = {}
-        for path, config in unique.items():
-            estimate = read_estimate(config)
-            if estimate is not None:
-                found[path] = estimate
+        cached = {path: read_estimate(config) for path, config in unique.items()}
+        found: dict[Path, Outcome] = {path: estimate for path, estimate in cached.items() if estimate is not None}
         missing = [path for path in unique if path not in found]
         for path, outcome in zip(missing, self.trace([unique[path] for path in missing], advance), strict=True):
             found[path] = outcome
@@ -155,11 +150,15 @@ def started_server(processes: int) -> Iterator[TraceServer]:
     Raises:
         InterruptedRunError: on a signal that would end this process, after the folder was removed.
     """
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise InterruptedRunError(number, " before all predictions were made")
+
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # A signal that is ignored stays ignored, as with nohup.
     ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     with (
-        handle_signals(_raise_interrupted, *ending),
+        handle_signals(interrupt, *ending),
         tempfile.TemporaryDirectory(prefix="distexp-plan-") as name,
     ):
         folder = Path(name)
@@ -169,10 +168,6 @@ def started_server(processes: int) -> Iterator[TraceServer]:
                 yield TraceServer(process, folder)
             finally:
                 end_tree(process, GRACE_S)
-
-
-def _raise_interrupted(number: int, _: FrameType | None) -> None:
-    raise InterruptedRunError(number, " before all predictions were made")
 
 
 # Cache of estimates, by configuration, by the code of distexp and of custom packages, and by versions of libraries.
@@ -206,15 +201,18 @@ def store_estimate(config: Config, estimate: Estimate) -> None:
     path = cache_path(config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, estimate.to_json())
+        write_json(path, asdict(estimate))
     except OSError as error:
         print(f"distexp: the prediction is not cached: {path.parent}: {error.strerror}", file=sys.stderr)
 
 
 def cache_path(config: Config) -> Path:
     """Return the file of an estimate for the GPU to plan for."""
+    relevant, default = copy.deepcopy(config), TrainConfig()
+    for name in IRRELEVANT if _sizes_vary(config) else (*IRRELEVANT, *BATCH_KEYS):
+        setattr(relevant.train, name, getattr(default, name))
     key = {
-        "run": run_id(_relevant(config)),
+        "run": run_id(relevant),
         "code": code_hash(),
         "custom": [package_hash(name) for name in custom_packages(config)],
         "versions": library_versions(),
@@ -224,14 +222,6 @@ def cache_path(config: Config) -> Path:
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     return cache_dir() / "plan" / f"{digest}.json"
-
-
-def _relevant(config: Config) -> Config:
-    """Return a copy in which what does not change the memory has its default."""
-    changed, default = copy.deepcopy(config), TrainConfig()
-    for name in IRRELEVANT if _sizes_vary(config) else (*IRRELEVANT, *BATCH_KEYS):
-        setattr(changed.train, name, getattr(default, name))
-    return changed
 
 
 def _sizes_vary(config: Config) -> bool:
@@ -285,7 +275,6 @@ def library_versions() -> dict[str, str]:
 
 
 # Files between the planner and the process that traces.
-
 
 POLL_S = 0.05
 LOG = "log.txt"

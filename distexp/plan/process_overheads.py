@@ -1,8 +1,8 @@
-"""Memory of the processes on one node of a run on CPUs: tensors, Python and the libraries.
+"""Host memory of the processes on one node: tensors (those of a run on CPUs are all there), Python and the libraries.
 
 The memory is the sum of proportional set sizes, as the sampler measures it. So it is less next to programs that map the
-same libraries. ``docs/results/plan.md`` compares the predictions with measured runs. The constants by strategy are from
-the same runs as those in ``hardware/facts.yaml``.
+same libraries. ``docs/results/plan.md`` compares the predictions with measured runs. ``hardware/facts.yaml`` has the
+constants that do not depend on the strategy, with their sources. Those of a strategy are from the same runs.
 """
 
 from __future__ import annotations
@@ -72,22 +72,23 @@ def reason_not_measured(config: Config) -> str:
     return ""
 
 
-# Host memory of the processes on one node, as the sampler measures it: the sum of their proportional set sizes.
-#
-# ``hardware/facts.yaml`` has the constants that do not depend on the strategy, with their sources.
-# ``tests/plan/test_overheads.py`` compares them with the records.
-
+# Host memory of the processes on one node of a run on GPUs. ``tests/plan/test_overheads.py`` compares it with records.
 
 WITHOUT_TRANSFORMERS = ("distexp.models.gpt.", "distexp.models.resnet.")
 
 
 def processes_mib(config: Config) -> dict[str, float]:
     """Return the memory of the processes of the first node during training in MiB, without tensors."""
-    workers = config.cluster.workers_per_node or 1
+    workers, known = config.cluster.workers_per_node or 1, facts().processes
+    images = known.images_mib if config.model.task == "image_classification" else 0.0
+    worker = load_strategy(config).host_worker_mib(config) + images + known.compile_mib[config.train.compiled]
+    # Texts are small. An image has 3 bytes per pixel.
+    pixels = (config.dataset.image_size or 0) ** 2
+    loader = known.loader_mib + known.loader_batches * int(config.train.micro_batch_size) * 3 * pixels / MIB
     return {
         "node": _node_mib(config),
-        "workers": workers * _worker_mib(config),
-        "loaders": workers * config.dataset.num_workers * _loader_mib(config),
+        "workers": workers * worker,
+        "loaders": workers * config.dataset.num_workers * loader,
     }
 
 
@@ -98,27 +99,8 @@ def _node_mib(config: Config) -> float:
     )
 
 
-def _worker_mib(config: Config) -> float:
-    known = facts().processes
-    images = known.images_mib if config.model.task == "image_classification" else 0.0
-    return load_strategy(config).host_worker_mib(config) + images + known.compile_mib[config.train.compiled]
-
-
-def _loader_mib(config: Config) -> float:
-    """Return the memory of one process of the data loader. Texts are small; an image has 3 bytes per pixel."""
-    size = config.dataset.image_size or 0
-    known = facts().processes
-    return known.loader_mib + known.loader_batches * int(config.train.micro_batch_size) * 3 * size**2 / MIB
-
-
 def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> float:
-    """Return the memory of the first node before the first step in MiB. Rank 0 has the whole model in fp32.
-
-    Args:
-        config: a resolved configuration.
-        parameters: number of parameters of the model.
-        tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
-    """
+    """Return the memory of the first node before the first step in MiB. Rank 0 has the whole model in fp32."""
     workers = config.cluster.workers_per_node or 1
     return _node_mib(config) + facts().processes.setup_worker_mib * workers + 4 * (parameters + tied_parameters) / MIB
 
@@ -126,11 +108,7 @@ def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> floa
 def host_peak_mib(config: Config, traced_mib: float, parameters: int, tied_parameters: int = 0) -> float:
     """Return the peak of the host memory on the first node in MiB.
 
-    Args:
-        config: a resolved configuration.
-        traced_mib: peak of the host tensors of one worker in a step, for example of offloaded states.
-        parameters: see ``setup_mib``.
-        tied_parameters: see ``setup_mib``.
+    ``traced_mib`` is the peak of the host tensors of one worker in a step, for example of offloaded states.
     """
     workers = config.cluster.workers_per_node or 1
     training = sum(processes_mib(config).values()) + workers * traced_mib

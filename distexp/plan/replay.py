@@ -29,19 +29,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step needs on one GPU, in bytes.
-
-    Attributes:
-        required: Smallest limit of the reserved memory in which the step runs.
-        peak: Parts at the peak of the allocated memory.
-        curve: Parts through the step. Each point is the largest of an interval.
-    """
+    """What a step needs on one GPU, in bytes."""
 
     peak_allocated: int
     peak_reserved: int
-    required: int
-    peak: Point
-    curve: tuple[Point, ...]
+    required: int  # smallest limit of the reserved memory in which the step runs
+    peak: Point  # parts at the peak of the allocated memory
+    curve: tuple[Point, ...]  # parts through the step. Each point is the largest of an interval.
 
 
 @dataclass
@@ -64,40 +58,41 @@ class _Recorder:
             self.used[part] -= block.size
             self.allocator.free(block)
 
+    def point(self, event: Event) -> Point:
+        return Point(event.phase, {part: self.used[part] for part in PARTS})
+
 
 def replay(events: Sequence[Event], history: Sequence[Event] = (), evaluation: Sequence[Event] = ()) -> Replay:
     """Return the peaks of the events on the GPU, without a limit of its memory.
 
-    The step is replayed twice if the second one follows from the first, because it finds other free blocks.
-
-    Args:
-        events: a step, after what is in memory before it as phase ``setup``.
-        history: how that memory was allocated: the construction of the model, and the first step. It decides which
-            free blocks the allocator has. Without it the allocations of ``setup`` are made in their order.
-        evaluation: what follows the step.
+    The events are a step, after what is in memory before it as phase ``setup``. The history is how that memory was
+    allocated: the construction of the model, and the first step. It decides which free blocks the allocator has.
+    Without it the allocations of ``setup`` are made in their order. The evaluation follows the step.
     """
-    setup, step = _split(events)
-    before = [event for event in history if event.device == "gpu"] or setup
-    sequence = [*before, *step, *_following(step, [event for event in evaluation if event.device == "gpu"])]
+    on_gpu, history, evaluation = (
+        [event for event in part if event.device == "gpu"] for part in (events, history, evaluation)
+    )
+    before = history or [event for event in on_gpu if event.phase == "setup"]
+    step = [event for event in on_gpu if event.phase != "setup"]
+    # A second step finds other free blocks than the first, so both are replayed if one follows from the other.
+    sequence = [*before, *step, *_following(step, evaluation)]
     recorder = _Recorder(CachingAllocator())
-    peak, highest = Point("setup", dict.fromkeys(PARTS, 0)), 0
-    curve = _Curve(len(step))
-    for position, event in enumerate(sequence):
-        recorder.apply(event)
-        if recorder.allocator.allocated > highest:
-            peak, highest = _point(event, recorder), recorder.allocator.allocated
-        if 0 <= position - len(before) < len(step):
-            curve.add(event, recorder)
     allocator = recorder.allocator
+    peak, highest = Point("setup", dict.fromkeys(PARTS, 0)), 0
+    curve: list[Point] = []
+    width = max(1, -(-len(step) // CURVE_POINTS))
+    for position, event in enumerate(sequence, -len(before)):
+        recorder.apply(event)
+        if allocator.allocated > highest:
+            peak, highest = recorder.point(event), allocator.allocated
+        if 0 <= position < len(step):
+            # A plot of all events would be slow, so each interval has one point: its largest.
+            if position % width == 0:
+                curve.append(recorder.point(event))
+            elif allocator.allocated > curve[-1].total:
+                curve[-1] = recorder.point(event)
     required = _smallest_limit(sequence, allocator.peak_allocated, allocator.peak_reserved)
-    return Replay(allocator.peak_allocated, allocator.peak_reserved, required, peak, tuple(curve.points))
-
-
-def _split(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """Return what is on the GPU before the step, and the step there."""
-    on_gpu = [event for event in events if event.device == "gpu"]
-    setup = [event for event in on_gpu if event.phase == "setup"]
-    return setup, [event for event in on_gpu if event.phase != "setup"]
+    return Replay(allocator.peak_allocated, allocator.peak_reserved, required, peak, tuple(curve))
 
 
 def host_peak(events: Iterable[Event]) -> int:
@@ -132,6 +127,7 @@ def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
     """
     born = {event.block: event.bytes for event in step if event.bytes >= 0}
     freed = {event.block: -event.bytes for event in step if event.bytes < 0}
+    # Blocks of one size are freed in the order of their allocation, so pop() below must take the oldest first.
     kept: dict[int, list[int]] = defaultdict(list)
     for block in reversed([block for block in born if block not in freed]):
         kept[born[block]].append(block)
@@ -141,51 +137,23 @@ def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
     return {block: kept[freed[block]].pop() for block in older}
 
 
-class _Curve:
-    """Points of a step, thinned to the largest one of each interval."""
-
-    def __init__(self, events: int) -> None:
-        self.points: list[Point] = []
-        self._width = max(1, -(-events // CURVE_POINTS))
-        self._seen = 0
-
-    def add(self, event: Event, recorder: _Recorder) -> None:
-        starts = self._seen % self._width == 0
-        self._seen += 1
-        if starts:
-            self.points.append(_point(event, recorder))
-        elif recorder.allocator.allocated > self.points[-1].total:
-            self.points[-1] = _point(event, recorder)
-
-
-def _point(event: Event, recorder: _Recorder) -> Point:
-    return Point(event.phase, {part: recorder.used[part] for part in PARTS})
-
-
 def _smallest_limit(events: Sequence[Event], allocated: int, reserved: int) -> int:
     """Return the smallest limit in which the events run, by bisection."""
     low, high = allocated, reserved
     while high - low > max(LIMIT_ACCURACY * reserved, MIB):
         middle = (low + high) // 2
-        if _runs(events, middle):
-            high = middle
-        else:
+        recorder = _Recorder(CachingAllocator(middle))
+        try:
+            for event in events:
+                recorder.apply(event)
+        except OutOfMemoryError:
             low = middle
+        else:
+            high = middle
     return high
 
 
-def _runs(events: Sequence[Event], limit: int) -> bool:
-    recorder = _Recorder(CachingAllocator(limit))
-    try:
-        for event in events:
-            recorder.apply(event)
-    except OutOfMemoryError:
-        return False
-    return True
-
-
 # The allocations and frees of one optimizer step of one worker, as predicted without running it.
-
 
 PARTS = (
     "parameters",
@@ -208,7 +176,6 @@ PARTS = (
 PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
 """Parts of a step, and the evaluation. ``setup`` is what is in memory before the step."""
 
-
 EMPTY_CACHE = -3
 """Block of an event of no bytes: the allocator returns its free segments, as ``torch.cuda.empty_cache`` does."""
 
@@ -219,61 +186,34 @@ class PlanError(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """One allocation, or its free.
+    """One allocation, or its free. The allocator of torch reuses memory only in the stream that allocated it."""
 
-    Attributes:
-        bytes: requested size; negative for a free. Allocators round it up.
-        block: number of the allocation; its free has the same. Or EMPTY_CACHE.
-        part: one of PARTS.
-        phase: one of PHASES, in which the event happens.
-        device: ``gpu`` or ``host``.
-        stream: name of the CUDA stream of the allocation; empty for that of the computation. The allocator of torch
-            reuses memory only in the stream that allocated it.
-    """
-
-    bytes: int
-    block: int
-    part: str
-    phase: str
-    device: str
-    stream: str = ""
+    bytes: int  # requested size; negative for a free. Allocators round it up.
+    block: int  # number of the allocation; its free has the same. Or EMPTY_CACHE.
+    part: str  # one of PARTS
+    phase: str  # one of PHASES, in which the event happens
+    device: str  # ``gpu`` or ``host``
+    stream: str = ""  # name of the CUDA stream of the allocation; empty for that of the computation
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one optimizer step of one worker computes.
+    """What one optimizer step of one worker computes."""
 
-    Attributes:
-        flops: floating point operations of matrix products, convolutions and attention.
-        operations: kernels that are launched.
-        optimizer_operations: those of them that do not depend on the number of micro-batches.
-        written: bytes of all tensors that are allocated.
-    """
-
-    flops: float
-    operations: int
-    optimizer_operations: int
-    written: float
+    flops: float  # floating point operations of matrix products, convolutions and attention
+    operations: int  # kernels that are launched
+    optimizer_operations: int  # those of them that do not depend on the number of micro-batches
+    written: float  # bytes of all tensors that are allocated
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The events of one optimizer step of one worker, in order.
+    """The events of one optimizer step of one worker, in order."""
 
-    Attributes:
-        events: what is in memory before the step, as phase ``setup``, then the step.
-        seconds: time of the prediction.
-        notes: what was assumed.
-        history: all before the step: the construction of the model as phase ``setup``, and the first step.
-        evaluation: a batch of the evaluation after the step.
-        work: what the step computes; None if it was not counted.
-        parameters: number of parameters of the whole model; a shared weight counts once.
-    """
-
-    events: tuple[Event, ...]
-    seconds: float
-    notes: tuple[str, ...]
-    history: tuple[Event, ...] = ()
-    evaluation: tuple[Event, ...] = ()
-    work: StepWork | None = None
-    parameters: int = 0
+    events: tuple[Event, ...]  # what is in memory before the step, as phase ``setup``, then the step
+    seconds: float  # of the prediction
+    notes: tuple[str, ...]  # what was assumed
+    history: tuple[Event, ...] = ()  # before the step: the construction of the model (``setup``), and the first step
+    evaluation: tuple[Event, ...] = ()  # a batch of the evaluation after the step
+    work: StepWork | None = None  # what the step computes; None if it was not counted
+    parameters: int = 0  # number of parameters of the whole model; a shared weight counts once

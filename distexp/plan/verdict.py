@@ -38,20 +38,16 @@ def host_memory_mib(config: Config) -> float | None:
 
 def gpu_memory_mib(config: Config) -> float | None:
     """Return the memory of the GPU to plan for; None if it is unknown."""
-    limit_gb = config.cluster.gpu_memory_limit_gb
-    known = (_gpu_mib(config), None if limit_gb is None else limit_gb * MIB_PER_GB)
-    return min((mib for mib in known if mib is not None), default=None)
-
-
-def _gpu_mib(config: Config) -> float | None:
-    """Return the memory of the GPU without the limit of the run."""
+    known: list[float] = []
+    if config.cluster.gpu_memory_limit_gb is not None:
+        known.append(config.cluster.gpu_memory_limit_gb * MIB_PER_GB)
     if config.plan.gpu_memory_gb is not None:
-        return config.plan.gpu_memory_gb * MIB_PER_GB
-    if config.plan.gpu is not None:
-        return planned_gpus()[config.plan.gpu]
-    if not launcher_traits(config).runs_here or not visible_gpus():
-        return None
-    return min(gpu.total_mib for gpu in visible_gpus()) * facts().usable_share
+        known.append(config.plan.gpu_memory_gb * MIB_PER_GB)
+    elif config.plan.gpu is not None:
+        known.append(planned_gpus()[config.plan.gpu])
+    elif launcher_traits(config).runs_here and visible_gpus():
+        known.append(min(gpu.total_mib for gpu in visible_gpus()) * facts().usable_share)
+    return min(known, default=None)
 
 
 def planned_gpu(config: Config) -> str | None:
@@ -109,11 +105,10 @@ def describe_verdict(predicted: Predicted) -> str:
             return f"does not fit: the model states alone exceed it by {format_memory(states - memory)}"
         return "unknown: only the model states are known" if states else "unknown: not traced"
     if memory is None:
-        return (
-            describe_gpus(predicted)
-            if predicted.nvidia_smi_mib is not None
-            else f"needs {format_memory(needed)} on a node"
-        )
+        if predicted.nvidia_smi_mib is None:
+            return f"needs {format_memory(needed)} on a node"
+        fitting = gpus_with(predicted.most_mib or needed)
+        return f"fits on {fitting[0]} and larger" if fitting else "fits on no known GPU"
     return _describe_share(needed, memory, predicted)
 
 
@@ -138,9 +133,3 @@ def describe_need(needed_mib: float, memory_mib: float) -> str:
 def available_mib(predicted: Predicted) -> float | None:
     """Return the memory that the verdict is about: that of the GPU, or of the node for a run on CPUs."""
     return predicted.gpu_memory_mib if predicted.host_memory_mib is None else predicted.host_memory_mib
-
-
-def describe_gpus(predicted: Predicted) -> str:
-    """Return the known GPUs on which a training fits."""
-    fitting = gpus_with(predicted.most_mib or predicted.required_mib or 0.0)
-    return f"fits on {fitting[0]} and larger" if fitting else "fits on no known GPU"

@@ -36,14 +36,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """Number of warm-up rounds and timed rounds."""
-
-    warmup: int
-    timed: int
-
-
-@dataclass(frozen=True)
 class Measurement:
     """Bandwidth of one collective at one size."""
 
@@ -77,35 +69,27 @@ def make_groups(rank: int, nodes: int, per_node: int) -> list[Group]:
 
 
 def measure(group: Group, device: torch.device, *, max_bytes: int, warmup: int, rounds: int) -> Iterator[Measurement]:
-    """Measure every collective at every size, on the ranks of a group.
-
-    Args:
-        group: The group, which contains this rank.
-        device: Device of the buffers.
-        max_bytes: Largest size.
-        warmup: Rounds before the timed ones.
-        rounds: Timed rounds.
-    """
+    """Measure every collective at every size, on the ranks of a group, which contains this rank."""
     assert group.process_group is not None
     for size in (size for size in SIZES if size <= max_bytes):
         for name in OPERATIONS:
-            yield _measure_one(group, name, size, device, Rounds(warmup, rounds))
+            yield _measure_one(group, name, size, device, warmup=warmup, rounds=rounds)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _measure_one(group: Group, name: str, size: int, device: torch.device, rounds: Rounds) -> Measurement:
+def _measure_one(group: Group, name: str, size: int, device: torch.device, *, warmup: int, rounds: int) -> Measurement:
     ranks, process_group = len(group.ranks), group.process_group
     elements = max(1, size // 4 // ranks) * ranks
     prepare, factor = OPERATIONS[name]
     run, check = prepare(elements, group, device)
     run()
     correct = check()
-    once = _max_over_ranks(_time(run, 1, device), device, process_group)
-    rounds_in_time = max(1, min(rounds.timed, int(TIME_LIMIT_S / max(once, 1e-9))))
-    _time(run, min(rounds.warmup, rounds_in_time), device)
+    once = _max_over_ranks(time_rounds(run, 1, device), device, process_group)
+    rounds = max(1, min(rounds, int(TIME_LIMIT_S / max(once, 1e-9))))
+    time_rounds(run, min(warmup, rounds), device)
     dist.barrier(process_group)
-    seconds = _max_over_ranks(_time(run, rounds_in_time, device) / rounds_in_time, device, process_group)
+    seconds = _max_over_ranks(time_rounds(run, rounds, device) / rounds, device, process_group)
     wrong = torch.tensor(0 if correct else 1, device=device)
     dist.all_reduce(wrong, group=process_group)
     algbw = elements * 4 / seconds / 1e9
@@ -114,7 +98,7 @@ def _measure_one(group: Group, name: str, size: int, device: torch.device, round
         operation=name,
         ranks=ranks,
         bytes=elements * 4,
-        rounds=rounds_in_time,
+        rounds=rounds,
         seconds=seconds,
         algbw_gbps=algbw,
         busbw_gbps=algbw * factor(ranks),
@@ -122,7 +106,8 @@ def _measure_one(group: Group, name: str, size: int, device: torch.device, round
     )
 
 
-def _time(run: Operation, rounds: int, device: torch.device) -> float:
+def time_rounds(run: Operation, rounds: int, device: torch.device) -> float:
+    """Return the seconds of some rounds of an operation."""
     synchronize(device)
     started = time.perf_counter()
     for _ in range(rounds):
@@ -209,26 +194,20 @@ OPERATIONS: dict[str, tuple[Callable[[int, Group, torch.device], Prepared], Call
 }
 
 
-def measure_host_copies(device: torch.device, size: int = 2**30, rounds: int = 5) -> dict[str, float]:
-    """Measure copies between page-locked host memory and a GPU.
+COPY_BYTES, COPY_ROUNDS = 2**30, 5
+"""Size and number of the copies in each direction."""
 
-    Args:
-        device: The GPU; for a CPU the result is empty.
-        size: Bytes per copy.
-        rounds: Timed copies in each direction.
 
-    Returns:
-        GB/s (1e9 bytes) by direction.
-    """
+def measure_host_copies(device: torch.device) -> dict[str, float]:
+    """Return the GB/s (1e9 bytes) of copies between page-locked memory and a GPU, by direction; none for a CPU."""
     if device.type != "cuda":
         return {}
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    on_gpu = torch.empty(size, dtype=torch.uint8, device=device)
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_gpu = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     directions = {"host_to_device": (on_gpu, host), "device_to_host": (host, on_gpu)}
     rates = {}
     for name, (target, source) in directions.items():
         copy = partial(target.copy_, source, non_blocking=True)
         copy()
-        seconds = _time(copy, rounds, device)
-        rates[f"{name}_gbps"] = size * rounds / seconds / 1e9
+        rates[f"{name}_gbps"] = COPY_BYTES * COPY_ROUNDS / time_rounds(copy, COPY_ROUNDS, device) / 1e9
     return rates

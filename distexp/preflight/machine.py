@@ -27,36 +27,22 @@ from distexp.system.typed_values import parse_dataclass
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A measured collective.
+    """A measured collective."""
 
-    Attributes:
-        kind: As of a collective of the step model.
-        ranks: Number of workers that took part.
-        nodes: Number of nodes on which they are.
-        bytes: Size as in nccl-tests.
-        seconds: Duration on the slowest rank.
-    """
-
-    kind: str
-    ranks: int
-    nodes: int
-    bytes: int
-    seconds: float
+    kind: str  # as of a collective of the step model
+    ranks: int  # number of workers that took part
+    nodes: int  # number of nodes on which they are
+    bytes: int  # size as in nccl-tests
+    seconds: float  # duration on the slowest rank
 
 
 @dataclass(frozen=True)
 class MachineCurves:
-    """Communication of a machine.
+    """Communication of a machine."""
 
-    Attributes:
-        points: Measured collectives; empty: none.
-        intra: Link between workers of a node.
-        network: Network between nodes.
-    """
-
-    points: tuple[CurvePoint, ...]
-    intra: Link
-    network: Network
+    points: tuple[CurvePoint, ...]  # measured collectives; empty: none
+    intra: Link  # link between workers of a node
+    network: Network  # network between nodes
 
     def curve(self, kind: str, ranks: int, nodes: int) -> list[CurvePoint]:
         """Return the points of a kind and a layout, by size."""
@@ -91,7 +77,12 @@ def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
     machine = machine_of(record.environment, network)
     points: Sequence[CurvePoint] = ()
     if options.preflight is not None:
-        points = read_preflight(Path(options.preflight))
+        path = Path(options.preflight) / PREFLIGHT
+        try:
+            points = points_of_preflight(read_json(path))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = f"{path.parent} has no readable {PREFLIGHT} ({error})"
+            raise ConfigError(f"{reason}: name the run directory of distexp preflight") from error
     elif record.preflight is not None:
         points = points_of_preflight(record.preflight)
     return replace(machine, points=tuple(points)) if points else machine
@@ -125,20 +116,6 @@ def simulates_nodes(result: Mapping[str, Any]) -> bool:
     return bool(result["backend"] == "nccl" and int(result["hosts"]) < int(result["nodes"]))
 
 
-def read_preflight(directory: Path) -> list[CurvePoint]:
-    """Return the curves of the run directory of a preflight.
-
-    Raises:
-        ConfigError: The folder has no preflight that this version can read.
-    """
-    try:
-        return points_of_preflight(read_json(directory / PREFLIGHT))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"{directory} has no readable {PREFLIGHT} ({error}): name the run directory of distexp preflight"
-        ) from error
-
-
 def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> Path:
     """Store curves for later forecasts; return the file. Points of other layouts are kept.
 
@@ -167,32 +144,21 @@ def _path(gpu_name: str | None, hostname: str | None) -> Path:
     return cache_dir() / "collective-curves" / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
 
 
-# The network between the nodes of a forecast.
-
-
 @dataclass(frozen=True)
 class Network:
-    """The network between nodes.
+    """The network between the nodes of a forecast: a key of ``networks`` in ``hardware/facts.yaml``.
 
-    Attributes:
-        name: A key of ``networks`` in ``hardware/facts.yaml``.
-        rail_optimized: Whether GPUs of the same index share a switch. Then a slower upper level matters only with more
-            than ``nodes_per_leaf`` nodes.
-        oversubscription: By how much the upper level of the network is slower than the lower one.
-        latency: Latency of a hop.
+    If GPUs of the same index share a switch (``rail_optimized``), a slower upper level matters only with more than
+    ``nodes_per_leaf`` nodes.
     """
 
     name: str = field(default_factory=lambda: facts().usual_networks["gpu"])
     rail_optimized: bool = True
-    oversubscription: float = 1.0
-    latency: Latency = field(default_factory=lambda: facts().links["network"].latency)
+    oversubscription: float = 1.0  # by how much the upper level of the network is slower than the lower one
+    latency: Latency = field(default_factory=lambda: facts().links["network"].latency)  # latency of a hop
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: A value is unknown or impossible.
-        """
+        """Raise ConfigError if a value is unknown or impossible."""
         if self.name not in facts().networks:
             raise ConfigError(f"forecast.network={self.name} is unknown: use one of {', '.join(facts().networks)}")
         if self.oversubscription < 1:

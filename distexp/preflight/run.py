@@ -7,9 +7,9 @@ import re
 import socket
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ import torch.distributed as dist
 from distexp.config import ConfigError, PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.measure.clock import synchronize
-from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies
+from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies, time_rounds
 from distexp.preflight.machine import points_of_preflight, simulates_nodes, store_points
 from distexp.runs.run_dir import PREFLIGHT
 from distexp.system.cache_dir import cache_dir
@@ -41,11 +40,6 @@ def run_preflight(options: PreflightConfig, context: Context, precision: str) ->
     The process groups are destroyed, GPU memory is released and the allocator's peaks are reset. The matrix ceiling is
     stored for later runs.
 
-    Args:
-        options: options of the preflight.
-        context: this worker.
-        precision: precision of the matrix products.
-
     Raises:
         PreflightError: a GPU has a problem, a result is wrong, or the bandwidth is below the threshold.
     """
@@ -56,27 +50,21 @@ def run_preflight(options: PreflightConfig, context: Context, precision: str) ->
     if context.rank == 0:
         write_json(context.run_dir / PREFLIGHT, result)
         print_table(result)
-        _store_highest_ceiling(result, context, precision)
-        _store_curves(result, context)
+        _store(result, context.device, precision)
     problems = find_problems(result)
     if problems:
         raise PreflightError("; ".join(problems))
 
 
-def _store_highest_ceiling(result: Mapping[str, Any], context: Context, precision: str) -> None:
-    """Store the matrix ceiling of the fastest rank; print a note if that is not possible."""
+def _store(result: Mapping[str, Any], device: torch.device, precision: str) -> None:
+    """Store the matrix ceiling of the fastest rank, and the durations of the collectives for ``distexp forecast``."""
     try:
-        store_ceiling(max(one["tflops"] for one in result["matrix_products"]), context.device, precision)
+        store_ceiling(max(one["tflops"] for one in result["matrix_products"]), device, precision)
     except (ConfigError, OSError) as error:
         print(f"note: the matrix ceiling is not stored, so no run reports metrics.mfu_of_ceiling: {error}", flush=True)
-
-
-def _store_curves(result: Mapping[str, Any], context: Context) -> None:
-    """Store the durations of the collectives for ``distexp forecast``; print a note if that is not possible."""
-    points = points_of_preflight(result)
-    gpu_name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else None
+    gpu_name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     try:
-        if points:
+        if points := points_of_preflight(result):
             store_points(points, gpu_name, socket.gethostname())
     except (ConfigError, OSError) as error:
         print(f"note: the bandwidths are not stored, so no forecast of another run uses them: {error}", flush=True)
@@ -125,11 +113,7 @@ def _measure_groups(options: PreflightConfig, context: Context, max_bytes: int) 
 
 
 def find_problems(result: Mapping[str, Any]) -> list[str]:
-    """Return one message for each reason not to train on this machine.
-
-    Args:
-        result: Content of ``preflight.json``.
-    """
+    """Return one message for each reason not to train on this machine, from the content of ``preflight.json``."""
     problems = list(result["complaints"])
     for one in result["measurements"]:
         if not one["correct"]:
@@ -178,7 +162,6 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 # Health of a GPU as NVML reports it: memory in use, memory errors, reduced clocks.
 
-
 THROTTLE_REASONS = {
     "nvmlClocksThrottleReasonHwSlowdown": "the hardware reduces its clocks (power or temperature)",
     "nvmlClocksThrottleReasonHwThermalSlowdown": "the hardware reduces its clocks because it is too hot",
@@ -188,11 +171,7 @@ THROTTLE_REASONS = {
 
 
 def gpu_problems(index: int) -> list[str]:
-    """Return one message for each problem of a GPU. Call it before this process allocates GPU memory.
-
-    Args:
-        index: Index of the GPU in NVML.
-    """
+    """Return one message for each problem of a GPU of NVML. Call it before this process allocates GPU memory."""
     try:
         with nvml_session() as nvml:
             return list(_find_problems(nvml, index))
@@ -205,24 +184,20 @@ def _find_problems(nvml: Any, index: int) -> Iterator[str]:
     used = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB
     if used > BUSY_MIB:
         yield f"GPU {index} has {used:,.0f} MiB in use before the run: another process uses it"
-    errors = _read_counter(
-        nvml,
-        lambda: nvml.nvmlDeviceGetTotalEccErrors(
-            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        ),
-    )
+    kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = _read_counter(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kind)
     if errors:
         yield f"GPU {index} has {errors} uncorrected memory errors since the last driver load: have it replaced"
-    reasons = _read_counter(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
+    reasons = _read_counter(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     for name, description in THROTTLE_REASONS.items():
         if reasons & getattr(nvml, name):
             yield f"GPU {index}: {description}"
 
 
-def _read_counter(nvml: Any, read: Callable[[], int]) -> int | None:
+def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int | None:
     """Return a counter, or None if this GPU does not support it."""
     try:
-        return read()
+        return read(*arguments)
     except nvml.NVMLError:
         return None
 
@@ -232,7 +207,6 @@ def _read_counter(nvml: Any, read: Callable[[], int]) -> int | None:
 # It is below the peak of the datasheet, because the clocks of a GPU depend on power and temperature. The preflight
 # stores it in the cache directory, and later runs read it. The highest of all measurements is kept, because a busy or
 # hot machine measures too little.
-
 
 SIZE_GPU, SIZE_CPU = 8192, 512
 """Rows and columns of the matrices."""
@@ -248,11 +222,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
     """Return the TFLOP/s of a product of two square matrices: the median of several rounds after a warm-up.
 
-    The values are random, because a GPU needs less power for zeros. The global RNG state is not used.
-
-    Args:
-        device: the device.
-        precision: fp32, bf16 or fp16. Whether fp32 uses TF32 depends on torch's settings, as in a training.
+    The values are random, because a GPU needs less power for zeros. The global RNG state is not used. Whether fp32 uses
+    TF32 depends on torch's settings, as in a training.
     """
     size = SIZE_GPU if device.type == "cuda" else SIZE_CPU
     generator = torch.Generator(device).manual_seed(0)
@@ -260,23 +231,12 @@ def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
         torch.randn(size, size, generator=generator, device=device).to(DTYPES[precision]) for _ in range(3)
     )
 
-    def multiply() -> None:
-        torch.mm(left, right, out=product)
-
-    _time(multiply, 1, device)  # loads the library
-    count = max(1, round(ROUND_S / _time(multiply, 1, device)))
-    _time(multiply, count, device)
-    seconds = statistics.median(_time(multiply, count, device) for _ in range(ROUNDS)) / count
+    multiply = partial(torch.mm, left, right, out=product)
+    time_rounds(multiply, 1, device)  # loads the library
+    count = max(1, round(ROUND_S / time_rounds(multiply, 1, device)))
+    time_rounds(multiply, count, device)
+    seconds = statistics.median(time_rounds(multiply, count, device) for _ in range(ROUNDS)) / count
     return 2 * size**3 / seconds / 1e12
-
-
-def _time(run: Callable[[], None], count: int, device: torch.device) -> float:
-    synchronize(device)
-    started = time.perf_counter()
-    for _ in range(count):
-        run()
-    synchronize(device)
-    return time.perf_counter() - started
 
 
 def store_ceiling(tflops: float, device: torch.device, precision: str) -> Path:

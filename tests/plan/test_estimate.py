@@ -95,9 +95,9 @@ def test_model_states_of_a_model_that_is_not_traced() -> None:
 
 
 @pytest.mark.parametrize("cache", ["cpu", "gpu"])
-def test_parameters_are_counted_without_decoding_images(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_counted_without_decoding_images(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve_cell("command=plan", "model=resnet_tiny", "strategy=single")
-    config.dataset.cache, config.dataset.num_workers = planner, 2
+    config.dataset.cache, config.dataset.num_workers = cache, 2
     seen: list[DatasetConfig] = []
 
     def keep(config: Config, context: Context) -> TaskData:
@@ -107,7 +107,7 @@ def test_parameters_are_counted_without_decoding_images(planner: str, monkeypatc
     monkeypatch.setattr(build, "load_data", keep)
     assert (count_parameters(config) or 0) > 1000
     assert [(dataset.cache, dataset.num_workers) for dataset in seen] == [("none", 0)]
-    assert (config.dataset.cache, config.dataset.num_workers) == (planner, 2)
+    assert (config.dataset.cache, config.dataset.num_workers) == (cache, 2)
 
 
 def test_cache_keeps_estimates_by_what_changes_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

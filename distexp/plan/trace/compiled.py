@@ -1,15 +1,16 @@
-"""The memory of a compiled region: a model of what inductor allocates for the graphs that torch.compile captures.
+"""What a step allocates and computes inside of kernels: compiled regions, counts of the work, and buffers of CUDA.
 
-Dynamo captures the region, AOTAutograd traces forward and backward pass, and the min-cut partitioner decides what is
-kept for the backward pass, all as in a run. Only the code generation is replaced. Inductor fuses operations into
-kernels, so most intermediate results never exist. A result is in memory if it leaves a kernel: an output of the graph,
-an input or output of an operation that is not fused (such as a matrix product), or the result of a reduction.
+A compiled region is a model of what inductor allocates for the graphs that torch.compile captures. Dynamo captures the
+region, AOTAutograd traces forward and backward pass, and the min-cut partitioner decides what is kept for the backward
+pass, all as in a run. Only the code generation is replaced. Inductor fuses operations into kernels, so most
+intermediate results never exist. A result is in memory if it leaves a kernel: an output of the graph, an input or
+output of an operation that is not fused (such as a matrix product), or the result of a reduction.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -28,7 +29,7 @@ from distexp.system.torch_internals.tensors import FakeMode, only_mode
 VIEWS = (
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "select", "slice", "expand", "unsqueeze"),
     *("squeeze", "alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "diagonal", "unfold"),
-    "_reshape_alias",
+    *("_reshape_alias", "getitem"),
 )
 """Operations whose result shares the memory of their first argument."""
 
@@ -109,18 +110,14 @@ class GraphMemory:
                 if node in self.buffers:
                     dying = [source for source in self._reads(node) if self.last_use[source] == position]
                     if not _is_extern(node):  # The kernel writes into a buffer that it reads for the last time.
-                        self._reuse(node, dying, memory)
-                    memory[node] = _allocate(node)
+                        size = _bytes(node)
+                        reused = [source for source in dying if source in memory and _bytes(source) == size]
+                        for source in reused[:1]:
+                            del memory[source]
+                    memory[node] = _allocate(node)  # No local name may keep the tensors alive.
                     for dead in dying:
                         memory.pop(dead, None)
             return [self._output(node, memory) for node in self.outputs]
-
-    def _reuse(self, node: fx.Node, dying: list[fx.Node], memory: dict[fx.Node, Any]) -> None:
-        size = _bytes(node)
-        for source in dying:
-            if _bytes(source) == size and source in memory:
-                del memory[source]
-                return
 
     def _output(self, node: Any, memory: dict[fx.Node, Any]) -> Any:
         if not isinstance(node, fx.Node):
@@ -144,10 +141,6 @@ def traced_compilation(fake_mode: FakeMode, record: Record) -> Iterator[None]:
     """Replace the code generation of ``torch.compile`` by ``GraphMemory`` for models that are built in the block.
 
     Flex attention outside of compiled blocks is compiled too, as on a GPU.
-
-    Args:
-        fake_mode: the mode of the traced tensors.
-        record: returns the context in which allocations are recorded.
     """
     backend = graph_backend(lambda graph: GraphMemory(graph, record))
 
@@ -178,21 +171,14 @@ def _name(node: fx.Node) -> str:
     return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
 
 
-def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and (_name(node) in VIEWS or _name(node) == "getitem")
-
-
 def _is_extern(node: fx.Node) -> bool:
     return node.op == "call_function" and (_name(node) in EXTERN or "attention" in _name(node))
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return (
-        node.op == "call_function" and torch.Tag.reduction in tags
-        if hasattr(torch.Tag, "reduction")
-        else (_name(node) in REDUCTIONS)
-    )
+    if hasattr(torch.Tag, "reduction"):
+        return node.op == "call_function" and torch.Tag.reduction in getattr(node.target, "tags", ())
+    return _name(node) in REDUCTIONS
 
 
 REDUCTIONS = ("sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin", "max", "min")
@@ -200,7 +186,7 @@ REDUCTIONS = ("sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the node whose memory a result shares; the node itself if it is no view."""
-    while _is_view(node):
+    while node.op == "call_function" and _name(node) in VIEWS:
         node = node.all_input_nodes[0]
     return node
 
@@ -223,10 +209,6 @@ def _allocate(node: fx.Node) -> Any:
 
 # Counter of the work of a traced step: floating point operations, launched kernels, and bytes that are written.
 
-
-PER_MICRO_BATCH = ("forward", "backward")
-"""Phases that are repeated for each micro-batch of a step."""
-
 NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 """Operations without a kernel, besides views."""
 
@@ -241,51 +223,28 @@ class WorkCounter:
         self.flops: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
 
-    def clear(self) -> None:
-        """Start again at zero."""
-        self.flops.clear()
-        self.operations.clear()
-
     def add(self, phase: str, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         """Count an operation."""
         packet = getattr(func, "overloadpacket", func)
         count = flop_registry.get(packet)
         if count is not None:
             self.flops[phase] += int(count(*args, **(kwargs or {}), out_val=outputs))
-        if _has_kernel(func, packet):
+        reads_property = getattr(func, "namespace", "") in NAMESPACES_WITHOUT_KERNELS
+        is_view = getattr(func, "is_view", False) or getattr(packet, "__name__", "") in NO_KERNEL
+        if not reads_property and not is_view:
             self.operations[phase] += 1
 
-    def add_graph(self, phase: str, nodes: Iterable[fx.Node]) -> None:
-        """Count the nodes of a compiled graph whose results leave a kernel."""
-        for node in nodes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
-            self.add(phase, node.target, args, kwargs, node.meta.get("val"))
-
     def step(self, micro_batches: int, traced: int, written: Mapping[str, int]) -> StepWork:
-        """Return the work of a whole step.
-
-        Args:
-            micro_batches: number of micro-batches of a step.
-            traced: how many of them were traced.
-            written: bytes that were allocated, by phase.
-        """
+        """Return the work of a whole step, of whose micro-batches some were traced. ``written`` are bytes by phase."""
         factor = micro_batches / traced
 
         def total(counts: Mapping[str, int]) -> float:
-            return sum(counts.get(phase, 0) for phase in PER_MICRO_BATCH) * factor + counts.get("optimizer", 0)
+            return (counts.get("forward", 0) + counts.get("backward", 0)) * factor + counts.get("optimizer", 0)
 
         return StepWork(total(self.flops), round(total(self.operations)), self.operations["optimizer"], total(written))
 
 
-def _has_kernel(func: Any, packet: Any) -> bool:
-    """Return whether an operation launches a kernel. A view launches none."""
-    if getattr(func, "namespace", "") in NAMESPACES_WITHOUT_KERNELS:
-        return False
-    return not getattr(func, "is_view", False) and getattr(packet, "__name__", "") not in NO_KERNEL
-
-
 # Memory that kernels of CUDA use for themselves: allocated after their outputs, and freed when they return.
-
 
 THREADS_PER_BLOCK = 512
 WARP = 32
@@ -307,18 +266,15 @@ def is_matrix_product(func: Any) -> bool:
 
 @dataclass(frozen=True)
 class KernelBuffers:
-    """Buffers of the kernels of a GPU.
+    """Buffers of the kernels of a GPU."""
 
-    Attributes:
-        multiprocessors: how many the GPU has. They decide how many blocks share a sum.
-    """
-
-    multiprocessors: int
+    multiprocessors: int  # how many the GPU has. They decide how many blocks share a sum.
 
     def sizes(self, func: Any, arguments: Sequence[Any]) -> list[int]:
         """Return the bytes of the buffers of an operation, in the order of their allocation."""
         if func is torch.ops.aten._softmax_backward_data.default:
-            return [_bytes_of_product(arguments[0], arguments[1])]
+            left, right = arguments[:2]  # of one shape; the kernel allocates their product
+            return [left.numel() * torch.promote_types(left.dtype, right.dtype).itemsize]
         if func is torch.ops.aten.sum.dim_IntList:
             return self._of_sum(arguments[0], arguments[1])
         return []
@@ -342,7 +298,8 @@ class KernelBuffers:
         """
         vector = next(size for size in (4, 2, 1) if columns % size == 0)
         threads = THREADS_PER_BLOCK // vector
-        wide, high = (min(_power_of_two(size), threads) for size in (columns // vector, rows))
+        # The largest powers of two that are at most both sizes.
+        wide, high = (min(1 << max(size.bit_length() - 1, 0), threads) for size in (columns // vector, rows))
         width = min(wide, WARP)
         height = min(high, threads // width)
         width = min(wide, threads // height)
@@ -356,13 +313,3 @@ class KernelBuffers:
         fewest, most = (-(-values // size) for size in reversed(VALUES_PER_THREAD))
         blocks = max(min(-(-target // grid), most), fewest)
         return [ACCUMULATED_BYTES * columns * blocks * width * vector, 4 * grid] if blocks > 1 else []
-
-
-def _power_of_two(number: int) -> int:
-    """Return the largest power of two that is at most ``number``, or 1."""
-    return 1 << max(number.bit_length() - 1, 0)
-
-
-def _bytes_of_product(left: Tensor, right: Tensor) -> int:
-    """Return the bytes of the product of two tensors of one shape."""
-    return left.numel() * torch.promote_types(left.dtype, right.dtype).itemsize

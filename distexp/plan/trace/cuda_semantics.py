@@ -212,29 +212,12 @@ def use_cuda_kernels(config: Config, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, FusedAdamW):
         optimizer.update = lambda updates, scale: None  # It reads addresses, and allocates less than 2 MB.
         return
+    kernels = {"fused": True, "foreach": False} if config.train.optimizer == "adamw" else {"foreach": True}
     for group in optimizer.param_groups:
-        if config.train.optimizer == "adamw":
-            group["fused"], group["foreach"] = True, False
-        else:
-            group["foreach"] = True
+        group.update(kernels)
 
 
 # Sums of gradients: autograd adds one gradient to another in place, but not if tensors are fake.
-
-
-class Accumulation:
-    """Recognizes the operations that autograd would do in place. It does so if only itself refers to a gradient."""
-
-    def __init__(self) -> None:
-        self._unshared = count_references_to_gradient()
-
-    def is_in_place(self, func: Any, arguments: Any) -> bool:
-        """Return whether an operation of the backward pass adds a gradient to its first argument."""
-        if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
-            return False
-        old, new = arguments[:2]
-        fits = isinstance(new, Tensor) and old.shape == new.shape and old.dtype == new.dtype
-        return fits and count_references(old) == self._unshared
 
 
 def count_references_to_gradient() -> tuple[int, int]:

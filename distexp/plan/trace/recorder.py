@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from distexp.plan.replay import EMPTY_CACHE, Event, StepWork
+from distexp.plan.replay import EMPTY_CACHE, Event, StepTrace, StepWork
 from distexp.plan.trace.compiled import KernelBuffers, WorkCounter, is_matrix_product
-from distexp.plan.trace.cuda_semantics import Accumulation
-from distexp.system.torch_internals.tensors import FakeMode, is_fake_of
+from distexp.plan.trace.cuda_semantics import count_references_to_gradient
+from distexp.system.torch_internals.tensors import FakeMode, count_references, is_fake_of
 
 GPU = torch.device("cpu", 1)
 """The device of traced tensors that a run has on its GPU. Host tensors are on ``cpu``.
@@ -33,28 +33,17 @@ COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")
 
 @dataclass
 class TracedBlock:
-    """One storage, from its allocation to its free.
-
-    Attributes:
-        size: bytes.
-        device: ``gpu`` or ``host``.
-        phase: phase of the allocation.
-        last_axis: size of the last axis of the first tensor in it.
-        stream: stream of the allocation; empty for that of the computation.
-        in_backward: whether the backward pass allocated it, except for the recomputation of a forward pass.
-        kept: whether it was still there at the end of the forward pass that allocated it.
-        part: what it is for, once that is known.
-    """
+    """One storage, from its allocation to its free."""
 
     number: int
-    size: int
-    device: str
-    phase: str
-    last_axis: int
-    stream: str
-    in_backward: bool
-    kept: bool = False
-    part: str | None = None
+    size: int  # bytes
+    device: str  # ``gpu`` or ``host``
+    phase: str  # of the allocation
+    last_axis: int  # size of the last axis of the first tensor in it
+    stream: str  # of the allocation; empty for that of the computation
+    in_backward: bool  # whether the backward pass allocated it, except for the recomputation of a forward pass
+    kept: bool = False  # whether it was still there at the end of the forward pass that allocated it
+    part: str | None = None  # what it is for, once that is known
 
 
 @dataclass(frozen=True)
@@ -77,34 +66,21 @@ class _Storage:
 
 
 class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each birth and death of a storage of fake tensors. Views share the storage of their base.
-
-    Attributes:
-        phase: the current phase, which the caller sets.
-        changes: allocations and frees since ``start``.
-        history: allocations and frees before it.
-        first_products: how many changes there were before ``start`` after the first matrix product of each phase.
-        work: counts of the operations since ``start``.
-    """
+    """Records each birth and death of a storage of fake tensors. Views share the storage of their base."""
 
     def __init__(self, fake_mode: FakeMode, kernels: KernelBuffers | None = None) -> None:
-        """Create a recorder.
-
-        Args:
-            fake_mode: the mode of the tensors.
-            kernels: the buffers of the kernels; None for a CPU.
-        """
+        """Create a recorder of the tensors of a mode, with the buffers of the kernels; None for a CPU."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase = "setup"
-        self.changes: list[BlockChange] = []
-        self.history: list[BlockChange] = []
-        self.first_products: dict[str, int] = {}
-        self.work = WorkCounter()
+        self.phase = "setup"  # The caller sets it.
+        self.changes: list[BlockChange] = []  # since ``start``
+        self.history: list[BlockChange] = []  # before it
+        self.first_products: dict[str, int] = {}  # number of changes after the first matrix product of each phase
+        self.work = WorkCounter()  # since ``start``
         self._kernels = kernels
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}  # by the address of the storage object
         self._count = 0
-        self._accumulation = Accumulation()
+        self._unshared = count_references_to_gradient()
         self._main_stream = torch.cpu.current_stream()
         self._forward_blocks: list[TracedBlock] = []  # of the forward pass that runs now
 
@@ -114,15 +90,25 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # The operations on the local tensors come here too.
         if self._forward_blocks and self._is_in_backward():
             self.end_forward()
-        if self.phase == "backward" and self._accumulation.is_in_place(func, args):
+        if self.phase == "backward" and self._adds_in_place(func, args):
             return args[0]
         outputs = func(*args, **(kwargs or {}))
-        self._see(outputs)
+        for tensor in tensors_in(outputs):
+            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
+                self._register(tensor)
         self.work.add(self.phase, func, args, kwargs, outputs)
         self._use_buffers(func, args)
         if func.namespace in COLLECTIVES:
             self.assign("communication", tensors_in((args, kwargs, outputs)))
         return outputs
+
+    def _adds_in_place(self, func: Any, arguments: Any) -> bool:
+        """Return whether autograd would do an operation in place. It does so if only itself refers to a gradient."""
+        if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+            return False
+        old, new = arguments[:2]
+        fits = isinstance(new, Tensor) and old.shape == new.shape and old.dtype == new.dtype
+        return fits and count_references(old) == self._unshared
 
     def _use_buffers(self, func: Any, arguments: Any) -> None:
         """Record what a kernel of the GPU allocates for itself."""
@@ -138,17 +124,12 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return whether a backward pass runs, and not the recomputation of a checkpointed forward pass."""
         return self.phase != "forward" and not (self.phase == "backward" and torch.is_grad_enabled())
 
-    def _see(self, outputs: Any) -> None:
-        for tensor in tensors_in(outputs):
-            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
-                self._register(tensor)
-
     def _register(self, tensor: Tensor) -> _Storage:
         storage = tensor.untyped_storage()
         key = storage._cdata
         found = self._storages.get(key)
         if found is None:
-            reference = weakref.ref(storage, lambda _: self._die(key))
+            reference = weakref.ref(storage, lambda _: self._free(self._storages.pop(key)))
             device = "gpu" if tensor.device == GPU else "host"
             found = _Storage(reference, device, tensor.shape[-1] if tensor.dim() else 1)
             self._storages[key] = found
@@ -163,36 +144,37 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._forward_blocks.append(block)
 
     def _block(self, size: int, device: str, last_axis: int) -> TracedBlock:
-        self._count += 1
-        return TracedBlock(self._count - 1, size, device, self.phase, last_axis, self._stream(), self._is_in_backward())
-
-    def _stream(self) -> str:
-        """Return the name of the current stream. FSDP selects its streams also on a CPU, where they have no effect."""
+        # FSDP selects its streams also on a CPU, where they have no effect.
         current = torch.cpu.current_stream()
-        return "" if current is self._main_stream else f"stream {id(current)}"
+        stream = "" if current is self._main_stream else f"stream {id(current)}"
+        self._count += 1
+        return TracedBlock(self._count - 1, size, device, self.phase, last_axis, stream, self._is_in_backward())
 
     def _free(self, storage: _Storage) -> None:
         if storage.block is not None:
             self.changes.append(BlockChange(storage.block, self.phase, is_free=True))
             storage.block = None
 
-    def _die(self, key: int) -> None:
-        self._free(self._storages.pop(key))
-
-    def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Record that a storage got another size. FSDP frees parameters in this way."""
-        found = self._storages.get(storage._cdata)
-        if found is not None:
-            self._free(found)
-            self._allocate(found, size)
-            if found.block is not None:
-                found.block.part = "communication"
-
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record during the block."""
-        with on_storage_resize(self._resize), self:
-            yield
+        """Record during the block, also storages that get another size, which no dispatch mode sees."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+            found = self._storages.get(storage._cdata)
+            if found is not None:  # FSDP frees parameters in this way.
+                self._free(found)
+                self._allocate(found, size)
+                if found.block is not None:
+                    found.block.part = "communication"
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_and_record  # type: ignore[method-assign, assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def empty_cache(self) -> None:
         """Record that the allocator of the GPU returns its free segments."""
@@ -202,24 +184,20 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def start(self) -> None:
         """Start with a new list of changes. Blocks that are alive become allocations of the phase ``setup``."""
         self.history = self.changes
-        self.work.clear()
-        alive = sorted(
-            (storage.block for storage in self._storages.values() if storage.block), key=lambda block: block.number
-        )
+        self.work = WorkCounter()
+        alive = [storage.block for storage in self._storages.values() if storage.block]
+        alive.sort(key=lambda block: block.number)
         self.changes = [BlockChange(block, "setup", is_free=False) for block in alive]
         self._forward_blocks = []
 
     def count(self, nodes: Iterable[fx.Node]) -> None:
-        """Count the kernels of a compiled graph."""
-        self.work.add_graph(self.phase, nodes)
+        """Count the nodes of a compiled graph whose results leave a kernel."""
+        for node in nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+            self.work.add(self.phase, node.target, args, kwargs, node.meta.get("val"))
 
     def step_work(self, micro_batches: int, most_traced: int) -> StepWork:
-        """Return the work since ``start``.
-
-        Args:
-            micro_batches: number of micro-batches of a step.
-            most_traced: how many of them were traced at most.
-        """
+        """Return the work since ``start`` for a step of some micro-batches, of which at most some were traced."""
         written: Counter[str] = Counter()
         for change in self.changes:
             if not change.is_free:
@@ -233,14 +211,12 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.kept = block.kept or id(block) in alive
         self._forward_blocks = []
 
-    def blocks_since(self, start: int) -> Iterable[TracedBlock]:
-        """Return the blocks that are alive and were allocated at or after position ``start`` of ``changes``."""
+    def label_gradients(self, start: int) -> None:
+        """Label what the backward pass left of the blocks allocated at or after position ``start`` of ``changes``."""
         born = {id(change.block) for change in self.changes[start:] if not change.is_free}
-        return [
-            storage.block
-            for storage in self._storages.values()
-            if storage.block is not None and id(storage.block) in born
-        ]
+        for block in [storage.block for storage in self._storages.values() if id(storage.block) in born]:
+            if block is not None and block.in_backward and block.part in (None, "communication"):
+                block.part = "gradients"
 
     def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
         """Set the part of the blocks of some tensors, unless they have one."""
@@ -262,97 +238,52 @@ def tensors_in(content: Any) -> Iterator[Tensor]:
 
 # The events of a recorded training: what is allocated and freed, and what for.
 
-
 WORKSPACE_BLOCKS = {"forward": -1, "backward": -2}
 """Blocks of the workspaces of cuBLAS, by the phase that allocates them. Each phase has its own thread."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a recorder saw.
+    """What a recorder saw."""
 
-    Attributes:
-        history: construction of the model, and the first step.
-        changes: what was in memory before the second step, and this step.
-        evaluation: a batch of the evaluation after it; empty if it was not recorded.
-        vocabulary: size of the vocabulary; None for image models.
-        workspace: bytes of a workspace of cuBLAS.
-        first_products: position in ``history`` after the first matrix product of a phase.
-        work: what the step computes; None if it was not counted.
-        parameters: number of parameters of the whole model.
-    """
-
-    history: tuple[BlockChange, ...]
-    changes: tuple[BlockChange, ...]
-    evaluation: tuple[BlockChange, ...]
-    vocabulary: int | None
-    workspace: int
-    first_products: Mapping[str, int] = field(default_factory=dict)
+    history: tuple[BlockChange, ...]  # construction of the model, and the first step
+    changes: tuple[BlockChange, ...]  # what was in memory before the second step, and this step
+    evaluation: tuple[BlockChange, ...]  # a batch of the evaluation after it; empty if it was not recorded
+    vocabulary: int | None  # size of the vocabulary; None for image models
+    workspace: int  # bytes of a workspace of cuBLAS
+    first_products: Mapping[str, int] = field(default_factory=dict)  # position in ``history`` after that of a phase
     work: StepWork | None = None
     parameters: int = 0
 
+    def to_trace(self, seconds: float, notes: Iterable[str]) -> StepTrace:
+        """Return the events, with the time of the prediction and what was assumed."""
+        setup = (self._workspace(phase, "setup") for phase in WORKSPACE_BLOCKS)
+        return StepTrace(
+            (*setup, *map(self._event, self.changes)),
+            seconds,
+            tuple(notes),
+            tuple(self._history_events()),
+            tuple(map(self._event, self.evaluation)),
+            self.work,
+            self.parameters,
+        )
 
-def step_events(recorded: Recorded) -> tuple[Event, ...]:
-    """Return what is in memory before the step, and the step."""
-    workspaces = (_workspace(number, "setup", recorded) for number in WORKSPACE_BLOCKS.values())
-    return (*workspaces, *(_event(change, recorded) for change in recorded.changes))
+    def _history_events(self) -> Iterator[Event]:
+        """Yield what happened before the step, with the workspace of each phase at its first matrix product."""
+        missing = set(WORKSPACE_BLOCKS)
+        for position, change in enumerate(self.history):
+            if change.phase in missing and position >= self.first_products.get(change.phase, 0):
+                missing.remove(change.phase)
+                yield self._workspace(change.phase, change.phase)
+            yield self._event(change)
 
+    def _workspace(self, owner: str, phase: str) -> Event:
+        return Event(self.workspace, WORKSPACE_BLOCKS[owner], "temporaries", phase, "gpu")
 
-def history_events(recorded: Recorded) -> tuple[Event, ...]:
-    """Return what happened before the step."""
-    events: list[Event] = []
-    missing = dict(WORKSPACE_BLOCKS)
-    for position, change in enumerate(recorded.history):
-        if change.phase in missing and position >= recorded.first_products.get(change.phase, 0):
-            number = missing.pop(change.phase)
-            events.append(_workspace(number, change.phase, recorded))
-        events.append(_event(change, recorded))
-    return tuple(events)
-
-
-def evaluation_events(recorded: Recorded) -> tuple[Event, ...]:
-    """Return the evaluation after the step."""
-    return tuple(_event(change, recorded) for change in recorded.evaluation)
-
-
-def _workspace(number: int, phase: str, recorded: Recorded) -> Event:
-    return Event(recorded.workspace, number, "temporaries", phase, "gpu")
-
-
-def _event(change: BlockChange, recorded: Recorded) -> Event:
-    block = change.block
-    return Event(
-        -block.size if change.is_free else block.size,
-        block.number,
-        _part(block, recorded.vocabulary),
-        change.phase,
-        block.device,
-        block.stream,
-    )
-
-
-def _part(block: TracedBlock, vocabulary: int | None) -> str:
-    if block.part is not None:
-        return block.part
-    if vocabulary is not None and block.last_axis == vocabulary:
-        return "logits"
-    return "activations" if block.kept else "temporaries"
-
-
-# Observation of storages that change their size.
-
-
-@contextmanager
-def on_storage_resize(call: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Call a function before each change of the size of a storage, during the block. No dispatch mode sees these."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_call(storage: torch.UntypedStorage, size: int) -> Any:
-        call(storage, size)
-        return resize(storage, size)
-
-    torch.UntypedStorage.resize_ = resize_and_call  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    def _event(self, change: BlockChange) -> Event:
+        block = change.block
+        part = block.part or ("activations" if block.kept else "temporaries")
+        if block.part is None and self.vocabulary is not None and block.last_axis == self.vocabulary:
+            part = "logits"
+        size = -block.size if change.is_free else block.size
+        return Event(size, block.number, part, change.phase, block.device, block.stream)

@@ -1,9 +1,8 @@
 """The process that traces: it imports torch once, then forks a process for each configuration.
 
 ``python -m distexp.plan.trace.server FOLDER PROCESSES`` waits for ``FOLDER/job0.json``, ``job1.json`` and so on. Each
-has a
-configuration. The results are ``FOLDER/result0.json`` and so on: ``{"estimate": ...}`` or ``{"error": ...}``. It runs
-until it is ended.
+has a configuration. The results are ``FOLDER/result0.json`` and so on: ``{"estimate": ...}`` or ``{"error": ...}``. It
+runs until it is ended.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -55,24 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             running = [left for job in running if (left := continue_job(job)) is not None]
         config = parse_config(read_json(job_path(folder, number)))
         preload(own_modules(config), config.cluster.device)
-        running.append(_start_trace(config, result_path(folder, number)))
+        path = result_path(folder, number)
+        limit = math.inf if config.plan.timeout_s is None else config.plan.timeout_s
+        running.append(TraceJob(_start(_trace, (config, path)), config, path, time.monotonic() + limit))
     raise AssertionError("unreachable")
 
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A configuration, and the process that predicts it.
-
-    Attributes:
-        deadline: Time of the monotonic clock at which the process is killed.
-        reason: Why the training was not traced; empty if this process traces it.
-    """
+    """A configuration, and the process that predicts it."""
 
     process: BaseProcess
     config: Config
     path: Path
-    deadline: float
-    reason: str = ""
+    deadline: float  # time of the monotonic clock at which the process is killed
+    reason: str = ""  # why the training was not traced; empty if this process traces it
 
 
 Start = Callable[[Callable[..., None], tuple[Any, ...]], BaseProcess]
@@ -84,16 +80,10 @@ def _start(target: Callable[..., None], arguments: tuple[Any, ...]) -> BaseProce
     return process
 
 
-def _start_trace(config: Config, path: Path) -> TraceJob:
-    limit = math.inf if config.plan.timeout_s is None else config.plan.timeout_s
-    return TraceJob(_start(_trace, (config, path)), config, path, time.monotonic() + limit)
-
-
 def _trace(config: Config, path: Path) -> None:
-    """Trace one configuration and write the result."""
     die_with_parent()
     try:
-        write_json(path, {"estimate": make_estimate(config).to_json()})
+        write_json(path, {"estimate": asdict(make_estimate(config))})
     except ConfigError as error:
         write_json(path, {"error": str(error)})
     except Exception as error:
@@ -102,17 +92,14 @@ def _trace(config: Config, path: Path) -> None:
 
 
 def _estimate_states(config: Config, path: Path, reason: str) -> None:
-    """Write the estimate by arithmetic."""
     die_with_parent()
-    write_json(path, {"estimate": arithmetic_estimate(config, reason, count_parameters(config)).to_json()})
+    write_json(path, {"estimate": asdict(arithmetic_estimate(config, reason, count_parameters(config)))})
 
 
 def continue_job(job: TraceJob, start: Start = _start) -> TraceJob | None:
     """Return the job that is left: this one, or the estimate by arithmetic if it left no result; None if all is done.
 
-    Args:
-        job: The job. Its process is killed after its deadline.
-        start: Starts a process.
+    The process of a job is killed after its deadline.
     """
     late = time.monotonic() > job.deadline
     if job.process.is_alive():
@@ -126,19 +113,13 @@ def continue_job(job: TraceJob, start: Start = _start) -> TraceJob | None:
     if job.reason:
         write_json(job.path, {"error": job.reason})
         return None
-    reason = _describe_limit(job.config) if late else _describe_death(job.process)
+    reason = f"the process that traced it ended by {describe_exit(job.process.exitcode or 0)}"
+    if late:
+        limit = f"plan.timeout_s={job.config.plan.timeout_s:g}"
+        reason = f"it took longer than {limit}: set a larger one, or plan.timeout_s=null for no limit"
     # In a process, because it may fail as the trace did.
     fallback = start(_estimate_states, (job.config, job.path, reason))
     return TraceJob(fallback, job.config, job.path, time.monotonic() + FALLBACK_S, reason)
-
-
-def _describe_limit(config: Config) -> str:
-    limit = f"plan.timeout_s={config.plan.timeout_s:g}"
-    return f"it took longer than {limit}: set a larger one, or plan.timeout_s=null for no limit"
-
-
-def _describe_death(process: BaseProcess) -> str:
-    return f"the process that traced it ended by {describe_exit(process.exitcode or 0)}"
 
 
 def describe_exit(code: int) -> str:

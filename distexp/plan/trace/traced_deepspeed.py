@@ -27,14 +27,7 @@ from distexp.strategies.zero.ds_initialization import cast_weights, in_16_bits
 
 
 class TracedDeepSpeed:
-    """The forward pass, backward pass and update of ``DeepSpeedModel``, on fake tensors.
-
-    Args:
-        blueprint: the model without values.
-        config: the configuration.
-        context: rank 0, and the device that the recorder counts as the GPU.
-        recorder: records what is allocated.
-    """
+    """The forward pass, backward pass and update of ``DeepSpeedModel``, on fake tensors."""
 
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, recorder: StorageRecorder) -> None:
         self.module = blueprint.model
@@ -104,24 +97,15 @@ def restore_masters(module: nn.Module, device: torch.device) -> None:
     del value
 
 
-# The memory of DeepSpeed without partitions (stage 0), on fake tensors.
-#
-# With fp16 it is ``FP16_UnfusedOptimizer``: torch's AdamW is not one of DeepSpeed's fused optimizers. It keeps fp32
-# copies of the parameters. With bf16, distexp uses autocast over fp32 weights.
-
-
 ALLREDUCE_ELEMENTS = 500_000_000
 """Elements of the buffers in which gradients are reduced (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
 
 
 class ZeroStage0:
-    """Gradients and optimizer states of one rank.
+    """Gradients and optimizer states of one rank without partitions.
 
-    Args:
-        module: the model on the GPU.
-        config: the configuration.
-        settings: the ds_config of the run.
-        buffers: allocates on the GPU.
+    With fp16 it is ``FP16_UnfusedOptimizer``: torch's AdamW is not one of DeepSpeed's fused optimizers. It keeps fp32
+    copies of the parameters. With bf16, distexp uses autocast over fp32 weights.
     """
 
     def __init__(self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers) -> None:
@@ -140,18 +124,13 @@ class ZeroStage0:
         """Reduce the gradients after the last micro-batch (``buffered_allreduce_fallback``)."""
         if not (self.is_last and self.reduces):
             return
-        bucket = 0
+        buckets = [0]
         for param in self.params:
-            bucket += param.numel()
-            if bucket > ALLREDUCE_ELEMENTS:
-                self._reduce(bucket)
-                bucket = 0
-        self._reduce(bucket)
-
-    def _reduce(self, elements: int) -> None:
-        if elements:
-            flat = self.buffers.on_gpu(elements, self.dtype, "communication")
-            del flat
+            buckets[-1] += param.numel()
+            if buckets[-1] > ALLREDUCE_ELEMENTS:
+                buckets.append(0)
+        for elements in filter(None, buckets):
+            self.buffers.use_briefly(elements, self.dtype, "communication")
 
     @torch.no_grad()
     def step(self) -> None:
@@ -163,10 +142,7 @@ class ZeroStage0:
             param.grad = None
 
 
-# The memory of ZeRO's stage 3: a model of what DeepSpeed allocates, on fake tensors.
-#
-# Names in comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/stage3.py``.
-
+# Stage 3 of ZeRO. Names in comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/stage3.py``.
 
 NORM_CHUNK = 250_000_000
 """Elements of a gradient that one norm reads, if the optimizer is offloaded (``_constant_buffered_norm2``)."""
@@ -179,14 +155,15 @@ class ZeroThree(ShardedOptimizer):
         self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers, partitions: Partitions
     ) -> None:
         super().__init__(module, config, settings, buffers)
-        self.micro_batch = 0
         threshold = int(read_zero(settings, "stage3_param_persistence_threshold", 100_000))
         persistent = {param: None for param in module.parameters() if param.numel() <= threshold}
         limit = int(read_zero(settings, "sub_group_size", 1_000_000_000))
         divided = [cut_into_sub_groups([self._share(param) for param in group], limit) for group in self.groups]
         self.sub_groups = [(number, share) for number, shares in enumerate(divided) for share in shares]
         overlaps = read_zero(settings, "overlap_comm", True)  # It is true by default at stage 3.
-        gather_stream, self.reduce_stream = (_stream(is_new=overlaps) for _ in range(2))
+        gather_stream, self.reduce_stream = (
+            torch.cpu.Stream() if overlaps else torch.cpu.current_stream() for _ in range(2)
+        )
         self.optimizer = make_optimizer(module, config)
         self.flat = self._defragment(partitions.shares)
         self.frozen = partitions.shares
@@ -225,8 +202,7 @@ class ZeroThree(ShardedOptimizer):
         self.states = self._allocate_on_host(moments) if self.offloads else []
         self.masters = [] if self.flat is None else self._masters(self.flat)
         if not self.offloads:
-            largest = buffers.on_gpu(max(sizes), torch.float32, "gradients")  # initialize_optimizer_states
-            del largest
+            buffers.use_briefly(max(sizes), torch.float32, "gradients")  # initialize_optimizer_states
         self.bucket_memory = buffers.on_gpu(self.bucket_size, self.dtype, "communication")
         self.gradients = buffers.with_states(sum(sizes), self.dtype, "gradients")  # grad_partitions_flat_buffer
         for group in self.optimizer.param_groups:
@@ -269,49 +245,45 @@ class ZeroThree(ShardedOptimizer):
 
     def _reduce(self) -> None:
         """Reduce the bucket and add it to the share of this rank (``__reduce_and_partition_ipg_grads``)."""
-        with torch.cpu.stream(self.reduce_stream):
-            self._reduce_bucket()
-        self.bucket, self.oversized = [], {}
-
-    def _reduce_bucket(self) -> None:
         buffers = self.buffers
-        interleaved = None
-        if len(self.bucket) > 1 or self.bucket[0].numel() % self.world_size:
-            elements = sum(self._share(param) * self.world_size for param in self.bucket)
-            interleaved = buffers.on_gpu(elements, self.dtype, "communication")
-        if self.offloads:
-            for param in self.bucket:
+        with torch.cpu.stream(self.reduce_stream):
+            interleaved = None
+            if len(self.bucket) > 1 or self.bucket[0].numel() % self.world_size:
+                elements = sum(self._share(param) * self.world_size for param in self.bucket)
+                interleaved = buffers.on_gpu(elements, self.dtype, "communication")
+            for param in self.bucket if self.offloads else ():
                 part = buffers.on_gpu(self._share(param), self.dtype, "temporaries")
                 if self.is_last:
-                    norm = buffers.on_gpu(min(self._share(param), NORM_CHUNK), torch.float64, "temporaries")
-                    del norm
-                    full = buffers.on_gpu(self._share(param), torch.float32, "temporaries")
-                    del full
+                    buffers.use_briefly(min(self._share(param), NORM_CHUNK), torch.float64)
+                    buffers.use_briefly(self._share(param), torch.float32)
                 del part
-        del interleaved
+            del interleaved
+        self.bucket, self.oversized = [], {}
 
     @torch.no_grad()
     def after_backward(self) -> None:
         """Finish a micro-batch (``independent_gradient_partition_epilogue``)."""
         if self.bucket:
             self._reduce()
-        self.micro_batch += 1
 
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights, one sub-group after the other."""
-        self.micro_batch = 0
         self.fetcher.release_all()
         if self.dtype == torch.float16:
-            self._check_overflow()
+            # DeepSpeed looks for infinite gradients where they are: ``isinf`` copies them, and makes a bool for each.
+            with torch.cpu.stream(self.reduce_stream):
+                elements = self.gradients.numel()
+                copied = self.buffers.with_states(elements, self.dtype, "temporaries", can_pin=False)
+                infinite = self.buffers.with_states(elements, torch.bool, "temporaries", can_pin=False)
+                del copied, infinite
         if not self.offloads:
             self._update()
         self.fetcher.gather_persistent()
 
     def _update(self) -> None:
         for param in self.params:  # get_grad_norm_direct
-            wide = self.buffers.on_gpu(self._share(param), torch.float64, "temporaries")
-            del wide
+            self.buffers.use_briefly(self._share(param), torch.float64)
         for (number, size), master in zip(self.sub_groups, self.masters, strict=True):
             flat = self.buffers.on_gpu(size, self.dtype, "gradients")
             master.grad = flat.float()
@@ -322,14 +294,3 @@ class ZeroThree(ShardedOptimizer):
             self.optimizer.param_groups[number]["params"] = []
             self.buffers.assign("optimizer_states", tensors_in(self.optimizer.state[master]))
             master.grad = None
-
-    def _check_overflow(self) -> None:
-        """Look for infinite gradients where they are: ``isinf`` copies them, and makes a bool for each."""
-        with torch.cpu.stream(self.reduce_stream):
-            copied = self.buffers.with_states(self.gradients.numel(), self.dtype, "temporaries", can_pin=False)
-            infinite = self.buffers.with_states(self.gradients.numel(), torch.bool, "temporaries", can_pin=False)
-            del copied, infinite
-
-
-def _stream(*, is_new: bool) -> Any:
-    return torch.cpu.Stream() if is_new else torch.cpu.current_stream()

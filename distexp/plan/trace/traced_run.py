@@ -24,8 +24,10 @@ from distexp.data.loader import PaddedDataset
 from distexp.distributed.context import Context
 from distexp.plan.replay import PlanError
 from distexp.plan.trace.recorder import GPU
+from distexp.plan.trace.zero_base import Assign
 from distexp.strategies.ddp_reduction import MasterReduction, add_to_masters
 from distexp.system.torch_internals.tensors import fake_mode_errors
+from distexp.system.units import MIB
 from distexp.training.build import MAX_EPOCHS, lengths_of, token_counts, training_micro_batches
 
 
@@ -44,7 +46,6 @@ def traced_context(config: Config) -> Context:
 
 
 # The micro-batch of a run that needs the most memory.
-
 
 READ_BATCHES = 8
 """Micro-batches that are read and compared if the lengths of the samples are not known."""
@@ -79,7 +80,6 @@ def evaluation_batch(config: Config, data: TaskData) -> Batch:
 
 
 # Trainings that cannot be traced: why, and the number of their parameters.
-
 
 WITHOUT_KERNEL = "UnsupportedOperatorException"
 """Name of torch's exception for an operator that has no kernel for fake tensors. Its text is the operator."""
@@ -123,15 +123,12 @@ def count_parameters(config: Config) -> int | None:
 
 # DistributedDataParallel for fake tensors: the buckets of torch's reducer, without communication.
 
-
-MIB = 2**20
 DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 """Sizes of DDP's buckets. The first one is smaller, unless ``bucket_cap_mb`` is set."""
 BROADCAST_MB = 250
 """Size of the flat copies of weights that DDP sends from rank 0."""
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
-Assign = Callable[[str, Iterable[Tensor]], None]
 
 
 @dataclass
@@ -240,7 +237,15 @@ class TracedDDP(DistributedDataParallel):
 
     @torch.no_grad()
     def _allocate(self, groups: list[list[nn.Parameter]]) -> list[Bucket]:
-        buckets = [_make_bucket(group) for group in groups]
+        buckets = []
+        for group in groups:
+            elements = sum(parameter.numel() for parameter in group)
+            flat = torch.zeros(elements, dtype=group[0].dtype, device=group[0].device)
+            views, offset = {}, 0
+            for parameter in group:
+                views[parameter] = flat.as_strided(parameter.shape, parameter.stride(), offset)
+                offset += parameter.numel()
+            buckets.append(Bucket(flat, views))
         self._assign("gradients", [bucket.flat for bucket in buckets])
         return buckets
 
@@ -269,23 +274,9 @@ def group_by_size(tensors: Iterable[AnyTensor], limits: Sequence[float]) -> list
     return [*groups, *open_groups.values()]
 
 
-def _make_bucket(parameters: list[nn.Parameter]) -> Bucket:
-    first = parameters[0]
-    flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=first.dtype, device=first.device)
-    views, offset = {}, 0
-    for parameter in parameters:
-        views[parameter] = flat.as_strided(parameter.shape, parameter.stride(), offset)
-        offset += parameter.numel()
-    return Bucket(flat, views)
-
-
 @contextmanager
 def traced_ddp(assign: Assign) -> Iterator[None]:
-    """Replace DistributedDataParallel by TracedDDP, during the block.
-
-    Args:
-        assign: sets the part of the memory of some tensors.
-    """
+    """Replace DistributedDataParallel by TracedDDP, during the block."""
     module: Any = parallel
     original = module.DistributedDataParallel
     module.DistributedDataParallel = partial(TracedDDP, assign=assign)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 
 from distexp.config import Config, ConfigError
 from distexp.config.custom_code import locate
@@ -31,15 +32,7 @@ from distexp.models.objective import evaluation_sums
 from distexp.plan.replay import PlanError, StepTrace
 from distexp.plan.trace.compiled import KernelBuffers, traced_compilation
 from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast, use_cuda_kernels
-from distexp.plan.trace.recorder import (
-    GPU,
-    Recorded,
-    StorageRecorder,
-    evaluation_events,
-    history_events,
-    step_events,
-    tensors_in,
-)
+from distexp.plan.trace.recorder import GPU, Recorded, StorageRecorder, tensors_in
 from distexp.plan.trace.traced_run import (
     TracedDDP,
     describe_failure,
@@ -81,11 +74,7 @@ class EmptyBlueprint(Blueprint):
 
 
 def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
-    """Return the allocations of one optimizer step of rank 0.
-
-    Args:
-        config: a resolved configuration.
-        on_gpu: whether to predict a run on GPUs, which this machine need not have.
+    """Return the allocations of one optimizer step of rank 0, on a GPU that this machine need not have, or on a CPU.
 
     Raises:
         PlanError: the model cannot be traced, or the configuration is not supported.
@@ -103,9 +92,7 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
     except Exception as error:
         raise PlanError(describe_failure(error)) from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
-    seconds = time.perf_counter() - started
-    events = step_events(recorded), seconds, tuple(notes), history_events(recorded), evaluation_events(recorded)
-    return StepTrace(*events, recorded.work, recorded.parameters)
+    return recorded.to_trace(time.perf_counter() - started, notes)
 
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
@@ -128,12 +115,7 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
 
 
 def _decoded_bytes(samples: Samples) -> int:
-    """Return the bytes of the decoded images.
-
-    Raises:
-        PlanError: they are no image files, which a run refuses too.
-    """
-    if not isinstance(samples, ImageFiles):
+    if not isinstance(samples, ImageFiles):  # A run refuses them too.
         raise PlanError("dataset.cache=gpu needs data of distexp.data.images.ImageFiles: use dataset.cache=none")
     return decoded_bytes(samples)
 
@@ -144,7 +126,10 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
     data = load_data(config, context)
     image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
     batch = largest_batch(config, data)
-    evaluated = evaluation_batch(config, data) if _needs_evaluation(config) else None
+    train, evaluated = config.train, None
+    # A compiled evaluation takes long to trace, and seldom needs more memory.
+    if train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch):
+        evaluated = evaluation_batch(config, data)
     fake_mode = make_fake_mode()
     kernels = KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
     recorder = StorageRecorder(fake_mode, kernels)
@@ -207,12 +192,6 @@ def _replacements(
         yield traced_compilation(fake_mode, lambda: recorder)
 
 
-def _needs_evaluation(config: Config) -> bool:
-    """Return whether to trace an evaluation. A compiled one takes long to trace, and seldom needs more memory."""
-    train = config.train
-    return train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch)
-
-
 def _vocabulary(model: nn.Module) -> int | None:
     """Return the size of the vocabulary; None for image models."""
     sizes = (getattr(module, "weight", None) for _, module in find_embeddings(model))
@@ -235,25 +214,20 @@ class TracedStep:
     def __init__(
         self, config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder, *, on_gpu: bool
     ) -> None:
-        self.recorder, self.on_gpu = recorder, on_gpu
-        self.task = config.model.task
+        self.recorder, self.task = recorder, config.model.task
         self.model = _set_up(config, blueprint, context, recorder)
         self.is_ddp = isinstance(self.model.module, TracedDDP)
         self.model.module.train()
         self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
         if isinstance(self.model, TorchModel):
-            self._prepare(config, self.model)
-
-    def _prepare(self, config: Config, model: TorchModel) -> None:
-        """Let a model use the kernels of CUDA, and label its parameters."""
-        module, optimizer = model.module, model.optimizer
-        if self.on_gpu:
-            use_cuda_kernels(config, optimizer)
-        model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
-        self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
-        self.recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
-        # With train.compile=graphs the gradients live as long as the model.
-        self.recorder.assign("gradients", tensors_in([parameter.grad for parameter in self.parameters]))
+            module, optimizer = self.model.module, self.model.optimizer
+            if on_gpu:
+                use_cuda_kernels(config, optimizer)
+            self.model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
+            self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+            recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
+            # With train.compile=graphs the gradients live as long as the model.
+            recorder.assign("gradients", tensors_in([parameter.grad for parameter in self.parameters]))
 
     def run(self, batches: list[Batch]) -> None:
         """Run one optimizer step."""
@@ -265,7 +239,7 @@ class TracedStep:
             contributions.append(
                 self.model.forward_backward(batch, normalizer=self.normalizer, last_micro=position == len(traced))
             )
-            self._label_gradients(start)
+            self.recorder.label_gradients(start)
         torch.stack(contributions).sum(dim=0)
         self.recorder.phase = "optimizer"
         self.model.step(0.1)
@@ -278,12 +252,6 @@ class TracedStep:
         self.model.module.eval()
         with torch.no_grad():
             evaluation_sums(self.task, self.model.forward(batch), batch)
-
-    def _label_gradients(self, start: int) -> None:
-        """Label what the backward pass of a micro-batch left."""
-        for block in self.recorder.blocks_since(start):
-            if block.in_backward and block.part in (None, "communication"):
-                block.part = "gradients"
 
 
 class Traceable(Protocol):
@@ -316,15 +284,8 @@ def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: St
 @contextmanager
 def _mesh_outside_of_fake_mode() -> Iterator[None]:
     """Let ``init_device_mesh`` use real tensors during the block. It reads their values."""
-    from torch.distributed import device_mesh
-
     original = device_mesh.init_device_mesh
-
-    def build(*arguments: Any, **options: Any) -> Any:
-        with without_fake_mode():
-            return original(*arguments, **options)
-
-    device_mesh.init_device_mesh = build
+    device_mesh.init_device_mesh = without_fake_mode()(original)
     try:
         yield
     finally:

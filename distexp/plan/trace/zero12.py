@@ -46,7 +46,10 @@ class ZeroOneTwo(ShardedOptimizer):
         if self.offloads:
             self._allocate_offload_buffers(MOMENTS[config.train.optimizer])
         else:
-            self._initialize_optimizer_states()
+            zeros = [torch.zeros_like(master) for master in self.masters]  # gradients in fp32
+            del zeros
+            for group, master in zip(self.optimizer.param_groups, self.masters, strict=True):
+                group["params"] = [master]
         self.bucket = _Bucket()
         self.bucket_memory: list[Tensor] = []
         self.held: list[Tensor] = []  # oversized gradients of other ranks, which stage 1 keeps until the end
@@ -87,14 +90,6 @@ class ZeroOneTwo(ShardedOptimizer):
             buffers.assign("optimizer_states", [copied])
             return nn.Parameter(copied)
         return nn.Parameter(buffers.with_states(share, torch.float32, "optimizer_states"))
-
-    @torch.no_grad()
-    def _initialize_optimizer_states(self) -> None:
-        """Allocate and free gradients in fp32, and give the shares to the optimizer."""
-        zeros = [torch.zeros_like(master) for master in self.masters]
-        del zeros
-        for group, master in zip(self.optimizer.param_groups, self.masters, strict=True):
-            group["params"] = [master]
 
     def _allocate_offload_buffers(self, moments: int) -> None:
         largest = max(param.numel() for param in self.params)
@@ -141,8 +136,7 @@ class ZeroOneTwo(ShardedOptimizer):
             return
         for slices in reduced_at_once([self.slices[param] for param in bucket.params], self.bucket_size):
             if len(slices) > 1:  # They are flattened into a copy.
-                flat = self.buffers.on_gpu(sum(part.size for part in slices), self.dtype, "communication")
-                del flat
+                self.buffers.use_briefly(sum(part.size for part in slices), self.dtype, "communication")
         for param in bucket.params:
             if self.owned[param]:
                 self._keep(param)
@@ -156,11 +150,9 @@ class ZeroOneTwo(ShardedOptimizer):
                 total = sum(owned.numel() for owned in self.params if self.owned[owned])
                 self.new_gradients = self.buffers.on_gpu(total, self.dtype, "gradients")
         elif self.is_last:
-            norm = self.buffers.on_gpu(self.owned[param], torch.float64, "temporaries")
-            del norm
+            self.buffers.use_briefly(self.owned[param], torch.float64)  # the norm
             if self.dtype != torch.float32:
-                full = self.buffers.on_gpu(self.owned[param], torch.float32, "temporaries")
-                del full
+                self.buffers.use_briefly(self.owned[param], torch.float32)
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -186,8 +178,7 @@ class ZeroOneTwo(ShardedOptimizer):
             return
         for param in self.params:
             if self.owned[param]:  # get_grad_norm_direct
-                wide = self.buffers.on_gpu(self.owned[param], torch.float64, "temporaries")
-                del wide
+                self.buffers.use_briefly(self.owned[param], torch.float64)
         groups = self.optimizer.param_groups
         for number, (group, master) in enumerate(zip(self.groups, self.masters, strict=True)):
             master.grad = self._flat_gradient(group, master)
@@ -212,10 +203,7 @@ class ZeroOneTwo(ShardedOptimizer):
         return gradient
 
 
-# What a stage of ZeRO keeps on one rank, computed from the shapes of the parameters.
-#
-# Written after the source of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``.
-
+# What stages 1 and 2 keep on one rank, computed from the shapes of the parameters.
 
 ALIGNMENT = 2
 """Elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)."""
@@ -223,15 +211,10 @@ ALIGNMENT = 2
 
 @dataclass(frozen=True)
 class Partition:
-    """The share of one rank of one parameter group, for stages 1 and 2.
+    """The share of one rank of one parameter group, for stages 1 and 2."""
 
-    Attributes:
-        size: elements of the share, with padding; equal on all ranks.
-        owned: for each parameter of the group, how many of its elements are in this share.
-    """
-
-    size: int
-    owned: tuple[int, ...]
+    size: int  # elements of the share, with padding; equal on all ranks
+    owned: tuple[int, ...]  # for each parameter of the group, how many of its elements are in this share
 
 
 def partition_group(sizes: Sequence[int], world_size: int, rank: int) -> Partition:
@@ -253,14 +236,10 @@ def fullest_rank(groups: Sequence[Sequence[int]], world_size: int) -> int:
     """
 
     def kept(rank: int) -> int:
-        shares = [partition_group(sizes, world_size, rank) for sizes in groups]
-        return sum(size for sizes, share in zip(groups, shares, strict=True) for size in _overlapping(sizes, share))
+        owned = (zip(sizes, partition_group(sizes, world_size, rank).owned, strict=True) for sizes in groups)
+        return sum(size for group in owned for size, elements in group if elements)
 
     return max(range(world_size), key=kept)
-
-
-def _overlapping(sizes: Sequence[int], share: Partition) -> list[int]:
-    return [size for size, owned in zip(sizes, share.owned, strict=True) if owned]
 
 
 @dataclass(frozen=True)

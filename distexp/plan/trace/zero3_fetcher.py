@@ -28,21 +28,13 @@ class _Gather:
 
 @dataclass(frozen=True)
 class Receiver:
-    """Allocates what gathered parameters arrive in.
-
-    Attributes:
-        buffers: allocates on the GPU.
-        dtype: data type of the parameters.
-        world_size: number of ranks.
-        offloads: whether the shares are on the host.
-        stream: stream of the gathers.
-    """
+    """Allocates what gathered parameters arrive in."""
 
     buffers: Buffers
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the parameters
     world_size: int
-    offloads: bool
-    stream: Any
+    offloads: bool  # whether the shares are on the host
+    stream: Any  # of the gathers
 
     def receive(self, params: Sequence[nn.Parameter]) -> Tensor | None:
         """Allocate what parameters arrive in: a buffer for several, or the parameter itself."""

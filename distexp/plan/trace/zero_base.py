@@ -64,30 +64,19 @@ class ShardedOptimizer(ABC):
         """Update the weights."""
 
 
-# Fake tensors with the sizes of DeepSpeed's buffers.
-
-
 Assign = Callable[[str, Iterable[Tensor]], None]
 """Sets the part of tensors, see ``distexp.plan.replay.PARTS``."""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Allocates fake tensors on the GPU and on the host.
+    """Allocates fake tensors on the GPU and on the host."""
 
-    Attributes:
-        gpu: the device that the recorder counts as the GPU.
-        states: where the optimizer states are; ``cpu`` if they are offloaded.
-        pinned: whether offloaded tensors are page-locked. The host allocator rounds these to a power of two.
-        assign: sets the part of a tensor.
-        empty_cache: returns the free segments of the GPU's allocator.
-    """
-
-    gpu: torch.device
-    states: torch.device
-    pinned: bool
-    assign: Assign
-    empty_cache: Callable[[], None]
+    gpu: torch.device  # the device that the recorder counts as the GPU
+    states: torch.device  # where the optimizer states are; ``cpu`` if they are offloaded
+    pinned: bool  # whether offloaded tensors are page-locked. The host allocator rounds these to a power of two.
+    assign: Assign  # sets the part of a tensor
+    empty_cache: Callable[[], None]  # returns the free segments of the GPU's allocator
 
     @classmethod
     def of(cls, config: Config, gpu: torch.device, assign: Assign, empty_cache: Callable[[], None]) -> Buffers:
@@ -99,6 +88,10 @@ class Buffers:
     def on_gpu(self, elements: int, dtype: torch.dtype, part: str) -> Tensor:
         """Return a tensor on the GPU."""
         return self._allocate(elements, dtype, part, self.gpu)
+
+    def use_briefly(self, elements: int, dtype: torch.dtype, part: str = "temporaries") -> None:
+        """Allocate a tensor on the GPU, and free it."""
+        self.on_gpu(elements, dtype, part)
 
     def with_states(self, elements: int, dtype: torch.dtype, part: str, *, can_pin: bool = True) -> Tensor:
         """Return a tensor where the optimizer states are."""
@@ -128,21 +121,14 @@ def read_zero(settings: dict[str, Any], key: str, default: Any) -> Any:
 
 
 # How stage 3 of ZeRO divides parameters among the ranks, and their shares into sub-groups.
-#
-# Names in comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/stage3.py``.
 
 
 class Partitions:
-    """What ``zero.Init`` leaves of the parameters of each module: this rank's shares, and no whole parameter.
-
-    Attributes:
-        order: numbers of the parameters in the order in which they were partitioned (``ds_id``).
-        shares: the shares on the GPU. Those of trained parameters exist until the optimizer is built.
-    """
+    """What ``zero.Init`` leaves of the parameters of each module: this rank's shares, and no whole parameter."""
 
     def __init__(self, config: Config) -> None:
-        self.order: dict[nn.Parameter, int] = {}
-        self.shares: dict[nn.Parameter, Tensor] = {}
+        self.order: dict[nn.Parameter, int] = {}  # ``ds_id``: numbers in the order in which they were partitioned
+        self.shares: dict[nn.Parameter, Tensor] = {}  # on the GPU; of trained ones until the optimizer is built
         self._on_gpu, self._world_size = not config.offload.enabled, config.cluster.world_size
 
     def add(self, params: Iterable[nn.Parameter]) -> None:
