@@ -38,17 +38,11 @@ PLAIN_WIDTH = 160
 
 @dataclass(frozen=True)
 class SweepStates:
-    """The runs of one sweep.
-
-    Attributes:
-        directory: Directory of the sweep.
-        runs: The state of each run, by number.
-        overrides: The overrides in which each run differs from the others, by number.
-    """
+    """The runs of one sweep."""
 
     directory: Path
-    runs: list[RunState]
-    overrides: dict[int, str]
+    runs: list[RunState]  # The state of each run, by number.
+    overrides: dict[int, str]  # The overrides in which each run differs from the others, by number.
 
 
 @dataclass(frozen=True)

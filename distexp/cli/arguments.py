@@ -49,10 +49,7 @@ def normalize_arguments(
 
     The overrides come first, because Hydra's parser accepts no option between them.
 
-    Args:
-        arguments: What the user has typed after the command.
-        command: The command.
-        added: Overrides that the command puts in front of the typed ones.
+    ``added`` has the overrides that the command puts in front of the typed ones.
 
     Raises:
         ConfigError: with every error of the arguments.
@@ -195,9 +192,7 @@ def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) 
 
     Hydra's own parser would print a page of usage instead of the error.
 
-    Args:
-        arguments: What the user has typed after the command.
-        may_name_command: Whether no command was typed, so that the first argument may be meant as one.
+    ``may_name_command`` states that no command was typed, so that the first argument may be meant as one.
 
     Raises:
         ConfigError: with every error.
@@ -219,13 +214,7 @@ def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) 
 
 
 def _option_errors(known: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return an error for each option that does not exist, is not supported, or excludes another one.
-
-    Args:
-        known: What Hydra's parser has recognized.
-        unknown: The other arguments.
-        arguments: All arguments.
-    """
+    """Return an error for each option that does not exist, is not supported, or excludes another one."""
     errors = [_explain_option(argument, arguments) for argument in unknown if argument.startswith("-")]
     if known.experimental_rerun is not None:
         errors.append("--experimental-rerun is not supported: use distexp resume DIR")

@@ -17,15 +17,10 @@ from distexp.strategies.base import COMMUNICATION, shipped_strategies
 
 
 class Reader(NamedTuple):
-    """A sub-command that reads keys.
+    """A sub-command that reads keys."""
 
-    Attributes:
-        command: How it is typed.
-        commands: Those that run it.
-    """
-
-    command: str
-    commands: tuple[Command, ...]
+    command: str  # How it is typed.
+    commands: tuple[Command, ...]  # Those that run it.
 
     def example(self, key: str, override: str) -> str:
         """Return what to type for a key instead of an override."""
@@ -41,12 +36,7 @@ READERS: Mapping[str, Reader] = {"choose": CHOOSE, "forecast": FORECAST, "plan.o
 
 
 def ignored_keys(overrides: Sequence[Override], command: Command) -> Iterator[tuple[Override, str]]:
-    """Yield each override that a command would ignore, with its error. An override with the default is none.
-
-    Args:
-        overrides: What the user has typed, and what a sub-command has added.
-        command: The command that gets them.
-    """
+    """Yield each override that a command would ignore, with its error. An override with the default is none."""
     for override in overrides:
         reader, text = reader_of(_key(override)), str(override.input_line)
         if reader is not None and command not in reader.commands and _differs(override):
@@ -83,14 +73,9 @@ WORKER_KEYS = ("cluster.nodes", "cluster.workers_per_node")
 
 @dataclass(frozen=True)
 class _ImplyingOption:
-    """An option of one strategy.
+    """An option of one strategy."""
 
-    Attributes:
-        text: The override as it is typed, such as ``zero_stage=1,2``.
-        strategy: The strategy that it implies.
-    """
-
-    text: str
+    text: str  # The override as it is typed, such as ``zero_stage=1,2``.
     strategy: str
 
     @property
@@ -104,17 +89,11 @@ class _ImplyingOption:
 
 @dataclass(frozen=True)
 class _WorkerCount:
-    """A key of the number of workers, with values other than 1.
-
-    Attributes:
-        key: The key.
-        text: The override as it is typed, such as ``cluster.nodes=1,2``.
-        several: The override without the value 1.
-    """
+    """A key of the number of workers, with values other than 1."""
 
     key: str
-    text: str
-    several: str
+    text: str  # The override as it is typed, such as ``cluster.nodes=1,2``.
+    several: str  # The override without the value 1.
 
 
 @lru_cache(maxsize=1)
@@ -153,13 +132,7 @@ def _warning_about_workers(strategies: Sequence[str], workers: Sequence[_WorkerC
 
 
 def _cells(options: Sequence[_ImplyingOption], strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
-    """Return the sweep that has each option and each number of workers with its strategies only.
-
-    Args:
-        options: The options of one strategy.
-        strategies: All strategies of the sweep.
-        workers: The numbers of workers, if a strategy for one worker is among the strategies.
-    """
+    """Return the sweep that has each option and each number of workers with its strategies only."""
     implied, typed = {option.strategy for option in options}, [count.text for count in workers]
     alone = [strategy for strategy in strategies if workers and strategy in one_worker_strategies()]
     rest = [strategy for strategy in strategies if strategy not in {*implied, *alone}]

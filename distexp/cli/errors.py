@@ -106,9 +106,7 @@ def _explain_value(error: Exception) -> str:
 def _explain_group(group: str, *, is_section: bool) -> str:
     """Return the message for a group without keys, which got one.
 
-    Args:
-        group: The group.
-        is_section: A file of the group got it as its section, because it does not set its package.
+    With ``is_section`` a file of the group got it as its section, because it does not set its package.
     """
     if is_section:
         return f"{group} is a group and not a section: write '# @package _global_' into the first line of the file"
@@ -206,13 +204,7 @@ EXTENDED_GROUPS = ("model", "dataset", "strategy", "cluster")
 
 
 def explain_option(group: str, option: str, options: list[str]) -> str:
-    """Return the error for an option that a group does not have.
-
-    Args:
-        group: The config group.
-        option: The unknown option.
-        options: All options of the group.
-    """
+    """Return the error for an option that a group does not have."""
     near = _suggest_option(group, option, options)
     texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
     if not near and group in EXTENDED_GROUPS and option.isidentifier():

@@ -56,9 +56,7 @@ def as_text(value: Any) -> str:
 def packages_trusted_by_user(arguments: Sequence[str]) -> list[str]:
     """Return the packages that the command line or the environment trusts.
 
-    Args:
-        arguments: the command line as Hydra gets it. Overrides of Hydra's configuration are not used, because a file
-            can add to them.
+    Overrides of Hydra's configuration are not used, because a file can add to them.
     """
     typed = [name for override in typed_overrides(arguments) for name in _package_names(override)]
     return list(dict.fromkeys([*packages_of_environment(), *typed]))

@@ -161,10 +161,6 @@ def use_checked_loader() -> None:
 def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
     """Check that no file trusts a package, and add the packages of the environment to ``trusted_packages``.
 
-    Args:
-        composed: the composed configuration of a cell, with the hydra node.
-        allowed: the packages that the user trusts.
-
     Raises:
         ConfigError: the cell trusts a package that the user does not trust.
     """

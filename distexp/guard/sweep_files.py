@@ -58,11 +58,6 @@ def _mark(path: Path) -> Path:
 def check_stored_command(path: Path, stored: Sequence[str], typed: Sequence[str]) -> None:
     """Check that the user repeats the overrides of a stored command that can run code.
 
-    Args:
-        path: File of the stored command, for the message.
-        stored: Its arguments.
-        typed: Arguments that the user has typed.
-
     Raises:
         ConfigError: with an error for each override that is not repeated.
     """
@@ -104,10 +99,6 @@ def check_working_directory(path: Path, directory: str) -> None:
     """Check that the current folder is that of a foreign command, because Python imports packages from it.
 
     A folder that does not exist is not used.
-
-    Args:
-        path: File of the stored command, for the message.
-        directory: The folder in which the command was started.
 
     Raises:
         ConfigError: the folder is another one.

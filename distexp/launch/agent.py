@@ -93,34 +93,20 @@ def raise_stopped(number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Position of an agent in its run.
+    """Position of an agent in its run."""
 
-    Attributes:
-        node: Number of the node, from 0. Node 0 is the head.
-        address: Name under which the other nodes reach this one.
-        attempt: Identity of the attempt, so that files of an earlier one are ignored.
-        peer_failed: Returns whether another node has failed.
-        connection: File descriptor of a connection to the process from which the workers are forked; None on Slurm.
-    """
-
-    node: int
-    address: str = "127.0.0.1"
-    attempt: str = ""
-    peer_failed: Callable[[], bool] = lambda: False
+    node: int  # Number of the node, from 0. Node 0 is the head.
+    address: str = "127.0.0.1"  # Name under which the other nodes reach this one.
+    attempt: str = ""  # Identity of the attempt, so that files of an earlier one are ignored.
+    peer_failed: Callable[[], bool] = lambda: False  # Returns whether another node has failed.
+    # File descriptor of a connection to the process from which the workers are forked; None on Slurm.
     connection: int | None = None
 
 
 def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float) -> int:
     """Start the workers of a node and watch them; end all of them before returning.
 
-    Args:
-        spec: The run.
-        run_dir: Directory of the run.
-        context: Position of this node.
-        started: Start of the run, in Unix seconds.
-
-    Returns:
-        The exit code of the node.
+    ``started`` is the start of the run in Unix seconds. The result is the exit code of the node.
     """
     node = context.node
     with ExitStack() as stack, ExitStack() as sampling:
@@ -151,14 +137,6 @@ def start_group(
     spec: RunSpec, run_dir: Path, context: NodeContext, rendezvous: Rendezvous, stack: ExitStack, *, started: float
 ) -> WatchedProcess:
     """Start the parent process of the workers. That of a local run is forked from one that has the libraries.
-
-    Args:
-        spec: The run.
-        run_dir: Directory of the run.
-        context: Position of this node.
-        rendezvous: Where the workers meet.
-        stack: Closes what the process needs while it runs.
-        started: Start of the run, in Unix seconds.
 
     Raises:
         NotStartedError: the process from which the workers are forked has died, or the run has exceeded a limit.
@@ -257,16 +235,7 @@ def watch(
 ) -> int:
     """Wait until the workers end, exceed their time or hang, or until another node fails.
 
-    Args:
-        group: The parent process of the workers.
-        spec: The run.
-        run_dir: Directory of the run.
-        node: The node.
-        started: Start of the run, in Unix seconds.
-        peer_failed: Returns whether another node has failed.
-
-    Returns:
-        The exit code of the workers' parent process, or a code of ``exit_codes``.
+    The result is the exit code of the workers' parent process, or one of the codes in ``distexp.launch.failures``.
     """
     while (code := group.poll()) is None:
         exceeded = exceeded_limit(spec, run_dir, started)
@@ -283,13 +252,7 @@ def watch(
 
 
 def exceeded_limit(spec: RunSpec, run_dir: Path, started: float) -> int | None:
-    """Return the exit code for the time limit or the hang timeout if the run has exceeded it, else None.
-
-    Args:
-        spec: The run.
-        run_dir: Directory of the run.
-        started: Start of the run, in Unix seconds.
-    """
+    """Return the exit code for the time limit or the hang timeout if the run has exceeded it, else None."""
     cluster, now = spec.config.cluster, time.time()
     limit_s = cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
     if now - max(started, last_build_step(run_dir)) > limit_s:

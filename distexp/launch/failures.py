@@ -43,12 +43,7 @@ PEER_LOSS = re.compile(
 
 
 class Cause(NamedTuple):
-    """Why a run did not complete.
-
-    Attributes:
-        status: Status of the run.
-        error: Its error.
-    """
+    """Why a run did not complete."""
 
     status: str
     error: RunError
@@ -64,10 +59,7 @@ class SignalDeath(NamedTuple):
 def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> Cause:
     """Return the status of a run that did not complete, and its cause.
 
-    Args:
-        directory: Directory of the run.
-        codes: Exit code of each node's agent.
-        spec: The run.
+    ``codes`` has the exit code of each node's agent.
     """
     phase, cluster = current_phase(directory), spec.config.cluster
     if TIMEOUT_CODE in codes.values():
@@ -107,15 +99,7 @@ def _is_peer_loss(error: RunError) -> bool:
 
 
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
-    """Return the cause of a run that ended because a signal ended one of its processes.
-
-    Args:
-        directory: Directory of the run.
-        number: The signal.
-        process: Name of the process, for the message.
-        phase: The latest phase of the run, or None.
-        rank: Rank of the process; None if it is no worker.
-    """
+    """Return the cause of a run that ended because a signal ended one of its processes."""
     name = signal.Signals(number).name
     if number == signal.SIGKILL and oom_killed(directory):
         message = f"the kernel ran out of memory and killed {process}"
@@ -171,8 +155,7 @@ STOPPED_CODE = SIGNAL_OFFSET + signal.SIGTERM
 def encode_group_code(code: int) -> int:
     """Return the exit code of an agent whose workers have ended.
 
-    Args:
-        code: Exit code of the parent process of the workers, negative for a signal.
+    ``code`` is that of the parent process of the workers, negative for a signal.
     """
     if code == -signal.SIGTERM:
         return TERMINATED_CODE
@@ -180,11 +163,7 @@ def encode_group_code(code: int) -> int:
 
 
 def decode_group_signal(code: int) -> int | None:
-    """Return the signal that ended the parent process of the workers; None if no signal did.
-
-    Args:
-        code: Exit code of an agent.
-    """
+    """Return the signal that ended the parent process of the workers; None if no signal did."""
     if code == TERMINATED_CODE:
         return signal.SIGTERM
     return code - SIGNAL_OFFSET if code > SIGNAL_OFFSET and code != STOPPED_CODE else None
@@ -201,13 +180,7 @@ STACK_DUMP_S = 2.0
 
 
 def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
-    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log.
-
-    Args:
-        group_pid: The parent process of the workers.
-        run_dir: Directory of the run.
-        node: The node.
-    """
+    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log."""
     workers = descendants(group_pid, recursive=False)
     stopped_pids = {worker.pid for worker in workers if _is_stopped(worker)}
     stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
@@ -218,13 +191,7 @@ def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
 
 
 def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
-    """Return the error of a run without progress, with the phase and the rank that the others wait for.
-
-    Args:
-        run_dir: Directory of the run.
-        phase: The latest phase of rank 0, or None.
-        limit: The setting that limits the time without progress.
-    """
+    """Return the error of a run without progress, with the phase and the rank that the others wait for."""
     progress = read_rank_progress(run_dir)
     stopped = {rank for path in stopped_ranks_paths(run_dir) for rank in json.loads(path.read_text())}
     culprits = [entry for entry in progress if entry.rank in stopped] or ranks_behind(progress)
@@ -262,13 +229,7 @@ def save_counters(directory: Path) -> None:
 
 
 def mark_if_killed(directory: Path, node: int, before: Mapping[str, int]) -> None:
-    """Leave a mark for the node that writes the record, if the OOM counter of this node has increased.
-
-    Args:
-        directory: Directory of the run.
-        node: This node.
-        before: Its counters at the start of the run.
-    """
+    """Leave a mark for the node that writes the record, if the OOM counter of this node has increased."""
     if _increased(before, oom_kills()):
         with suppress(OSError):  # The run has failed anyway, and has a signal as its cause then.
             oom_mark_path(directory, node).touch()

@@ -52,11 +52,7 @@ class ForkedWorkers:
     ) -> ForkedWorkers:
         """Request the workers from the shared process, and wait until its imports are done.
 
-        Args:
-            descriptor: Socket that the launcher has connected with the shared process.
-            arguments: Arguments of ``distexp.worker.group``.
-            output: File for stdout and stderr.
-            limit: Returns the exit code of an agent that has exceeded a limit, or None.
+        ``limit`` returns the exit code of an agent that has exceeded a limit, or None.
 
         Raises:
             NotStartedError: the process has ended, or a limit is exceeded.

@@ -49,11 +49,6 @@ MAX_SEARCHED_CELLS = 4
 def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
     """Predict the memory of the cells. With ``plan=check`` a cell that cannot fit becomes invalid.
 
-    Args:
-        cells: The cells of the command. They get their prediction.
-        make: Composes a variant of a cell.
-        planner: Source of estimates.
-
     Raises:
         ConfigError: if there is one cell only, and it cannot fit.
     """
@@ -149,11 +144,7 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
 def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
     """Return the smallest change that makes a cell fit.
 
-    Args:
-        cell: The cell.
-        make: Composes a variant of it.
-        planner: Source of estimates.
-        start: Time at which the first search of the command started.
+    ``start`` is the time at which the first search of the command started.
     """
     assert cell.predicted is not None
     larger = LARGER_MACHINE[_config(cell).cluster.device]
@@ -199,10 +190,6 @@ def _has_cache() -> bool:
 def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:
     """Predict the memory of cells if that is requested, or if predictions are cached.
 
-    Args:
-        cells: The cells of the command.
-        make: Composes a variant of a cell.
-
     Raises:
         ConfigError: with ``plan=check``, if there is one cell only, and it cannot fit.
     """
@@ -215,11 +202,6 @@ def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:
 
 def add_advice(memory: dict[str, Any], spec: RunSpec, directory: Path) -> None:
     """Add ``would_fit`` and ``command`` to a report of GPU memory. Nothing is traced, because that takes seconds.
-
-    Args:
-        memory: The report, which a worker wrote.
-        spec: The run.
-        directory: Directory of the run, with the search of its micro-batch.
 
     Raises:
         ValueError: if the report lacks a value, or has another type.
@@ -247,9 +229,7 @@ def chosen_config(config: Config, directory: Path) -> Config:
 def predicted_change(config: Config, usable_mib: float) -> list[str]:
     """Return the overrides of the smallest change that fits, by a prediction in the cache; empty if there is none.
 
-    Args:
-        config: the configuration that did not fit.
-        usable_mib: memory that torch had, and what was free.
+    ``usable_mib`` is the memory that torch had, and what was free.
     """
     for overrides in candidate_overrides(config):
         changed = apply_overrides(config, overrides)
@@ -282,10 +262,7 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
 def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
     """Return the command that predicts a run and what would fit.
 
-    Args:
-        spec: The run.
-        total_mib: Memory of the GPU.
-        size: Its micro-batch; None if the search found none. Then the command has 1, the smallest.
+    ``size`` is the micro-batch; None if the search found none. Then the command has 1, the smallest.
     """
     is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
     memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"]

@@ -141,12 +141,8 @@ def build_operators(
 ) -> None:
     """Build operators in a process that ends with this one; call it from the main thread.
 
-    Args:
-        names: Names of DeepSpeed's operators.
-        environment: Environment of the workers.
-        log: File for the output of the compiler.
-        report: Gets each change: ``compiling`` with an operator, ``step`` and ``steps``, ``waiting`` with the reason,
-            ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled.
+    ``report`` gets each change: ``compiling`` with an operator, ``step`` and ``steps``, ``waiting`` with the reason,
+    ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled.
 
     Raises:
         OperatorError: if the build fails or takes longer than ``BUILD_TIMEOUT_S``.
@@ -236,12 +232,7 @@ STEERING = ("DS_ACCELERATOR", "TORCH_CUDA_ARCH_LIST", "CXX", "CC", "CUDA_HOME")
 
 
 def missing_operators(names: Iterable[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the operators that are not known to be built; none without DeepSpeed, which a worker then reports.
-
-    Args:
-        names: Names of DeepSpeed's operators.
-        environment: Environment of the workers.
-    """
+    """Return the operators that are not known to be built; none without DeepSpeed, which a worker then reports."""
     if not _installation("deepspeed"):
         return []
     return [name for name in names if not _is_built(_mark_path(name, environment))]
@@ -279,10 +270,7 @@ def _plan(library: str) -> str | None:
 def mark_built(name: str, environment: Mapping[str, str], library: str | None) -> None:
     """Mark an operator as built.
 
-    Args:
-        name: Name of the operator.
-        environment: Environment of the workers.
-        library: Path of the library; None if the operator is not supported here, so that there is nothing to build.
+    ``library`` is None if the operator is not supported here, so that there is nothing to build.
     """
     with suppress(OSError):  # Without a mark, the next run checks again.
         write_json(_mark_path(name, environment), _describe(library))

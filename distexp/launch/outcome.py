@@ -98,13 +98,7 @@ def finalize_run(
 ) -> RunRecord:
     """Classify how a run ended, write its record and return it.
 
-    Args:
-        spec: The run.
-        directory: Directory of the run.
-        codes: Exit code of each node's agent.
-        started: Start of the run, in Unix seconds.
-        stopped: Why the run was stopped from outside, if it was.
-        stopped_status: Status of a run that was stopped.
+    ``started`` is in Unix seconds. ``stopped`` is why the run was stopped from outside, if it was.
     """
     release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
@@ -133,14 +127,9 @@ def complete(record: RunRecord, spec: RunSpec, directory: Path) -> None:
 
 
 class Step(NamedTuple):
-    """A step between the classification of a run and the writing of its record.
+    """A step between the classification of a run and the writing of its record."""
 
-    Attributes:
-        failed: What is missing if it fails, for a message.
-        add: Adds something to a record.
-    """
-
-    failed: str
+    failed: str  # What is missing if it fails, for a message.
     add: Callable[[RunRecord, RunSpec, Path], None]
 
 
@@ -187,12 +176,7 @@ def read_result(directory: Path) -> RunRecord | None:
 def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, started: float | None) -> RunRecord:
     """Return the record of a run that did not complete, without memory traces.
 
-    Args:
-        spec: The run.
-        directory: Directory of the run.
-        status: Status of the run.
-        error: Cause of the failure.
-        started: Start of the run in Unix seconds; None if it never started, or not on this machine.
+    ``started`` is in Unix seconds; None if the run never started, or not on this machine.
     """
     run, device = spec.run, spec.config.cluster.device
     if error.rank is not None and (log := find_log(directory, error.rank)) is not None:

@@ -50,14 +50,7 @@ def prepare_runs(
 
     An invalid cell gets its record instead.
 
-    Args:
-        cells: All cells of the sweep.
-        sweep_dir: Directory of the sweep.
-        code: Git state of the code.
-        console: Where to report runs that are skipped or invalid.
-        active: Numbers of the runs that are in the queue, or run.
-        resume: Whether the directory may hold runs of an earlier command.
-        snapshot: Copy of the code that the runs use, relative to the directory of the sweep.
+    ``active`` has the numbers of the runs that are in the queue, or run.
     """
 
     def should_skip(run: ExistingRun) -> bool:
@@ -111,10 +104,7 @@ class InvalidPrinter:
     def __init__(self, cells: Sequence[Cell], console: Console, prefix: str = "") -> None:
         """Collect the reasons.
 
-        Args:
-            cells: All cells of the sweep.
-            console: Where to print.
-            prefix: Start of each line.
+        ``prefix`` starts each line.
         """
         self._reasons = InvalidCells(join_errors(cell.errors) for cell in cells if cell.config is None)
         self._console, self._prefix = console, prefix
@@ -139,12 +129,6 @@ Poll = Callable[[], Sequence[RunState]]
 def follow(poll: Poll, total: int, sweep_dir: Path, console: Console) -> None:
     """Show every run until the last has ended.
 
-    Args:
-        poll: Returns the states of the runs.
-        total: Number of runs.
-        sweep_dir: Directory of the sweep.
-        console: Where to print.
-
     Raises:
         SweepFailedError: If a run failed.
         MonitoringInterrupted: On Ctrl-C; the jobs continue. The finished runs and a hint are printed.
@@ -165,10 +149,7 @@ def follow(poll: Poll, total: int, sweep_dir: Path, console: Console) -> None:
 def poll_until_done(poll: Poll, console: Console, printed: dict[int, str]) -> None:
     """Show the runs of a sweep until all have ended.
 
-    Args:
-        poll: Returns the states of the runs.
-        console: Where to print.
-        printed: Key of each run's last printed state, by number; updated by this call.
+    ``printed`` has the key of each run's last printed state, by number. It is updated.
     """
     started = time.monotonic()
     with Live(console=console, transient=True, auto_refresh=False) as live:
@@ -184,13 +165,7 @@ def poll_until_done(poll: Poll, console: Console, printed: dict[int, str]) -> No
 
 
 def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Console) -> None:
-    """Print one line for each run whose state has changed.
-
-    Args:
-        runs: The current states.
-        printed: Key of each run's last printed state, by number; updated by this call.
-        console: Where to print.
-    """
+    """Print one line for each run whose state has changed."""
     for run in runs:
         key = state_key(run)
         if printed.get(run.number) != key:

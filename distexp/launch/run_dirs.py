@@ -33,16 +33,12 @@ from distexp.system.files import PACKAGE, write_json
 
 @dataclass(frozen=True)
 class AssignedRun:
-    """A cell with the number and the directory of its run.
-
-    Attributes:
-        composed: Composed configuration of the cell, with the number and the directory in its hydra node.
-    """
+    """A cell with the number and the directory of its run."""
 
     cell: Cell
     info: RunInfo
     directory: Path
-    composed: DictConfig
+    composed: DictConfig  # Composed configuration of the cell, with the number and the directory in its hydra node.
 
 
 def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
@@ -73,17 +69,11 @@ def _composed_content(config: DictConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ExistingRunRules:
-    """What a launcher does about the runs that a sweep directory has already.
+    """What a launcher does about the runs that a sweep directory has already."""
 
-    Attributes:
-        should_skip: Reports an existing run that is kept, and returns whether it is.
-        warn: Prints a warning about existing runs that no cell matches.
-        active: Numbers of runs that have not ended. The warning leaves them out.
-    """
-
-    should_skip: Callable[[ExistingRun], bool]
-    warn: Callable[[str], None]
-    active: Collection[int] = ()
+    should_skip: Callable[[ExistingRun], bool]  # Reports an existing run that is kept, and returns whether it is.
+    warn: Callable[[str], None]  # Prints a warning about existing runs that no cell matches.
+    active: Collection[int] = ()  # Numbers of runs that have not ended. The warning leaves them out.
 
 
 def assign_run_dirs(
@@ -98,14 +88,6 @@ def assign_run_dirs(
     """Yield each cell to run with its number and directory, which is claimed at that moment.
 
     A cell with an existing run keeps the number and directory of that run.
-
-    Args:
-        cells: Cells of the sweep.
-        sweep_dir: Directory of the sweep.
-        code: Git state of the code.
-        rules: What to do about existing runs.
-        resume: Whether the sweep may have existing runs.
-        snapshot: Copy of the code that the runs use.
     """
     existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
@@ -155,10 +137,7 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
 
     Creating a folder is atomic, so two commands never share a run directory.
 
-    Args:
-        directory_of: Returns the directory of a number.
-        first: First number to try.
-        resume: Whether the sweep is resumed. It changes the message only.
+    ``resume`` changes the message only.
 
     Raises:
         ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
@@ -215,10 +194,6 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
 
     A resumed sweep has a directory already.
 
-    Args:
-        master: Configuration of the command, with the hydra node.
-        cells: Number of cells.
-
     Raises:
         ConfigError: a foreign sweep contains links that lead out of it, or another command runs a sweep there.
     """
@@ -248,13 +223,7 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
 
 
 def write_sweep_files(master: DictConfig, sweep_dir: Path, cells: int) -> None:
-    """Write Hydra's ``multirun.yaml``, and the command line for ``distexp resume``; keep existing files.
-
-    Args:
-        master: Configuration of the command, with the hydra node.
-        sweep_dir: Directory of the sweep.
-        cells: Number of cells.
-    """
+    """Write Hydra's ``multirun.yaml``, and the command line for ``distexp resume``; keep existing files."""
     path = sweep_dir / MULTIRUN
     if not path.exists():
         OmegaConf.save(master, path)

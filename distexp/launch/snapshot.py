@@ -30,15 +30,10 @@ from distexp.system.units import MIB
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copy of the code.
+    """Copy of the code."""
 
-    Attributes:
-        folder: Folder of the copy, directly in the sweep directory.
-        git: State of the checkout that was copied.
-    """
-
-    folder: Path
-    git: GitState
+    folder: Path  # Folder of the copy, directly in the sweep directory.
+    git: GitState  # State of the checkout that was copied.
 
 
 def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str], None]) -> Snapshot:
@@ -46,11 +41,6 @@ def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str],
 
     A snapshot of another user is never taken, because its files may differ from what its marker states.
     Files that may be secrets and large files are left out.
-
-    Args:
-        sweep_dir: Directory of the sweep.
-        trusted: Names of the user's packages.
-        warn: Prints which files are left out.
 
     Raises:
         ConfigError: if there is too much to copy.
@@ -135,25 +125,14 @@ INSTALLED = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class SnapshotFiles:
-    """Files of the code.
+    """Files of the code."""
 
-    Attributes:
-        copied: Path on disk by path in the snapshot.
-        omitted: Why a file is left out, by its path in the snapshot.
-    """
-
-    copied: dict[str, Path]
-    omitted: dict[str, str]
+    copied: dict[str, Path]  # Path on disk by path in the snapshot.
+    omitted: dict[str, str]  # Why a file is left out, by its path in the snapshot.
 
 
 def select_files(package: Path, root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> SnapshotFiles:
     """Return the files to copy, without those that may be secrets and without large ones.
-
-    Args:
-        package: Folder of distexp.
-        root: Root of its git checkout, or None.
-        sweep_dir: Directory of the sweep, which is left out.
-        trusted: Names of the user's packages.
 
     Raises:
         ConfigError: if there are more than ``MAX_TOTAL_MB`` to copy.
@@ -229,11 +208,7 @@ NO_SECRETS = (".env.example", ".env.sample", ".env.template", "*.pub", "*.py")
 
 
 def left_out(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return the files that are not copied, each with the reason.
-
-    Args:
-        files: Path on disk by path in the snapshot.
-    """
+    """Return the files that are not copied, each with the reason."""
     found = {name: _reason(name, path) for name, path in files.items()}
     return {name: reason for name, reason in found.items() if reason is not None}
 

@@ -117,9 +117,7 @@ def _is_pipe(descriptor: int) -> bool:
 def _continue_in_log(folder: Path, lost: Sequence[int]) -> None:
     """Redirect the output to a log, and start the log with how to follow and to end the runs.
 
-    Args:
-        folder: Folder of the runs.
-        lost: File descriptors to redirect. Output to a file stays as it is.
+    Only the file descriptors ``lost`` are redirected. Output to a file stays as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

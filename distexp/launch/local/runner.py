@@ -68,14 +68,7 @@ def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_co
 
 @dataclass(frozen=True)
 class CellRunner:
-    """Runner of cells.
-
-    Attributes:
-        context: Hydra's configuration loader and callbacks.
-        screen: What shows the runs.
-        shared_start: Processes from which the workers are forked.
-        agent_command: Returns the command of an agent.
-    """
+    """Runner of cells."""
 
     context: HydraContext
     screen: Screen
@@ -162,13 +155,6 @@ def run_locally(
     spec: RunSpec, directory: Path, screen: Screen, shared_start: SharedStart, agent_command: AgentCommand
 ) -> RunRecord:
     """Run a spec on this machine with one agent per node, and return its record.
-
-    Args:
-        spec: The run.
-        directory: Directory of the run.
-        screen: What shows the run.
-        shared_start: Processes from which the workers are forked.
-        agent_command: Returns the command of an agent.
 
     Raises:
         InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
@@ -260,8 +246,7 @@ def _end(agent: subprocess.Popen[bytes]) -> int:
 def crowded_core_warnings(configs: Iterable[Config]) -> Iterator[str]:
     """Yield a warning if runs on the CPUs of this machine have more workers than it has cores.
 
-    Args:
-        configs: The configurations of the runs. Simulated nodes share the cores.
+    Simulated nodes share the cores.
     """
     cores = max(1, min(cpu_count(), ceil(cpu_limit() or cpu_count())))
     workers = [config.cluster.world_size for config in configs if config.cluster.device == "cpu"]

@@ -41,19 +41,12 @@ MIN_FREE_MIB = 8192.0
 
 @dataclass(frozen=True)
 class SharedProcess:
-    """A process that has imported the libraries.
-
-    Attributes:
-        conditions: What its imports depend on.
-        process: The process.
-        control: Socket that brings it the connections of the agents.
-        output: What it has printed, in memory. It starts before there is a run directory.
-    """
+    """A process that has imported the libraries."""
 
     conditions: ImportConditions
     process: subprocess.Popen[bytes]
-    control: socket.socket
-    output: IO[str]
+    control: socket.socket  # Socket that brings it the connections of the agents.
+    output: IO[str]  # What it has printed, in memory. It starts before there is a run directory.
 
     @property
     def has_ended(self) -> bool:
@@ -69,15 +62,12 @@ class SharedProcess:
 
 @dataclass
 class SharedNode:
-    """What the runs on a node share.
+    """What the runs on a node share."""
 
-    Attributes:
-        weights: File in memory for random weights (``distexp.models.shared_weights``), which all processes offer; None
-            if the runs share none.
-        processes: Processes with different imports. The one that was used last is at the end.
-    """
-
+    # File in memory for random weights (``distexp.models.shared_weights``), which all processes offer; None if the runs
+    # share none.
     weights: int | None
+    # Processes with different imports. The one that was used last is at the end.
     processes: list[SharedProcess] = field(default_factory=list)
 
     def end(self) -> None:
@@ -207,19 +197,12 @@ def _start(conditions: ImportConditions, spec: RunSpec, weights: int | None) -> 
 
 @dataclass(frozen=True)
 class ImportConditions:
-    """Conditions under which a node's workers import their libraries. Equal ones give equal processes.
-
-    Attributes:
-        environment: Environment variables.
-        folder: Working directory, from which Python imports packages.
-        libraries: Modules that decide which libraries are imported.
-        newest_source_ns: Time of the latest change to a source file of distexp.
-    """
+    """Conditions under which a node's workers import their libraries. Equal ones give equal processes."""
 
     environment: dict[str, str]
-    folder: str
-    libraries: tuple[str, ...]
-    newest_source_ns: int
+    folder: str  # Working directory, from which Python imports packages.
+    libraries: tuple[str, ...]  # Modules that decide which libraries are imported.
+    newest_source_ns: int  # Time of the latest change to a source file of distexp.
 
     @classmethod
     def of(cls, spec: RunSpec, node: int) -> ImportConditions:

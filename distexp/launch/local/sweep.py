@@ -30,10 +30,6 @@ from distexp.system.units import MIB, format_memory
 def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
     """Run every cell, even if others fail.
 
-    Args:
-        sweep: The runs.
-        agent_command: Returns the command of an agent.
-
     Raises:
         ConfigError: if there is one cell only, and it needs more memory than this machine has.
         SweepFailedError: at the end, if a run failed.
@@ -69,13 +65,7 @@ def _prepare_first(cells: Sequence[Cell], master: DictConfig, shared_start: Shar
 
 @dataclass(frozen=True)
 class LocalTrials(TrialLauncher):
-    """Launcher of the trials of ``distexp choose`` on this machine, one after the other.
-
-    Attributes:
-        context: Hydra's configuration loader and callbacks.
-        label: Returns the name of a configuration.
-        agent_command: Returns the command of an agent.
-    """
+    """Launcher of the trials of ``distexp choose`` on this machine, one after the other."""
 
     context: HydraContext
     label: Callable[[Config], str]

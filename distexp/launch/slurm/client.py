@@ -175,12 +175,6 @@ def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
 
     They come from the queue, or from the accounting if the queue has forgotten the job.
 
-    Args:
-        jobs: Job ids as ARRAY_INDEX.
-
-    Returns:
-        A state for each job that Slurm knows.
-
     Raises:
         UnreachableError: If the controller does not answer.
     """

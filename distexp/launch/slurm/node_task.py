@@ -78,9 +78,7 @@ def run_task() -> int:
 def _find_run_dir(list_path: Path, job: Job) -> Path:
     """Return the run directory of a job.
 
-    Args:
-        list_path: JSON file with the directories of the job array, relative to the sweep directory.
-        job: The job.
+    The file ``list_path`` has the directories of the job array, relative to the sweep directory.
     """
     directory: str = json.loads(list_path.read_text())["directories"][job.index]
     return list_path.parent.parent / directory
@@ -100,13 +98,7 @@ def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType |
 
 
 def _print_result(record: RunRecord, run_dir: Path, messages: Sequence[str]) -> None:
-    """Print the end of a run to the log of the job.
-
-    Args:
-        record: Record of the run.
-        run_dir: Directory of the run.
-        messages: Messages of the trackers.
-    """
+    """Print the end of a run to the log of the job."""
     reason = failure_text(record)
     print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
     for message in messages:
@@ -114,12 +106,7 @@ def _print_result(record: RunRecord, run_dir: Path, messages: Sequence[str]) -> 
 
 
 class StopCause(NamedTuple):
-    """Why Slurm stopped a run.
-
-    Attributes:
-        status: Status of the run.
-        reason: Message for the record.
-    """
+    """Why Slurm stopped a run."""
 
     status: str
     reason: str
@@ -127,21 +114,13 @@ class StopCause(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeTask:
-    """This node's part of a job.
-
-    Attributes:
-        spec: The run.
-        run_dir: Directory of the run.
-        job: The job.
-        peers: The other nodes.
-        started: Start of this task, in Unix seconds.
-    """
+    """This node's part of a job."""
 
     spec: RunSpec
     run_dir: Path
     job: Job
     peers: Peers
-    started: float
+    started: float  # Start of this task, in Unix seconds.
 
     def run_attempt(self) -> int:
         """Run this node's agent, write its exit code for the other nodes, and return it."""
@@ -169,11 +148,7 @@ class NodeTask:
         return code
 
     def write_record(self, code: int) -> RunRecord:
-        """Wait for the other nodes, write the record, and return it.
-
-        Args:
-            code: Exit code of the head's agent.
-        """
+        """Wait for the other nodes, write the record, and return it."""
         timeout_s = STOPPED_PEERS_TIMEOUT_S if code == STOPPED_CODE else PEERS_TIMEOUT_S
         codes = {0: code, **self.peers.wait_all(timeout_s)}
         if code != STOPPED_CODE:

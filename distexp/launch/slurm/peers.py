@@ -24,20 +24,12 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Job:
-    """The Slurm job of this task.
+    """The Slurm job of this task."""
 
-    Attributes:
-        id: The job as ARRAY_INDEX.
-        index: Its index in the array.
-        attempt: The job with its restart count, unique for each start.
-        node: The number of this node in the job; 0 is the head.
-        hosts: The names of the job's nodes.
-    """
-
-    id: str
+    id: str  # The job as ARRAY_INDEX.
     index: int
-    attempt: str
-    node: int
+    attempt: str  # The job with its restart count, unique for each start.
+    node: int  # The number of this node in the job; 0 is the head.
     hosts: list[str]
 
     @classmethod
@@ -67,23 +59,14 @@ class SupersededError(BaseException):
 
 @dataclass
 class Peers:
-    """The agents of the other nodes, observed through their exit status files.
-
-    Attributes:
-        run_dir: The run directory.
-        job: The job of this task.
-        nodes: Number of nodes of the run.
-        last_poll: Monotonic time in seconds.
-        started: Whether the head has announced this attempt.
-        codes: Exit codes by node, of those that have ended.
-    """
+    """The agents of the other nodes, observed through their exit status files."""
 
     run_dir: Path
     job: Job
     nodes: int
-    last_poll: float = 0.0
-    started: bool = False
-    codes: dict[int, int] = field(default_factory=dict)
+    last_poll: float = 0.0  # Monotonic time in seconds.
+    started: bool = False  # Whether the head has announced this attempt.
+    codes: dict[int, int] = field(default_factory=dict)  # Exit codes by node, of those that have ended.
 
     def read_exit_codes(self) -> None:
         """Read the exit codes written since the last call."""
@@ -157,13 +140,8 @@ def requeue_if_needed(spec: RunSpec, run_dir: Path, job: str, record: RunRecord,
     A job is requeued if it was stopped or lost a node, and left a later checkpoint than the one it started from. An
     attempt that made no progress is not repeated.
 
-    Args:
-        spec: The run.
-        run_dir: Directory of the run.
-        job: The job as ARRAY_INDEX.
-        record: Record of the attempt.
-        node_lost: Whether a node wrote no exit code. Slurm requeues the job itself when it notices this, but the head
-            may notice first.
+    With ``node_lost`` a node wrote no exit code. Slurm requeues the job itself when it notices this, but the head may
+    notice first.
     """
     interrupted = record.status == "preempted" or (node_lost and record.status == "killed")
     if not interrupted or not spec.config.cluster.requeue:

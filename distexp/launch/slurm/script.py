@@ -205,11 +205,6 @@ ACCEPTED = (("tasks_per_node", 1), ("stderr_to_stdout", True))
 def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
     """Move the options under ``hydra.launcher`` into the ``cluster`` section.
 
-    Args:
-        given: The options under ``hydra.launcher``.
-        composed: The composed configuration of the cell; changed in place.
-        overrides: The overrides of the cell.
-
     Raises:
         ConfigError: If an option contradicts ``cluster``, or is not supported.
     """

@@ -56,12 +56,7 @@ def max_array_size() -> int:
 
 
 def start_sweep(sweep: Sweep, follow: Callable[[Path, Console], None]) -> None:
-    """Submit the runs of a sweep, and follow them unless ``cluster.wait=false``.
-
-    Args:
-        sweep: The runs.
-        follow: Shows the runs until all have ended.
-    """
+    """Submit the runs of a sweep, and follow them unless ``cluster.wait=false``."""
     console = Console()
     sweep_dir = _submit_sweep(sweep, max_array_size(), console)
     print_plain(console, f"sweep: {sweep_dir}")
@@ -105,15 +100,10 @@ def trusted_packages(cells: Sequence[Cell]) -> list[str]:
 
 @dataclass(frozen=True)
 class SlurmTrials(TrialLauncher):
-    """Launcher of trials on Slurm.
+    """Launcher of trials on Slurm."""
 
-    Attributes:
-        max_array_size: Jobs in the largest array that Slurm accepts.
-        trusted: Packages to copy with the code.
-    """
-
-    max_array_size: int
-    trusted: Sequence[str]
+    max_array_size: int  # Jobs in the largest array that Slurm accepts.
+    trusted: Sequence[str]  # Packages to copy with the code.
 
     @contextmanager
     def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
@@ -125,20 +115,13 @@ class SlurmTrials(TrialLauncher):
 
 @dataclass(frozen=True)
 class _Batches:
-    """The batches of trials of one search.
-
-    Attributes:
-        sweep_dir: Directory of the search.
-        snapshot: Folder of the code that the trials run.
-        max_array_size: Jobs in the largest array that Slurm accepts.
-        console: Where to print.
-        printed: Last printed state of each trial, so that a later batch does not print it again.
-    """
+    """The batches of trials of one search."""
 
     sweep_dir: Path
-    snapshot: Path
-    max_array_size: int
+    snapshot: Path  # Folder of the code that the trials run.
+    max_array_size: int  # Jobs in the largest array that Slurm accepts.
     console: Console
+    # Last printed state of each trial, so that a later batch does not print it again.
     printed: dict[int, str] = field(default_factory=dict)
 
     def run_all(self, runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:

@@ -51,9 +51,7 @@ def poll(sweep_dir: Path, finished: FinishedRuns | None = None) -> list[RunState
     Missing records of jobs that have died are written. If Slurm does not answer, runs whose state only Slurm knows
     are ``unknown``.
 
-    Args:
-        sweep_dir: Directory of the sweep.
-        finished: Runs that earlier calls found finished, and that are not read again; extended by this call.
+    ``finished`` has the runs that earlier calls found finished, and that are not read again. It is extended.
     """
     finished = {} if finished is None else finished
     entries = ledger.latest(sweep_dir)

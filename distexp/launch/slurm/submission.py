@@ -33,12 +33,7 @@ def submit_runs(
 ) -> None:
     """Submit one array for each set of runs with equal resources.
 
-    Args:
-        prepared: The runs.
-        sweep_dir: Directory of the sweep.
-        snapshot: Folder of the code that the jobs run.
-        max_array_size: Jobs in the largest array that Slurm accepts. A larger set is split into several arrays.
-        console: Where to print the submitted jobs.
+    More jobs than ``max_array_size``, the largest that Slurm accepts, are split into several arrays.
 
     Raises:
         SweepInterrupted: On Ctrl-C, after the jobs submitted so far were cancelled.
@@ -59,8 +54,7 @@ def submit_runs(
 def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, console: Console) -> list[ledger.Entry]:
     """Submit runs as one array, and add them to the ledger at once.
 
-    Returns:
-        The new entries of the ledger; none if Slurm refused the array.
+    Return the new entries; none if Slurm refused the array.
     """
     directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
     array = JobArray(next_array_name(sweep_dir), runs[0].spec.config, sweep_dir, snapshot, directories)
