@@ -48,7 +48,11 @@ def main() -> None:
     """Run the workers of a node. The exit code is that of the workers, or one of ``distexp.launch.failures``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     connection = int(sys.argv[3]) if len(sys.argv) > 3 else None
-    _handle_signals(run_dir)
+    signal.signal(signal.SIGTERM, raise_stopped)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
+    for signal_number in run_state.SIGNALS:
+        signal.signal(signal_number, lambda number, _: run_state.request_stop(run_dir, signal.Signals(number).name))
+    die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)
     if node == 0:
         write_agent(run_dir)
@@ -65,15 +69,6 @@ def main() -> None:
 
         finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, so the agent ended the workers")
     sys.exit(code)
-
-
-def _handle_signals(run_dir: Path) -> None:
-    """End the workers on SIGTERM and if the launcher dies; request a checkpoint on SIGUSR1 and SIGUSR2."""
-    signal.signal(signal.SIGTERM, raise_stopped)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
-    for signal_number in run_state.SIGNALS:
-        signal.signal(signal_number, lambda number, _: run_state.request_stop(run_dir, signal.Signals(number).name))
-    die_with_parent(signal.SIGTERM)
 
 
 def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
@@ -212,12 +207,10 @@ def wait_for_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezv
 
 
 # Time limit and hang timeout of a run: the agent of each node watches its workers.
-#
 # ``cluster.timeout_min`` limits a run, from the end of the build of DeepSpeed's operators.
 # ``cluster.hang_timeout_min`` limits the time without a step or a new phase, which rank 0 reports by its heartbeat.
 # The timeout of collectives is longer, see ``distributed.process_group``. The defaults are in
 # ``distexp.config.sections``.
-
 
 POLL_S = 0.1
 OWN_SIGTERM_S = 1.0

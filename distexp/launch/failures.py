@@ -66,13 +66,7 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
         limit = f"the run took longer than cluster.timeout_min={cluster.timeout_min:g}"
         return Cause("timeout", RunError("Timeout", limit, phase))
     if HANG_CODE in codes.values():
-        error = hang_error(directory, phase, f"cluster.hang_timeout_min={cluster.hang_timeout_min:g}")
-        return Cause("failed", error)
-    return _parent_cause(directory, codes, phase) or _worker_cause(directory, phase)
-
-
-def _parent_cause(directory: Path, codes: Mapping[int, int], phase: str | None) -> Cause | None:
-    """Return the cause if a signal ended an agent or the parent process of its workers; None if none did."""
+        return Cause("failed", hang_error(directory, phase, f"cluster.hang_timeout_min={cluster.hang_timeout_min:g}"))
     for node, code in codes.items():
         if code < 0:
             return _signal_cause(directory, -code, f"the agent of node {node}", phase)
@@ -80,22 +74,20 @@ def _parent_cause(directory: Path, codes: Mapping[int, int], phase: str | None) 
         number = decode_group_signal(code)
         if number is not None:
             return _signal_cause(directory, number, f"the parent process of the workers on node {node}", phase)
-    return None
+    return _worker_cause(directory, phase)
 
 
 def _worker_cause(directory: Path, phase: str | None) -> Cause:
     """Return the cause by the first error of a worker. Later errors are its consequences."""
     first = next(iter(read_rank_errors(directory)), None)
     deaths = signal_deaths(directory)
-    if deaths and (first is None or _is_peer_loss(first)):
+    if deaths and (first is None or PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type)):
         return _signal_cause(directory, deaths[0].signal, f"rank {deaths[0].rank}", phase, deaths[0].rank)
     if first is None:
-        return _silent_cause(directory, phase)
+        codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in worker_ends(directory) if end["code"])
+        message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
+        return Cause("failed", RunError("WorkerDied", message, phase))
     return Cause(out_of_memory_status(first.type, first.message) or "failed", first)
-
-
-def _is_peer_loss(error: RunError) -> bool:
-    return bool(PEER_LOSS.search(error.message) or PEER_LOSS.search(error.type))
 
 
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
@@ -106,13 +98,6 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
         return Cause("oom_host", RunError("OutOfMemoryKilled", message, phase, rank))
     status = "killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else "failed"
     return Cause(status, RunError(name, f"{process} was terminated by {name}", phase, rank))
-
-
-def _silent_cause(directory: Path, phase: str | None) -> Cause:
-    """Return the cause of a run whose workers failed without reporting an error."""
-    codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in worker_ends(directory) if end["code"])
-    message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
-    return Cause("failed", RunError("WorkerDied", message, phase))
 
 
 def signal_deaths(directory: Path) -> list[SignalDeath]:
@@ -137,7 +122,6 @@ def current_phase(directory: Path) -> str | None:
 
 
 # Exit codes of an agent. The process that writes the record finds the cause of a failed run from them.
-
 
 HANG_CODE = 75
 TERMINATED_CODE = 76
@@ -169,11 +153,8 @@ def decode_group_signal(code: int) -> int | None:
     return code - SIGNAL_OFFSET if code > SIGNAL_OFFSET and code != STOPPED_CODE else None
 
 
-# Cause of a hang: the rank that the others wait for.
-#
-# Every agent looks at its own workers before it ends them, because only a live process can be seen to be stopped. The
-# process that writes the record combines this with the progress of all ranks.
-
+# Cause of a hang: the rank that the others wait for. Every agent looks at its own workers before it ends them, because
+# only a live process can be seen to be stopped. The process that writes the record adds the progress of all ranks.
 
 STACK_DUMP_S = 2.0
 """Time that workers get to write their stacks."""
@@ -182,7 +163,11 @@ STACK_DUMP_S = 2.0
 def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
     """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log."""
     workers = descendants(group_pid, recursive=False)
-    stopped_pids = {worker.pid for worker in workers if _is_stopped(worker)}
+    stopped_pids = set()
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            if worker.status() == psutil.STATUS_STOPPED:
+                stopped_pids.add(worker.pid)
     stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
     write_json(stopped_ranks_path(run_dir, node), stopped)
     for worker in workers:
@@ -211,13 +196,6 @@ def _describe(culprits: Sequence[RankProgress], progress: Sequence[RankProgress]
     verb = "is" if len(culprits) == 1 else "are"
     state = "stopped by a signal (SIGSTOP)" if stopped else "behind, and the other ranks wait"
     return f"{join_first(map(str, culprits))} {verb} {state}"
-
-
-def _is_stopped(worker: psutil.Process) -> bool:
-    try:
-        return bool(worker.status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
 
 
 # Detection of processes that the kernel killed for memory during a run.

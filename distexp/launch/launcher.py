@@ -57,15 +57,12 @@ class CancelError(Exception):
     """No run was cancelled. The message is the reason."""
 
 
-RunAll = Callable[[Sequence["AssignedRun"], Callable[[], None]], None]
-"""Function that runs all trials of a batch, and calls another one after each. Each has a record when it returns."""
-
-
 @dataclass(frozen=True)
 class TrialRunner:
     """How a launcher runs the trials of ``distexp choose``."""
 
-    run_all: RunAll
+    # Runs all trials of a batch, and calls another function after each. Each has a record when it returns.
+    run_all: Callable[[Sequence[AssignedRun], Callable[[], None]], None]
     code: GitState
     snapshot: str | None = None  # Copy of the code that the runs use, relative to the directory of the search.
 

@@ -50,21 +50,19 @@ def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None 
 
 def write_invalid(run: AssignedRun) -> RunRecord:
     """Write the record of an invalid cell and return it."""
-    content = _composed_content(run.composed) if run.cell.decided is None else asdict(run.cell.decided)
+    if run.cell.decided is not None:
+        content: Any = asdict(run.cell.decided)
+    else:
+        composed = without_hydra(run.composed)
+        try:
+            content = OmegaConf.to_container(composed, resolve=True)
+        except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
+            content = OmegaConf.to_container(composed)
     record = invalid_record(run.info, content, run.cell.errors)
     record.predicted = run.cell.predicted
     run.cell.write_prediction(run.directory)
     record.write(run.directory)
     return record
-
-
-def _composed_content(config: DictConfig) -> dict[str, Any]:
-    composed = without_hydra(config)
-    try:
-        content: Any = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
-        content = OmegaConf.to_container(composed)
-    return dict(content)
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,9 @@ def assign_run_dirs(
     existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
     matches = existing.match(infos)
-    _warn_of_unmatched(existing, sweep_dir, rules)
+    unfinished = [run for run in existing.unfinished(below=sweep_dir) if run.number not in rules.active]
+    if (warning := unmatched_message(unfinished)) is not None:
+        rules.warn(warning)
     first_free = 0
     for cell, info, known in zip(cells, infos, matches, strict=True):
         if known is not None and rules.should_skip(known):
@@ -105,16 +105,6 @@ def assign_run_dirs(
             claimed = ClaimedDir(known.number, run_dir_for(composed, sweep_dir, known.number))
         info.number = claimed.number
         yield AssignedRun(cell, info, claimed.directory, composed)
-
-
-def _warn_of_unmatched(existing: ExistingRuns, sweep_dir: Path, rules: ExistingRunRules) -> None:
-    unfinished = [run for run in existing.unfinished(below=sweep_dir) if run.number not in rules.active]
-    warning = unmatched_message(unfinished)
-    if warning is not None:
-        rules.warn(warning)
-
-
-# Claims of run directories: two commands that write into one sweep never share a run directory.
 
 
 def run_dir_for(composed: DictConfig, sweep_dir: Path, number: int) -> Path:
@@ -152,24 +142,15 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
             if directory == directory_of(number + 1):
                 raise ConfigError(_taken_message(directory, resume=resume)) from None
             continue
-        _check_no_foreign_files(directory)
+        # The run would move files of something else to ``attempts/``.
+        if found := [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]:
+            (directory / HYDRA).rmdir()
+            raise ConfigError(
+                f"{directory} contains {join_first(found)}, which belong to no run, and a run writes files with these "
+                "names: choose another directory"
+            )
         return ClaimedDir(number, directory)
     raise AssertionError("unreachable")
-
-
-def _check_no_foreign_files(directory: Path) -> None:
-    """Check that a new run directory has no files that the run would move to ``attempts/``.
-
-    Raises:
-        ConfigError: with their names.
-    """
-    found = [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]
-    if found:
-        (directory / HYDRA).rmdir()
-        raise ConfigError(
-            f"{directory} contains {join_first(found)}, which belong to no run, and a run writes files with these "
-            "names: choose another directory"
-        )
 
 
 def _taken_message(directory: Path, *, resume: bool) -> str:
@@ -190,9 +171,9 @@ def _taken_message(directory: Path, *, resume: bool) -> str:
 
 @contextmanager
 def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
-    """Create the directory of a sweep with its files, and lock it during the block.
+    """Create the directory of a sweep, and lock it during the block.
 
-    A resumed sweep has a directory already.
+    It gets Hydra's ``multirun.yaml``, and the command line for ``distexp resume``. Those of a resumed sweep are kept.
 
     Raises:
         ConfigError: a foreign sweep contains links that lead out of it, or another command runs a sweep there.
@@ -202,7 +183,12 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
         check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
     with name_folder(sweep_dir), sweep_lock(sweep_dir):
-        write_sweep_files(master, sweep_dir, cells)
+        if not (sweep_dir / MULTIRUN).exists():
+            OmegaConf.save(master, sweep_dir / MULTIRUN)
+        if not (sweep_dir / COMMAND).exists():
+            command = {"command": master.command, "words": sys.argv[1:], "directory": os.getcwd(), "cells": cells}
+            write_json(sweep_dir / COMMAND, command)
+            remember_file(sweep_dir / COMMAND)
         yield sweep_dir
 
 
@@ -220,17 +206,6 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
             continue
         return candidate
     raise AssertionError("unreachable")
-
-
-def write_sweep_files(master: DictConfig, sweep_dir: Path, cells: int) -> None:
-    """Write Hydra's ``multirun.yaml``, and the command line for ``distexp resume``; keep existing files."""
-    path = sweep_dir / MULTIRUN
-    if not path.exists():
-        OmegaConf.save(master, path)
-    if not (sweep_dir / COMMAND).exists():
-        command = {"command": master.command, "words": sys.argv[1:], "directory": os.getcwd(), "cells": cells}
-        write_json(sweep_dir / COMMAND, command)
-        remember_file(sweep_dir / COMMAND)
 
 
 # Git state of the code that runs: it goes into each record, so that a result can be traced to a commit.

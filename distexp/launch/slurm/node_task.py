@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -57,7 +57,8 @@ def main() -> None:
 def run_task() -> int:
     """Run this node's part of a job, and return the exit code."""
     started, job = time.time(), Job.from_environment()
-    run_dir = _find_run_dir(Path(sys.argv[1]), job)
+    list_path = Path(sys.argv[1])  # It has the directories of the job array, relative to the sweep directory.
+    run_dir = list_path.parent.parent / json.loads(list_path.read_text())["directories"][job.index]
     signal.signal(signal.SIGTERM, raise_stopped)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(NOTICE_SIGNAL, _stop_request_handler(run_dir, job))
@@ -69,19 +70,13 @@ def run_task() -> int:
     with tracked(spec, run_dir) as tracking:
         code = task.run_attempt()
         record = task.write_record(code)
-    _print_result(record, run_dir, tracking.messages)
+    reason = failure_text(record)
+    print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
+    for message in tracking.messages:
+        print(message, flush=True)
     if requeue_if_needed(spec, run_dir, job.id, record, node_lost=bool(task.peers.missing())):
         time.sleep(REQUEUE_WAIT_S)
     return 0 if record.status == "completed" else 1
-
-
-def _find_run_dir(list_path: Path, job: Job) -> Path:
-    """Return the run directory of a job.
-
-    The file ``list_path`` has the directories of the job array, relative to the sweep directory.
-    """
-    directory: str = json.loads(list_path.read_text())["directories"][job.index]
-    return list_path.parent.parent / directory
 
 
 def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType | None], None]:
@@ -95,14 +90,6 @@ def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType |
             run_state.request_stop(run_dir, reason)
 
     return handle
-
-
-def _print_result(record: RunRecord, run_dir: Path, messages: Sequence[str]) -> None:
-    """Print the end of a run to the log of the job."""
-    reason = failure_text(record)
-    print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
-    for message in messages:
-        print(message, flush=True)
 
 
 class StopCause(NamedTuple):

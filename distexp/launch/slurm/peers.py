@@ -34,11 +34,8 @@ class Job:
 
     @classmethod
     def from_environment(cls) -> Job:
-        """Read Slurm's environment variables.
-
-        SLURM_JOB_ID is not used, because for the last element it is the id of the array.
-        """
-        variables = os.environ
+        """Read Slurm's environment variables."""
+        variables = os.environ  # SLURM_JOB_ID is not used: for the last element it is the id of the array.
         index = variables["SLURM_ARRAY_TASK_ID"]
         job = f"{variables['SLURM_ARRAY_JOB_ID']}_{index}"
         return cls(
@@ -51,10 +48,7 @@ class Job:
 
 
 class SupersededError(BaseException):
-    """A later attempt has started.
-
-    This is not an Exception, so that no handler of errors catches it.
-    """
+    """A later attempt has started. This is not an Exception, so that no handler of errors catches it."""
 
 
 @dataclass
@@ -94,9 +88,7 @@ class Peers:
         return any(self.codes.values())
 
     def check_latest(self) -> None:
-        """Check that this is the latest attempt.
-
-        Slurm starts another attempt if it loses contact with the nodes.
+        """Check that this is the latest attempt. Slurm starts another one if it loses contact with the nodes.
 
         Raises:
             SupersededError: If a later attempt has started.
@@ -108,10 +100,7 @@ class Peers:
             raise SupersededError(f"attempt {self.job.attempt} was replaced by attempt {latest.attempt}")
 
     def wait_all(self, seconds: float) -> dict[int, int]:
-        """Wait for the exit codes of all other nodes.
-
-        A node that writes none counts as killed.
-        """
+        """Wait for the exit codes of all other nodes. A node that writes none counts as killed."""
         deadline = time.monotonic() + seconds
         self.read_exit_codes()
         while self.missing() and time.monotonic() < deadline:
@@ -146,12 +135,14 @@ def requeue_if_needed(spec: RunSpec, run_dir: Path, job: str, record: RunRecord,
     interrupted = record.status == "preempted" or (node_lost and record.status == "killed")
     if not interrupted or not spec.config.cluster.requeue:
         return False
-    newest, first = _newest_checkpoint(run_dir), record.run.attempts[-1]["resumed_from_step"] or 0
+    steps = (step for path in list_checkpoints(run_dir) if (step := step_of(path)) is not None)
+    newest, first = next(steps, 0), record.run.attempts[-1]["resumed_from_step"] or 0
     if newest <= first:
         print(f"not requeued: this attempt started at step {first} and left no later checkpoint", flush=True)
         return False
     try:
-        if node_lost and not _is_running(job):
+        state = query_jobs([job]).get(job) if node_lost else None
+        if node_lost and (state is None or state.state != "RUNNING"):
             return False  # The job was cancelled, or Slurm requeues it itself.
         requeue(job)
     except SlurmError as error:
@@ -159,14 +150,3 @@ def requeue_if_needed(spec: RunSpec, run_dir: Path, job: str, record: RunRecord,
         return False
     print(f"requeued as job {job}, to resume from step {newest}", flush=True)
     return True
-
-
-def _newest_checkpoint(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint; 0 if there is none."""
-    return next((step for path in list_checkpoints(run_dir) if (step := step_of(path)) is not None), 0)
-
-
-def _is_running(job: str) -> bool:
-    """Return whether Slurm still considers the job as running."""
-    state = query_jobs([job]).get(job)
-    return state is not None and state.state == "RUNNING"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ def max_array_size() -> int:
         ConfigError: If this machine has no configured Slurm.
         OSError: If Slurm does not answer.
     """
-    if not client.has_sbatch():
+    if shutil.which("sbatch") is None:
         raise ConfigError(
             "cluster=slurm needs sbatch, which is not on this machine's PATH: log in to the cluster, or print the "
             "sbatch files with cluster.dry_run=true"
@@ -145,7 +146,6 @@ class _Batches:
 
 # Output of ``cluster.dry_run=true``: the sbatch files of a sweep. Nothing is written or submitted.
 
-
 MAX_LISTED_RUNS = 20
 """Runs of an array whose overrides are printed."""
 
@@ -161,7 +161,13 @@ class PlannedRun:
 
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
     """Print the sbatch files of a sweep."""
-    runs = list(_plan_runs(cells, InvalidPrinter(cells, console, prefix="# ")))
+    runs, invalid = list[PlannedRun](), InvalidPrinter(cells, console, prefix="# ")
+    for number, cell in enumerate(cells):
+        if cell.config is None:
+            invalid.print(number, join_errors(cell.errors))
+        else:
+            overrides = " ".join(map(format_override, cell.varied or cell.overrides))
+            runs.append(PlannedRun(number, cell.config, overrides))
     for index, group in enumerate(group_by_resources(runs, lambda run: run.config)):
         numbers = [run.number for run in group]
         directories = tuple(map(str, numbers))
@@ -178,20 +184,7 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
     )
 
 
-def _plan_runs(cells: Sequence[Cell], invalid: InvalidPrinter) -> list[PlannedRun]:
-    """Return the runs of the valid cells, and print why the others are invalid."""
-    runs = []
-    for number, cell in enumerate(cells):
-        if cell.config is None:
-            invalid.print(number, join_errors(cell.errors))
-        else:
-            overrides = " ".join(map(format_override, cell.varied or cell.overrides))
-            runs.append(PlannedRun(number, cell.config, overrides))
-    return runs
-
-
 # Cancellation of the jobs of a sweep.
-
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
 """Slurm's KillWait is 30 s by default, so jobs may need that long to end."""

@@ -57,7 +57,8 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
     Return the new entries; none if Slurm refused the array.
     """
     directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
-    array = JobArray(next_array_name(sweep_dir), runs[0].spec.config, sweep_dir, snapshot, directories)
+    used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
+    array = JobArray(f"array{used}", runs[0].spec.config, sweep_dir, snapshot, directories)
     write_json(array.list_path, {"directories": directories})
     array.script_path.write_text(array.render())
     try:
@@ -68,7 +69,10 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
             f"{suggest_command('resume', sweep_dir)}"
         ) from None
     except client.SlurmError as error:
-        record_refusal(runs, str(error), console)
+        for run in runs:  # The other arrays are still submitted.
+            refusal = RunError(SUBMISSION_REFUSED, f"sbatch: {error}")
+            failed_record(run.spec, run.directory, "invalid", refusal, None).write(run.directory)
+        print_plain(console, f"{describe_runs(runs)}: refused by Slurm: {error}")
         return []
     entries = [
         ledger.Entry(run.spec.run.number, run.spec.run.id, directory, f"{job}_{index}", "submitted")
@@ -93,18 +97,6 @@ def _cancel_submitted(entries: Sequence[ledger.Entry], sweep_dir: Path) -> str:
     return f"interrupted: {jobs} cancelled; {resume}"
 
 
-def record_refusal(runs: Sequence[PreparedRun], reason: str, console: Console) -> None:
-    """Write the records of runs that Slurm refused.
-
-    The other arrays are still submitted.
-    """
-    for run in runs:
-        error = RunError(SUBMISSION_REFUSED, f"sbatch: {reason}")
-        record = failed_record(run.spec, run.directory, "invalid", error, None)
-        record.write(run.directory)
-    print_plain(console, f"{describe_runs(runs)}: refused by Slurm: {reason}")
-
-
 def group_by_resources(items: Iterable[Item], config_of: Callable[[Item], Config]) -> list[list[Item]]:
     """Group runs by what their jobs request, in the order of first appearance."""
     keys: dict[str, str] = {}
@@ -116,12 +108,6 @@ def group_by_resources(items: Iterable[Item], config_of: Callable[[Item], Config
             keys[settings] = resource_key(config)
         groups.setdefault(keys[settings], []).append(item)
     return list(groups.values())
-
-
-def next_array_name(sweep_dir: Path) -> str:
-    """Return ``array0``, or the next number that this sweep has not used."""
-    used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
-    return f"array{used}"
 
 
 def describe_runs(runs: Sequence[PreparedRun]) -> str:
