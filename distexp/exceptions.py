@@ -94,18 +94,12 @@ def interruptions_kept() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        interruption = _interruption_behind(error)
-        if interruption is None:
+        behind: BaseException | None = error
+        while behind is not None and not isinstance(behind, KeyboardInterrupt | InterruptedRunError):
+            behind = behind.__context__
+        if behind is None:
             raise
-        raise interruption from None
-
-
-def _interruption_behind(error: BaseException) -> BaseException | None:
-    """Return the interruption during whose handling an error was raised."""
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, KeyboardInterrupt | InterruptedRunError):
-        behind = behind.__context__
-    return behind
+        raise behind from None
 
 
 def is_closed_output(error: BaseException) -> bool:

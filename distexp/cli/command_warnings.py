@@ -66,7 +66,6 @@ def _key(override: Override) -> str:
 
 # Warnings about sweeps over strategies with an option that not all of them have: ``zero_stage=2``, or two workers.
 
-
 WORKER_KEYS = ("cluster.nodes", "cluster.workers_per_node")
 """Keys whose product is the number of workers."""
 
@@ -77,14 +76,6 @@ class _ImplyingOption:
 
     text: str  # The override as it is typed, such as ``zero_stage=1,2``.
     strategy: str
-
-    @property
-    def is_default(self) -> bool:
-        """Return whether the strategy has this option if nothing is typed."""
-        group, _, option = self.text.partition("=")
-        config = Config()
-        shipped_strategies()[self.strategy]().set_defaults(config)
-        return str(get_value(config, strategy_groups()[group])) == option
 
 
 @dataclass(frozen=True)
@@ -119,11 +110,8 @@ def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
     valid = set(strategies).intersection(*({option.strategy} for option in options))
     if invalid := [strategy for strategy in strategies if strategy not in valid]:
         return _warning(options, strategies, workers, invalid)
-    return _warning_about_workers(strategies, workers) if workers else None
-
-
-def _warning_about_workers(strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
-    """Return the warning about a sweep of one worker and others, all with the same numbers of workers."""
+    if not workers:
+        return None
     several = " or ".join(count.several for count in workers)
     return (
         f"{_alone(strategies)} trains on one worker, so it is invalid with {several}: "
@@ -139,13 +127,8 @@ def _cells(options: Sequence[_ImplyingOption], strategies: Sequence[str], worker
     cells = [[f"strategy={name}", *(f"{count.key}=1" for count in workers)] for name in alone]
     cells += [[f"strategy={','.join(rest)}", *typed]] * bool(rest)
     cells += [[option.text, *typed] for option in options]
-    return f"'sweep.cells=[{','.join(map(_cell, cells))}]'"
-
-
-def _cell(overrides: Sequence[str]) -> str:
-    """Return an entry of ``sweep.cells``."""
-    listed = ",".join(f'"{text}"' for text in overrides)
-    return f"[{listed}]"
+    entries = ("[" + ",".join(f'"{text}"' for text in overrides) + "]" for overrides in cells)
+    return f"'sweep.cells=[{','.join(entries)}]'"
 
 
 def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
@@ -193,8 +176,12 @@ def _warning(
 
 def _shorter(options: Sequence[_ImplyingOption], strategies: Sequence[str]) -> str:
     """Return the shorter sweep, if all options are defaults; else an empty text."""
-    if not all(option.is_default for option in options):
-        return ""
+    for option in options:
+        group, _, value = option.text.partition("=")
+        config = Config()
+        shipped_strategies()[option.strategy]().set_defaults(config)
+        if str(get_value(config, strategy_groups()[group])) != value:
+            return ""
     texts, default = " and ".join(option.text for option in options), "defaults" if len(options) > 1 else "default"
     implied = [option.strategy for option in options]
     listed = ",".join([*(strategy for strategy in strategies if strategy not in implied), *implied])

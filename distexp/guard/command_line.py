@@ -26,9 +26,8 @@ def typed_overrides(arguments: Sequence[str]) -> list[Override]:
     return _parse_once(tuple(arguments))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # They are needed for each cell of a sweep.
 def _parse_once(arguments: tuple[str, ...]) -> list[Override]:
-    """Return the overrides of a command line. They are needed for each cell of a sweep."""
     found = []
     for override in parse([text for text in arguments if is_override(text)]):
         found.append(override)
@@ -80,7 +79,6 @@ def _as_list(value: Any) -> list[Any]:
 
 
 # Checks that no secret is part of a configuration, because the configuration is written to files.
-
 
 TEXT_KEYS = ("setup", "sbatch", "srun", "python")
 ASSIGNMENT = re.compile(r"\b([A-Za-z_]\w*)=[\"']?(?![\"']?\$)(?=[^\s\"',])")

@@ -56,11 +56,7 @@ class _CheckedRepository(ConfigRepository):
     """The YAML files of all sources. It names a file that is not in UTF-8."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Load a file.
-
-        Raises:
-            ConfigError: the file is not in UTF-8.
-        """
+        """Load a file."""
         try:
             return super().load_config(config_path)
         except UnicodeDecodeError as error:

@@ -76,9 +76,8 @@ def _wait(runs: Sequence[ExistingRun], launchers: Sequence[Owner]) -> list[int]:
     owners = [*launchers, *(agent for run in runs if (agent := read_agent(run.directory)) is not None)]
     while any(owner.is_alive for owner in owners) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    alive = {run.directory for run in runs if (agent := read_agent(run.directory)) is not None and agent.is_alive}
-    alive |= {run.directory for run in runs if (own := read_launcher(run.directory)) is not None and own.is_alive}
-    return [run.number for run in runs if run.directory in alive]
+    owners_of = {run.number: (read_agent(run.directory), read_launcher(run.directory)) for run in runs}
+    return [n for n, found in owners_of.items() if any(owner is not None and owner.is_alive for owner in found)]
 
 
 # Survival of a closed terminal: local runs continue, and their output moves to a log.

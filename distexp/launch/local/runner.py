@@ -136,7 +136,6 @@ def show_if_done(screen: Screen, directory: Path) -> bool:
 
 # One run on this machine: start and watch an agent per node, then write the record.
 
-
 POLL_S = 0.1
 AGENT_GRACE_S = 7.0
 """Time between SIGTERM and SIGKILL for an agent, which ends its workers first."""
@@ -185,16 +184,11 @@ def run_locally(
                 codes = shared_start.true_codes(directory, codes)
                 record = finalize_run(spec, directory, codes, started, stopped)
     screen.show_result(record, directory, tracking.messages)
-    _raise_interruption(interruption, [*received, *late])
-    return record
-
-
-def _raise_interruption(interruption: InterruptedRunError | None, signals: Sequence[int]) -> None:
-    """Raise the error that interrupted a run, or that of the first signal that did not stop it at once."""
+    if interruption is None and (signals := [*received, *late]):  # They did not stop the run at once.
+        interruption = InterruptedRunError(signals[0])
     if interruption is not None:
         raise interruption
-    if signals:
-        raise InterruptedRunError(signals[0])
+    return record
 
 
 def _start_agent(
@@ -220,16 +214,12 @@ def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None
         codes = [agent.poll() for agent in agents]
         refresh()
         if HANG_CODE in codes:
-            _wait_all(agents, HANG_GRACE_S)
+            deadline = time.monotonic() + HANG_GRACE_S
+            while time.monotonic() < deadline and any(agent.poll() is None for agent in agents):
+                time.sleep(POLL_S)
             return
         if any(code not in (None, 0) for code in codes) or all(code == 0 for code in codes):
             return
-        time.sleep(POLL_S)
-
-
-def _wait_all(agents: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(agent.poll() is None for agent in agents):
         time.sleep(POLL_S)
 
 

@@ -140,7 +140,11 @@ class SharedStart:
         if node not in self._nodes:
             self._nodes[node] = SharedNode(shared_weights.make_file() if self._shares_weights else None)
         known = self._nodes[node].processes
-        self._forget_ended(known)
+        for ended in [process for process in known if process.has_ended]:
+            known.remove(ended)
+            ended.end()
+            code = ended.process.returncode
+            self._note_once(f"Their process has ended: {f'signal {-code}' if code < 0 else f'exit code {code}'}")
         shared = next((process for process in known if process.conditions == conditions), None)
         if shared is not None:
             known.remove(shared)
@@ -152,13 +156,6 @@ class SharedStart:
         known.append(shared)
         return shared
 
-    def _forget_ended(self, known: list[SharedProcess]) -> None:
-        for process in [process for process in known if process.has_ended]:
-            known.remove(process)
-            process.end()
-            code = process.process.returncode
-            self._note_once(f"Their process has ended: {f'signal {-code}' if code < 0 else f'exit code {code}'}")
-
     def _note_once(self, reason: str) -> None:
         if reason not in self._noted:
             self._noted.add(reason)
@@ -167,7 +164,8 @@ class SharedStart:
 
 def _end_superfluous(known: list[SharedProcess], new: ImportConditions) -> None:
     """End processes before a new one starts: those that no run can use any more, and then the oldest ones."""
-    kept = [process for process in known if not process.conditions.is_outdated(new)]
+    state = (new.folder, new.newest_source_ns)
+    kept = [old for old in known if (old.conditions.folder, old.conditions.newest_source_ns) == state]
     most = KEPT - 1 if available_memory() >= MIN_FREE_MIB * MIB else 0
     kept = kept[max(0, len(kept) - most) :]
     for process in known:
@@ -192,9 +190,6 @@ def _start(conditions: ImportConditions, spec: RunSpec, weights: int | None) -> 
     return SharedProcess(conditions, process, ours, output)
 
 
-# What the imports of a run depend on: runs share a start-up only if their own imports would give the same result.
-
-
 @dataclass(frozen=True)
 class ImportConditions:
     """Conditions under which a node's workers import their libraries. Equal ones give equal processes."""
@@ -207,7 +202,9 @@ class ImportConditions:
     @classmethod
     def of(cls, spec: RunSpec, node: int) -> ImportConditions:
         """Return the conditions of a node's workers."""
-        return cls(worker_environment(spec, node), os.getcwd(), _libraries(spec), _newest_source_ns())
+        # lstat, because editors mark open files by links that lead nowhere.
+        newest_source_ns = max(path.lstat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
+        return cls(worker_environment(spec, node), os.getcwd(), _libraries(spec), newest_source_ns)
 
     def describe_change(self, before: ImportConditions) -> str:
         """Return what differs from earlier conditions. Values are not named, because they may be secret."""
@@ -220,10 +217,6 @@ class ImportConditions:
         if self.newest_source_ns != before.newest_source_ns:
             changes.append("the source files of distexp")
         return ", ".join(changes)
-
-    def is_outdated(self, new: ImportConditions) -> bool:
-        """Return whether no run after one with the new conditions can have these."""
-        return (self.folder, self.newest_source_ns) != (new.folder, new.newest_source_ns)
 
 
 def _libraries(spec: RunSpec) -> tuple[str, ...]:
@@ -239,8 +232,3 @@ def _libraries(spec: RunSpec) -> tuple[str, ...]:
         preloaded = declared_preloads(found, config.cluster.device)
         modules += [module for module in preloaded if not module.startswith("torch.")]
     return tuple(modules)
-
-
-def _newest_source_ns() -> int:
-    # lstat, because editors mark open files by links that lead nowhere.
-    return max(path.lstat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
