@@ -12,15 +12,11 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """One or more errors of a configuration; each states the value, what is wrong with it, and a hint.
-
-    Attributes:
-        config: the configuration with the values that were decided before the errors were found, or None.
-    """
+    """One or more errors of a configuration; each states the value, what is wrong with it, and a hint."""
 
     def __init__(self, errors: list[str] | str, config: Any = None) -> None:
         self.errors = [errors] if isinstance(errors, str) else list(errors)
-        self.config = config
+        self.config = config  # with the values that were decided before the errors were found, or None
         super().__init__("\n".join(self.errors))
 
 

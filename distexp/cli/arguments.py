@@ -47,9 +47,8 @@ def normalize_arguments(
 ) -> list[str]:
     """Return the arguments for Hydra: choices quoted, new keys marked, and every run a sweep.
 
-    The overrides come first, because Hydra's parser accepts no option between them.
-
-    ``added`` has the overrides that the command puts in front of the typed ones.
+    The overrides come first, because Hydra's parser accepts no option between them. ``added`` has those that the
+    command puts in front of the typed ones.
 
     Raises:
         ConfigError: with every error of the arguments.
@@ -72,11 +71,7 @@ def normalize_arguments(
 
 
 def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bool) -> None:
-    """Check for overrides that Hydra would ignore or misunderstand silently.
-
-    Raises:
-        ConfigError: with every error.
-    """
+    """Raise a ConfigError with all overrides that Hydra would ignore or misunderstand silently."""
     by_key = {override.get_key_element().lstrip("+~"): override for override in overrides}
     swept = [key for key, override in by_key.items() if override.is_sweep_override()]
     errors = [
@@ -155,11 +150,7 @@ def _repeats(by_key: Mapping[str, Override]) -> bool:
 
 
 def check_single_run(overrides: Sequence[str]) -> None:
-    """Check that no override sweeps, for commands that print one configuration.
-
-    Raises:
-        ConfigError: with an error for each override that sweeps.
-    """
+    """Raise a ConfigError with all overrides that sweep, for commands that print one configuration."""
     swept = [text.replace("'", "") for text in overrides if any(part.is_sweep_override() for part in parse([text]))]
     if swept:
         raise ConfigError([f"{text} is a sweep, but --cfg and --info print one run: set one value" for text in swept])
@@ -184,14 +175,10 @@ VALUE_OPTIONS = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path",
 
 
 def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) -> None:
-    """Check for unknown commands, options and short keys, and for spaces inside overrides.
+    """Raise a ConfigError with all unknown commands, options and short keys, and with spaces inside overrides.
 
-    Hydra's own parser would print a page of usage instead of the error.
-
-    ``may_name_command`` states that no command was typed, so that the first argument may be meant as one.
-
-    Raises:
-        ConfigError: with every error.
+    Hydra's own parser would print a page of usage instead of the error. ``may_name_command`` states that no command was
+    typed, so that the first argument may be meant as one.
     """
     parser = get_args_parser()
     parser.error = _raise_error  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Error messages of the command line, with hints."""
+"""Error messages of the command line, with hints for unknown options, durations and misspelled names."""
 
 from __future__ import annotations
 

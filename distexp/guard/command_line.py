@@ -89,11 +89,7 @@ HINT = "export it in your shell, and the workers get it"
 
 
 def check_arguments_for_secrets(arguments: Sequence[str]) -> None:
-    """Check that the command line does not contain the value of a secret variable.
-
-    Raises:
-        ConfigError: with the name of the variable.
-    """
+    """Raise a ConfigError if the command line contains the value of a secret variable."""
     for argument in arguments:
         name = secret_in(argument)
         if name is not None:
@@ -104,11 +100,7 @@ def check_arguments_for_secrets(arguments: Sequence[str]) -> None:
 
 
 def check_for_secrets(composed: DictConfig) -> None:
-    """Check that a composed configuration sets no secret.
-
-    Raises:
-        ConfigError: with an error for each key.
-    """
+    """Raise a ConfigError with all secrets that a composed configuration sets."""
     errors = [f"{key} is a secret, and would be written to files: leave it out; {HINT}" for key in _secrets(composed)]
     if PASSWORD_IN_ADDRESS.search(str(_raw(composed.tracker).get("uri"))):
         errors.append(

@@ -192,11 +192,7 @@ def read_rendezvous(run_dir: Path) -> Rendezvous | None:
 
 
 def wait_for_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezvous:
-    """Wait for the rendezvous of an attempt and return it.
-
-    Raises:
-        TimeoutError: if the head does not write it in time.
-    """
+    """Wait for the rendezvous of an attempt and return it; raise TimeoutError if the head does not write it in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = read_rendezvous(run_dir)

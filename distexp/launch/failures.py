@@ -15,7 +15,7 @@ import psutil
 
 from distexp.config.overrides import join_first
 from distexp.measure.memory.sampler import run_traces
-from distexp.measure.stragglers import GpuEvidence, read_gpu_evidence
+from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs.attempts import read_rank_errors
 from distexp.runs.events import RankProgress, ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord
@@ -244,19 +244,17 @@ def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
             entry["gpu"] = found.index
             entry["evidence"] = "; ".join([entry["evidence"], *found.problems, *found.differences])
     named = {entry["rank"] for entry in record.metrics.stragglers or []}
-    problems = {rank: found for rank, found in evidence.items() if found.problems and rank not in named}
-    if problems:
-        entries = [_problem_entry(record, rank, found, spec) for rank, found in sorted(problems.items())]
-        record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]
-
-
-def _problem_entry(record: RunRecord, rank: int, found: GpuEvidence, spec: RunSpec) -> dict[str, Any]:
-    """Return the entry of a rank that is not slow, but whose GPU has a problem."""
     hosts = record.run.hosts
-    return {
-        "rank": rank,
-        "gpu": found.index,
-        "host": hosts[rank // spec.workers_per_node] if len(hosts) == spec.nodes else None,
-        "slower_by_pct": None,
-        "evidence": "; ".join(found.problems),
-    }
+    entries = [
+        {
+            "rank": rank,
+            "gpu": found.index,
+            "host": hosts[rank // spec.workers_per_node] if len(hosts) == spec.nodes else None,
+            "slower_by_pct": None,
+            "evidence": "; ".join(found.problems),
+        }
+        for rank, found in sorted(evidence.items())
+        if found.problems and rank not in named
+    ]
+    if entries:
+        record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]

@@ -21,15 +21,11 @@ POLL_S = 0.1
 
 
 class NotStartedError(Exception):
-    """The workers were not started, because a limit was exceeded or the shared process has ended.
-
-    Attributes:
-        code: Exit code of the agent.
-    """
+    """The workers were not started, because a limit was exceeded or the shared process has ended."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        self.code = code
+        self.code = code  # exit code of the agent
 
 
 class ForkedWorkers:
@@ -107,11 +103,7 @@ class ForkedWorkers:
 
 
 def _wait_for_start(channel: socket.socket, limit: Callable[[], int | None]) -> dict[str, Any]:
-    """Wait until the shared process has forked the workers, and return its message.
-
-    Raises:
-        NotStartedError: the process has ended, or a limit is exceeded.
-    """
+    """Wait until the shared process has forked the workers, and return its message."""
     while True:
         try:
             started = receive(channel).message

@@ -1,6 +1,6 @@
-"""Build of a strategy's C++ operators on a node, before its workers and its memory sampler start.
+"""What a node needs before its workers start: enough GPUs, their environment, and the C++ operators of the strategy.
 
-A compiler takes minutes and gigabytes. A run that compiled while it is measured would report the compiler's memory.
+The operators are built before the memory sampler starts: a compiler takes minutes and gigabytes. A run that compiled while it is measured would report the compiler's memory.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def finalize_run(
     release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
         remove_unfinished(directory)
-    record = read_result(directory) if all(code == 0 for code in codes.values()) else None
+    record = read_record(directory / RESULT) if all(code == 0 for code in codes.values()) else None
     if record is None and stopped is not None:
         error = RunError("Stopped", stopped, current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started)
@@ -152,10 +152,10 @@ STEPS = (
 """What completes a record, in this order."""
 
 
-def read_result(directory: Path) -> RunRecord | None:
-    """Read rank 0's part of the record; None if rank 0 did not write it."""
+def read_record(path: Path) -> RunRecord | None:
+    """Read a record, or rank 0's part of it; None if it was not written completely."""
     try:
-        return RunRecord.read(directory / RESULT)
+        return RunRecord.read(path)
     except ValueError:
         return None
 

@@ -125,9 +125,7 @@ class ClaimedDir(NamedTuple):
 def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Creating a folder is atomic, so two commands never share a run directory.
-
-    ``resume`` changes the message only.
+    Creating a folder is atomic, so two commands never share a run directory. ``resume`` changes the message only.
 
     Raises:
         ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory

@@ -27,7 +27,7 @@ from distexp.launch.failures import HANG_CODE
 from distexp.launch.launcher import Sweep
 from distexp.launch.local.cancel import interrupts_collected, interrupts_raised, stop_signals_forwarded
 from distexp.launch.local.shared_start import SharedStart
-from distexp.launch.outcome import finalize_run, start_attempt
+from distexp.launch.outcome import finalize_run, read_record, start_attempt
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, assign_run_dirs, package_git_state, write_invalid
 from distexp.runs.attempts import run_lock, wait_for_agent, write_launcher
 from distexp.runs.record import FAILURES, RunRecord
@@ -125,13 +125,11 @@ class CellRunner:
 
 def show_if_done(screen: Screen, directory: Path) -> bool:
     """Show the run of a directory and return True, if it has a readable record and needs no further attempt."""
-    try:
-        record = RunRecord.read(directory / RECORD)
-    except ValueError:
+    record = read_record(directory / RECORD)
+    if record is None or record.status not in DONE:
         return False
-    if record.status in DONE:
-        screen.show_skipped(record)
-    return record.status in DONE
+    screen.show_skipped(record)
+    return True
 
 
 # One run on this machine: start and watch an agent per node, then write the record.

@@ -1,7 +1,7 @@
 """Start of the workers of local runs: a process of each node imports the libraries, and each run is forked from it.
 
 It starts as soon as the first configuration is known, so it imports while the launcher and the agents prepare the run.
-A run can be forked from it only if its own imports would give the same result (``import_conditions``). Otherwise
+A run can be forked from it only if its own imports would give the same result (``ImportConditions``). Otherwise
 another process starts, and the first one is kept for later runs. So a search that alternates between strategies
 imports the libraries of each once. Custom code is never shared, because only workers import it.
 """
@@ -82,16 +82,10 @@ class SharedStart:
     """Context manager for local runs, whose workers are forked from processes that have imported the libraries.
 
     Each simulated node has its own processes, so that its memory is that of a node.
-
-    Args:
-        shares_weights: Whether the runs share random weights.
-
-    Attributes:
-        note: Prints a message for the user. Each reason is printed once.
     """
 
     def __init__(self, *, shares_weights: bool = True) -> None:
-        self.note: Callable[[str], None] = print
+        self.note: Callable[[str], None] = print  # Prints a message for the user. Each reason is printed once.
         self._shares_weights = shares_weights
         self._nodes: dict[int, SharedNode] = {}
         self._noted: set[str] = set()

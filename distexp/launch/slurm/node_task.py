@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from distexp.launch import failures
 from distexp.launch.agent import NodeContext, StoppedError, raise_stopped, run_node, write_start_error
@@ -92,13 +91,6 @@ def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType |
     return handle
 
 
-class StopCause(NamedTuple):
-    """Why Slurm stopped a run."""
-
-    status: str
-    reason: str
-
-
 @dataclass(frozen=True)
 class NodeTask:
     """This node's part of a job."""
@@ -141,20 +133,20 @@ class NodeTask:
         if code != STOPPED_CODE:
             return finalize_run(self.spec, self.run_dir, codes, self.started)
         lost = [node for node, other in codes.items() if other == -signal.SIGKILL]
-        cause = StopCause("killed", f"node {lost[0]} was lost, and Slurm ended the job") if lost else self._stop_cause()
-        return finalize_run(self.spec, self.run_dir, codes, self.started, cause.reason, stopped_status=cause.status)
+        status, why = ("killed", f"node {lost[0]} was lost, and Slurm ended the job") if lost else self._stop_cause()
+        return finalize_run(self.spec, self.run_dir, codes, self.started, why, stopped_status=status)
 
-    def _stop_cause(self) -> StopCause:
-        """Return why Slurm stopped the run, from the signal that it sent before."""
+    def _stop_cause(self) -> tuple[str, str]:
+        """Return the status of a run that Slurm stopped, and why, from the signal that it sent before."""
         try:
             reason = run_state.read_reason(self.run_dir)
         except (OSError, ValueError, KeyError):  # a file system that fails while Slurm ends the job
             reason = None
         if reason is None:
-            return StopCause("killed", "the job was cancelled")
+            return ("killed", "the job was cancelled")
         if reason == "time_limit":
-            return StopCause("timeout", "the job reached its time limit")
-        return StopCause("preempted", "the job was preempted by another job")
+            return ("timeout", "the job reached its time limit")
+        return ("preempted", "the job was preempted by another job")
 
 
 def node_address() -> str:

@@ -88,11 +88,7 @@ class Peers:
         return any(self.codes.values())
 
     def check_latest(self) -> None:
-        """Check that this is the latest attempt. Slurm starts another one if it loses contact with the nodes.
-
-        Raises:
-            SupersededError: If a later attempt has started.
-        """
+        """Raise SupersededError if a later attempt has started. Slurm starts one if it loses contact with the nodes."""
         latest = read_rendezvous(self.run_dir)
         if latest is not None and latest.attempt == self.job.attempt:
             self.started = True

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -68,11 +68,7 @@ def start_sweep(sweep: Sweep, follow: Callable[[Path, Console], None]) -> None:
 
 
 def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
-    """Prepare and submit the runs of a sweep; return its directory.
-
-    Raises:
-        SweepInterrupted: On Ctrl-C.
-    """
+    """Prepare and submit the runs of a sweep; return its directory."""
     cells, resume = sweep.cells, sweep.master.sweep.resume
     with locked_sweep_dir(sweep.master, len(cells)) as claimed:
         sweep_dir = claimed.absolute()
@@ -110,38 +106,24 @@ class SlurmTrials(TrialLauncher):
     def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
         """Yield the runner of trials, after the code was copied."""
         snapshot = take_snapshot(sweep_dir, list(self.trusted), partial(print_plain, console))
-        batches = _Batches(sweep_dir, snapshot.folder, self.max_array_size, console)
-        yield TrialRunner(batches.run_all, snapshot.git, snapshot.folder.name)
+        # Last printed state of each trial, so that a later batch does not print it again.
+        printed: dict[int, str] = {}
 
+        def run_all(runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:
+            """Submit the trials of a batch that have no job yet, and wait until all have ended."""
+            active = _active_runs(sweep_dir)
+            outcomes = [prepare_run(run) for run in runs if run.info.number not in active]
+            prepared = [outcome for outcome in outcomes if isinstance(outcome, PreparedRun)]
+            submit_runs(prepared, sweep_dir, snapshot.folder, self.max_array_size, console)
+            try:
+                poll_until_done(partial(poll, sweep_dir, {}), console, printed)
+            except KeyboardInterrupt:
+                cancel = suggest_command("cancel", sweep_dir)
+                print_plain(console, f"the submitted trials continue; to cancel them: {cancel}")
+                raise MonitoringInterrupted from None
+            after_each()
 
-@dataclass(frozen=True)
-class _Batches:
-    """The batches of trials of one search."""
-
-    sweep_dir: Path
-    snapshot: Path  # Folder of the code that the trials run.
-    max_array_size: int  # Jobs in the largest array that Slurm accepts.
-    console: Console
-    # Last printed state of each trial, so that a later batch does not print it again.
-    printed: dict[int, str] = field(default_factory=dict)
-
-    def run_all(self, runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:
-        """Submit the trials of a batch that have no job yet, and wait until all have ended.
-
-        Raises:
-            MonitoringInterrupted: On Ctrl-C; the submitted trials continue.
-        """
-        active = _active_runs(self.sweep_dir)
-        outcomes = [prepare_run(run) for run in runs if run.info.number not in active]
-        prepared = [outcome for outcome in outcomes if isinstance(outcome, PreparedRun)]
-        submit_runs(prepared, self.sweep_dir, self.snapshot, self.max_array_size, self.console)
-        try:
-            poll_until_done(partial(poll, self.sweep_dir, {}), self.console, self.printed)
-        except KeyboardInterrupt:
-            cancel = suggest_command("cancel", self.sweep_dir)
-            print_plain(self.console, f"the submitted trials continue; to cancel them: {cancel}")
-            raise MonitoringInterrupted from None
-        after_each()
+        yield TrialRunner(run_all, snapshot.git, snapshot.folder.name)
 
 
 # Output of ``cluster.dry_run=true``: the sbatch files of a sweep. Nothing is written or submitted.

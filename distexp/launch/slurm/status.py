@@ -10,14 +10,14 @@ from pathlib import Path
 
 from distexp.launch import ledger
 from distexp.launch.failures import Cause, classify_failure
-from distexp.launch.outcome import add_traces, failed_record, read_result
+from distexp.launch.outcome import add_traces, failed_record, read_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState, UnreachableError
 from distexp.runs import attempts
 from distexp.runs.attempts import read_rank_errors
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import RECORD, SLURM
+from distexp.runs.run_dir import RECORD, RESULT, SLURM
 from distexp.runs.run_state import RunState
 from distexp.runs.spec import RunSpec
 
@@ -100,7 +100,7 @@ def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> Run
     """Return the state of a run; None if its job has ended without a record."""
     directory = sweep_dir / entry.directory
     job = answer.jobs.get(entry.job or "")
-    record = _read_record(directory)
+    record = read_record(directory / RECORD)
     completed = record is not None and record.status == "completed"
     if job is not None and not job.is_final and not (completed and job.state != "PENDING"):
         return _active_state(entry, directory, job)
@@ -122,13 +122,6 @@ def _active_state(entry: ledger.Entry, directory: Path, job: JobState) -> RunSta
     return RunState(entry.run, directory, entry.job, "pending", reason)
 
 
-def _read_record(directory: Path) -> RunRecord | None:
-    try:
-        return RunRecord.read(directory / RECORD)
-    except ValueError:
-        return None
-
-
 def _write_missing_records(
     sweep_dir: Path, dead: Sequence[ledger.Entry], jobs: Mapping[str, JobState]
 ) -> list[RunState]:
@@ -138,7 +131,9 @@ def _write_missing_records(
     for entry in dead:
         directory = sweep_dir / entry.directory
         try:
-            record = _read_record(directory) or write_missing_record(sweep_dir, entry, jobs.get(entry.job or ""))
+            record = read_record(directory / RECORD) or write_missing_record(
+                sweep_dir, entry, jobs.get(entry.job or "")
+            )
         except (OSError, ValueError) as error:  # as after the run directory was deleted
             states.append(RunState(entry.run, directory, entry.job, "no record", str(error)))
         else:
@@ -184,7 +179,7 @@ def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | N
     started = has_started(directory, entry.job)
     if not started:
         spec.run.attempts.append(attempts.new_attempt(entry.job, []))
-    record = read_result(directory) if started else None
+    record = read_record(directory / RESULT) if started else None
     if record is None or record.status != "completed":
         status, error = _find_cause(sweep_dir, entry, job, spec, started)
         record = failed_record(spec, directory, status, error, None)

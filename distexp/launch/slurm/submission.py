@@ -52,10 +52,7 @@ def submit_runs(
 
 
 def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, console: Console) -> list[ledger.Entry]:
-    """Submit runs as one array, and add them to the ledger at once.
-
-    Return the new entries; none if Slurm refused the array.
-    """
+    """Submit runs as one array, add them to the ledger at once, and return the entries; none if Slurm refused them."""
     directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
     used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
     array = JobArray(f"array{used}", runs[0].spec.config, sweep_dir, snapshot, directories)
