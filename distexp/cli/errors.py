@@ -49,11 +49,11 @@ def explain(error: Exception) -> list[str]:
         return [f"{_first_line(error).partition('. ')[0]}: leave --config-name out"]
     if isinstance(error, YAMLError):
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-        if mark is not None:
-            return [f"{mark.name} is not valid YAML in line {mark.line + 1}: {error.problem}"]
-        return [f"a configuration file is not valid YAML: {_first_line(error)}"]
-    is_syntax = isinstance(error, OverrideParseException)
-    return [_explain_syntax(str(error.override), _first_line(error)) if is_syntax else _explain_value(error)]
+        unknown = f"a configuration file is not valid YAML: {_first_line(error)}"
+        return [unknown if mark is None else f"{mark.name} is not valid YAML in line {mark.line + 1}: {error.problem}"]
+    if isinstance(error, OverrideParseException):
+        return [_explain_syntax(str(error.override), _first_line(error))]
+    return [_explain_value(error)]
 
 
 def explain_os_error(error: OSError) -> str:

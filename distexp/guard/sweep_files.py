@@ -56,7 +56,7 @@ def _mark(path: Path) -> Path:
 
 
 def check_stored_command(path: Path, stored: Sequence[str], typed: Sequence[str]) -> None:
-    """Raise a ConfigError with all overrides of a stored command that can run code and that the user does not repeat."""
+    """Raise a ConfigError with all overrides of a stored command that can run code and are not repeated by the user."""
     repeated = {key_of(override) for override in typed_overrides(typed)}
     errors = [
         f"{path} contains {_shown(argument)}, which could run code: if you trust it, add {_shown(argument)} to the "

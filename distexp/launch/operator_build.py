@@ -1,6 +1,7 @@
 """What a node needs before its workers start: enough GPUs, their environment, and the C++ operators of the strategy.
 
-The operators are built before the memory sampler starts: a compiler takes minutes and gigabytes. A run that compiled while it is measured would report the compiler's memory.
+The operators are built before the memory sampler starts. A compiler takes minutes and gigabytes, so a run that compiled
+while it is measured would report the compiler's memory.
 """
 
 from __future__ import annotations
