@@ -12,15 +12,11 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """One or more errors of a configuration; each states the value, what is wrong with it, and a hint.
-
-    Attributes:
-        config: the configuration with the values that were decided before the errors were found, or None.
-    """
+    """One or more errors of a configuration; each states the value, what is wrong with it, and a hint."""
 
     def __init__(self, errors: list[str] | str, config: Any = None) -> None:
         self.errors = [errors] if isinstance(errors, str) else list(errors)
-        self.config = config
+        self.config = config  # with the values that were decided before the errors were found, or None
         super().__init__("\n".join(self.errors))
 
 
@@ -94,18 +90,12 @@ def interruptions_kept() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        interruption = _interruption_behind(error)
-        if interruption is None:
+        behind: BaseException | None = error
+        while behind is not None and not isinstance(behind, KeyboardInterrupt | InterruptedRunError):
+            behind = behind.__context__
+        if behind is None:
             raise
-        raise interruption from None
-
-
-def _interruption_behind(error: BaseException) -> BaseException | None:
-    """Return the interruption during whose handling an error was raised."""
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, KeyboardInterrupt | InterruptedRunError):
-        behind = behind.__context__
-    return behind
+        raise behind from None
 
 
 def is_closed_output(error: BaseException) -> bool:

@@ -60,8 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
         with continue_after_hangup(Path(OUTPUTS)):
             return _run_all(chosen, overrides)
+    columns = max(shutil.get_terminal_size().columns, 40)
     for name in chosen:
-        print(f"experiment={name}\n{_indent(first_sentence('experiment', name))}")
+        text = first_sentence("experiment", name)
+        print(f"experiment={name}\n{textwrap.fill(text, columns, initial_indent=INDENT, subsequent_indent=INDENT)}")
     return 0
 
 
@@ -78,12 +80,6 @@ def _check(name: str, overrides: Sequence[str]) -> int:
     single = [text for text in overrides if "," not in text]
     command = [sys.executable, "-m", "distexp", "--cfg", "job", f"experiment={name}", *single]
     return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
-
-
-def _indent(text: str) -> str:
-    """Wrap a paragraph at the width of the terminal."""
-    columns = shutil.get_terminal_size().columns
-    return textwrap.fill(text, max(columns, 40), initial_indent=INDENT, subsequent_indent=INDENT)
 
 
 def _run_all(names: Sequence[str], overrides: Sequence[str]) -> int:

@@ -27,19 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print_topic(name: str) -> int:
     text = topic_text(name) or topic_text(name.lower())
     if text is None:
-        print(f"distexp: {_explain_name(name)}", file=sys.stderr)
+        group, equals, option = name.partition("=")
+        if equals and group in config_groups():
+            message = explain_option(group, option, options_of(group))
+        else:
+            hint = suggest(name, COMMANDS) or suggest_key(name.lower(), topic_names()) or ": see distexp help"
+            message = f"{name} is not a command, a group or a key{hint}"
+        print(f"distexp: {message}", file=sys.stderr)
         return 2
     print(text)
     return 0
-
-
-def _explain_name(name: str) -> str:
-    """Return the error for a name without a help text, such as ``zero_stage=7`` or ``statsu``."""
-    group, equals, option = name.partition("=")
-    if equals and group in config_groups():
-        return explain_option(group, option, options_of(group))
-    hint = suggest(name, COMMANDS) or suggest_key(name.lower(), topic_names()) or ": see distexp help"
-    return f"{name} is not a command, a group or a key{hint}"
 
 
 if __name__ == "__main__":

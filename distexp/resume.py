@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_stored_command(sweep_dir / COMMAND, original, new)
             check_working_directory(sweep_dir / COMMAND, directory)
             check_files(sweep_dir)
-        _check_directory_unchanged(new, sweep_dir)
+        if elsewhere := [text for text in new if key_of(text) in OUTPUT_DIRS]:  # Nothing could be resumed there.
+            unused = f"has no effect in distexp resume, which continues in {sweep_dir}: leave it out"
+            raise ConfigError([f"{text} {unused}" for text in elsewhere])
         merged = merge(original, new)
     except (ConfigError, HydraException) as error:
         for message in explain(error):
@@ -78,21 +80,6 @@ def read_command(sweep_dir: Path) -> tuple[Command, list[str], str]:
     if not isinstance(words, list) or not all(isinstance(text, str) for text in [*words, directory]):
         raise ConfigError(damaged_message(path, "the arguments are not texts"))
     return command, words, directory
-
-
-def _check_directory_unchanged(new: Sequence[str], sweep_dir: Path) -> None:
-    """Check that no new override names another directory than that of the sweep, where nothing could be resumed.
-
-    Raises:
-        ConfigError: with an error for each one that does.
-    """
-    errors = [
-        f"{argument} has no effect in distexp resume, which continues in {sweep_dir}: leave it out"
-        for argument in new
-        if key_of(argument) in OUTPUT_DIRS
-    ]
-    if errors:
-        raise ConfigError(errors)
 
 
 def damaged_message(path: Path, reason: object) -> str:

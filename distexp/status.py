@@ -15,7 +15,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from distexp.config import ConfigError
 from distexp.config.overrides import suggest_command
@@ -38,17 +37,11 @@ PLAIN_WIDTH = 160
 
 @dataclass(frozen=True)
 class SweepStates:
-    """The runs of one sweep.
-
-    Attributes:
-        directory: Directory of the sweep.
-        runs: The state of each run, by number.
-        overrides: The overrides in which each run differs from the others, by number.
-    """
+    """The runs of one sweep."""
 
     directory: Path
-    runs: list[RunState]
-    overrides: dict[int, str]
+    runs: list[RunState]  # The state of each run, by number.
+    overrides: dict[int, str]  # The overrides in which each run differs from the others, by number.
 
 
 @dataclass(frozen=True)
@@ -122,10 +115,7 @@ def _follow_queue(launcher: Launcher, directory: Path, console: Console) -> int:
 
 
 def _wait_for_end(directory: Path, console: Console) -> FolderStates:
-    """Wait until no run is active, and return the final states.
-
-    On a terminal the table is shown while waiting.
-    """
+    """Wait until no run is active, and return the final states. A terminal shows the table meanwhile."""
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while True:
             found = read_folder(directory)
@@ -138,18 +128,13 @@ def _wait_for_end(directory: Path, console: Console) -> FolderStates:
 
 def _print_states(found: FolderStates, console: Console) -> None:
     rows = found.rows()
-    _print_without_padding(states_table(rows, console.width), console)
+    with console.capture() as captured:
+        console.print(states_table(rows, console.width))
+    for line in captured.get().splitlines():
+        console.out(line.rstrip(), highlight=False)  # Trailing spaces would fill a log file.
     notes = [f"{found.name_of(sweep)}: {line}" for sweep in found.sweeps for line in not_started(sweep)]
     for line in [*truncated_reasons(rows, console.width), count_states(found.runs), *notes]:
         console.print(line.removeprefix(": "), highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_without_padding(table: Table, console: Console) -> None:
-    """Print a table without the trailing spaces that would fill a log file."""
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().splitlines():
-        console.out(line.rstrip(), highlight=False)
 
 
 def read_folder(folder: Path) -> FolderStates:
@@ -178,20 +163,13 @@ def read_sweep(directory: Path, existing: Sequence[ExistingRun]) -> SweepStates:
         state for launcher, runs in launchers_of(directory, existing) for state in launcher.states(directory, runs)
     ]
     runs = sorted(states, key=lambda run: run.number)
-    return SweepStates(directory, runs, _varied_overrides(existing))
-
-
-def _varied_overrides(runs: Sequence[ExistingRun]) -> dict[int, str]:
-    """Return the overrides of each run that not all runs of its sweep share."""
-    shared = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
-    return {run.number: " ".join(text for text in run.overrides if text not in shared) for run in runs}
+    shared = set.intersection(*(set(run.overrides) for run in existing)) if len(existing) > 1 else set()
+    varied = {run.number: " ".join(text for text in run.overrides if text not in shared) for run in existing}
+    return SweepStates(directory, runs, varied)
 
 
 def not_started(sweep: SweepStates) -> Iterator[str]:
-    """Yield ``8 not started`` if the sweep has more cells than runs.
-
-    The line has the command that starts them, unless other runs are active.
-    """
+    """Yield ``8 not started`` if the sweep has more cells than runs, with the command unless others are active."""
     cells = read_or_none(sweep.directory / COMMAND, "cells")
     if not matches(cells, int):
         return

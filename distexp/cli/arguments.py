@@ -47,12 +47,8 @@ def normalize_arguments(
 ) -> list[str]:
     """Return the arguments for Hydra: choices quoted, new keys marked, and every run a sweep.
 
-    The overrides come first, because Hydra's parser accepts no option between them.
-
-    Args:
-        arguments: What the user has typed after the command.
-        command: The command.
-        added: Overrides that the command puts in front of the typed ones.
+    The overrides come first, because Hydra's parser accepts no option between them. ``added`` has those that the
+    command puts in front of the typed ones.
 
     Raises:
         ConfigError: with every error of the arguments.
@@ -75,11 +71,7 @@ def normalize_arguments(
 
 
 def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bool) -> None:
-    """Check for overrides that Hydra would ignore or misunderstand silently.
-
-    Raises:
-        ConfigError: with every error.
-    """
+    """Raise a ConfigError with all overrides that Hydra would ignore or misunderstand silently."""
     by_key = {override.get_key_element().lstrip("+~"): override for override in overrides}
     swept = [key for key, override in by_key.items() if override.is_sweep_override()]
     errors = [
@@ -158,11 +150,7 @@ def _repeats(by_key: Mapping[str, Override]) -> bool:
 
 
 def check_single_run(overrides: Sequence[str]) -> None:
-    """Check that no override sweeps, for commands that print one configuration.
-
-    Raises:
-        ConfigError: with an error for each override that sweeps.
-    """
+    """Raise a ConfigError with all overrides that sweep, for commands that print one configuration."""
     swept = [text.replace("'", "") for text in overrides if any(part.is_sweep_override() for part in parse([text]))]
     if swept:
         raise ConfigError([f"{text} is a sweep, but --cfg and --info print one run: set one value" for text in swept])
@@ -176,10 +164,6 @@ def _use_sweep_dir(argument: str) -> list[str]:
 
 # Checks of arguments that are neither options of Hydra nor overrides.
 
-
-ACTIONS = ("run", "multirun", "cfg", "info")
-"""Options of Hydra that exclude each other."""
-
 RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--info", "--hydra-help")
 """Options of a run that a mistyped one may mean."""
 
@@ -191,16 +175,10 @@ VALUE_OPTIONS = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path",
 
 
 def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) -> None:
-    """Check for unknown commands, options and short keys, and for spaces inside overrides.
+    """Raise a ConfigError with all unknown commands, options and short keys, and with spaces inside overrides.
 
-    Hydra's own parser would print a page of usage instead of the error.
-
-    Args:
-        arguments: What the user has typed after the command.
-        may_name_command: Whether no command was typed, so that the first argument may be meant as one.
-
-    Raises:
-        ConfigError: with every error.
+    Hydra's own parser would print a page of usage instead of the error. ``may_name_command`` states that no command was
+    typed, so that the first argument may be meant as one.
     """
     parser = get_args_parser()
     parser.error = _raise_error  # type: ignore[method-assign]
@@ -209,7 +187,7 @@ def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) 
     # An error may cause others of the kinds below it, so only the first kind is reported.
     errors = (
         _option_errors(known, unknown, arguments)
-        or _space_errors(overrides)
+        or list(_space_errors(overrides))
         or [_explain_position(name, arguments) for name in overrides if name in COMMANDS]
         or (_first_argument_errors(overrides, arguments) if may_name_command else [])
         or list(short_key_errors(overrides))
@@ -219,26 +197,21 @@ def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) 
 
 
 def _option_errors(known: Namespace, unknown: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return an error for each option that does not exist, is not supported, or excludes another one.
-
-    Args:
-        known: What Hydra's parser has recognized.
-        unknown: The other arguments.
-        arguments: All arguments.
-    """
+    """Return an error for each option that does not exist, is not supported, or excludes another one."""
     errors = [_explain_option(argument, arguments) for argument in unknown if argument.startswith("-")]
     if known.experimental_rerun is not None:
         errors.append("--experimental-rerun is not supported: use distexp resume DIR")
-    actions = [f"--{name}" for name in ACTIONS if getattr(known, name)]
+    actions = [f"--{name}" for name in ("run", "multirun", "cfg", "info") if getattr(known, name)]
     if len(actions) > 1:
         errors.append(f"{' and '.join(actions)} exclude each other: use one of them")
     return errors
 
 
-def _space_errors(overrides: Sequence[str]) -> list[str]:
-    return [
-        f"unexpected space in '{' '.join(parts)}': write {suggest_fix(parts)}" for parts in split_overrides(overrides)
-    ]
+def _space_errors(overrides: Sequence[str]) -> Iterator[str]:
+    for parts in split_overrides(overrides):
+        joined = "".join(parts)
+        fixed = joined if "=" in joined else f"{parts[0]}={''.join(parts[1:])}"
+        yield f"unexpected space in '{' '.join(parts)}': write {fixed}"
 
 
 def _first_argument_errors(overrides: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -269,12 +242,6 @@ def split_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
     return (parts for parts in groups if len(parts) > 1)
 
 
-def suggest_fix(parts: Sequence[str]) -> str:
-    """Return the override that the parts were probably meant to be."""
-    joined = "".join(parts)
-    return joined if "=" in joined else f"{parts[0]}={''.join(parts[1:])}"
-
-
 def _continues(previous: str, argument: str, keys: set[str]) -> bool:
     if "=" in argument.lstrip("=") or argument.startswith(("~", "+")):
         return False
@@ -289,16 +256,13 @@ def short_key_errors(overrides: Sequence[str]) -> Iterator[str]:
         if name in ("multirun", "m") and equals:
             yield f"{name} is not a key: write --multirun to start a sweep, or leave it out"
             continue
-        found = _keys_named(_without_unknown_section(name, keys)) if equals and name not in keys else []
+        section, dot, rest = name.partition(".")
+        # The section may not exist, as in ``slurm.partition``.
+        has_section = not dot or section in keys or section.startswith(("hydra", "+", "~"))
+        wanted = name if has_section else rest.rpartition(".")[2]
+        found = _keys_named(wanted) if equals and name not in keys else []
         if len(found) == 1:
             yield f"{name} is not a key: write {found[0]}={value}"
-
-
-def _without_unknown_section(key: str, keys: set[str]) -> str:
-    """Return a key without its section if there is no such section, as in ``slurm.partition``."""
-    section, dot, name = key.partition(".")
-    is_known = section in keys or section.startswith(("hydra", "+", "~"))
-    return key if is_known or not dot else name.rpartition(".")[2]
 
 
 def _raise_error(message: str) -> NoReturn:
@@ -308,18 +272,10 @@ def _raise_error(message: str) -> NoReturn:
 def _explain_position(command: str, arguments: Sequence[str]) -> str:
     """Return the error for a command that is not the first argument, as in ``distexp strategy=ddp plan``."""
     typed = list(arguments)
-    del typed[_position_of(command, typed)]
+    # The last one, because it may also be the name of a folder behind an option of Hydra.
+    previous = ["", *typed]
+    del typed[max(i for i, text in enumerate(typed) if text == command and previous[i] not in VALUE_OPTIONS)]
     return f"{command} is a command, which must come first: type {shlex.join(['distexp', command, *typed])}"
-
-
-def _position_of(command: str, arguments: Sequence[str]) -> int:
-    """Return the last position of a command, which may also be the name of a folder behind ``--config-dir``."""
-    previous = ["", *arguments]
-    return max(
-        position
-        for position, argument in enumerate(arguments)
-        if argument == command and previous[position] not in VALUE_OPTIONS
-    )
 
 
 def _explain_command(argument: str) -> str:

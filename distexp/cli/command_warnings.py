@@ -17,15 +17,10 @@ from distexp.strategies.base import COMMUNICATION, shipped_strategies
 
 
 class Reader(NamedTuple):
-    """A sub-command that reads keys.
+    """A sub-command that reads keys."""
 
-    Attributes:
-        command: How it is typed.
-        commands: Those that run it.
-    """
-
-    command: str
-    commands: tuple[Command, ...]
+    command: str  # How it is typed.
+    commands: tuple[Command, ...]  # Those that run it.
 
     def example(self, key: str, override: str) -> str:
         """Return what to type for a key instead of an override."""
@@ -41,12 +36,7 @@ READERS: Mapping[str, Reader] = {"choose": CHOOSE, "forecast": FORECAST, "plan.o
 
 
 def ignored_keys(overrides: Sequence[Override], command: Command) -> Iterator[tuple[Override, str]]:
-    """Yield each override that a command would ignore, with its error. An override with the default is none.
-
-    Args:
-        overrides: What the user has typed, and what a sub-command has added.
-        command: The command that gets them.
-    """
+    """Yield each override that a command would ignore, with its error. An override with the default is none."""
     for override in overrides:
         reader, text = reader_of(_key(override)), str(override.input_line)
         if reader is not None and command not in reader.commands and _differs(override):
@@ -76,45 +66,25 @@ def _key(override: Override) -> str:
 
 # Warnings about sweeps over strategies with an option that not all of them have: ``zero_stage=2``, or two workers.
 
-
 WORKER_KEYS = ("cluster.nodes", "cluster.workers_per_node")
 """Keys whose product is the number of workers."""
 
 
 @dataclass(frozen=True)
 class _ImplyingOption:
-    """An option of one strategy.
+    """An option of one strategy."""
 
-    Attributes:
-        text: The override as it is typed, such as ``zero_stage=1,2``.
-        strategy: The strategy that it implies.
-    """
-
-    text: str
+    text: str  # The override as it is typed, such as ``zero_stage=1,2``.
     strategy: str
-
-    @property
-    def is_default(self) -> bool:
-        """Return whether the strategy has this option if nothing is typed."""
-        group, _, option = self.text.partition("=")
-        config = Config()
-        shipped_strategies()[self.strategy]().set_defaults(config)
-        return str(get_value(config, strategy_groups()[group])) == option
 
 
 @dataclass(frozen=True)
 class _WorkerCount:
-    """A key of the number of workers, with values other than 1.
-
-    Attributes:
-        key: The key.
-        text: The override as it is typed, such as ``cluster.nodes=1,2``.
-        several: The override without the value 1.
-    """
+    """A key of the number of workers, with values other than 1."""
 
     key: str
-    text: str
-    several: str
+    text: str  # The override as it is typed, such as ``cluster.nodes=1,2``.
+    several: str  # The override without the value 1.
 
 
 @lru_cache(maxsize=1)
@@ -140,11 +110,8 @@ def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
     valid = set(strategies).intersection(*({option.strategy} for option in options))
     if invalid := [strategy for strategy in strategies if strategy not in valid]:
         return _warning(options, strategies, workers, invalid)
-    return _warning_about_workers(strategies, workers) if workers else None
-
-
-def _warning_about_workers(strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
-    """Return the warning about a sweep of one worker and others, all with the same numbers of workers."""
+    if not workers:
+        return None
     several = " or ".join(count.several for count in workers)
     return (
         f"{_alone(strategies)} trains on one worker, so it is invalid with {several}: "
@@ -153,26 +120,15 @@ def _warning_about_workers(strategies: Sequence[str], workers: Sequence[_WorkerC
 
 
 def _cells(options: Sequence[_ImplyingOption], strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
-    """Return the sweep that has each option and each number of workers with its strategies only.
-
-    Args:
-        options: The options of one strategy.
-        strategies: All strategies of the sweep.
-        workers: The numbers of workers, if a strategy for one worker is among the strategies.
-    """
+    """Return the sweep that has each option and each number of workers with its strategies only."""
     implied, typed = {option.strategy for option in options}, [count.text for count in workers]
     alone = [strategy for strategy in strategies if workers and strategy in one_worker_strategies()]
     rest = [strategy for strategy in strategies if strategy not in {*implied, *alone}]
     cells = [[f"strategy={name}", *(f"{count.key}=1" for count in workers)] for name in alone]
     cells += [[f"strategy={','.join(rest)}", *typed]] * bool(rest)
     cells += [[option.text, *typed] for option in options]
-    return f"'sweep.cells=[{','.join(map(_cell, cells))}]'"
-
-
-def _cell(overrides: Sequence[str]) -> str:
-    """Return an entry of ``sweep.cells``."""
-    listed = ",".join(f'"{text}"' for text in overrides)
-    return f"[{listed}]"
+    entries = ("[" + ",".join(f'"{text}"' for text in overrides) + "]" for overrides in cells)
+    return f"'sweep.cells=[{','.join(entries)}]'"
 
 
 def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
@@ -220,8 +176,12 @@ def _warning(
 
 def _shorter(options: Sequence[_ImplyingOption], strategies: Sequence[str]) -> str:
     """Return the shorter sweep, if all options are defaults; else an empty text."""
-    if not all(option.is_default for option in options):
-        return ""
+    for option in options:
+        group, _, value = option.text.partition("=")
+        config = Config()
+        shipped_strategies()[option.strategy]().set_defaults(config)
+        if str(get_value(config, strategy_groups()[group])) != value:
+            return ""
     texts, default = " and ".join(option.text for option in options), "defaults" if len(options) > 1 else "default"
     implied = [option.strategy for option in options]
     listed = ",".join([*(strategy for strategy in strategies if strategy not in implied), *implied])

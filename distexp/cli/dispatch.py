@@ -27,21 +27,13 @@ from distexp.resolve.resources import find_launcher
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line as Hydra has parsed it.
-
-    Attributes:
-        context: Hydra's configuration loader and callbacks.
-        master: Configuration of the command, with Hydra's node.
-        overrides: The overrides of each cell.
-        launcher: Launcher of the configuration.
-        adjust: Changes a composed cell before it is resolved.
-    """
+    """A command line as Hydra has parsed it."""
 
     context: HydraContext
     master: DictConfig
     overrides: Sequence[Sequence[str]]
     launcher: Launcher
-    adjust: Adjust
+    adjust: Adjust  # Changes a composed cell before it is resolved.
 
     def compose(self, rules: CellRules) -> list[Cell]:
         """Return all cells."""
@@ -114,12 +106,6 @@ def run_cells(
     context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], options: Mapping[str, Any]
 ) -> list[JobReturn]:
     """Run the command that was typed.
-
-    Args:
-        context: Hydra's configuration loader and callbacks.
-        master: Configuration of the command, with Hydra's node.
-        overrides: The overrides of each cell.
-        options: The options under ``hydra.launcher``.
 
     Raises:
         ConfigError: The launcher cannot be imported, or is in a package that is not trusted.

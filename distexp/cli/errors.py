@@ -1,4 +1,4 @@
-"""Error messages of the command line, with hints."""
+"""Error messages of the command line, with hints for unknown options, durations and misspelled names."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ NO_DIRECTORY = frozenset({errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG})
 """Numbers of the errors of a path at which no directory can be made."""
 
 SPACE = "choose.space"
-LISTS_OF_OVERRIDES = ("sweep.cells", SPACE)
-"""Keys whose entries are overrides, which need quotes."""
 
 UNQUOTED_OVERRIDE = re.compile(
     r"""
@@ -34,10 +32,7 @@ UNQUOTED_OVERRIDE = re.compile(
     """,
     re.VERBOSE,
 )
-"""An override without quotes inside such a list."""
-
-NO_CONFIG_DIR = "Additional config directory"
-"""Start of Hydra's message about a folder of ``--config-dir`` that does not exist."""
+"""An override without quotes inside a list of overrides, which need them."""
 
 IN_FILE = re.compile(r"In '([^']+)': ")
 """Start of Hydra's message about a value in a YAML file."""
@@ -48,9 +43,14 @@ def explain(error: Exception) -> list[str]:
     if isinstance(error, ConfigError):
         return error.errors
     if isinstance(error, MissingConfigException):
-        return [_explain_missing_option(error)]
+        group, slash, option = (error.missing_cfg_file or "").partition("/")
+        if slash:
+            return [explain_option(group, option, sorted({*options_of(group), *(error.options or [])}))]
+        return [f"{_first_line(error).partition('. ')[0]}: leave --config-name out"]
     if isinstance(error, YAMLError):
-        return [_explain_yaml(error)]
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        unknown = f"a configuration file is not valid YAML: {_first_line(error)}"
+        return [unknown if mark is None else f"{mark.name} is not valid YAML in line {mark.line + 1}: {error.problem}"]
     if isinstance(error, OverrideParseException):
         return [_explain_syntax(str(error.override), _first_line(error))]
     return [_explain_value(error)]
@@ -72,18 +72,10 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _explain_yaml(error: YAMLError) -> str:
-    """Return the message for a file that cannot be parsed, with its path and the line."""
-    mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-    if mark is None:
-        return f"a configuration file is not valid YAML: {_first_line(error)}"
-    return f"{mark.name} is not valid YAML in line {mark.line + 1}: {error.problem}"
-
-
 def _explain_value(error: Exception) -> str:
     text = _first_line(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-    if text.startswith(NO_CONFIG_DIR):
+    if text.startswith("Additional config directory"):  # A folder that does not exist.
         return f"{text}: give an existing folder to --config-dir"
     if not isinstance(cause, OmegaConfBaseException):
         return text
@@ -99,27 +91,18 @@ def _explain_value(error: Exception) -> str:
         given = text.removeprefix("Error merging override ").lstrip("+")
         if file:
             given = f"{origin}{key}={cause.value}"
-        return f"{given} must be {accepted}{_explain_other_unit(key, str(cause.value))}"
+        return f"{given} must be {accepted}{explain_duration(key, str(cause.value))}"
     return text if cause is error else f"{text.rstrip('.:')}: {_first_line(cause)}"
 
 
 def _explain_group(group: str, *, is_section: bool) -> str:
     """Return the message for a group without keys, which got one.
 
-    Args:
-        group: The group.
-        is_section: A file of the group got it as its section, because it does not set its package.
+    With ``is_section`` a file of the group got it as its section, because it does not set its package.
     """
     if is_section:
         return f"{group} is a group and not a section: write '# @package _global_' into the first line of the file"
     return f"{group} has no keys: write {group}=OPTION"
-
-
-def _explain_other_unit(key: str, value: str) -> str:
-    """Return the hint for steps in ``profile`` and for a duration such as ``30m``; empty for anything else."""
-    if key == "profile" and value.isdecimal():
-        return f": for {value} steps write train.profile_steps={value}"
-    return explain_duration(key, value)
 
 
 def _explain_syntax(override: str, reason: str) -> str:
@@ -133,7 +116,7 @@ def _explain_syntax(override: str, reason: str) -> str:
     if value.startswith("="):
         single = f"{key}={value.lstrip('=') or 'VALUE'}"
         return f"{override} has more than one =: write {shell_quote(single)}"
-    if key in LISTS_OF_OVERRIDES and (quoted := _quote_entries(override)):
+    if key in ("sweep.cells", SPACE) and (quoted := _quote_entries(override)):
         return f"{override} needs quotes: write '{quoted}'"
     if value == "~" or value.startswith("~/"):
         return home_message(key, value)
@@ -179,46 +162,25 @@ def _quote_override(text: str) -> str:
     return f'"{text}"'
 
 
-def _explain_missing_option(error: MissingConfigException) -> str:
-    group, slash, option = (error.missing_cfg_file or "").partition("/")
-    if not slash:
-        return f"{_first_line(error).partition('. ')[0]}: leave --config-name out"
-    return explain_option(group, option, sorted({*options_of(group), *(error.options or [])}))
-
-
-# Error messages for unknown options of config groups, with hints.
-
-
-BOOLEAN_NAMES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-"""Other names of true and false."""
-
 OPTION_NAMES = {
     "precision": {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "full": "fp32"},
-    "offload": {**BOOLEAN_NAMES, "cpu": "true", "none": "false"},
+    "offload": {
+        **dict.fromkeys(("yes", "on", "1", "cpu"), "true"),
+        **dict.fromkeys(("no", "off", "0", "none"), "false"),
+    },
 }
 """Names of options in other programs, with the options of distexp."""
 
-ZERO_STAGE = re.compile(r"zero[-_ ]?([0-3])")
-"""Name of a ZeRO stage in other programs."""
-
-EXTENDED_GROUPS = ("model", "dataset", "strategy", "cluster")
-"""Groups to which users add custom options."""
-
 
 def explain_option(group: str, option: str, options: list[str]) -> str:
-    """Return the error for an option that a group does not have.
-
-    Args:
-        group: The config group.
-        option: The unknown option.
-        options: All options of the group.
-    """
+    """Return the error for an option that a group does not have."""
     near = _suggest_option(group, option, options)
     texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
-    if not near and group in EXTENDED_GROUPS and option.isidentifier():
+    if not near and group in ("model", "dataset", "strategy", "cluster") and option.isidentifier():
         texts.append(f"A custom option, in FOLDER/{group}/{option}.yaml, needs --config-dir FOLDER")
     if group == "model" and option:
-        texts.append(_transformers_hint("FOLDER_OR_HUB_ID" if near else option))
+        name = "FOLDER_OR_HUB_ID" if near else option
+        texts.append(f"For another model of transformers, from the hub or a folder: model=hf model.name={name}")
     return f"{group}={option} is not an option{near or '.'} {'. '.join(texts)}"
 
 
@@ -228,19 +190,11 @@ def _suggest_option(group: str, option: str, options: list[str]) -> str:
     name = OPTION_NAMES.get(group, {}).get(name, name)
     if name in options:
         return f". Did you mean {name}?"
-    if group == "strategy" and (stage := ZERO_STAGE.fullmatch(name)):
+    if group == "strategy" and (stage := re.fullmatch(r"zero[-_ ]?([0-3])", name)):
         return f". Did you mean zero_stage={stage[1]}?"
     confused = ("strategy", *strategy_groups())  # Groups that choose a strategy.
     elsewhere = [other for other in confused if group in confused and name in options_of(other)]
     return f". Did you mean {elsewhere[0]}={name}?" if elsewhere else suggest(name, options)
-
-
-def _transformers_hint(name: str) -> str:
-    """Return how to choose a model that is not an option."""
-    return f"For another model of transformers, from the hub or a folder: model=hf model.name={name}"
-
-
-# Hints for durations such as ``30m``, ``1:30`` and Slurm's ``1-12:00:00`` in a key that takes a number.
 
 
 UNITS = {"_min": ("minutes", 60), "_s": ("seconds", 1)}
@@ -252,21 +206,17 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(d|days?|h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?)(?![a-z])\s*")
 """A number with a unit, as in ``30m`` or ``30 minutes``."""
 
-CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
-"""Hours, minutes and seconds, as Slurm writes them, with or without days."""
-
-SHORT_CLOCK = re.compile(r"(\d+):(\d{1,2})")
-"""Hours and minutes, or minutes and seconds."""
-
 
 def explain_duration(key: str, value: str) -> str:
-    """Return which number to write for a duration, as the end of a message; empty if it is none."""
+    """Return which number to write for a duration, or for steps in ``profile``, as the end of a message; or nothing."""
+    if key == "profile" and value.isdecimal():
+        return f": for {value} steps write train.profile_steps={value}"
     unit = next((unit for end, unit in UNITS.items() if key.endswith(end)), None)
     if unit is None:
         return ""
     name, length = unit
     text = value.strip("'\" ").lower()
-    if short := SHORT_CLOCK.fullmatch(text):
+    if short := re.fullmatch(r"(\d+):(\d{1,2})", text):  # hours and minutes, or minutes and seconds
         first, second = (int(part) for part in short.groups())
         long, brief = 3600 * first + 60 * second, 60 * first + second
         return (
@@ -279,16 +229,13 @@ def explain_duration(key: str, value: str) -> str:
 
 def _seconds(text: str) -> float | None:
     """Return the seconds of a duration with units, or of days, hours, minutes and seconds; None for another text."""
-    if clock := CLOCK.fullmatch(text):
+    if clock := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})", text):  # as Slurm writes them
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return 86400 * days + 3600 * hours + 60 * minutes + seconds
     parts = PARTS.findall(text)
     if not parts or PARTS.sub("", text):
         return None
     return sum(float(number) * SECONDS[unit[0]] for number, unit in parts)
-
-
-# Suggestions for misspelled names.
 
 
 ALIASES = {

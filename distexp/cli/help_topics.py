@@ -111,11 +111,7 @@ TOPIC_INDENT = 6 * " "
 
 
 def topic_text(name: str) -> str | None:
-    """Return the help of a group, an option, a section or a key; None for another name.
-
-    Args:
-        name: such as ``zero_stage``, ``zero_stage=2``, ``deepspeed/zero_stages``, ``train`` or ``learning_rate``.
-    """
+    """Return the help of a group, an option, a section or a key; None for another name."""
     groups = dict(describe_groups())
     group, _, option = name.partition("=")
     if group in groups and not option:

@@ -36,10 +36,7 @@ from distexp.guard.config_files import use_checked_loader
 def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequence[str] = ()) -> int:
     """Run a command line and return its exit code; 2 if it is wrong, after printing every error.
 
-    Args:
-        arguments: What the user has typed after the command.
-        command: The command.
-        added: Overrides that the command puts in front of the typed ones.
+    ``added`` has the overrides that the command puts in front of the typed ones.
     """
     wants_trace = os.environ.get(TRACE_VARIABLE) == "1"
     os.environ[TRACE_VARIABLE] = "1"  # Hydra then raises its errors instead of printing them

@@ -26,9 +26,8 @@ def typed_overrides(arguments: Sequence[str]) -> list[Override]:
     return _parse_once(tuple(arguments))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # They are needed for each cell of a sweep.
 def _parse_once(arguments: tuple[str, ...]) -> list[Override]:
-    """Return the overrides of a command line. They are needed for each cell of a sweep."""
     found = []
     for override in parse([text for text in arguments if is_override(text)]):
         found.append(override)
@@ -56,9 +55,7 @@ def as_text(value: Any) -> str:
 def packages_trusted_by_user(arguments: Sequence[str]) -> list[str]:
     """Return the packages that the command line or the environment trusts.
 
-    Args:
-        arguments: the command line as Hydra gets it. Overrides of Hydra's configuration are not used, because a file
-            can add to them.
+    Overrides of Hydra's configuration are not used, because a file can add to them.
     """
     typed = [name for override in typed_overrides(arguments) for name in _package_names(override)]
     return list(dict.fromkeys([*packages_of_environment(), *typed]))
@@ -83,7 +80,6 @@ def _as_list(value: Any) -> list[Any]:
 
 # Checks that no secret is part of a configuration, because the configuration is written to files.
 
-
 TEXT_KEYS = ("setup", "sbatch", "srun", "python")
 ASSIGNMENT = re.compile(r"\b([A-Za-z_]\w*)=[\"']?(?![\"']?\$)(?=[^\s\"',])")
 """A variable with a literal value in a shell line; ``X=$(cat file)`` has none."""
@@ -93,11 +89,7 @@ HINT = "export it in your shell, and the workers get it"
 
 
 def check_arguments_for_secrets(arguments: Sequence[str]) -> None:
-    """Check that the command line does not contain the value of a secret variable.
-
-    Raises:
-        ConfigError: with the name of the variable.
-    """
+    """Raise a ConfigError if the command line contains the value of a secret variable."""
     for argument in arguments:
         name = secret_in(argument)
         if name is not None:
@@ -108,11 +100,7 @@ def check_arguments_for_secrets(arguments: Sequence[str]) -> None:
 
 
 def check_for_secrets(composed: DictConfig) -> None:
-    """Check that a composed configuration sets no secret.
-
-    Raises:
-        ConfigError: with an error for each key.
-    """
+    """Raise a ConfigError with all secrets that a composed configuration sets."""
     errors = [f"{key} is a secret, and would be written to files: leave it out; {HINT}" for key in _secrets(composed)]
     if PASSWORD_IN_ADDRESS.search(str(_raw(composed.tracker).get("uri"))):
         errors.append(

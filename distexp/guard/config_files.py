@@ -56,11 +56,7 @@ class _CheckedRepository(ConfigRepository):
     """The YAML files of all sources. It names a file that is not in UTF-8."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Load a file.
-
-        Raises:
-            ConfigError: the file is not in UTF-8.
-        """
+        """Load a file."""
         try:
             return super().load_config(config_path)
         except UnicodeDecodeError as error:
@@ -160,10 +156,6 @@ def use_checked_loader() -> None:
 
 def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
     """Check that no file trusts a package, and add the packages of the environment to ``trusted_packages``.
-
-    Args:
-        composed: the composed configuration of a cell, with the hydra node.
-        allowed: the packages that the user trusts.
 
     Raises:
         ConfigError: the cell trusts a package that the user does not trust.

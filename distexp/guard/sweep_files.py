@@ -56,16 +56,7 @@ def _mark(path: Path) -> Path:
 
 
 def check_stored_command(path: Path, stored: Sequence[str], typed: Sequence[str]) -> None:
-    """Check that the user repeats the overrides of a stored command that can run code.
-
-    Args:
-        path: File of the stored command, for the message.
-        stored: Its arguments.
-        typed: Arguments that the user has typed.
-
-    Raises:
-        ConfigError: with an error for each override that is not repeated.
-    """
+    """Raise a ConfigError with all overrides of a stored command that can run code and are not repeated by the user."""
     repeated = {key_of(override) for override in typed_overrides(typed)}
     errors = [
         f"{path} contains {_shown(argument)}, which could run code: if you trust it, add {_shown(argument)} to the "
@@ -101,16 +92,9 @@ def _is_unsafe(argument: str, override: Override) -> bool:
 
 
 def check_working_directory(path: Path, directory: str) -> None:
-    """Check that the current folder is that of a foreign command, because Python imports packages from it.
+    """Raise a ConfigError if a foreign command was started in another folder, because Python imports packages from it.
 
     A folder that does not exist is not used.
-
-    Args:
-        path: File of the stored command, for the message.
-        directory: The folder in which the command was started.
-
-    Raises:
-        ConfigError: the folder is another one.
     """
     if os.path.isdir(directory) and not os.path.samefile(directory, os.curdir):
         raise ConfigError(
@@ -120,11 +104,7 @@ def check_working_directory(path: Path, directory: str) -> None:
 
 
 def check_files(sweep_dir: Path) -> None:
-    """Check that a foreign sweep contains only files and folders, so that runs overwrite no file outside of it.
-
-    Raises:
-        ConfigError: with the first links that lead out of the sweep, pipes and devices.
-    """
+    """Raise a ConfigError if a foreign sweep has links out of it, pipes or devices: runs could write outside of it."""
     if is_own_file(sweep_dir / COMMAND) or not sweep_dir.is_dir():
         return
     found = list(_unsafe_files(sweep_dir))

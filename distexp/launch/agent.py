@@ -48,7 +48,11 @@ def main() -> None:
     """Run the workers of a node. The exit code is that of the workers, or one of ``distexp.launch.failures``."""
     run_dir, node, started = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     connection = int(sys.argv[3]) if len(sys.argv) > 3 else None
-    _handle_signals(run_dir)
+    signal.signal(signal.SIGTERM, raise_stopped)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
+    for signal_number in run_state.SIGNALS:
+        signal.signal(signal_number, lambda number, _: run_state.request_stop(run_dir, signal.Signals(number).name))
+    die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)
     if node == 0:
         write_agent(run_dir)
@@ -65,15 +69,6 @@ def main() -> None:
 
         finalize_run(spec, run_dir, {node: STOPPED_CODE}, started, "the launcher died, so the agent ended the workers")
     sys.exit(code)
-
-
-def _handle_signals(run_dir: Path) -> None:
-    """End the workers on SIGTERM and if the launcher dies; request a checkpoint on SIGUSR1 and SIGUSR2."""
-    signal.signal(signal.SIGTERM, raise_stopped)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The launcher handles Ctrl-C.
-    for signal_number in run_state.SIGNALS:
-        signal.signal(signal_number, lambda number, _: run_state.request_stop(run_dir, signal.Signals(number).name))
-    die_with_parent(signal.SIGTERM)
 
 
 def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
@@ -93,34 +88,20 @@ def raise_stopped(number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Position of an agent in its run.
+    """Position of an agent in its run."""
 
-    Attributes:
-        node: Number of the node, from 0. Node 0 is the head.
-        address: Name under which the other nodes reach this one.
-        attempt: Identity of the attempt, so that files of an earlier one are ignored.
-        peer_failed: Returns whether another node has failed.
-        connection: File descriptor of a connection to the process from which the workers are forked; None on Slurm.
-    """
-
-    node: int
-    address: str = "127.0.0.1"
-    attempt: str = ""
-    peer_failed: Callable[[], bool] = lambda: False
+    node: int  # Number of the node, from 0. Node 0 is the head.
+    address: str = "127.0.0.1"  # Name under which the other nodes reach this one.
+    attempt: str = ""  # Identity of the attempt, so that files of an earlier one are ignored.
+    peer_failed: Callable[[], bool] = lambda: False  # Returns whether another node has failed.
+    # File descriptor of a connection to the process from which the workers are forked; None on Slurm.
     connection: int | None = None
 
 
 def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float) -> int:
     """Start the workers of a node and watch them; end all of them before returning.
 
-    Args:
-        spec: The run.
-        run_dir: Directory of the run.
-        context: Position of this node.
-        started: Start of the run, in Unix seconds.
-
-    Returns:
-        The exit code of the node.
+    ``started`` is the start of the run in Unix seconds. The result is the exit code of the node.
     """
     node = context.node
     with ExitStack() as stack, ExitStack() as sampling:
@@ -151,14 +132,6 @@ def start_group(
     spec: RunSpec, run_dir: Path, context: NodeContext, rendezvous: Rendezvous, stack: ExitStack, *, started: float
 ) -> WatchedProcess:
     """Start the parent process of the workers. That of a local run is forked from one that has the libraries.
-
-    Args:
-        spec: The run.
-        run_dir: Directory of the run.
-        context: Position of this node.
-        rendezvous: Where the workers meet.
-        stack: Closes what the process needs while it runs.
-        started: Start of the run, in Unix seconds.
 
     Raises:
         NotStartedError: the process from which the workers are forked has died, or the run has exceeded a limit.
@@ -219,11 +192,7 @@ def read_rendezvous(run_dir: Path) -> Rendezvous | None:
 
 
 def wait_for_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezvous:
-    """Wait for the rendezvous of an attempt and return it.
-
-    Raises:
-        TimeoutError: if the head does not write it in time.
-    """
+    """Wait for the rendezvous of an attempt and return it; raise TimeoutError if the head does not write it in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = read_rendezvous(run_dir)
@@ -234,12 +203,10 @@ def wait_for_head(run_dir: Path, timeout_s: float, attempt: str = "") -> Rendezv
 
 
 # Time limit and hang timeout of a run: the agent of each node watches its workers.
-#
 # ``cluster.timeout_min`` limits a run, from the end of the build of DeepSpeed's operators.
 # ``cluster.hang_timeout_min`` limits the time without a step or a new phase, which rank 0 reports by its heartbeat.
 # The timeout of collectives is longer, see ``distributed.process_group``. The defaults are in
 # ``distexp.config.sections``.
-
 
 POLL_S = 0.1
 OWN_SIGTERM_S = 1.0
@@ -257,16 +224,7 @@ def watch(
 ) -> int:
     """Wait until the workers end, exceed their time or hang, or until another node fails.
 
-    Args:
-        group: The parent process of the workers.
-        spec: The run.
-        run_dir: Directory of the run.
-        node: The node.
-        started: Start of the run, in Unix seconds.
-        peer_failed: Returns whether another node has failed.
-
-    Returns:
-        The exit code of the workers' parent process, or a code of ``exit_codes``.
+    The result is the exit code of the workers' parent process, or one of the codes in ``distexp.launch.failures``.
     """
     while (code := group.poll()) is None:
         exceeded = exceeded_limit(spec, run_dir, started)
@@ -283,13 +241,7 @@ def watch(
 
 
 def exceeded_limit(spec: RunSpec, run_dir: Path, started: float) -> int | None:
-    """Return the exit code for the time limit or the hang timeout if the run has exceeded it, else None.
-
-    Args:
-        spec: The run.
-        run_dir: Directory of the run.
-        started: Start of the run, in Unix seconds.
-    """
+    """Return the exit code for the time limit or the hang timeout if the run has exceeded it, else None."""
     cluster, now = spec.config.cluster, time.time()
     limit_s = cluster.timeout_min * 60 if cluster.timeout_min else float("inf")
     if now - max(started, last_build_step(run_dir)) > limit_s:

@@ -15,7 +15,7 @@ import psutil
 
 from distexp.config.overrides import join_first
 from distexp.measure.memory.sampler import run_traces
-from distexp.measure.stragglers import GpuEvidence, read_gpu_evidence
+from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs.attempts import read_rank_errors
 from distexp.runs.events import RankProgress, ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord
@@ -43,12 +43,7 @@ PEER_LOSS = re.compile(
 
 
 class Cause(NamedTuple):
-    """Why a run did not complete.
-
-    Attributes:
-        status: Status of the run.
-        error: Its error.
-    """
+    """Why a run did not complete."""
 
     status: str
     error: RunError
@@ -64,23 +59,14 @@ class SignalDeath(NamedTuple):
 def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> Cause:
     """Return the status of a run that did not complete, and its cause.
 
-    Args:
-        directory: Directory of the run.
-        codes: Exit code of each node's agent.
-        spec: The run.
+    ``codes`` has the exit code of each node's agent.
     """
     phase, cluster = current_phase(directory), spec.config.cluster
     if TIMEOUT_CODE in codes.values():
         limit = f"the run took longer than cluster.timeout_min={cluster.timeout_min:g}"
         return Cause("timeout", RunError("Timeout", limit, phase))
     if HANG_CODE in codes.values():
-        error = hang_error(directory, phase, f"cluster.hang_timeout_min={cluster.hang_timeout_min:g}")
-        return Cause("failed", error)
-    return _parent_cause(directory, codes, phase) or _worker_cause(directory, phase)
-
-
-def _parent_cause(directory: Path, codes: Mapping[int, int], phase: str | None) -> Cause | None:
-    """Return the cause if a signal ended an agent or the parent process of its workers; None if none did."""
+        return Cause("failed", hang_error(directory, phase, f"cluster.hang_timeout_min={cluster.hang_timeout_min:g}"))
     for node, code in codes.items():
         if code < 0:
             return _signal_cause(directory, -code, f"the agent of node {node}", phase)
@@ -88,47 +74,30 @@ def _parent_cause(directory: Path, codes: Mapping[int, int], phase: str | None) 
         number = decode_group_signal(code)
         if number is not None:
             return _signal_cause(directory, number, f"the parent process of the workers on node {node}", phase)
-    return None
+    return _worker_cause(directory, phase)
 
 
 def _worker_cause(directory: Path, phase: str | None) -> Cause:
     """Return the cause by the first error of a worker. Later errors are its consequences."""
     first = next(iter(read_rank_errors(directory)), None)
     deaths = signal_deaths(directory)
-    if deaths and (first is None or _is_peer_loss(first)):
+    if deaths and (first is None or PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type)):
         return _signal_cause(directory, deaths[0].signal, f"rank {deaths[0].rank}", phase, deaths[0].rank)
     if first is None:
-        return _silent_cause(directory, phase)
+        codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in worker_ends(directory) if end["code"])
+        message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
+        return Cause("failed", RunError("WorkerDied", message, phase))
     return Cause(out_of_memory_status(first.type, first.message) or "failed", first)
 
 
-def _is_peer_loss(error: RunError) -> bool:
-    return bool(PEER_LOSS.search(error.message) or PEER_LOSS.search(error.type))
-
-
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
-    """Return the cause of a run that ended because a signal ended one of its processes.
-
-    Args:
-        directory: Directory of the run.
-        number: The signal.
-        process: Name of the process, for the message.
-        phase: The latest phase of the run, or None.
-        rank: Rank of the process; None if it is no worker.
-    """
+    """Return the cause of a run that ended because a signal ended one of its processes."""
     name = signal.Signals(number).name
     if number == signal.SIGKILL and oom_killed(directory):
         message = f"the kernel ran out of memory and killed {process}"
         return Cause("oom_host", RunError("OutOfMemoryKilled", message, phase, rank))
     status = "killed" if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) else "failed"
     return Cause(status, RunError(name, f"{process} was terminated by {name}", phase, rank))
-
-
-def _silent_cause(directory: Path, phase: str | None) -> Cause:
-    """Return the cause of a run whose workers failed without reporting an error."""
-    codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in worker_ends(directory) if end["code"])
-    message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
-    return Cause("failed", RunError("WorkerDied", message, phase))
 
 
 def signal_deaths(directory: Path) -> list[SignalDeath]:
@@ -154,7 +123,6 @@ def current_phase(directory: Path) -> str | None:
 
 # Exit codes of an agent. The process that writes the record finds the cause of a failed run from them.
 
-
 HANG_CODE = 75
 TERMINATED_CODE = 76
 """The parent process of the workers got SIGTERM from outside."""
@@ -171,8 +139,7 @@ STOPPED_CODE = SIGNAL_OFFSET + signal.SIGTERM
 def encode_group_code(code: int) -> int:
     """Return the exit code of an agent whose workers have ended.
 
-    Args:
-        code: Exit code of the parent process of the workers, negative for a signal.
+    ``code`` is that of the parent process of the workers, negative for a signal.
     """
     if code == -signal.SIGTERM:
         return TERMINATED_CODE
@@ -180,36 +147,27 @@ def encode_group_code(code: int) -> int:
 
 
 def decode_group_signal(code: int) -> int | None:
-    """Return the signal that ended the parent process of the workers; None if no signal did.
-
-    Args:
-        code: Exit code of an agent.
-    """
+    """Return the signal that ended the parent process of the workers; None if no signal did."""
     if code == TERMINATED_CODE:
         return signal.SIGTERM
     return code - SIGNAL_OFFSET if code > SIGNAL_OFFSET and code != STOPPED_CODE else None
 
 
-# Cause of a hang: the rank that the others wait for.
-#
-# Every agent looks at its own workers before it ends them, because only a live process can be seen to be stopped. The
-# process that writes the record combines this with the progress of all ranks.
-
+# Cause of a hang: the rank that the others wait for. Every agent looks at its own workers before it ends them, because
+# only a live process can be seen to be stopped. The process that writes the record adds the progress of all ranks.
 
 STACK_DUMP_S = 2.0
 """Time that workers get to write their stacks."""
 
 
 def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
-    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log.
-
-    Args:
-        group_pid: The parent process of the workers.
-        run_dir: Directory of the run.
-        node: The node.
-    """
+    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log."""
     workers = descendants(group_pid, recursive=False)
-    stopped_pids = {worker.pid for worker in workers if _is_stopped(worker)}
+    stopped_pids = set()
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            if worker.status() == psutil.STATUS_STOPPED:
+                stopped_pids.add(worker.pid)
     stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
     write_json(stopped_ranks_path(run_dir, node), stopped)
     for worker in workers:
@@ -218,13 +176,7 @@ def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
 
 
 def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
-    """Return the error of a run without progress, with the phase and the rank that the others wait for.
-
-    Args:
-        run_dir: Directory of the run.
-        phase: The latest phase of rank 0, or None.
-        limit: The setting that limits the time without progress.
-    """
+    """Return the error of a run without progress, with the phase and the rank that the others wait for."""
     progress = read_rank_progress(run_dir)
     stopped = {rank for path in stopped_ranks_paths(run_dir) for rank in json.loads(path.read_text())}
     culprits = [entry for entry in progress if entry.rank in stopped] or ranks_behind(progress)
@@ -246,13 +198,6 @@ def _describe(culprits: Sequence[RankProgress], progress: Sequence[RankProgress]
     return f"{join_first(map(str, culprits))} {verb} {state}"
 
 
-def _is_stopped(worker: psutil.Process) -> bool:
-    try:
-        return bool(worker.status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
-
-
 # Detection of processes that the kernel killed for memory during a run.
 
 
@@ -262,13 +207,7 @@ def save_counters(directory: Path) -> None:
 
 
 def mark_if_killed(directory: Path, node: int, before: Mapping[str, int]) -> None:
-    """Leave a mark for the node that writes the record, if the OOM counter of this node has increased.
-
-    Args:
-        directory: Directory of the run.
-        node: This node.
-        before: Its counters at the start of the run.
-    """
+    """Leave a mark for the node that writes the record, if the OOM counter of this node has increased."""
     if _increased(before, oom_kills()):
         with suppress(OSError):  # The run has failed anyway, and has a signal as its cause then.
             oom_mark_path(directory, node).touch()
@@ -305,19 +244,17 @@ def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
             entry["gpu"] = found.index
             entry["evidence"] = "; ".join([entry["evidence"], *found.problems, *found.differences])
     named = {entry["rank"] for entry in record.metrics.stragglers or []}
-    problems = {rank: found for rank, found in evidence.items() if found.problems and rank not in named}
-    if problems:
-        entries = [_problem_entry(record, rank, found, spec) for rank, found in sorted(problems.items())]
-        record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]
-
-
-def _problem_entry(record: RunRecord, rank: int, found: GpuEvidence, spec: RunSpec) -> dict[str, Any]:
-    """Return the entry of a rank that is not slow, but whose GPU has a problem."""
     hosts = record.run.hosts
-    return {
-        "rank": rank,
-        "gpu": found.index,
-        "host": hosts[rank // spec.workers_per_node] if len(hosts) == spec.nodes else None,
-        "slower_by_pct": None,
-        "evidence": "; ".join(found.problems),
-    }
+    entries = [
+        {
+            "rank": rank,
+            "gpu": found.index,
+            "host": hosts[rank // spec.workers_per_node] if len(hosts) == spec.nodes else None,
+            "slower_by_pct": None,
+            "evidence": "; ".join(found.problems),
+        }
+        for rank, found in sorted(evidence.items())
+        if found.problems and rank not in named
+    ]
+    if entries:
+        record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]

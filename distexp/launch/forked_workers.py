@@ -21,15 +21,11 @@ POLL_S = 0.1
 
 
 class NotStartedError(Exception):
-    """The workers were not started, because a limit was exceeded or the shared process has ended.
-
-    Attributes:
-        code: Exit code of the agent.
-    """
+    """The workers were not started, because a limit was exceeded or the shared process has ended."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        self.code = code
+        self.code = code  # exit code of the agent
 
 
 class ForkedWorkers:
@@ -52,11 +48,7 @@ class ForkedWorkers:
     ) -> ForkedWorkers:
         """Request the workers from the shared process, and wait until its imports are done.
 
-        Args:
-            descriptor: Socket that the launcher has connected with the shared process.
-            arguments: Arguments of ``distexp.worker.group``.
-            output: File for stdout and stderr.
-            limit: Returns the exit code of an agent that has exceeded a limit, or None.
+        ``limit`` returns the exit code of an agent that has exceeded a limit, or None.
 
         Raises:
             NotStartedError: the process has ended, or a limit is exceeded.
@@ -111,11 +103,7 @@ class ForkedWorkers:
 
 
 def _wait_for_start(channel: socket.socket, limit: Callable[[], int | None]) -> dict[str, Any]:
-    """Wait until the shared process has forked the workers, and return its message.
-
-    Raises:
-        NotStartedError: the process has ended, or a limit is exceeded.
-    """
+    """Wait until the shared process has forked the workers, and return its message."""
     while True:
         try:
             started = receive(channel).message

@@ -37,67 +37,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs to start.
-
-    Attributes:
-        context: Hydra's configuration loader and callbacks.
-        master: Configuration of the command, with Hydra's node.
-        cells: All cells of the command, also the invalid ones.
-    """
+    """The runs to start."""
 
     context: HydraContext
     master: DictConfig
-    cells: Sequence[Cell]
+    cells: Sequence[Cell]  # All cells of the command, also the invalid ones.
 
 
 @dataclass(frozen=True)
 class Cancelled:
-    """Result of cancelling runs.
+    """Result of cancelling runs."""
 
-    Attributes:
-        runs: Number of runs that have ended, or will.
-        left: Lines about those that have not ended yet.
-        errors: Lines about runs that cannot be cancelled.
-    """
-
-    runs: int = 0
-    left: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    runs: int = 0  # Number of runs that have ended, or will.
+    left: list[str] = field(default_factory=list)  # Lines about those that have not ended yet.
+    errors: list[str] = field(default_factory=list)  # Lines about runs that cannot be cancelled.
 
 
 class CancelError(Exception):
     """No run was cancelled. The message is the reason."""
 
 
-RunAll = Callable[[Sequence["AssignedRun"], Callable[[], None]], None]
-"""Function that runs all trials of a batch, and calls another one after each. Each has a record when it returns."""
-
-
 @dataclass(frozen=True)
 class TrialRunner:
-    """How a launcher runs the trials of ``distexp choose``.
+    """How a launcher runs the trials of ``distexp choose``."""
 
-    Attributes:
-        run_all: Runs a batch.
-        code: Git state of the code.
-        snapshot: Copy of the code that the runs use, relative to the directory of the search.
-    """
-
-    run_all: RunAll
+    # Runs all trials of a batch, and calls another function after each. Each has a record when it returns.
+    run_all: Callable[[Sequence[AssignedRun], Callable[[], None]], None]
     code: GitState
-    snapshot: str | None = None
+    snapshot: str | None = None  # Copy of the code that the runs use, relative to the directory of the search.
 
 
 class TrialLauncher(Protocol):
     """A launcher that can run trials."""
 
     def runner(self, sweep_dir: Path, console: Console) -> AbstractContextManager[TrialRunner]:
-        """Return a context manager with the runner of trials.
-
-        Args:
-            sweep_dir: Directory of the search.
-            console: Where to print what happens.
-        """
+        """Return a context manager with the runner of trials."""
 
 
 class Launcher(LauncherTraits):
@@ -127,12 +101,7 @@ class Launcher(LauncherTraits):
         raise NotImplementedError(f"{type(self).__qualname__} reads dry_run, but lacks print_dry_run")
 
     def trials(self, sweep: Sweep, label: Callable[[Config], str]) -> TrialLauncher:
-        """Return what runs the trials of ``distexp choose``.
-
-        Args:
-            sweep: The command.
-            label: Returns the name of a configuration.
-        """
+        """Return what runs the trials of ``distexp choose``."""
         raise ConfigError(
             f"distexp choose cannot run trials with cluster={sweep.master.cluster.name}: use cluster=local"
         )

@@ -25,21 +25,13 @@ JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 
 @dataclass(frozen=True)
 class Entry:
-    """State of one run at one time.
-
-    Attributes:
-        run: Number of the run.
-        id: ``run.id``.
-        directory: Directory of the run, relative to the sweep directory, so that the sweep can be moved.
-        job: Slurm job as ARRAY_INDEX.
-        state: ``submitted``, ``cancelled``, or the status of the record.
-    """
+    """State of one run at one time."""
 
     run: int
     id: str
-    directory: str
-    job: str | None
-    state: str
+    directory: str  # Directory of the run, relative to the sweep directory, so that the sweep can be moved.
+    job: str | None  # Slurm job as ARRAY_INDEX.
+    state: str  # ``submitted``, ``cancelled``, or the status of the record.
     unix_time_s: float = field(default_factory=time.time)
 
 

@@ -41,7 +41,6 @@ from distexp.system.units import MIB_PER_GB, format_memory
 CHECK, WARN = "check", "warn"
 UNKNOWN_GPU = "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80"
 UNKNOWN_HOST = "the memory of its node is unknown: set cluster.memory_gb or plan.host_memory_gb"
-BEFORE_START = " before the first run starts (plan=off: start at once)"
 MAX_SEARCHED_CELLS = 4
 """If more cells do not fit, no changes are predicted. Each search takes as long as several predictions."""
 
@@ -49,35 +48,28 @@ MAX_SEARCHED_CELLS = 4
 def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
     """Predict the memory of the cells. With ``plan=check`` a cell that cannot fit becomes invalid.
 
-    Args:
-        cells: The cells of the command. They get their prediction.
-        make: Composes a variant of a cell.
-        planner: Source of estimates.
-
     Raises:
         ConfigError: if there is one cell only, and it cannot fit.
     """
     with planner or Planner() as source:
-        _predict_runs(cells, make, source)
+        checked = [cell for cell in cells if _mode(cell) == CHECK]
+        _predict_checked(checked, source)
+        for cell in cells:
+            if _mode(cell) == WARN and (cached := source.cached(_config(cell))) is not None:
+                _store_prediction(cell, cached)
+        for cell in cells:
+            _warn_about_memory(cell)
+        misfits = [cell for cell in checked if cell.predicted is not None and cell.predicted.verdict == DOES_NOT_FIT]
+        _invalidate(misfits, make, source)
     if len(cells) == 1 and cells[0].errors:
         raise ConfigError(cells[0].errors)
-
-
-def _predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None:
-    checked = [cell for cell in cells if _mode(cell) == CHECK]
-    _predict_checked(checked, planner)
-    for cell in cells:
-        if _mode(cell) == WARN and (cached := planner.cached(_config(cell))) is not None:
-            _store_prediction(cell, cached)
-    for cell in cells:
-        _warn_about_memory(cell)
-    _invalidate([cell for cell in checked if _does_not_fit(cell)], make, planner)
 
 
 def _predict_checked(cells: Sequence[Cell], planner: Planner) -> None:
     """Predict cells with ``plan=check``, which may take minutes; warn about those that cannot be predicted."""
     configs = [_config(cell) for cell in cells]
-    with show_predictions(planner.count_missing(configs), BEFORE_START) as advance:
+    note = " before the first run starts (plan=off: start at once)"
+    with show_predictions(planner.count_missing(configs), note) as advance:
         outcomes = planner.estimate(configs, advance)
     for cell, outcome in zip(cells, outcomes, strict=True):
         if isinstance(outcome, str):
@@ -102,10 +94,6 @@ def _config(cell: Cell) -> Config:
 def _store_prediction(cell: Cell, estimate: Estimate) -> None:
     cell.predicted = predict(estimate, memory_to_fit_mib(_config(cell)))
     cell.curve = estimate.curve
-
-
-def _does_not_fit(cell: Cell) -> bool:
-    return cell.predicted is not None and cell.predicted.verdict == DOES_NOT_FIT
 
 
 def _warn_about_memory(cell: Cell) -> None:
@@ -149,11 +137,7 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
 def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
     """Return the smallest change that makes a cell fit.
 
-    Args:
-        cell: The cell.
-        make: Composes a variant of it.
-        planner: Source of estimates.
-        start: Time at which the first search of the command started.
+    ``start`` is the time at which the first search of the command started.
     """
     assert cell.predicted is not None
     larger = LARGER_MACHINE[_config(cell).cluster.device]
@@ -179,29 +163,17 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
     return f"use {' '.join(best.overrides)} (needs {format_memory(best.estimate.required_mib or 0.0)})"
 
 
-# The step between composing the cells of a command and starting their runs: predict their memory.
-
-
 def _is_predicted(cell: Cell) -> bool:
     """Return whether a cell may be predicted. If not, its run does not wait for the import of the planner."""
-    config = cell.config
-    if config is None or config.plan.name == "off":
+    if cell.config is None or cell.config.plan.name == "off":
         return False
-    return config.plan.name == "check" or _has_cache()
-
-
-def _has_cache() -> bool:
     with suppress(ConfigError):  # Without a home directory there is no cache.
-        return (cache_dir() / "plan").is_dir()
+        return cell.config.plan.name == CHECK or (cache_dir() / "plan").is_dir()
     return False
 
 
 def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:
     """Predict the memory of cells if that is requested, or if predictions are cached.
-
-    Args:
-        cells: The cells of the command.
-        make: Composes a variant of a cell.
 
     Raises:
         ConfigError: with ``plan=check``, if there is one cell only, and it cannot fit.
@@ -216,16 +188,14 @@ def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:
 def add_advice(memory: dict[str, Any], spec: RunSpec, directory: Path) -> None:
     """Add ``would_fit`` and ``command`` to a report of GPU memory. Nothing is traced, because that takes seconds.
 
-    Args:
-        memory: The report, which a worker wrote.
-        spec: The run.
-        directory: Directory of the run, with the search of its micro-batch.
-
     Raises:
         ValueError: if the report lacks a value, or has another type.
     """
     reserved, free, total = (_number(memory, key) for key in ("reserved_mib", "free_mib", "total_mib"))
-    config = chosen_config(spec.config, directory)
+    config = spec.config
+    search = MicroBatchSearch.read(directory / MICRO_BATCH) if searches_micro_batch(config) else None
+    if search is not None and search.chosen is not None:
+        config = with_micro_batch(config, search.chosen)
     known = not searches_micro_batch(config)
     memory["would_fit"] = predicted_change(config, reserved + free) if known else []
     memory["command"] = plan_command(spec, total, config.train.micro_batch if known else None)
@@ -238,18 +208,10 @@ def _number(memory: dict[str, Any], key: str) -> float:
     return value
 
 
-def chosen_config(config: Config, directory: Path) -> Config:
-    """Return a configuration with the micro-batch size that the search chose; the same if it chose none."""
-    search = MicroBatchSearch.read(directory / MICRO_BATCH) if searches_micro_batch(config) else None
-    return config if search is None or search.chosen is None else with_micro_batch(config, search.chosen)
-
-
 def predicted_change(config: Config, usable_mib: float) -> list[str]:
     """Return the overrides of the smallest change that fits, by a prediction in the cache; empty if there is none.
 
-    Args:
-        config: the configuration that did not fit.
-        usable_mib: memory that torch had, and what was free.
+    ``usable_mib`` is the memory that torch had, and what was free.
     """
     for overrides in candidate_overrides(config):
         changed = apply_overrides(config, overrides)
@@ -282,10 +244,7 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
 def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
     """Return the command that predicts a run and what would fit.
 
-    Args:
-        spec: The run.
-        total_mib: Memory of the GPU.
-        size: Its micro-batch; None if the search found none. Then the command has 1, the smallest.
+    ``size`` is the micro-batch; None if the search found none. Then the command has 1, the smallest.
     """
     is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
     memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"]

@@ -1,6 +1,7 @@
-"""Build of a strategy's C++ operators on a node, before its workers and its memory sampler start.
+"""What a node needs before its workers start: enough GPUs, their environment, and the C++ operators of the strategy.
 
-A compiler takes minutes and gigabytes. A run that compiled while it is measured would report the compiler's memory.
+The operators are built before the memory sampler starts. A compiler takes minutes and gigabytes, so a run that compiled
+while it is measured would report the compiler's memory.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ from distexp.system.cgroups import Gpu, visible_gpus
 from distexp.system.files import PACKAGE, Entry, Tail, append_line, write_json
 from distexp.system.processes import end_tree, start_module
 
-# What a node must have before its workers start: enough GPUs, and the C++ operators of the strategy.
-
 
 def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
     """Return whether a node has fewer GPUs than workers, and write an error if so."""
@@ -50,9 +49,10 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
 def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
     """Build the operators that the run needs; return whether that failed, and write an error if so.
 
-    On simulated nodes only the head builds.
+    On simulated nodes only the head builds. Custom strategies are not asked: their import may import torch.
     """
-    if not _may_need_operators(spec) or (is_simulated(spec) and node > 0):
+    is_own = spec.config.strategy._target_.startswith(f"{PACKAGE.name}.")
+    if not is_own or spec.config.is_preflight or (is_simulated(spec) and node > 0):
         return False
     environment = worker_environment(spec, node)
     missing = missing_operators(load_strategy(spec.config).operators(spec.config), environment)
@@ -69,14 +69,6 @@ def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
         write_error(agent_error_path(run_dir, node), RunError("OperatorError", str(error), "compile"))
         return True
     return False
-
-
-def _may_need_operators(spec: RunSpec) -> bool:
-    """Return whether a run trains with a strategy of distexp. Custom ones are not imported: they may import torch."""
-    return spec.config.strategy._target_.startswith(f"{PACKAGE.name}.") and not spec.config.is_preflight
-
-
-# GPUs and environment of the workers of one node.
 
 
 DEBUG_VARIABLES = {
@@ -141,12 +133,8 @@ def build_operators(
 ) -> None:
     """Build operators in a process that ends with this one; call it from the main thread.
 
-    Args:
-        names: Names of DeepSpeed's operators.
-        environment: Environment of the workers.
-        log: File for the output of the compiler.
-        report: Gets each change: ``compiling`` with an operator, ``step`` and ``steps``, ``waiting`` with the reason,
-            ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled.
+    ``report`` gets each change: ``compiling`` with an operator, ``step`` and ``steps``, ``waiting`` with the reason,
+    ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled.
 
     Raises:
         OperatorError: if the build fails or takes longer than ``BUILD_TIMEOUT_S``.
@@ -173,23 +161,22 @@ class _Build:
         return time.monotonic() - self.started
 
     def follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Report each step until the process ends, and mark what it has built.
-
-        Raises:
-            OperatorError: if the build fails or takes too long.
-        """
+        """Report each step until the process ends, and mark what it has built."""
         reported_s = 0.0
         while process.poll() is None:
             self._read()
             if self.elapsed_s > BUILD_TIMEOUT_S:
-                raise OperatorError(self._failure(f"it took longer than {BUILD_TIMEOUT_S / 60:.0f} minutes"))
+                raise self._failure(f"it took longer than {BUILD_TIMEOUT_S / 60:.0f} minutes")
             if self.compiles and self.elapsed_s - reported_s >= REPORT_EVERY_S:
                 reported_s = self.elapsed_s
                 self.report({"elapsed_s": round(self.elapsed_s)})
             time.sleep(POLL_S)
         self._read()
         if process.returncode:
-            raise OperatorError(self._failure(_reason(self.log)))
+            # The first line that names an error, else the last line.
+            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+            error = next((line for line in lines if ERROR.search(line)), lines[-1] if lines else "no output")
+            raise self._failure(error[:300])
         if self.compiles:
             self.report({"compiled_s": round(self.elapsed_s)})
         elif self.waits:
@@ -202,7 +189,7 @@ class _Build:
             elif step := STEP.match(line):
                 self.compiles = True
                 self.report(
-                    {"step": int(step["step"]), "steps": int(step["steps"]), "elapsed_s": round(self.elapsed_s)}
+                    {**{key: int(text) for key, text in step.groupdict().items()}, "elapsed_s": round(self.elapsed_s)}
                 )
 
     def _handle(self, kind: str, name: str, rest: str) -> None:
@@ -215,33 +202,21 @@ class _Build:
         else:
             mark_built(name, self.environment, rest or None)
 
-    def _failure(self, reason: str) -> str:
-        return (
+    def _failure(self, reason: str) -> OperatorError:
+        return OperatorError(
             f"DeepSpeed's operators ({', '.join(self.names)}) could not be compiled: {reason}. The output of the "
             f"compiler is in {self.log}: check the compiler with distexp doctor, or choose another strategy"
         )
 
 
-def _reason(log: Path) -> str:
-    """Return the first line of a log that names an error, else its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return next((line for line in lines if ERROR.search(line)), lines[-1] if lines else "no output")[:300]
-
-
 # Marks of built C++ operators, in PyTorch's cache of extensions: a later run need not import torch to check.
-
 
 STEERING = ("DS_ACCELERATOR", "TORCH_CUDA_ARCH_LIST", "CXX", "CC", "CUDA_HOME")
 """Environment variables that change what is compiled."""
 
 
 def missing_operators(names: Iterable[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the operators that are not known to be built; none without DeepSpeed, which a worker then reports.
-
-    Args:
-        names: Names of DeepSpeed's operators.
-        environment: Environment of the workers.
-    """
+    """Return the operators that are not known to be built; none without DeepSpeed, which a worker then reports."""
     if not _installation("deepspeed"):
         return []
     return [name for name in names if not _is_built(_mark_path(name, environment))]
@@ -265,24 +240,17 @@ def _describe(library: str | None) -> dict[str, Any]:
     """Return the content of the mark of a library."""
     if library is None:
         return {"library": None}
-    return {"library": library, "size": Path(library).stat().st_size, "plan": _plan(library)}
-
-
-def _plan(library: str) -> str | None:
-    """Return the hash of Ninja's file next to a library; None if there is none."""
     try:
-        return hashlib.sha256(Path(library).with_name(ds_operators.NINJA_FILE).read_bytes()).hexdigest()
+        plan = hashlib.sha256(Path(library).with_name(ds_operators.NINJA_FILE).read_bytes()).hexdigest()
     except OSError:
-        return None
+        plan = None
+    return {"library": library, "size": Path(library).stat().st_size, "plan": plan}
 
 
 def mark_built(name: str, environment: Mapping[str, str], library: str | None) -> None:
     """Mark an operator as built.
 
-    Args:
-        name: Name of the operator.
-        environment: Environment of the workers.
-        library: Path of the library; None if the operator is not supported here, so that there is nothing to build.
+    ``library`` is None if the operator is not supported here, so that there is nothing to build.
     """
     with suppress(OSError):  # Without a mark, the next run checks again.
         write_json(_mark_path(name, environment), _describe(library))

@@ -35,24 +35,25 @@ from distexp.runs.texts import join_errors, name_folder, release_reserve
 from distexp.strategies.base import load_strategy
 from distexp.system.environment_variables import select_variables
 
-# What the agents measured during a run, in its record: memory, utilization, energy, cost and stragglers.
-
 
 def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add the preflight's results, and what the memory traces contain, to a record."""
+    """Add the preflight's results to a record, and what the agents measured: memory, energy, cost and stragglers."""
     if (directory / PREFLIGHT).exists():
         record.preflight = json.loads((directory / PREFLIGHT).read_text())
     if spec.config.measure.enabled:
         summary = summarize_run(directory, spec.nodes)
         record.memory.update(summary.memory)
         record.utilization.update(summary.utilization)
-    add_energy(record, spec, directory)
+    # Without measurement only the GPU-hours and their price are known.
+    traces = run_traces(directory, spec.nodes)
+    record.metrics.energy = energy_entry(
+        measure_energy(traces, directory / EVENTS) if spec.config.measure.enabled else TraceEnergy(),
+        spec.config.cluster,
+        duration_s=record.run.duration_s,
+        samples=last_value(directory, "measured_samples"),
+        tokens=last_value(directory, "measured_tokens"),
+    )
     add_evidence(record, spec, directory)
-
-
-def add_strategy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add what the strategy states for the report, if no worker did."""
-    record.strategy = record.strategy or load_strategy(spec.config).report_traits(spec.config)
 
 
 def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -62,17 +63,6 @@ def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     """
     found = explain(record, load_strategy(spec.config)) if record.metrics.step_breakdown else None
     record.metrics.explanation = None if found is None else found.to_json()
-
-
-def add_energy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add energy and cost to a record. Without measurement only the GPU-hours and their price are known."""
-    traces = run_traces(directory, spec.nodes)
-    energy = measure_energy(traces, directory / EVENTS) if spec.config.measure.enabled else TraceEnergy()
-    samples = last_value(directory, "measured_samples")
-    tokens = last_value(directory, "measured_tokens")
-    record.metrics.energy = energy_entry(
-        energy, spec.config.cluster, duration_s=record.run.duration_s, samples=samples, tokens=tokens
-    )
 
 
 DISK_RESERVE_BYTES = 256 * 1024
@@ -98,18 +88,12 @@ def finalize_run(
 ) -> RunRecord:
     """Classify how a run ended, write its record and return it.
 
-    Args:
-        spec: The run.
-        directory: Directory of the run.
-        codes: Exit code of each node's agent.
-        started: Start of the run, in Unix seconds.
-        stopped: Why the run was stopped from outside, if it was.
-        stopped_status: Status of a run that was stopped.
+    ``started`` is in Unix seconds. ``stopped`` is why the run was stopped from outside, if it was.
     """
     release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
         remove_unfinished(directory)
-    record = _completed_record(directory, codes)
+    record = read_record(directory / RESULT) if all(code == 0 for code in codes.values()) else None
     if record is None and stopped is not None:
         error = RunError("Stopped", stopped, current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started)
@@ -133,14 +117,9 @@ def complete(record: RunRecord, spec: RunSpec, directory: Path) -> None:
 
 
 class Step(NamedTuple):
-    """A step between the classification of a run and the writing of its record.
+    """A step between the classification of a run and the writing of its record."""
 
-    Attributes:
-        failed: What is missing if it fails, for a message.
-        add: Adds something to a record.
-    """
-
-    failed: str
+    failed: str  # What is missing if it fails, for a message.
     add: Callable[[RunRecord, RunSpec, Path], None]
 
 
@@ -151,6 +130,11 @@ def add_advice(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     from distexp.launch import memory_check  # It needs the planner.
 
     memory_check.add_advice(record.error.memory, spec, directory)
+
+
+def add_strategy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
+    """Add what the strategy states for the report, if no worker did."""
+    record.strategy = record.strategy or load_strategy(spec.config).report_traits(spec.config)
 
 
 def add_prediction(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -168,31 +152,18 @@ STEPS = (
 """What completes a record, in this order."""
 
 
-def _completed_record(directory: Path, codes: Mapping[int, int]) -> RunRecord | None:
-    """Return what rank 0 wrote, if all agents succeeded."""
-    return read_result(directory) if all(code == 0 for code in codes.values()) else None
-
-
-def read_result(directory: Path) -> RunRecord | None:
-    """Read rank 0's part of the record; None if rank 0 did not write it."""
+def read_record(path: Path) -> RunRecord | None:
+    """Read a record, or rank 0's part of it; None if it was not written completely."""
     try:
-        return RunRecord.read(directory / RESULT)
+        return RunRecord.read(path)
     except ValueError:
         return None
-
-
-# Records of runs that did not complete, and of cells that cannot run: no worker has written them.
 
 
 def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, started: float | None) -> RunRecord:
     """Return the record of a run that did not complete, without memory traces.
 
-    Args:
-        spec: The run.
-        directory: Directory of the run.
-        status: Status of the run.
-        error: Cause of the failure.
-        started: Start of the run in Unix seconds; None if it never started, or not on this machine.
+    ``started`` is in Unix seconds; None if the run never started, or not on this machine.
     """
     run, device = spec.run, spec.config.cluster.device
     if error.rank is not None and (log := find_log(directory, error.rank)) is not None:

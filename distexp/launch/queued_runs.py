@@ -46,18 +46,9 @@ def prepare_runs(
     resume: bool,
     snapshot: str | None = None,
 ) -> Iterator[PreparedRun]:
-    """Give each cell its directory, and write the spec of its run.
+    """Give each cell its directory, and write the spec of its run; of an invalid cell write its record.
 
-    An invalid cell gets its record instead.
-
-    Args:
-        cells: All cells of the sweep.
-        sweep_dir: Directory of the sweep.
-        code: Git state of the code.
-        console: Where to report runs that are skipped or invalid.
-        active: Numbers of the runs that are in the queue, or run.
-        resume: Whether the directory may hold runs of an earlier command.
-        snapshot: Copy of the code that the runs use, relative to the directory of the sweep.
+    ``active`` has the numbers of the runs that are in the queue, or run.
     """
 
     def should_skip(run: ExistingRun) -> bool:
@@ -109,13 +100,6 @@ class InvalidPrinter:
     """Printer of why cells are invalid: one line for all cells with the same reason."""
 
     def __init__(self, cells: Sequence[Cell], console: Console, prefix: str = "") -> None:
-        """Collect the reasons.
-
-        Args:
-            cells: All cells of the sweep.
-            console: Where to print.
-            prefix: Start of each line.
-        """
         self._reasons = InvalidCells(join_errors(cell.errors) for cell in cells if cell.config is None)
         self._console, self._prefix = console, prefix
 
@@ -125,25 +109,12 @@ class InvalidPrinter:
             print_plain(self._console, f"{self._prefix}{label}: invalid: {reason}")
 
 
-# Monitoring of the runs of a queue until all have ended, or until Ctrl-C.
-
-
 FAST_POLLING_S, FAST_POLL_S, SLOW_POLL_S = 120.0, 2.0, 10.0
 """The queue is polled every 2 s for two minutes, then every 10 s, to limit the load on the controller."""
 
 
-Poll = Callable[[], Sequence[RunState]]
-"""Function that returns the current states of all runs of a sweep."""
-
-
-def follow(poll: Poll, total: int, sweep_dir: Path, console: Console) -> None:
+def follow(poll: Callable[[], Sequence[RunState]], total: int, sweep_dir: Path, console: Console) -> None:
     """Show every run until the last has ended.
-
-    Args:
-        poll: Returns the states of the runs.
-        total: Number of runs.
-        sweep_dir: Directory of the sweep.
-        console: Where to print.
 
     Raises:
         SweepFailedError: If a run failed.
@@ -152,7 +123,9 @@ def follow(poll: Poll, total: int, sweep_dir: Path, console: Console) -> None:
     try:
         poll_until_done(poll, console, {})
     except KeyboardInterrupt:
-        print_finished(sweep_dir, total)
+        screen = Screen(total=total, sweep_dir=sweep_dir)
+        screen.records.extend(read_records(sweep_dir).records)
+        screen.show_comparison()
         print_plain(
             console,
             f"\nThe jobs continue. To follow them: {suggest_command('status', sweep_dir)} --watch\n"
@@ -162,13 +135,10 @@ def follow(poll: Poll, total: int, sweep_dir: Path, console: Console) -> None:
     print_summary(sweep_dir)
 
 
-def poll_until_done(poll: Poll, console: Console, printed: dict[int, str]) -> None:
+def poll_until_done(poll: Callable[[], Sequence[RunState]], console: Console, printed: dict[int, str]) -> None:
     """Show the runs of a sweep until all have ended.
 
-    Args:
-        poll: Returns the states of the runs.
-        console: Where to print.
-        printed: Key of each run's last printed state, by number; updated by this call.
+    ``printed`` has the key of each run's last printed state, by number. It is updated.
     """
     started = time.monotonic()
     with Live(console=console, transient=True, auto_refresh=False) as live:
@@ -184,26 +154,13 @@ def poll_until_done(poll: Poll, console: Console, printed: dict[int, str]) -> No
 
 
 def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Console) -> None:
-    """Print one line for each run whose state has changed.
-
-    Args:
-        runs: The current states.
-        printed: Key of each run's last printed state, by number; updated by this call.
-        console: Where to print.
-    """
+    """Print one line for each run whose state has changed."""
     for run in runs:
         key = state_key(run)
         if printed.get(run.number) != key:
             printed[run.number] = key
             job = f" (job {run.job})" if run.job else ""
             print_plain(console, f"run {run.number}{job}: {describe_state(run)}")
-
-
-def print_finished(sweep_dir: Path, total: int) -> None:
-    """Print the table of the runs that have ended while others are active, and the command for the report."""
-    screen = Screen(total=total, sweep_dir=sweep_dir)
-    screen.records.extend(read_records(sweep_dir).records)
-    screen.show_comparison()
 
 
 def print_summary(sweep_dir: Path) -> None:

@@ -33,16 +33,12 @@ from distexp.system.files import PACKAGE, write_json
 
 @dataclass(frozen=True)
 class AssignedRun:
-    """A cell with the number and the directory of its run.
-
-    Attributes:
-        composed: Composed configuration of the cell, with the number and the directory in its hydra node.
-    """
+    """A cell with the number and the directory of its run."""
 
     cell: Cell
     info: RunInfo
     directory: Path
-    composed: DictConfig
+    composed: DictConfig  # Composed configuration of the cell, with the number and the directory in its hydra node.
 
 
 def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None = None) -> RunInfo:
@@ -54,7 +50,14 @@ def make_run_info(cell: Cell, number: int, code: GitState, snapshot: str | None 
 
 def write_invalid(run: AssignedRun) -> RunRecord:
     """Write the record of an invalid cell and return it."""
-    content = _composed_content(run.composed) if run.cell.decided is None else asdict(run.cell.decided)
+    if run.cell.decided is not None:
+        content: Any = asdict(run.cell.decided)
+    else:
+        composed = without_hydra(run.composed)
+        try:
+            content = OmegaConf.to_container(composed, resolve=True)
+        except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
+            content = OmegaConf.to_container(composed)
     record = invalid_record(run.info, content, run.cell.errors)
     record.predicted = run.cell.predicted
     run.cell.write_prediction(run.directory)
@@ -62,28 +65,13 @@ def write_invalid(run: AssignedRun) -> RunRecord:
     return record
 
 
-def _composed_content(config: DictConfig) -> dict[str, Any]:
-    composed = without_hydra(config)
-    try:
-        content: Any = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException:  # An interpolation of a missing key may be the error.
-        content = OmegaConf.to_container(composed)
-    return dict(content)
-
-
 @dataclass(frozen=True)
 class ExistingRunRules:
-    """What a launcher does about the runs that a sweep directory has already.
+    """What a launcher does about the runs that a sweep directory has already."""
 
-    Attributes:
-        should_skip: Reports an existing run that is kept, and returns whether it is.
-        warn: Prints a warning about existing runs that no cell matches.
-        active: Numbers of runs that have not ended. The warning leaves them out.
-    """
-
-    should_skip: Callable[[ExistingRun], bool]
-    warn: Callable[[str], None]
-    active: Collection[int] = ()
+    should_skip: Callable[[ExistingRun], bool]  # Reports an existing run that is kept, and returns whether it is.
+    warn: Callable[[str], None]  # Prints a warning about existing runs that no cell matches.
+    active: Collection[int] = ()  # Numbers of runs that have not ended. The warning leaves them out.
 
 
 def assign_run_dirs(
@@ -98,19 +86,13 @@ def assign_run_dirs(
     """Yield each cell to run with its number and directory, which is claimed at that moment.
 
     A cell with an existing run keeps the number and directory of that run.
-
-    Args:
-        cells: Cells of the sweep.
-        sweep_dir: Directory of the sweep.
-        code: Git state of the code.
-        rules: What to do about existing runs.
-        resume: Whether the sweep may have existing runs.
-        snapshot: Copy of the code that the runs use.
     """
     existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
     matches = existing.match(infos)
-    _warn_of_unmatched(existing, sweep_dir, rules)
+    unfinished = [run for run in existing.unfinished(below=sweep_dir) if run.number not in rules.active]
+    if (warning := unmatched_message(unfinished)) is not None:
+        rules.warn(warning)
     first_free = 0
     for cell, info, known in zip(cells, infos, matches, strict=True):
         if known is not None and rules.should_skip(known):
@@ -123,16 +105,6 @@ def assign_run_dirs(
             claimed = ClaimedDir(known.number, run_dir_for(composed, sweep_dir, known.number))
         info.number = claimed.number
         yield AssignedRun(cell, info, claimed.directory, composed)
-
-
-def _warn_of_unmatched(existing: ExistingRuns, sweep_dir: Path, rules: ExistingRunRules) -> None:
-    unfinished = [run for run in existing.unfinished(below=sweep_dir) if run.number not in rules.active]
-    warning = unmatched_message(unfinished)
-    if warning is not None:
-        rules.warn(warning)
-
-
-# Claims of run directories: two commands that write into one sweep never share a run directory.
 
 
 def run_dir_for(composed: DictConfig, sweep_dir: Path, number: int) -> Path:
@@ -153,12 +125,7 @@ class ClaimedDir(NamedTuple):
 def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Creating a folder is atomic, so two commands never share a run directory.
-
-    Args:
-        directory_of: Returns the directory of a number.
-        first: First number to try.
-        resume: Whether the sweep is resumed. It changes the message only.
+    Creating a folder is atomic, so two commands never share a run directory. ``resume`` changes the message only.
 
     Raises:
         ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
@@ -173,24 +140,15 @@ def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bo
             if directory == directory_of(number + 1):
                 raise ConfigError(_taken_message(directory, resume=resume)) from None
             continue
-        _check_no_foreign_files(directory)
+        # The run would move files of something else to ``attempts/``.
+        if found := [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]:
+            (directory / HYDRA).rmdir()
+            raise ConfigError(
+                f"{directory} contains {join_first(found)}, which belong to no run, and a run writes files with these "
+                "names: choose another directory"
+            )
         return ClaimedDir(number, directory)
     raise AssertionError("unreachable")
-
-
-def _check_no_foreign_files(directory: Path) -> None:
-    """Check that a new run directory has no files that the run would move to ``attempts/``.
-
-    Raises:
-        ConfigError: with their names.
-    """
-    found = [name for name in (*ATTEMPT_FILES, PREDICTED) if (directory / name).exists()]
-    if found:
-        (directory / HYDRA).rmdir()
-        raise ConfigError(
-            f"{directory} contains {join_first(found)}, which belong to no run, and a run writes files with these "
-            "names: choose another directory"
-        )
 
 
 def _taken_message(directory: Path, *, resume: bool) -> str:
@@ -211,13 +169,9 @@ def _taken_message(directory: Path, *, resume: bool) -> str:
 
 @contextmanager
 def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
-    """Create the directory of a sweep with its files, and lock it during the block.
+    """Create the directory of a sweep, and lock it during the block.
 
-    A resumed sweep has a directory already.
-
-    Args:
-        master: Configuration of the command, with the hydra node.
-        cells: Number of cells.
+    It gets Hydra's ``multirun.yaml``, and the command line for ``distexp resume``. Those of a resumed sweep are kept.
 
     Raises:
         ConfigError: a foreign sweep contains links that lead out of it, or another command runs a sweep there.
@@ -227,7 +181,12 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
         check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
     with name_folder(sweep_dir), sweep_lock(sweep_dir):
-        write_sweep_files(master, sweep_dir, cells)
+        if not (sweep_dir / MULTIRUN).exists():
+            OmegaConf.save(master, sweep_dir / MULTIRUN)
+        if not (sweep_dir / COMMAND).exists():
+            command = {"command": master.command, "words": sys.argv[1:], "directory": os.getcwd(), "cells": cells}
+            write_json(sweep_dir / COMMAND, command)
+            remember_file(sweep_dir / COMMAND)
         yield sweep_dir
 
 
@@ -245,23 +204,6 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
             continue
         return candidate
     raise AssertionError("unreachable")
-
-
-def write_sweep_files(master: DictConfig, sweep_dir: Path, cells: int) -> None:
-    """Write Hydra's ``multirun.yaml``, and the command line for ``distexp resume``; keep existing files.
-
-    Args:
-        master: Configuration of the command, with the hydra node.
-        sweep_dir: Directory of the sweep.
-        cells: Number of cells.
-    """
-    path = sweep_dir / MULTIRUN
-    if not path.exists():
-        OmegaConf.save(master, path)
-    if not (sweep_dir / COMMAND).exists():
-        command = {"command": master.command, "words": sys.argv[1:], "directory": os.getcwd(), "cells": cells}
-        write_json(sweep_dir / COMMAND, command)
-        remember_file(sweep_dir / COMMAND)
 
 
 # Git state of the code that runs: it goes into each record, so that a result can be traced to a commit.

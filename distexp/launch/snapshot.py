@@ -30,15 +30,10 @@ from distexp.system.units import MIB
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copy of the code.
+    """Copy of the code."""
 
-    Attributes:
-        folder: Folder of the copy, directly in the sweep directory.
-        git: State of the checkout that was copied.
-    """
-
-    folder: Path
-    git: GitState
+    folder: Path  # Folder of the copy, directly in the sweep directory.
+    git: GitState  # State of the checkout that was copied.
 
 
 def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str], None]) -> Snapshot:
@@ -46,11 +41,6 @@ def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str],
 
     A snapshot of another user is never taken, because its files may differ from what its marker states.
     Files that may be secrets and large files are left out.
-
-    Args:
-        sweep_dir: Directory of the sweep.
-        trusted: Names of the user's packages.
-        warn: Prints which files are left out.
 
     Raises:
         ConfigError: if there is too much to copy.
@@ -61,7 +51,8 @@ def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str],
     folder = _folder_for(digest, sweep_dir)
     if not folder.exists():
         if files.omitted:
-            warn(describe_left_out(files.omitted))
+            shown = ", ".join(f"{name} ({reason})" for name, reason in files.omitted.items())
+            warn(f"not copied for the jobs: {shown}")
         marker = {"digest": digest, **asdict(git), "taken_at": time.time(), "left_out": files.omitted}
         _copy(files.copied, folder, marker)
         remember_file(folder / SNAPSHOT_MARKER)
@@ -73,13 +64,10 @@ def _folder_for(digest: str, sweep_dir: Path) -> Path:
     """Return the folder of the user's own snapshot with this digest; if there is none, the first free name."""
     for number in itertools.count(1):
         folder = sweep_dir / (SNAPSHOT if number == 1 else f"{SNAPSHOT}_{number}")
-        if not folder.exists() or _is_own_copy(folder / SNAPSHOT_MARKER, digest):
+        marker = folder / SNAPSHOT_MARKER
+        if not folder.exists() or (is_own_file(marker) and json.loads(marker.read_text())["digest"] == digest):
             return folder
     raise AssertionError("unreachable")
-
-
-def _is_own_copy(marker: Path, digest: str) -> bool:
-    return is_own_file(marker) and json.loads(marker.read_text())["digest"] == digest
 
 
 def _digest(files: Mapping[str, Path]) -> str:
@@ -96,14 +84,9 @@ def _copy(files: Mapping[str, Path], folder: Path, marker: Mapping[str, object])
             target = temporary / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target, follow_symlinks=False)
-            _protect(target)
+            if not target.is_symlink():  # Other users write no copied file, even if they may write the original.
+                target.chmod(target.stat().st_mode & ~stat.S_IWOTH)
         write_json(temporary / SNAPSHOT_MARKER, {**marker, "files": len(files)})
-
-
-def _protect(path: Path) -> None:
-    """Let other users write no copied file, even if others may write the original."""
-    if not path.is_symlink():
-        path.chmod(path.stat().st_mode & ~stat.S_IWOTH)
 
 
 def _write_info(root: Path | None, git: GitState, folder: Path, omitted: Iterable[str]) -> None:
@@ -125,9 +108,6 @@ def _write_info(root: Path | None, git: GitState, folder: Path, omitted: Iterabl
     (info / "pip-freeze.txt").write_text("\n".join(sorted(packages, key=str.lower)) + "\n")
 
 
-# Files of a snapshot of the code: which ones belong to the code, and which of them are left out.
-
-
 MAX_TOTAL_MB = 500
 INSTALLED = ("site-packages", "dist-packages")
 """Folders of installed libraries."""
@@ -135,25 +115,14 @@ INSTALLED = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class SnapshotFiles:
-    """Files of the code.
+    """Files of the code."""
 
-    Attributes:
-        copied: Path on disk by path in the snapshot.
-        omitted: Why a file is left out, by its path in the snapshot.
-    """
-
-    copied: dict[str, Path]
-    omitted: dict[str, str]
+    copied: dict[str, Path]  # Path on disk by path in the snapshot.
+    omitted: dict[str, str]  # Why a file is left out, by its path in the snapshot.
 
 
 def select_files(package: Path, root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> SnapshotFiles:
     """Return the files to copy, without those that may be secrets and without large ones.
-
-    Args:
-        package: Folder of distexp.
-        root: Root of its git checkout, or None.
-        sweep_dir: Directory of the sweep, which is left out.
-        trusted: Names of the user's packages.
 
     Raises:
         ConfigError: if there are more than ``MAX_TOTAL_MB`` to copy.
@@ -212,9 +181,6 @@ def _check_size(files: Mapping[str, Path]) -> None:
         )
 
 
-# Files that a snapshot of the code leaves out: secrets, because others may read the copy, and large files.
-
-
 LARGE_MB = 50
 
 SECRET_FILES = (
@@ -229,22 +195,13 @@ NO_SECRETS = (".env.example", ".env.sample", ".env.template", "*.pub", "*.py")
 
 
 def left_out(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return the files that are not copied, each with the reason.
-
-    Args:
-        files: Path on disk by path in the snapshot.
-    """
+    """Return the files that are not copied, each with the reason."""
     found = {name: _reason(name, path) for name, path in files.items()}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def describe_left_out(reasons: Mapping[str, str]) -> str:
-    """Return the note about files that are not copied."""
-    shown = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
-    return f"not copied for the jobs: {shown}"
-
-
 def _reason(name: str, path: Path) -> str | None:
+    """Return why a file is not copied: others may read the copy of a secret. None if it is copied."""
     base = PurePosixPath(name).name.lower()
     if _matches(base, SECRET_FILES) and not _matches(base, NO_SECRETS):
         return "may be a secret"

@@ -16,6 +16,7 @@ from distexp.console.screen import LiveRun, Screen
 from distexp.data.squad_json import MAX_CHECKED_BYTES
 from distexp.exceptions import InterruptedRunError
 from distexp.launch.local.cancel import interrupts_collected
+from distexp.launch.local.launcher import LocalLauncher
 from distexp.launch.local.runner import run_locally
 from distexp.launch.local.shared_start import SharedStart
 from distexp.runs.events import last_value
@@ -322,7 +323,7 @@ def test_what_stops_a_run_is_the_cause_in_its_record(
     monkeypatch.setattr(LiveRun, "refresh", stop)
     spec = make_spec("strategy=single", "cluster.device=cpu", "measure.enabled=false")
     with SharedStart() as shared_start, pytest.raises(type(error)):
-        run_locally(spec, tmp_path, Screen(1, tmp_path), shared_start)
+        run_locally(spec, tmp_path, Screen(1, tmp_path), shared_start, LocalLauncher().agent_command)
     record = RunRecord.read(tmp_path / "record.json")
     assert record.error is not None
     assert (record.status, record.error.message) == ("killed", cause)

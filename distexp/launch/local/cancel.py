@@ -76,9 +76,8 @@ def _wait(runs: Sequence[ExistingRun], launchers: Sequence[Owner]) -> list[int]:
     owners = [*launchers, *(agent for run in runs if (agent := read_agent(run.directory)) is not None)]
     while any(owner.is_alive for owner in owners) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    alive = {run.directory for run in runs if (agent := read_agent(run.directory)) is not None and agent.is_alive}
-    alive |= {run.directory for run in runs if (own := read_launcher(run.directory)) is not None and own.is_alive}
-    return [run.number for run in runs if run.directory in alive]
+    owners_of = {run.number: (read_agent(run.directory), read_launcher(run.directory)) for run in runs}
+    return [n for n, found in owners_of.items() if any(owner is not None and owner.is_alive for owner in found)]
 
 
 # Survival of a closed terminal: local runs continue, and their output moves to a log.
@@ -117,9 +116,7 @@ def _is_pipe(descriptor: int) -> bool:
 def _continue_in_log(folder: Path, lost: Sequence[int]) -> None:
     """Redirect the output to a log, and start the log with how to follow and to end the runs.
 
-    Args:
-        folder: Folder of the runs.
-        lost: File descriptors to redirect. Output to a file stays as it is.
+    Only the file descriptors ``lost`` are redirected. Output to a file stays as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -28,9 +28,7 @@ class LocalLauncher(Launcher):
     def agent_command(self, config: Config, arguments: Sequence[str]) -> list[str]:
         """Return the command that starts the agent of a node.
 
-        Args:
-            config: Configuration of the run.
-            arguments: Module and arguments for Python. The agent must be this process, or get its signals.
+        ``arguments`` are for Python. The agent must be this process, or get its signals.
         """
         return [sys.executable, *arguments]
 

@@ -27,7 +27,7 @@ from distexp.launch.failures import HANG_CODE
 from distexp.launch.launcher import Sweep
 from distexp.launch.local.cancel import interrupts_collected, interrupts_raised, stop_signals_forwarded
 from distexp.launch.local.shared_start import SharedStart
-from distexp.launch.outcome import finalize_run, start_attempt
+from distexp.launch.outcome import finalize_run, read_record, start_attempt
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, assign_run_dirs, package_git_state, write_invalid
 from distexp.runs.attempts import run_lock, wait_for_agent, write_launcher
 from distexp.runs.record import FAILURES, RunRecord
@@ -68,14 +68,7 @@ def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_co
 
 @dataclass(frozen=True)
 class CellRunner:
-    """Runner of cells.
-
-    Attributes:
-        context: Hydra's configuration loader and callbacks.
-        screen: What shows the runs.
-        shared_start: Processes from which the workers are forked.
-        agent_command: Returns the command of an agent.
-    """
+    """Runner of cells."""
 
     context: HydraContext
     screen: Screen
@@ -132,17 +125,14 @@ class CellRunner:
 
 def show_if_done(screen: Screen, directory: Path) -> bool:
     """Show the run of a directory and return True, if it has a readable record and needs no further attempt."""
-    try:
-        record = RunRecord.read(directory / RECORD)
-    except ValueError:
+    record = read_record(directory / RECORD)
+    if record is None or record.status not in DONE:
         return False
-    if record.status in DONE:
-        screen.show_skipped(record)
-    return record.status in DONE
+    screen.show_skipped(record)
+    return True
 
 
 # One run on this machine: start and watch an agent per node, then write the record.
-
 
 POLL_S = 0.1
 AGENT_GRACE_S = 7.0
@@ -162,13 +152,6 @@ def run_locally(
     spec: RunSpec, directory: Path, screen: Screen, shared_start: SharedStart, agent_command: AgentCommand
 ) -> RunRecord:
     """Run a spec on this machine with one agent per node, and return its record.
-
-    Args:
-        spec: The run.
-        directory: Directory of the run.
-        screen: What shows the run.
-        shared_start: Processes from which the workers are forked.
-        agent_command: Returns the command of an agent.
 
     Raises:
         InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
@@ -199,16 +182,11 @@ def run_locally(
                 codes = shared_start.true_codes(directory, codes)
                 record = finalize_run(spec, directory, codes, started, stopped)
     screen.show_result(record, directory, tracking.messages)
-    _raise_interruption(interruption, [*received, *late])
-    return record
-
-
-def _raise_interruption(interruption: InterruptedRunError | None, signals: Sequence[int]) -> None:
-    """Raise the error that interrupted a run, or that of the first signal that did not stop it at once."""
+    if interruption is None and (signals := [*received, *late]):  # They did not stop the run at once.
+        interruption = InterruptedRunError(signals[0])
     if interruption is not None:
         raise interruption
-    if signals:
-        raise InterruptedRunError(signals[0])
+    return record
 
 
 def _start_agent(
@@ -234,16 +212,12 @@ def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None
         codes = [agent.poll() for agent in agents]
         refresh()
         if HANG_CODE in codes:
-            _wait_all(agents, HANG_GRACE_S)
+            deadline = time.monotonic() + HANG_GRACE_S
+            while time.monotonic() < deadline and any(agent.poll() is None for agent in agents):
+                time.sleep(POLL_S)
             return
         if any(code not in (None, 0) for code in codes) or all(code == 0 for code in codes):
             return
-        time.sleep(POLL_S)
-
-
-def _wait_all(agents: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(agent.poll() is None for agent in agents):
         time.sleep(POLL_S)
 
 
@@ -260,8 +234,7 @@ def _end(agent: subprocess.Popen[bytes]) -> int:
 def crowded_core_warnings(configs: Iterable[Config]) -> Iterator[str]:
     """Yield a warning if runs on the CPUs of this machine have more workers than it has cores.
 
-    Args:
-        configs: The configurations of the runs. Simulated nodes share the cores.
+    Simulated nodes share the cores.
     """
     cores = max(1, min(cpu_count(), ceil(cpu_limit() or cpu_count())))
     workers = [config.cluster.world_size for config in configs if config.cluster.device == "cpu"]

@@ -1,7 +1,7 @@
 """Start of the workers of local runs: a process of each node imports the libraries, and each run is forked from it.
 
 It starts as soon as the first configuration is known, so it imports while the launcher and the agents prepare the run.
-A run can be forked from it only if its own imports would give the same result (``import_conditions``). Otherwise
+A run can be forked from it only if its own imports would give the same result (``ImportConditions``). Otherwise
 another process starts, and the first one is kept for later runs. So a search that alternates between strategies
 imports the libraries of each once. Custom code is never shared, because only workers import it.
 """
@@ -41,19 +41,12 @@ MIN_FREE_MIB = 8192.0
 
 @dataclass(frozen=True)
 class SharedProcess:
-    """A process that has imported the libraries.
-
-    Attributes:
-        conditions: What its imports depend on.
-        process: The process.
-        control: Socket that brings it the connections of the agents.
-        output: What it has printed, in memory. It starts before there is a run directory.
-    """
+    """A process that has imported the libraries."""
 
     conditions: ImportConditions
     process: subprocess.Popen[bytes]
-    control: socket.socket
-    output: IO[str]
+    control: socket.socket  # Socket that brings it the connections of the agents.
+    output: IO[str]  # What it has printed, in memory. It starts before there is a run directory.
 
     @property
     def has_ended(self) -> bool:
@@ -69,15 +62,12 @@ class SharedProcess:
 
 @dataclass
 class SharedNode:
-    """What the runs on a node share.
+    """What the runs on a node share."""
 
-    Attributes:
-        weights: File in memory for random weights (``distexp.models.shared_weights``), which all processes offer; None
-            if the runs share none.
-        processes: Processes with different imports. The one that was used last is at the end.
-    """
-
+    # File in memory for random weights (``distexp.models.shared_weights``), which all processes offer; None if the runs
+    # share none.
     weights: int | None
+    # Processes with different imports. The one that was used last is at the end.
     processes: list[SharedProcess] = field(default_factory=list)
 
     def end(self) -> None:
@@ -92,16 +82,10 @@ class SharedStart:
     """Context manager for local runs, whose workers are forked from processes that have imported the libraries.
 
     Each simulated node has its own processes, so that its memory is that of a node.
-
-    Args:
-        shares_weights: Whether the runs share random weights.
-
-    Attributes:
-        note: Prints a message for the user. Each reason is printed once.
     """
 
     def __init__(self, *, shares_weights: bool = True) -> None:
-        self.note: Callable[[str], None] = print
+        self.note: Callable[[str], None] = print  # Prints a message for the user. Each reason is printed once.
         self._shares_weights = shares_weights
         self._nodes: dict[int, SharedNode] = {}
         self._noted: set[str] = set()
@@ -150,7 +134,11 @@ class SharedStart:
         if node not in self._nodes:
             self._nodes[node] = SharedNode(shared_weights.make_file() if self._shares_weights else None)
         known = self._nodes[node].processes
-        self._forget_ended(known)
+        for ended in [process for process in known if process.has_ended]:
+            known.remove(ended)
+            ended.end()
+            code = ended.process.returncode
+            self._note_once(f"Their process has ended: {f'signal {-code}' if code < 0 else f'exit code {code}'}")
         shared = next((process for process in known if process.conditions == conditions), None)
         if shared is not None:
             known.remove(shared)
@@ -162,13 +150,6 @@ class SharedStart:
         known.append(shared)
         return shared
 
-    def _forget_ended(self, known: list[SharedProcess]) -> None:
-        for process in [process for process in known if process.has_ended]:
-            known.remove(process)
-            process.end()
-            code = process.process.returncode
-            self._note_once(f"Their process has ended: {f'signal {-code}' if code < 0 else f'exit code {code}'}")
-
     def _note_once(self, reason: str) -> None:
         if reason not in self._noted:
             self._noted.add(reason)
@@ -177,7 +158,8 @@ class SharedStart:
 
 def _end_superfluous(known: list[SharedProcess], new: ImportConditions) -> None:
     """End processes before a new one starts: those that no run can use any more, and then the oldest ones."""
-    kept = [process for process in known if not process.conditions.is_outdated(new)]
+    state = (new.folder, new.newest_source_ns)
+    kept = [old for old in known if (old.conditions.folder, old.conditions.newest_source_ns) == state]
     most = KEPT - 1 if available_memory() >= MIN_FREE_MIB * MIB else 0
     kept = kept[max(0, len(kept) - most) :]
     for process in known:
@@ -202,29 +184,21 @@ def _start(conditions: ImportConditions, spec: RunSpec, weights: int | None) -> 
     return SharedProcess(conditions, process, ours, output)
 
 
-# What the imports of a run depend on: runs share a start-up only if their own imports would give the same result.
-
-
 @dataclass(frozen=True)
 class ImportConditions:
-    """Conditions under which a node's workers import their libraries. Equal ones give equal processes.
-
-    Attributes:
-        environment: Environment variables.
-        folder: Working directory, from which Python imports packages.
-        libraries: Modules that decide which libraries are imported.
-        newest_source_ns: Time of the latest change to a source file of distexp.
-    """
+    """Conditions under which a node's workers import their libraries. Equal ones give equal processes."""
 
     environment: dict[str, str]
-    folder: str
-    libraries: tuple[str, ...]
-    newest_source_ns: int
+    folder: str  # Working directory, from which Python imports packages.
+    libraries: tuple[str, ...]  # Modules that decide which libraries are imported.
+    newest_source_ns: int  # Time of the latest change to a source file of distexp.
 
     @classmethod
     def of(cls, spec: RunSpec, node: int) -> ImportConditions:
         """Return the conditions of a node's workers."""
-        return cls(worker_environment(spec, node), os.getcwd(), _libraries(spec), _newest_source_ns())
+        # lstat, because editors mark open files by links that lead nowhere.
+        newest_source_ns = max(path.lstat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
+        return cls(worker_environment(spec, node), os.getcwd(), _libraries(spec), newest_source_ns)
 
     def describe_change(self, before: ImportConditions) -> str:
         """Return what differs from earlier conditions. Values are not named, because they may be secret."""
@@ -237,10 +211,6 @@ class ImportConditions:
         if self.newest_source_ns != before.newest_source_ns:
             changes.append("the source files of distexp")
         return ", ".join(changes)
-
-    def is_outdated(self, new: ImportConditions) -> bool:
-        """Return whether no run after one with the new conditions can have these."""
-        return (self.folder, self.newest_source_ns) != (new.folder, new.newest_source_ns)
 
 
 def _libraries(spec: RunSpec) -> tuple[str, ...]:
@@ -256,8 +226,3 @@ def _libraries(spec: RunSpec) -> tuple[str, ...]:
         preloaded = declared_preloads(found, config.cluster.device)
         modules += [module for module in preloaded if not module.startswith("torch.")]
     return tuple(modules)
-
-
-def _newest_source_ns() -> int:
-    # lstat, because editors mark open files by links that lead nowhere.
-    return max(path.lstat().st_mtime_ns for path in PACKAGE.rglob("*.py"))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hydra.core.utils import JobReturn, env_override
 from hydra.types import HydraContext
-from omegaconf import DictConfig
 from rich.console import Console
 
 from distexp.compose.cells import Cell
@@ -30,10 +29,6 @@ from distexp.system.units import MIB, format_memory
 def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
     """Run every cell, even if others fail.
 
-    Args:
-        sweep: The runs.
-        agent_command: Returns the command of an agent.
-
     Raises:
         ConfigError: if there is one cell only, and it needs more memory than this machine has.
         SweepFailedError: at the end, if a run failed.
@@ -44,7 +39,11 @@ def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
         refuse_too_many_processes(cells)
     with SharedStart(shares_weights=_shares_weights(cells)) as shared_start:
         if not master.sweep.resume:  # All of its cells may be done.
-            _prepare_first(cells, master, shared_start)
+            # The imports of the first valid cell start before its run is prepared, with the environment of a Hydra job.
+            first = next((cell for cell in cells if cell.config is not None), None)
+            if first is not None and (config := first.config) is not None:
+                with env_override(dict(master.hydra.job.env_set)):
+                    shared_start.prepare(RunSpec(config, RunInfo(first.id, config.name, 0, [])))
         # What shows the runs is imported while the libraries of the workers are.
         from distexp.launch.local.runner import run_cells
 
@@ -58,24 +57,9 @@ def _shares_weights(cells: Sequence[Cell]) -> bool:
     return len({f"{config.model} {config.train.seed}" for config in configs}) < len(configs)
 
 
-def _prepare_first(cells: Sequence[Cell], master: DictConfig, shared_start: SharedStart) -> None:
-    """Start the imports of the first valid cell before its run is prepared, with the environment of a Hydra job."""
-    for cell in cells:
-        if cell.config is not None:
-            with env_override(dict(master.hydra.job.env_set)):
-                shared_start.prepare(RunSpec(cell.config, RunInfo(cell.id, cell.config.name, 0, [])))
-            return
-
-
 @dataclass(frozen=True)
 class LocalTrials(TrialLauncher):
-    """Launcher of the trials of ``distexp choose`` on this machine, one after the other.
-
-    Attributes:
-        context: Hydra's configuration loader and callbacks.
-        label: Returns the name of a configuration.
-        agent_command: Returns the command of an agent.
-    """
+    """Launcher of the trials of ``distexp choose`` on this machine, one after the other."""
 
     context: HydraContext
     label: Callable[[Config], str]
@@ -102,13 +86,10 @@ class LocalTrials(TrialLauncher):
             yield TrialRunner(run_all, package_git_state())
 
 
-# Refusal of local runs whose processes alone need more memory than this machine has.
-#
-# Without this check the kernel ends processes, also those of other programs. The values are lower bounds.
-
-
 def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
-    """Make cells invalid whose processes do not fit into the memory of this machine.
+    """Make cells invalid whose processes alone need more memory than this machine has.
+
+    Without this check the kernel ends processes, also those of other programs. The values are lower bounds.
 
     Raises:
         ConfigError: if there is one cell only, and it does not fit.

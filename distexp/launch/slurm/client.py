@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,11 +29,6 @@ class SlurmError(Exception):
 
 class UnreachableError(SlurmError):
     """Slurm is not installed, or its controller does not answer."""
-
-
-def has_sbatch() -> bool:
-    """Return whether sbatch is installed here."""
-    return shutil.which("sbatch") is not None
 
 
 def submit(script: Path) -> str:
@@ -77,10 +71,7 @@ def max_array_size() -> int:
 
 
 def minutes_left(job: str) -> float | None:
-    """Return the minutes to a job's time limit.
-
-    The result is None if there is no limit or Slurm does not answer.
-    """
+    """Return the minutes to a job's time limit; None if there is no limit or Slurm does not answer."""
     try:
         output = run_command(["squeue", "-h", "-j", job, "-O", "TimeLeft:30"], TIME_LEFT_TIMEOUT_S).strip()
     except SlurmError:
@@ -124,22 +115,13 @@ def run_command(command: list[str], timeout_s: float, environment: dict[str, str
         return done.stdout
     message = re.sub(rf"\b{name}: (error|fatal): ", "", " ".join(done.stderr.split()))
     if UNREACHABLE.search(message):
-        raise UnreachableError(_main_line(done.stderr) or message)
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        fatal = [line for line in lines if ": fatal: " in line]
+        raise UnreachableError(re.sub(r"^\S+: (error|fatal): ", "", (fatal or lines or [""])[0]) or message)
     raise SlurmError(message or f"{name} failed with exit code {done.returncode}")
 
 
-def _main_line(stderr: str) -> str:
-    """Return the fatal line of an error output, or its first line.
-
-    The prefix with the command's name is removed.
-    """
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    fatal = [line for line in lines if ": fatal: " in line]
-    return re.sub(r"^\S+: (error|fatal): ", "", (fatal or lines or [""])[0])
-
-
 # States of jobs, from Slurm's queue and its accounting.
-
 
 FINAL_STATES = (
     "COMPLETED",
@@ -171,15 +153,7 @@ class JobState:
 
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return the states of jobs.
-
-    They come from the queue, or from the accounting if the queue has forgotten the job.
-
-    Args:
-        jobs: Job ids as ARRAY_INDEX.
-
-    Returns:
-        A state for each job that Slurm knows.
+    """Return the states of jobs from the queue, or from the accounting if the queue has forgotten a job.
 
     Raises:
         UnreachableError: If the controller does not answer.
@@ -195,10 +169,7 @@ def _array_ids(jobs: set[str]) -> list[str]:
 
 
 def _select(jobs: set[str], states: Mapping[str, JobState]) -> dict[str, JobState]:
-    """Return the states of the given jobs.
-
-    Slurm reports never-started array elements as one entry.
-    """
+    """Return the states of the given jobs. Slurm reports never-started array elements as one entry."""
     found = {job: states.get(job) or states.get(job.partition("_")[0]) for job in jobs}
     return {job: state for job, state in found.items() if state is not None}
 
@@ -209,10 +180,7 @@ def _job_id(array: str, index: str) -> str:
 
 
 def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Return squeue's states by ARRAY_INDEX.
-
-    Elements that squeue does not list separately are under ARRAY.
-    """
+    """Return squeue's states by ARRAY_INDEX. Elements that squeue does not list separately are under ARRAY."""
     found: dict[str, JobState] = {}
     for chunk in chunk_ids(arrays):
         command = ["squeue", "-h", "-r", "-t", "all", "-j", ",".join(chunk), "-o", "%F|%K|%T|%r|%N|%S"]
@@ -224,22 +192,15 @@ def _read_queue(arrays: Sequence[str]) -> dict[str, JobState]:
             if "Invalid job id" not in str(error):
                 raise UnreachableError(str(error)) from None
             continue  # the controller forgets jobs some time after their end
-        found |= dict(map(_parse_queue_line, output.splitlines()))
+        for line in output.splitlines():
+            array, index, state, reason, nodes, start = line.split("|")
+            known_reason, known_start = "" if reason == "None" else reason, "" if start == "N/A" else start
+            found[_job_id(array, index)] = JobState(state, known_reason, nodes, known_start)
     return found
 
 
-def _parse_queue_line(line: str) -> tuple[str, JobState]:
-    """Return the id and the state of a job from a line of squeue."""
-    array, index, state, reason, nodes, start = line.split("|")
-    known_reason, known_start = "" if reason == "None" else reason, "" if start == "N/A" else start
-    return _job_id(array, index), JobState(state, known_reason, nodes, known_start)
-
-
 def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
-    """Return sacct's states, with the keys of ``_read_queue``.
-
-    The result is empty if there is no accounting.
-    """
+    """Return sacct's states, with the keys of ``_read_queue``; none if there is no accounting."""
     found: dict[str, JobState] = {}
     for chunk in chunk_ids(arrays):
         command = ["sacct", "-X", "-n", "-P", "-j", ",".join(chunk), "-o", "JobID,State,NodeList"]
@@ -247,12 +208,9 @@ def _read_accounting(arrays: Sequence[str]) -> dict[str, JobState]:
             output = run_command(command, QUERY_TIMEOUT_S)
         except SlurmError:
             return found
-        found |= dict(map(_parse_accounting_line, output.splitlines()))
+        for line in output.splitlines():
+            job, state, nodes = line.split("|")
+            array, _, index = job.partition("_")
+            name = state.split()[0]  # The state may be ``CANCELLED by 1000``.
+            found[_job_id(array, index)] = JobState(name, "", "" if nodes == "None assigned" else nodes)
     return found
-
-
-def _parse_accounting_line(line: str) -> tuple[str, JobState]:
-    """Return the id and the state of a job from a line of sacct, whose state may be ``CANCELLED by 1000``."""
-    job, state, nodes = line.split("|")
-    array, _, index = job.partition("_")
-    return _job_id(array, index), JobState(state.split()[0], "", "" if nodes == "None assigned" else nodes)

@@ -64,7 +64,11 @@ class SlurmLauncher(Launcher):
     def key_errors(self, config: Config) -> Iterator[str]:
         """Yield an error for each option that distexp sets itself, and for a setting of local sweeps."""
         yield from super().key_errors(config)
-        yield from _sbatch_errors(config.cluster)
+        for option in config.cluster.sbatch:
+            name = sbatch_name(option)
+            if name in KEYS_OF_SBATCH_OPTIONS:
+                key = KEYS_OF_SBATCH_OPTIONS[name]
+                yield f"cluster.sbatch may not set {option}: " + (f"set {key} instead" if key else "distexp sets it")
 
     def decide_resources(self, config: Config) -> list[str]:
         """Decide what the user left open. A node has as many GPUs as workers."""
@@ -134,15 +138,6 @@ class SlurmLauncher(Launcher):
 
         finished: FinishedRuns = {}
         follow(lambda: poll(sweep_dir, finished), len(self.claimed(sweep_dir)), sweep_dir, console)
-
-
-def _sbatch_errors(cluster: ClusterConfig) -> Iterator[str]:
-    """Yield an error for each option of sbatch that distexp sets itself."""
-    for option in cluster.sbatch:
-        name = sbatch_name(option)
-        if name in KEYS_OF_SBATCH_OPTIONS:
-            key = KEYS_OF_SBATCH_OPTIONS[name]
-            yield f"cluster.sbatch may not set {option}: " + (f"set {key} instead" if key else "distexp sets it")
 
 
 def _gpu_errors(cluster: ClusterConfig) -> list[str]:

@@ -13,11 +13,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from distexp.launch import failures
 from distexp.launch.agent import NodeContext, StoppedError, raise_stopped, run_node, write_start_error
@@ -57,7 +56,8 @@ def main() -> None:
 def run_task() -> int:
     """Run this node's part of a job, and return the exit code."""
     started, job = time.time(), Job.from_environment()
-    run_dir = _find_run_dir(Path(sys.argv[1]), job)
+    list_path = Path(sys.argv[1])  # It has the directories of the job array, relative to the sweep directory.
+    run_dir = list_path.parent.parent / json.loads(list_path.read_text())["directories"][job.index]
     signal.signal(signal.SIGTERM, raise_stopped)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(NOTICE_SIGNAL, _stop_request_handler(run_dir, job))
@@ -69,21 +69,13 @@ def run_task() -> int:
     with tracked(spec, run_dir) as tracking:
         code = task.run_attempt()
         record = task.write_record(code)
-    _print_result(record, run_dir, tracking.messages)
+    reason = failure_text(record)
+    print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
+    for message in tracking.messages:
+        print(message, flush=True)
     if requeue_if_needed(spec, run_dir, job.id, record, node_lost=bool(task.peers.missing())):
         time.sleep(REQUEUE_WAIT_S)
     return 0 if record.status == "completed" else 1
-
-
-def _find_run_dir(list_path: Path, job: Job) -> Path:
-    """Return the run directory of a job.
-
-    Args:
-        list_path: JSON file with the directories of the job array, relative to the sweep directory.
-        job: The job.
-    """
-    directory: str = json.loads(list_path.read_text())["directories"][job.index]
-    return list_path.parent.parent / directory
 
 
 def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType | None], None]:
@@ -99,49 +91,15 @@ def _stop_request_handler(run_dir: Path, job: Job) -> Callable[[int, FrameType |
     return handle
 
 
-def _print_result(record: RunRecord, run_dir: Path, messages: Sequence[str]) -> None:
-    """Print the end of a run to the log of the job.
-
-    Args:
-        record: Record of the run.
-        run_dir: Directory of the run.
-        messages: Messages of the trackers.
-    """
-    reason = failure_text(record)
-    print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
-    for message in messages:
-        print(message, flush=True)
-
-
-class StopCause(NamedTuple):
-    """Why Slurm stopped a run.
-
-    Attributes:
-        status: Status of the run.
-        reason: Message for the record.
-    """
-
-    status: str
-    reason: str
-
-
 @dataclass(frozen=True)
 class NodeTask:
-    """This node's part of a job.
-
-    Attributes:
-        spec: The run.
-        run_dir: Directory of the run.
-        job: The job.
-        peers: The other nodes.
-        started: Start of this task, in Unix seconds.
-    """
+    """This node's part of a job."""
 
     spec: RunSpec
     run_dir: Path
     job: Job
     peers: Peers
-    started: float
+    started: float  # Start of this task, in Unix seconds.
 
     def run_attempt(self) -> int:
         """Run this node's agent, write its exit code for the other nodes, and return it."""
@@ -169,30 +127,26 @@ class NodeTask:
         return code
 
     def write_record(self, code: int) -> RunRecord:
-        """Wait for the other nodes, write the record, and return it.
-
-        Args:
-            code: Exit code of the head's agent.
-        """
+        """Wait for the other nodes, write the record, and return it."""
         timeout_s = STOPPED_PEERS_TIMEOUT_S if code == STOPPED_CODE else PEERS_TIMEOUT_S
         codes = {0: code, **self.peers.wait_all(timeout_s)}
         if code != STOPPED_CODE:
             return finalize_run(self.spec, self.run_dir, codes, self.started)
         lost = [node for node, other in codes.items() if other == -signal.SIGKILL]
-        cause = StopCause("killed", f"node {lost[0]} was lost, and Slurm ended the job") if lost else self._stop_cause()
-        return finalize_run(self.spec, self.run_dir, codes, self.started, cause.reason, stopped_status=cause.status)
+        status, why = ("killed", f"node {lost[0]} was lost, and Slurm ended the job") if lost else self._stop_cause()
+        return finalize_run(self.spec, self.run_dir, codes, self.started, why, stopped_status=status)
 
-    def _stop_cause(self) -> StopCause:
-        """Return why Slurm stopped the run, from the signal that it sent before."""
+    def _stop_cause(self) -> tuple[str, str]:
+        """Return the status of a run that Slurm stopped, and why, from the signal that it sent before."""
         try:
             reason = run_state.read_reason(self.run_dir)
         except (OSError, ValueError, KeyError):  # a file system that fails while Slurm ends the job
             reason = None
         if reason is None:
-            return StopCause("killed", "the job was cancelled")
+            return ("killed", "the job was cancelled")
         if reason == "time_limit":
-            return StopCause("timeout", "the job reached its time limit")
-        return StopCause("preempted", "the job was preempted by another job")
+            return ("timeout", "the job reached its time limit")
+        return ("preempted", "the job was preempted by another job")
 
 
 def node_address() -> str:

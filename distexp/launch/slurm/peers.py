@@ -24,29 +24,18 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Job:
-    """The Slurm job of this task.
+    """The Slurm job of this task."""
 
-    Attributes:
-        id: The job as ARRAY_INDEX.
-        index: Its index in the array.
-        attempt: The job with its restart count, unique for each start.
-        node: The number of this node in the job; 0 is the head.
-        hosts: The names of the job's nodes.
-    """
-
-    id: str
+    id: str  # The job as ARRAY_INDEX.
     index: int
-    attempt: str
-    node: int
+    attempt: str  # The job with its restart count, unique for each start.
+    node: int  # The number of this node in the job; 0 is the head.
     hosts: list[str]
 
     @classmethod
     def from_environment(cls) -> Job:
-        """Read Slurm's environment variables.
-
-        SLURM_JOB_ID is not used, because for the last element it is the id of the array.
-        """
-        variables = os.environ
+        """Read Slurm's environment variables."""
+        variables = os.environ  # SLURM_JOB_ID is not used: for the last element it is the id of the array.
         index = variables["SLURM_ARRAY_TASK_ID"]
         job = f"{variables['SLURM_ARRAY_JOB_ID']}_{index}"
         return cls(
@@ -59,31 +48,19 @@ class Job:
 
 
 class SupersededError(BaseException):
-    """A later attempt has started.
-
-    This is not an Exception, so that no handler of errors catches it.
-    """
+    """A later attempt has started. This is not an Exception, so that no handler of errors catches it."""
 
 
 @dataclass
 class Peers:
-    """The agents of the other nodes, observed through their exit status files.
-
-    Attributes:
-        run_dir: The run directory.
-        job: The job of this task.
-        nodes: Number of nodes of the run.
-        last_poll: Monotonic time in seconds.
-        started: Whether the head has announced this attempt.
-        codes: Exit codes by node, of those that have ended.
-    """
+    """The agents of the other nodes, observed through their exit status files."""
 
     run_dir: Path
     job: Job
     nodes: int
-    last_poll: float = 0.0
-    started: bool = False
-    codes: dict[int, int] = field(default_factory=dict)
+    last_poll: float = 0.0  # Monotonic time in seconds.
+    started: bool = False  # Whether the head has announced this attempt.
+    codes: dict[int, int] = field(default_factory=dict)  # Exit codes by node, of those that have ended.
 
     def read_exit_codes(self) -> None:
         """Read the exit codes written since the last call."""
@@ -111,13 +88,7 @@ class Peers:
         return any(self.codes.values())
 
     def check_latest(self) -> None:
-        """Check that this is the latest attempt.
-
-        Slurm starts another attempt if it loses contact with the nodes.
-
-        Raises:
-            SupersededError: If a later attempt has started.
-        """
+        """Raise SupersededError if a later attempt has started. Slurm starts one if it loses contact with the nodes."""
         latest = read_rendezvous(self.run_dir)
         if latest is not None and latest.attempt == self.job.attempt:
             self.started = True
@@ -125,10 +96,7 @@ class Peers:
             raise SupersededError(f"attempt {self.job.attempt} was replaced by attempt {latest.attempt}")
 
     def wait_all(self, seconds: float) -> dict[int, int]:
-        """Wait for the exit codes of all other nodes.
-
-        A node that writes none counts as killed.
-        """
+        """Wait for the exit codes of all other nodes. A node that writes none counts as killed."""
         deadline = time.monotonic() + seconds
         self.read_exit_codes()
         while self.missing() and time.monotonic() < deadline:
@@ -157,23 +125,20 @@ def requeue_if_needed(spec: RunSpec, run_dir: Path, job: str, record: RunRecord,
     A job is requeued if it was stopped or lost a node, and left a later checkpoint than the one it started from. An
     attempt that made no progress is not repeated.
 
-    Args:
-        spec: The run.
-        run_dir: Directory of the run.
-        job: The job as ARRAY_INDEX.
-        record: Record of the attempt.
-        node_lost: Whether a node wrote no exit code. Slurm requeues the job itself when it notices this, but the head
-            may notice first.
+    With ``node_lost`` a node wrote no exit code. Slurm requeues the job itself when it notices this, but the head may
+    notice first.
     """
     interrupted = record.status == "preempted" or (node_lost and record.status == "killed")
     if not interrupted or not spec.config.cluster.requeue:
         return False
-    newest, first = _newest_checkpoint(run_dir), record.run.attempts[-1]["resumed_from_step"] or 0
+    steps = (step for path in list_checkpoints(run_dir) if (step := step_of(path)) is not None)
+    newest, first = next(steps, 0), record.run.attempts[-1]["resumed_from_step"] or 0
     if newest <= first:
         print(f"not requeued: this attempt started at step {first} and left no later checkpoint", flush=True)
         return False
     try:
-        if node_lost and not _is_running(job):
+        state = query_jobs([job]).get(job) if node_lost else None
+        if node_lost and (state is None or state.state != "RUNNING"):
             return False  # The job was cancelled, or Slurm requeues it itself.
         requeue(job)
     except SlurmError as error:
@@ -181,14 +146,3 @@ def requeue_if_needed(spec: RunSpec, run_dir: Path, job: str, record: RunRecord,
         return False
     print(f"requeued as job {job}, to resume from step {newest}", flush=True)
     return True
-
-
-def _newest_checkpoint(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint; 0 if there is none."""
-    return next((step for path in list_checkpoints(run_dir) if (step := step_of(path)) is not None), 0)
-
-
-def _is_running(job: str) -> bool:
-    """Return whether Slurm still considers the job as running."""
-    state = query_jobs([job]).get(job)
-    return state is not None and state.state == "RUNNING"

@@ -1,7 +1,4 @@
-"""The sbatch file of a job array.
-
-Its runs have equal resources. Each node of a job runs one task.
-"""
+"""The sbatch file of a job array, whose runs have equal resources, and the options of Hydra's submitit launcher."""
 
 from __future__ import annotations
 
@@ -20,19 +17,10 @@ from distexp.config.overrides import key_of
 from distexp.config.sections import sbatch_name
 from distexp.runs.run_dir import SLURM
 
-NODE_TASK = "distexp.launch.slurm.node_task"
-CPU_OPTIONS = ("cpus-per-gpu",)
-"""Options of ``cluster.sbatch`` that replace the CPUs of a task."""
-
-SETUP_EXIT_CODE = 1
-
 
 @dataclass(frozen=True)
 class JobArray:
-    """Runs with equal resources, submitted together.
-
-    Array element k runs ``directories[k]``.
-    """
+    """Runs with equal resources, submitted together. Array element k runs ``directories[k]``."""
 
     name: str
     config: Config  # of any of the runs: their resources are equal
@@ -53,10 +41,9 @@ class JobArray:
     def render(self) -> str:
         """Return the text of the sbatch file."""
         cluster = self.config.cluster
+        python, task = cluster.python or shlex.quote(sys.executable), "distexp.launch.slurm.node_task"
         return render_sbatch(
-            command=(
-                f"{cluster.python or shlex.quote(sys.executable)} -u -m {NODE_TASK} {shlex.quote(str(self.list_path))}"
-            ),
+            command=f"{python} -u -m {task} {shlex.quote(str(self.list_path))}",
             folder=self.sweep_dir / SLURM,
             map_count=len(self.directories),
             array_parallelism=cluster.array_parallelism or len(self.directories),
@@ -82,10 +69,9 @@ class JobArray:
 
 
 def render_sbatch(**options: Any) -> str:
-    """Return an sbatch file written by submitit.
+    """Return an sbatch file written by submitit, which knows the spelling and the quoting of sbatch's options.
 
-    Submitit knows the spelling and the quoting of sbatch's options. This is the only use of a private function of
-    submitit; pyproject.toml therefore limits its version.
+    This is the only use of a private function of submitit; pyproject.toml therefore limits its version.
     """
     from submitit.slurm.slurm import _make_sbatch_string
 
@@ -99,13 +85,10 @@ def resource_key(config: Config) -> str:
 
 
 def cpus_per_task(cluster: ClusterConfig) -> int | None:
-    """Return the CPUs of a node's task, for all its workers.
-
-    The result is None if an option in ``cluster.sbatch`` decides.
-    """
+    """Return the CPUs of a node's task, for all its workers; None if an option in ``cluster.sbatch`` decides."""
     assert cluster.cpus_per_worker is not None
     assert cluster.workers_per_node is not None
-    if any(sbatch_name(option) in CPU_OPTIONS for option in cluster.sbatch):
+    if "cpus-per-gpu" in map(sbatch_name, cluster.sbatch):
         return None
     return cluster.cpus_per_worker * cluster.workers_per_node
 
@@ -118,10 +101,7 @@ def memory(cluster: ClusterConfig) -> str | None:
 
 
 def extra_options(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
-    """Return the sbatch options that submitit has no parameter for.
-
-    Those of ``cluster.sbatch`` are included.
-    """
+    """Return the sbatch options that submitit has no parameter for, with those of ``cluster.sbatch``."""
     options: dict[str, Any] = {"chdir": str(snapshot), "requeue" if cluster.requeue else "no-requeue": True}
     if cluster.reservation is not None:
         options["reservation"] = cluster.reservation
@@ -130,12 +110,9 @@ def extra_options(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
 
 
 def srun_options(cluster: ClusterConfig) -> list[str]:
-    """Return the options of srun.
-
-    Since Slurm 22.05 srun does not inherit the CPU count from sbatch.
-    """
+    """Return the options of srun."""
     options = ["--kill-on-bad-exit=1"]
-    if (count := cpus_per_task(cluster)) is not None:
+    if (count := cpus_per_task(cluster)) is not None:  # Since Slurm 22.05 srun does not inherit it from sbatch.
         options.append(f"--cpus-per-task={count}")
     if cluster.exclusive:
         options.append("--cpu-bind=none")  # allow all CPUs of an exclusive node, not only the requested ones
@@ -145,11 +122,8 @@ def srun_options(cluster: ClusterConfig) -> list[str]:
 
 
 def setup_lines(cluster: ClusterConfig, snapshot: Path) -> list[str]:
-    """Return the shell lines before srun.
-
-    They load modules, run ``cluster.setup``, and set variables and the path of the code.
-    """
-    on_error = f'|| {{ echo "distexp: module load failed" >&2; exit {SETUP_EXIT_CODE}; }}'
+    """Return the shell lines before srun: modules, ``cluster.setup``, variables and the path of the code."""
+    on_error = '|| { echo "distexp: module load failed" >&2; exit 1; }'
     lines = []
     if cluster.modules:
         lines.append("command -v module > /dev/null || source /etc/profile")
@@ -160,10 +134,7 @@ def setup_lines(cluster: ClusterConfig, snapshot: Path) -> list[str]:
     return lines
 
 
-# Conversion of Hydra's submitit options to options of ``cluster``.
-#
-# Hydra's submitit launcher has its options under ``hydra.launcher``.
-
+# Conversion of the options of Hydra's submitit launcher, under ``hydra.launcher``, to options of ``cluster``.
 
 MAPPED = {
     "nodes": "nodes",
@@ -204,11 +175,6 @@ ACCEPTED = (("tasks_per_node", 1), ("stderr_to_stdout", True))
 
 def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
     """Move the options under ``hydra.launcher`` into the ``cluster`` section.
-
-    Args:
-        given: The options under ``hydra.launcher``.
-        composed: The composed configuration of the cell; changed in place.
-        overrides: The overrides of the cell.
 
     Raises:
         ConfigError: If an option contradicts ``cluster``, or is not supported.

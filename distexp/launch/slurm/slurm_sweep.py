@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def max_array_size() -> int:
         ConfigError: If this machine has no configured Slurm.
         OSError: If Slurm does not answer.
     """
-    if not client.has_sbatch():
+    if shutil.which("sbatch") is None:
         raise ConfigError(
             "cluster=slurm needs sbatch, which is not on this machine's PATH: log in to the cluster, or print the "
             "sbatch files with cluster.dry_run=true"
@@ -56,12 +57,7 @@ def max_array_size() -> int:
 
 
 def start_sweep(sweep: Sweep, follow: Callable[[Path, Console], None]) -> None:
-    """Submit the runs of a sweep, and follow them unless ``cluster.wait=false``.
-
-    Args:
-        sweep: The runs.
-        follow: Shows the runs until all have ended.
-    """
+    """Submit the runs of a sweep, and follow them unless ``cluster.wait=false``."""
     console = Console()
     sweep_dir = _submit_sweep(sweep, max_array_size(), console)
     print_plain(console, f"sweep: {sweep_dir}")
@@ -72,11 +68,7 @@ def start_sweep(sweep: Sweep, follow: Callable[[Path, Console], None]) -> None:
 
 
 def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
-    """Prepare and submit the runs of a sweep; return its directory.
-
-    Raises:
-        SweepInterrupted: On Ctrl-C.
-    """
+    """Prepare and submit the runs of a sweep; return its directory."""
     cells, resume = sweep.cells, sweep.master.sweep.resume
     with locked_sweep_dir(sweep.master, len(cells)) as claimed:
         sweep_dir = claimed.absolute()
@@ -105,63 +97,36 @@ def trusted_packages(cells: Sequence[Cell]) -> list[str]:
 
 @dataclass(frozen=True)
 class SlurmTrials(TrialLauncher):
-    """Launcher of trials on Slurm.
+    """Launcher of trials on Slurm."""
 
-    Attributes:
-        max_array_size: Jobs in the largest array that Slurm accepts.
-        trusted: Packages to copy with the code.
-    """
-
-    max_array_size: int
-    trusted: Sequence[str]
+    max_array_size: int  # Jobs in the largest array that Slurm accepts.
+    trusted: Sequence[str]  # Packages to copy with the code.
 
     @contextmanager
     def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
         """Yield the runner of trials, after the code was copied."""
         snapshot = take_snapshot(sweep_dir, list(self.trusted), partial(print_plain, console))
-        batches = _Batches(sweep_dir, snapshot.folder, self.max_array_size, console)
-        yield TrialRunner(batches.run_all, snapshot.git, snapshot.folder.name)
+        # Last printed state of each trial, so that a later batch does not print it again.
+        printed: dict[int, str] = {}
 
+        def run_all(runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:
+            """Submit the trials of a batch that have no job yet, and wait until all have ended."""
+            active = _active_runs(sweep_dir)
+            outcomes = [prepare_run(run) for run in runs if run.info.number not in active]
+            prepared = [outcome for outcome in outcomes if isinstance(outcome, PreparedRun)]
+            submit_runs(prepared, sweep_dir, snapshot.folder, self.max_array_size, console)
+            try:
+                poll_until_done(partial(poll, sweep_dir, {}), console, printed)
+            except KeyboardInterrupt:
+                cancel = suggest_command("cancel", sweep_dir)
+                print_plain(console, f"the submitted trials continue; to cancel them: {cancel}")
+                raise MonitoringInterrupted from None
+            after_each()
 
-@dataclass(frozen=True)
-class _Batches:
-    """The batches of trials of one search.
-
-    Attributes:
-        sweep_dir: Directory of the search.
-        snapshot: Folder of the code that the trials run.
-        max_array_size: Jobs in the largest array that Slurm accepts.
-        console: Where to print.
-        printed: Last printed state of each trial, so that a later batch does not print it again.
-    """
-
-    sweep_dir: Path
-    snapshot: Path
-    max_array_size: int
-    console: Console
-    printed: dict[int, str] = field(default_factory=dict)
-
-    def run_all(self, runs: Sequence[AssignedRun], after_each: Callable[[], None]) -> None:
-        """Submit the trials of a batch that have no job yet, and wait until all have ended.
-
-        Raises:
-            MonitoringInterrupted: On Ctrl-C; the submitted trials continue.
-        """
-        active = _active_runs(self.sweep_dir)
-        outcomes = [prepare_run(run) for run in runs if run.info.number not in active]
-        prepared = [outcome for outcome in outcomes if isinstance(outcome, PreparedRun)]
-        submit_runs(prepared, self.sweep_dir, self.snapshot, self.max_array_size, self.console)
-        try:
-            poll_until_done(partial(poll, self.sweep_dir, {}), self.console, self.printed)
-        except KeyboardInterrupt:
-            cancel = suggest_command("cancel", self.sweep_dir)
-            print_plain(self.console, f"the submitted trials continue; to cancel them: {cancel}")
-            raise MonitoringInterrupted from None
-        after_each()
+        yield TrialRunner(run_all, snapshot.git, snapshot.folder.name)
 
 
 # Output of ``cluster.dry_run=true``: the sbatch files of a sweep. Nothing is written or submitted.
-
 
 MAX_LISTED_RUNS = 20
 """Runs of an array whose overrides are printed."""
@@ -178,7 +143,13 @@ class PlannedRun:
 
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
     """Print the sbatch files of a sweep."""
-    runs = list(_plan_runs(cells, InvalidPrinter(cells, console, prefix="# ")))
+    runs, invalid = list[PlannedRun](), InvalidPrinter(cells, console, prefix="# ")
+    for number, cell in enumerate(cells):
+        if cell.config is None:
+            invalid.print(number, join_errors(cell.errors))
+        else:
+            overrides = " ".join(map(format_override, cell.varied or cell.overrides))
+            runs.append(PlannedRun(number, cell.config, overrides))
     for index, group in enumerate(group_by_resources(runs, lambda run: run.config)):
         numbers = [run.number for run in group]
         directories = tuple(map(str, numbers))
@@ -195,20 +166,7 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
     )
 
 
-def _plan_runs(cells: Sequence[Cell], invalid: InvalidPrinter) -> list[PlannedRun]:
-    """Return the runs of the valid cells, and print why the others are invalid."""
-    runs = []
-    for number, cell in enumerate(cells):
-        if cell.config is None:
-            invalid.print(number, join_errors(cell.errors))
-        else:
-            overrides = " ".join(map(format_override, cell.varied or cell.overrides))
-            runs.append(PlannedRun(number, cell.config, overrides))
-    return runs
-
-
 # Cancellation of the jobs of a sweep.
-
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
 """Slurm's KillWait is 30 s by default, so jobs may need that long to end."""

@@ -7,18 +7,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from distexp.launch import ledger
 from distexp.launch.failures import Cause, classify_failure
-from distexp.launch.outcome import add_traces, failed_record, read_result
+from distexp.launch.outcome import add_traces, failed_record, read_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState, UnreachableError
 from distexp.runs import attempts
 from distexp.runs.attempts import read_rank_errors
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import RECORD, SLURM
+from distexp.runs.run_dir import RECORD, RESULT, SLURM
 from distexp.runs.run_state import RunState
 from distexp.runs.spec import RunSpec
 
@@ -51,9 +50,7 @@ def poll(sweep_dir: Path, finished: FinishedRuns | None = None) -> list[RunState
     Missing records of jobs that have died are written. If Slurm does not answer, runs whose state only Slurm knows
     are ``unknown``.
 
-    Args:
-        sweep_dir: Directory of the sweep.
-        finished: Runs that earlier calls found finished, and that are not read again; extended by this call.
+    ``finished`` has the runs that earlier calls found finished, and that are not read again. It is extended.
     """
     finished = {} if finished is None else finished
     entries = ledger.latest(sweep_dir)
@@ -81,16 +78,17 @@ class SlurmAnswer:
     asked_runs: frozenset[int]
     error: str = ""  # why Slurm did not answer
 
-    def error_for(self, run: int) -> str:
-        """Return why the job of a run is unknown.
-
-        The text is empty if Slurm answered, or was not asked about the run.
-        """
-        return self.error if run in self.asked_runs else ""
-
 
 def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
-    undecided = [entry for entry in entries if _needs_slurm(sweep_dir, entry)]
+    """Ask about the runs whose state only Slurm knows.
+
+    No command has seen their end yet, or they were requeued after their end.
+    """
+    undecided = [
+        entry
+        for entry in entries
+        if entry.state in ("submitted", "cancelled") or not (sweep_dir / entry.directory / RECORD).exists()
+    ]
     runs = frozenset(entry.run for entry in undecided)
     try:
         return SlurmAnswer(client.query_jobs([entry.job for entry in undecided if entry.job]), runs)
@@ -98,26 +96,18 @@ def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
         return SlurmAnswer({}, runs, str(error))
 
 
-def _needs_slurm(sweep_dir: Path, entry: ledger.Entry) -> bool:
-    """Return whether only Slurm knows the state of a run.
-
-    No command has seen its end yet, or it was requeued after its end.
-    """
-    return entry.state in ("submitted", "cancelled") or not (sweep_dir / entry.directory / RECORD).exists()
-
-
 def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> RunState | None:
     """Return the state of a run; None if its job has ended without a record."""
     directory = sweep_dir / entry.directory
     job = answer.jobs.get(entry.job or "")
-    record = _read_record(directory)
+    record = read_record(directory / RECORD)
     completed = record is not None and record.status == "completed"
     if job is not None and not job.is_final and not (completed and job.state != "PENDING"):
         return _active_state(entry, directory, job)
     if record is not None:
         return RunState.from_record(entry.run, directory, entry.job, record)
-    if error := answer.error_for(entry.run):
-        return RunState(entry.run, directory, entry.job, "unknown", error)
+    if answer.error and entry.run in answer.asked_runs:
+        return RunState(entry.run, directory, entry.job, "unknown", answer.error)
     return None
 
 
@@ -132,13 +122,6 @@ def _active_state(entry: ledger.Entry, directory: Path, job: JobState) -> RunSta
     return RunState(entry.run, directory, entry.job, "pending", reason)
 
 
-def _read_record(directory: Path) -> RunRecord | None:
-    try:
-        return RunRecord.read(directory / RECORD)
-    except ValueError:
-        return None
-
-
 def _write_missing_records(
     sweep_dir: Path, dead: Sequence[ledger.Entry], jobs: Mapping[str, JobState]
 ) -> list[RunState]:
@@ -148,7 +131,9 @@ def _write_missing_records(
     for entry in dead:
         directory = sweep_dir / entry.directory
         try:
-            record = _read_record(directory) or write_missing_record(sweep_dir, entry, jobs.get(entry.job or ""))
+            record = read_record(directory / RECORD) or write_missing_record(
+                sweep_dir, entry, jobs.get(entry.job or "")
+            )
         except (OSError, ValueError) as error:  # as after the run directory was deleted
             states.append(RunState(entry.run, directory, entry.job, "no record", str(error)))
         else:
@@ -171,7 +156,6 @@ def _append_final_states(sweep_dir: Path, entries: Mapping[int, ledger.Entry], f
 
 # Records of runs whose Slurm jobs died without writing one.
 
-
 LAST_LINES = 3
 MEMORY_KILL = re.compile(r"exceeded (job )?memory limit|oom[-_ ]kill", re.IGNORECASE)
 """slurmstepd's message after an out-of-memory kill; Slurm may then report any state for the job."""
@@ -188,24 +172,14 @@ STATE_CAUSES = {
 """Status of the run, and message, by the final states of Slurm that name the cause."""
 
 
-class OutputLine(NamedTuple):
-    """A line that a job printed, with its log file."""
-
-    log: Path
-    text: str
-
-
 def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | None) -> RunRecord:
-    """Write the record of a run whose job died without one, and return it.
-
-    Any command may do this.
-    """
+    """Write the record of a run whose job died without one, and return it. Any command may do this."""
     directory = sweep_dir / entry.directory
     spec = RunSpec.read(directory)
     started = has_started(directory, entry.job)
     if not started:
         spec.run.attempts.append(attempts.new_attempt(entry.job, []))
-    record = read_result(directory) if started else None
+    record = read_record(directory / RESULT) if started else None
     if record is None or record.status != "completed":
         status, error = _find_cause(sweep_dir, entry, job, spec, started)
         record = failed_record(spec, directory, status, error, None)
@@ -230,41 +204,22 @@ def _find_cause(sweep_dir: Path, entry: ledger.Entry, job: JobState | None, spec
     """Return the cause of the death of a job: from Slurm's state, the output, or the errors of the ranks."""
     name, when = f"job {entry.job}", "while running" if started else "before it started"
     if job is None:
-        return Cause(
-            "failed", RunError("JobVanished", f"{name} is no longer known to Slurm, and the run has no record")
-        )
+        message = f"{name} is no longer known to Slurm, and the run has no record"
+        return Cause("failed", RunError("JobVanished", message))
     if job.state in STATE_CAUSES:
-        return _state_cause(job, name, when)
-    output = _read_output(sweep_dir / SLURM, entry.job or "")
-    # slurmstepd's line may come before or after those of srun.
-    kill = next((line for line in output if MEMORY_KILL.search(line.text)), None)
-    if kill is not None:
-        message = f"{name} exceeded its memory limit: {kill.text} ({kill.log})"
-        return Cause("oom_host", RunError("OutOfMemory", message))
+        status, message = STATE_CAUSES[job.state]
+        error_type = job.state.title().replace("_", "")
+        return Cause(status, RunError(error_type, message.format(job=name, when=when, nodes=job.nodes)))
+    logs = sorted((sweep_dir / SLURM).glob(f"{entry.job or ''}_*_log.out"))  # one of each node
+    lines = [(log, line.strip()) for log in logs for line in log.read_text(errors="replace").splitlines()]
+    output = [(log, line) for log, line in lines if line]
+    for log, line in output:  # slurmstepd's line may come before or after those of srun.
+        if MEMORY_KILL.search(line):
+            return Cause("oom_host", RunError("OutOfMemory", f"{name} exceeded its memory limit: {line} ({log})"))
     directory = sweep_dir / entry.directory
     if started and read_rank_errors(directory):
         return classify_failure(directory, {0: 1}, spec)
-    message = f"{name} ended in state {job.state} {when}, without a record{_last_lines(output)}"
+    message = f"{name} ended in state {job.state} {when}, without a record"
+    if output:
+        message += f": {' | '.join(line for _, line in output[-LAST_LINES:])} ({output[0][0]})"
     return Cause("failed", RunError("JobDied", message))
-
-
-def _state_cause(job: JobState, name: str, when: str) -> Cause:
-    status, message = STATE_CAUSES[job.state]
-    error_type = job.state.title().replace("_", "")
-    return Cause(status, RunError(error_type, message.format(job=name, when=when, nodes=job.nodes)))
-
-
-def _read_output(folder: Path, job: str) -> list[OutputLine]:
-    """Return the lines that a job printed on all its nodes."""
-    logs = sorted(folder.glob(f"{job}_*_log.out"))
-    return [
-        OutputLine(log, line.strip())
-        for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()
-    ]  # fmt: skip
-
-
-def _last_lines(output: Sequence[OutputLine]) -> str:
-    """Return the end of a message with the last lines of a job; empty if it printed none."""
-    if not output:
-        return ""
-    return f": {' | '.join(line.text for line in output[-LAST_LINES:])} ({output[0].log})"

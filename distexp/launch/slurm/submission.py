@@ -33,12 +33,7 @@ def submit_runs(
 ) -> None:
     """Submit one array for each set of runs with equal resources.
 
-    Args:
-        prepared: The runs.
-        sweep_dir: Directory of the sweep.
-        snapshot: Folder of the code that the jobs run.
-        max_array_size: Jobs in the largest array that Slurm accepts. A larger set is split into several arrays.
-        console: Where to print the submitted jobs.
+    More jobs than ``max_array_size``, the largest that Slurm accepts, are split into several arrays.
 
     Raises:
         SweepInterrupted: On Ctrl-C, after the jobs submitted so far were cancelled.
@@ -57,13 +52,10 @@ def submit_runs(
 
 
 def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, console: Console) -> list[ledger.Entry]:
-    """Submit runs as one array, and add them to the ledger at once.
-
-    Returns:
-        The new entries of the ledger; none if Slurm refused the array.
-    """
+    """Submit runs as one array, add them to the ledger at once, and return the entries; none if Slurm refused them."""
     directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
-    array = JobArray(next_array_name(sweep_dir), runs[0].spec.config, sweep_dir, snapshot, directories)
+    used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
+    array = JobArray(f"array{used}", runs[0].spec.config, sweep_dir, snapshot, directories)
     write_json(array.list_path, {"directories": directories})
     array.script_path.write_text(array.render())
     try:
@@ -74,7 +66,10 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
             f"{suggest_command('resume', sweep_dir)}"
         ) from None
     except client.SlurmError as error:
-        record_refusal(runs, str(error), console)
+        for run in runs:  # The other arrays are still submitted.
+            refusal = RunError(SUBMISSION_REFUSED, f"sbatch: {error}")
+            failed_record(run.spec, run.directory, "invalid", refusal, None).write(run.directory)
+        print_plain(console, f"{describe_runs(runs)}: refused by Slurm: {error}")
         return []
     entries = [
         ledger.Entry(run.spec.run.number, run.spec.run.id, directory, f"{job}_{index}", "submitted")
@@ -99,18 +94,6 @@ def _cancel_submitted(entries: Sequence[ledger.Entry], sweep_dir: Path) -> str:
     return f"interrupted: {jobs} cancelled; {resume}"
 
 
-def record_refusal(runs: Sequence[PreparedRun], reason: str, console: Console) -> None:
-    """Write the records of runs that Slurm refused.
-
-    The other arrays are still submitted.
-    """
-    for run in runs:
-        error = RunError(SUBMISSION_REFUSED, f"sbatch: {reason}")
-        record = failed_record(run.spec, run.directory, "invalid", error, None)
-        record.write(run.directory)
-    print_plain(console, f"{describe_runs(runs)}: refused by Slurm: {reason}")
-
-
 def group_by_resources(items: Iterable[Item], config_of: Callable[[Item], Config]) -> list[list[Item]]:
     """Group runs by what their jobs request, in the order of first appearance."""
     keys: dict[str, str] = {}
@@ -122,12 +105,6 @@ def group_by_resources(items: Iterable[Item], config_of: Callable[[Item], Config
             keys[settings] = resource_key(config)
         groups.setdefault(keys[settings], []).append(item)
     return list(groups.values())
-
-
-def next_array_name(sweep_dir: Path) -> str:
-    """Return ``array0``, or the next number that this sweep has not used."""
-    used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
-    return f"array{used}"
 
 
 def describe_runs(runs: Sequence[PreparedRun]) -> str:
