@@ -113,15 +113,11 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
 
 class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """A callback that does at the same points what the native loop does: logging, learning rate and evaluation.
-
-    Attributes:
-        built: what the Trainer built; None before ``train``.
-    """
+    """A callback that does at the same points what the native loop does: logging, learning rate and evaluation."""
 
     def __init__(self, trainer: DistexpTrainer, model: HFEvaluableModel) -> None:
         self.trainer, self.model, self.inputs = trainer, model, trainer.inputs
-        self.built: Built | None = None
+        self.built: Built | None = None  # what the Trainer built; None before ``train``
         self.learning_rate = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:

@@ -46,18 +46,12 @@ class TrainingFlops:
 
 @dataclass(frozen=True)
 class FlopRates:
-    """FLOPs of a pass over a batch, by what they grow with.
+    """FLOPs of a pass over a batch, by what they grow with."""
 
-    Attributes:
-        row: for each row, which is an image, or a text of unknown length.
-        token: for each token.
-        pair: for each pair of tokens of a row.
-        head_token: for each token whose logits are computed, if the model selects them. Otherwise ``token`` has them.
-    """
-
-    row: float = 0.0
-    token: float = 0.0
-    pair: float = 0.0
+    row: float = 0.0  # for each row, which is an image, or a text of unknown length
+    token: float = 0.0  # for each token
+    pair: float = 0.0  # for each pair of tokens of a row
+    # For each token whose logits are computed, if the model selects them. Otherwise ``token`` has them.
     head_token: float = 0.0
 
     def total(self, *, rows: int, tokens: int, pairs: int, head_tokens: int) -> float:

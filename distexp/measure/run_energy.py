@@ -137,23 +137,15 @@ Samples = list[MemorySample]
 
 @dataclass(frozen=True)
 class TraceEnergy:
-    """Energy of a run in joules; a value is None if it is unknown for any of the devices.
+    """Energy of a run in joules; a value is None if it is unknown for any of the devices."""
 
-    Attributes:
-        gpu: Of the run's GPUs, by their energy counters.
-        gpu_by_power: The same, by the integral of their power.
-        gpu_training: Of the training steps alone; by the counters, or by power if a GPU has no counter.
-        cpu: The run's part of the energy of the CPU packages.
-        cpu_training: The same, of the training steps alone.
-        idle_w: Power of the run's GPUs before the workers used them.
-    """
-
-    gpu: float | None = None
-    gpu_by_power: float | None = None
+    gpu: float | None = None  # of the run's GPUs, by their energy counters
+    gpu_by_power: float | None = None  # the same, by the integral of their power
+    # Of the training steps alone; by the counters, or by power if a GPU has no counter.
     gpu_training: float | None = None
-    cpu: float | None = None
-    cpu_training: float | None = None
-    idle_w: float | None = None
+    cpu: float | None = None  # the run's part of the energy of the CPU packages
+    cpu_training: float | None = None  # the same, of the training steps alone
+    idle_w: float | None = None  # power of the run's GPUs before the workers used them
 
 
 def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:

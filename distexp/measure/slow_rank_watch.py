@@ -56,16 +56,14 @@ class SlowRankWatch:
     Args:
         context: The rank and its device.
         enabled: ``measure.slow_ranks``. If false, no hook is registered and no method of torch is replaced.
-
-    Attributes:
-        state: ``metrics.slow_rank_watch`` of the record.
-        is_due: Returns whether a measured step is watched, by its number. All ranks must watch the same steps.
     """
 
     def __init__(self, context: Context, *, enabled: bool = True) -> None:
         self.on_gpu = context.device.type == "cuda"
+        # ``metrics.slow_rank_watch`` of the record.
         self.state = "one worker" if context.world_size == 1 else "on" if enabled else "off"
         self.enabled = self.state == "on"
+        # Returns whether a measured step is watched, by its number. All ranks must watch the same steps.
         self.is_due: Callable[[int], bool] = _is_due_on_gpu if self.on_gpu else lambda _: True
         self.watching = False
         self.steps = 0  # measured steps

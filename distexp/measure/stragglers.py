@@ -52,29 +52,19 @@ MAD_OF_NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Times of one rank.
-
-    Attributes:
-        quantiles: ``p50``, ``p90`` and ``max`` of its measured steps, in seconds.
-        own_s: Own time of its watched steps: without waiting for other ranks, in seconds.
-        durations_s: Durations of the watched steps, in seconds.
-        data_wait_s: Time that it waited for its data in the same steps.
-        without_core_s: Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
-        watched_p50_s: Median duration of its watched ordinary steps; None if there is none.
-        unwatched_p50_s: Median duration of its other ordinary steps; None if there is none.
-        on_cpu: Whether it trains on a CPU.
-        includes_cpu_work: Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
-    """
+    """Times of one rank."""
 
     rank: int
-    quantiles: Mapping[str, float]
-    own_s: Sequence[float] = ()
-    durations_s: Sequence[float] = ()
-    data_wait_s: Sequence[float] = ()
+    quantiles: Mapping[str, float]  # ``p50``, ``p90`` and ``max`` of its measured steps, in seconds
+    own_s: Sequence[float] = ()  # own time of its watched steps: without waiting for other ranks, in seconds
+    durations_s: Sequence[float] = ()  # durations of the watched steps, in seconds
+    data_wait_s: Sequence[float] = ()  # time that it waited for its data in the same steps
+    # Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
     without_core_s: Sequence[float] = ()
-    watched_p50_s: float | None = None
-    unwatched_p50_s: float | None = None
-    on_cpu: bool = False
+    watched_p50_s: float | None = None  # median duration of its watched ordinary steps; None if there is none
+    unwatched_p50_s: float | None = None  # median duration of its other ordinary steps; None if there is none
+    on_cpu: bool = False  # whether it trains on a CPU
+    # Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
     includes_cpu_work: bool = False
     host: str = field(default_factory=socket.gethostname)
 
@@ -225,17 +215,11 @@ OTHER_MIB = 256.0
 
 @dataclass(frozen=True)
 class GpuEvidence:
-    """What is known about one GPU.
+    """What is known about one GPU."""
 
-    Attributes:
-        index: Its index in NVML.
-        problems: Problems of this GPU. They are reported even if no rank is known to be slow.
-        differences: Differences from the other GPUs of the run, which explain why a rank is slow.
-    """
-
-    index: int
-    problems: list[str]
-    differences: list[str]
+    index: int  # its index in NVML
+    problems: list[str]  # Problems of this GPU. They are reported even if no rank is known to be slow.
+    differences: list[str]  # differences from the other GPUs of the run, which explain why a rank is slow
 
 
 def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: int) -> dict[int, GpuEvidence]:

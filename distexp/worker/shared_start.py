@@ -53,19 +53,12 @@ def main() -> int:
 
 @dataclass
 class Connection:
-    """Connection to the agent of one run, with its group.
+    """Connection to the agent of one run, with its group."""
 
-    Attributes:
-        socket: The connection.
-        others: Other processes that have imported libraries for the runs on this node.
-        pid: Process id of the group, once it is forked.
-        reported: Whether the agent knows its exit code.
-    """
-
-    socket: socket.socket
-    others: list[int]
-    pid: int | None = None
-    reported: bool = False
+    socket: socket.socket  # the connection
+    others: list[int]  # other processes that have imported libraries for the runs on this node
+    pid: int | None = None  # process id of the group, once it is forked
+    reported: bool = False  # whether the agent knows its exit code
 
 
 class GroupServer:

@@ -74,20 +74,14 @@ class SearchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Round:
-    """Processes that try sizes until one runs out of memory, or the next size needs other processes.
-
-    Attributes:
-        store: the store of this round; its content is the same on all ranks.
-        number: the number of the round.
-        tried: the candidates of earlier rounds.
-    """
+    """Processes that try sizes until one runs out of memory, or the next size needs other processes."""
 
     spec: RunSpec
     run_dir: Path
     parts: ModelParts
-    store: Store
-    number: int
-    tried: Sequence[TriedSize]
+    store: Store  # the store of this round; its content is the same on all ranks
+    number: int  # the number of the round
+    tried: Sequence[TriedSize]  # the candidates of earlier rounds
 
     def run(self, deadline: float) -> SizeSearch:
         """Run the processes on all ranks; return all candidates so far.

@@ -209,18 +209,12 @@ UNTRIED_SHARE = 0.7
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """The results of a search so far.
+    """The results of a search so far."""
 
-    Attributes:
-        sizes: all sizes that are allowed, in ascending order.
-        tried: the candidates so far, in the order of the search.
-        compiled: whether each size costs a compilation.
-        whole_saves_mib: what a step of a single micro-batch, the largest size, needs less than one of several.
-    """
-
-    sizes: Sequence[int]
-    tried: Sequence[TriedSize]
-    compiled: bool
+    sizes: Sequence[int]  # all sizes that are allowed, in ascending order
+    tried: Sequence[TriedSize]  # the candidates so far, in the order of the search
+    compiled: bool  # whether each size costs a compilation
+    # What a step of a single micro-batch, the largest size, needs less than one of several.
     whole_saves_mib: float = 0.0
 
     def next_size(self) -> int | None:

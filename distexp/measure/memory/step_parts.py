@@ -79,23 +79,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The memory of one step.
+    """The memory of one step."""
 
-    Attributes:
-        start: bytes of each block that exists before the step, by address.
-        known: part of some of these blocks.
-        changes: allocations and frees in order.
-        marks: starts of phases in order; the last one has the phase ``end``.
-        vocabulary: size of the vocabulary; None for image models.
-        weight_sizes: numbers of elements of the weights, which are no logits.
-    """
-
-    start: Mapping[int, int]
-    known: Mapping[int, str]
-    changes: Sequence[Change]
-    marks: Sequence[Mark]
-    vocabulary: int | None = None
-    weight_sizes: frozenset[int] = frozenset()
+    start: Mapping[int, int]  # bytes of each block that exists before the step, by address
+    known: Mapping[int, str]  # part of some of these blocks
+    changes: Sequence[Change]  # allocations and frees in order
+    marks: Sequence[Mark]  # starts of phases in order; the last one has the phase ``end``
+    vocabulary: int | None = None  # size of the vocabulary; None for image models
+    weight_sizes: frozenset[int] = frozenset()  # numbers of elements of the weights, which are no logits
 
     @property
     def knows_logits(self) -> bool:

@@ -272,13 +272,10 @@ class SavedTensorCounter:
     """Counter of the bytes that the forward passes of a module save for their backward passes.
 
     Parameters do not count, also if they are gathered for the forward pass only.
-
-    Attributes:
-        peak_bytes: Most bytes that one forward pass saved.
     """
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # most bytes that one forward pass saved
         self._saved: set[int] = set()  # addresses of the storages of this forward pass
         self._bytes = 0  # of these storages
         self._parameters: list[set[int]] = []  # storages of the parameters of each module that runs now

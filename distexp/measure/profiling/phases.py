@@ -20,17 +20,11 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class StepPhases:
-    """The phases of a step. The time between a backward pass and the next phase belongs to the next phase.
+    """The phases of a step. The time between a backward pass and the next phase belongs to the next phase."""
 
-    Attributes:
-        window: Start and end of the step on the CPU.
-        backward: Start and end of each backward pass, one for each micro-batch.
-        optimizer: Start of the optimizer.
-    """
-
-    window: Interval
-    backward: tuple[Interval, ...]
-    optimizer: float
+    window: Interval  # start and end of the step on the CPU
+    backward: tuple[Interval, ...]  # start and end of each backward pass, one for each micro-batch
+    optimizer: float  # start of the optimizer
 
     def place(self, when: float) -> Place:
         """Return the phase and the micro-batch of an instant."""

@@ -30,33 +30,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Results of the profiled steps, the same on all ranks.
+    """Results of the profiled steps, the same on all ranks."""
 
-    Attributes:
-        communication: ``metrics.communication`` of the record.
-        breakdown: ``metrics.step_breakdown`` of the record; None if a rank has no usable trace.
-    """
-
-    communication: dict[str, Any]
+    communication: dict[str, Any]  # ``metrics.communication`` of the record
+    # ``metrics.step_breakdown`` of the record; None if a rank has no usable trace.
     breakdown: list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True)
 class StepAnalysis:
-    """Analysis of the profiled steps of one rank.
-
-    Attributes:
-        window: The profiled steps; None if no step could be profiled.
-        module: The distributed model, whose sizes a forecast needs.
-        micro_batches: Micro-batches of a step.
-        core_waits: Time without a core in each profiled step.
-    """
+    """Analysis of the profiled steps of one rank."""
 
     context: Context
-    window: ProfileWindow | None
-    module: nn.Module | None
-    micro_batches: int
-    core_waits: CoreWaits
+    window: ProfileWindow | None  # the profiled steps; None if no step could be profiled
+    module: nn.Module | None  # the distributed model, whose sizes a forecast needs
+    micro_batches: int  # micro-batches of a step
+    core_waits: CoreWaits  # time without a core in each profiled step
 
     def run(self, trace: Trace | str) -> ProfileResult:
         """Return the communication and the parts of the median step of all ranks. A collective.
@@ -145,20 +134,14 @@ def result_or_error(measure: Callable[[], T]) -> T | str:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model.
+    """Sizes of a model."""
 
-    Attributes:
-        units: Parameters of each block, and of what is between the blocks, in the order of the model.
-        fsdp: Sizes of FSDP's units by name. Empty: no FSDP.
-        buckets: Elements of DDP's buckets. Empty: no DDP.
-        groups: Elements of each parameter in each group of the optimizer.
-        modules: Positions, in the parameters of all units, of those that each module itself has.
-    """
-
+    # Parameters of each block, and of what is between the blocks, in the order of the model.
     units: tuple[Parameters, ...] = ()
-    fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)
-    buckets: tuple[int, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
+    fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)  # Sizes of FSDP's units by name. Empty: no FSDP.
+    buckets: tuple[int, ...] = ()  # Elements of DDP's buckets. Empty: no DDP.
+    groups: tuple[tuple[int, ...], ...] = ()  # elements of each parameter in each group of the optimizer
+    # Positions, in the parameters of all units, of those that each module itself has.
     modules: tuple[tuple[int, ...], ...] = ()
 
 

@@ -50,21 +50,13 @@ FSDP_REDUCTION = f"{FSDP_HOOK}post_backward_reduce"
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """One step of a rank.
+    """One step of a rank."""
 
-    Attributes:
-        trace: Events of the rank.
-        median: Position and parts of the step, and the collectives of the rank in the order of their starts.
-        workers: Number of workers.
-        micro_batches: Micro-batches of a step.
-        units: Sizes of FSDP's units by name; empty: no FSDP.
-    """
-
-    trace: Trace
-    median: MedianStep
-    workers: int
-    micro_batches: int
-    units: Mapping[str, FSDPUnitSize]
+    trace: Trace  # events of the rank
+    median: MedianStep  # position and parts of the step, and the collectives of the rank in the order of their starts
+    workers: int  # number of workers
+    micro_batches: int  # micro-batches of a step
+    units: Mapping[str, FSDPUnitSize]  # sizes of FSDP's units by name; empty: no FSDP
 
 
 def items_of(step: ProfiledStep) -> tuple[Item, ...]:
@@ -337,17 +329,11 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class MedianStep:
-    """The profiled step of a rank whose duration is the median, as a mean over the ranks.
+    """The profiled step of a rank whose duration is the median, as a mean over the ranks."""
 
-    Attributes:
-        position: Number of the step in the trace, the same for all ranks.
-        transfers: Collectives of the trace, with the waiting for other ranks.
-        parts: Parts of the step.
-    """
-
-    position: int
-    transfers: list[Transfer]
-    parts: StepParts
+    position: int  # number of the step in the trace, the same for all ranks
+    transfers: list[Transfer]  # collectives of the trace, with the waiting for other ranks
+    parts: StepParts  # parts of the step
 
     @classmethod
     def of(cls, trace: Trace, ranks: Sequence[RankSummary]) -> MedianStep:
