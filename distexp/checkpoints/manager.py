@@ -130,10 +130,7 @@ class CheckpointManager:
         return None
 
     def _newest_valid(self, candidates: list[Path], *, own: bool) -> tuple[Path, CheckpointMeta] | None:
-        """Return the first valid checkpoint and log the ones skipped.
-
-        Each rank checks a part of the files.
-        """
+        """Return the first valid checkpoint and log the ones skipped. Each rank checks a part of the files."""
         for folder in gather_to_all(candidates)[0]:
             manifest = disk.read_manifest(folder)
             problem = (
@@ -192,10 +189,7 @@ class CheckpointManager:
         )
 
     def _compute_checksums(self, folder: Path) -> Checksums:
-        """Return the checksums of all files.
-
-        Each is computed by one of the ranks that can see the file.
-        """
+        """Return the checksums of all files. Each is computed by one of the ranks that can see the file."""
         visible = gather_to_all(disk.list_files(folder))
         computed: Checksums = {}
         for position, name in enumerate(sorted(set(chain.from_iterable(visible)))):

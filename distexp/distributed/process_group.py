@@ -60,8 +60,6 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
     """Initialize the process group from torchrun's environment variables.
 
     Args:
-        spec: the run.
-        run_dir: directory of the run.
         store: store in which the ranks find each other; None: a new one.
         overhead_mib: memory of a GPU that CUDA and NCCL usually need, for ``cluster.gpu_memory_limit_gb``.
 
@@ -109,13 +107,7 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:
-    """Return the timeout of collectives, longer than the agents' hang limit.
-
-    So a hang is reported as a hang.
-
-    Args:
-        hang_timeout_min: ``cluster.hang_timeout_min``, in minutes.
-    """
+    """Return the timeout of collectives, longer than the agents' hang limit. So a hang is reported as a hang."""
     return timedelta(minutes=hang_timeout_min) + HANG_MARGIN
 
 
@@ -156,9 +148,6 @@ def rendezvous_address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-# A smaller GPU: a limit of the memory that torch may take on a GPU, for ``cluster.gpu_memory_limit_gb``.
-
-
 GB = 1 << 30
 
 
@@ -166,11 +155,6 @@ def limit_memory(device: torch.device, limit_gb: float, overhead_mib: float) -> 
     """Limit torch's memory on a GPU, so that a training that needs more runs out of memory.
 
     CUDA and NCCL need memory too, and allocate most of it later. So their usual need is subtracted from the limit.
-
-    Args:
-        device: the GPU of this process.
-        limit_gb: ``cluster.gpu_memory_limit_gb``.
-        overhead_mib: usual need of CUDA and NCCL.
 
     Raises:
         ConfigError: the GPU has less memory than the limit, or CUDA and NCCL alone need more.

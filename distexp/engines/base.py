@@ -31,9 +31,6 @@ class Trainer(Protocol):
         Args:
             build_model: builds the model. Keep no reference to its blueprint, because rank 0's holds all weights in
                 host memory.
-            config: the configuration of the run.
-            context: this worker.
-            inputs: data loaders, step plan and metrics logger.
 
         Returns:
             The trained model, and what was built.

@@ -80,10 +80,7 @@ class SingleAdapter(HFAdapter):
     """The adapter of the strategy ``single``."""
 
     def argument_context(self) -> AbstractContextManager[None]:
-        """Hide torchrun's local rank on a CPU.
-
-        Otherwise accelerate would use DDP even for one worker.
-        """
+        """Hide torchrun's local rank on a CPU. Otherwise accelerate would use DDP even for one worker."""
         return without_local_rank() if self.context.device.type == "cpu" else nullcontext()
 
 

@@ -92,10 +92,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip as the native loop does.
-
-        On a CPU, torch's norm has only five correct digits.
-        """
+        """Clip as the native loop does. On a CPU, torch's norm has only five correct digits."""
         if self.adapter.steps_itself:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
@@ -107,9 +104,6 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             grad_norm = self._clip_grad_norm(model)
         self.gradient_norm = super()._get_grad_norm(model, grad_norm)
         return self.gradient_norm
-
-
-# Logging, learning rate and evaluation of the native loop, as a callback of ``transformers.Trainer``.
 
 
 class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -165,9 +159,6 @@ class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         end_epoch(self.model, self.inputs)
 
 
-# The model that ``transformers.Trainer`` has distributed, for evaluations and exports.
-
-
 class HFEvaluableModel:
     """The EvaluableModel of a Trainer."""
 
@@ -195,14 +186,8 @@ class HFEvaluableModel:
         return describe(trainer, trainer.config.strategy.name, trainer.unwrapped, trainer.adapter.units)
 
 
-# The steps of an epoch, as the data loader of ``transformers.Trainer``.
-
-
 class StepLoader:
-    """The steps of an epoch, as a data loader for the Trainer.
-
-    Its length is the number of micro-batches.
-    """
+    """The steps of an epoch, as a data loader for the Trainer. Its length is the number of micro-batches."""
 
     def __init__(self, inputs: TrainingInputs) -> None:
         self.inputs, self.epoch = inputs, 0
@@ -220,22 +205,12 @@ class StepLoader:
         return self.inputs.training.iter_steps(self.epoch, remaining_steps)
 
 
-# The TrainingArguments of a run.
-
-
 CONFLICTING_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Environment variables of ``accelerate launch``, or of an earlier training in this process; they change a run."""
 
 
 def training_arguments(config: Config, context: Context, total_steps: int, adapter: HFAdapter) -> TrainingArguments:
-    """Return the arguments of a run, and set accelerate's process-wide state.
-
-    Args:
-        config: the configuration of the run.
-        context: this worker.
-        total_steps: number of optimizer steps of the whole training.
-        adapter: the adapter of the strategy.
-    """
+    """Return the arguments of a run, and set accelerate's process-wide state."""
     train = config.train
     for name in [name for name in os.environ if name.startswith(CONFLICTING_PREFIXES)]:
         del os.environ[name]
@@ -268,9 +243,6 @@ def training_arguments(config: Config, context: Context, total_steps: int, adapt
     return arguments
 
 
-# Description of what ``transformers.Trainer`` built, read from the live objects.
-
-
 ENGINE = "hf_trainer"
 
 
@@ -278,9 +250,7 @@ def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.M
     """Return what was built.
 
     Args:
-        trainer: a transformers.Trainer that has started to train.
         strategy: name of the strategy, for the record; everything else is read from the live objects.
-        model: the model that the Trainer was given.
         units: the blocks that FSDP should have sharded as separate units.
 
     Raises:

@@ -64,14 +64,7 @@ class FlopRates:
 
 
 def training_flops(config: Config, data: TaskData, done: Workload, device: torch.device) -> TrainingFlops:
-    """Return the FLOPs of training steps.
-
-    Args:
-        config: configuration of the run.
-        data: data of the run.
-        done: sizes of the batches of the steps.
-        device: device of the training.
-    """
+    """Return the FLOPs of training steps."""
     counter = FlopCounter(config, data)
     model = counter.model_rates()
     skips_blocks = config.model.attention == "flex" and device.type == "cuda"

@@ -30,11 +30,6 @@ class RankTimesWatch(Watcher):
 
     *Ordinary* steps are measured and follow another measured step directly, so they can be compared with each other.
     The other ones follow an evaluation, a checkpoint or the unmeasured first steps.
-
-    Args:
-        context: The rank and its device.
-        profiler: Measures the work of the CPU in the profiled steps.
-        enabled: ``measure.slow_ranks``.
     """
 
     section = "metrics"

@@ -24,11 +24,7 @@ def energy_entry(
     """Return ``metrics.energy`` of the record; None if nothing is known.
 
     Args:
-        energy: The measured energy.
-        cluster: Number of workers, carbon intensity and price.
-        duration_s: Duration of the run.
         samples: Samples of the training steps that ``energy`` is about.
-        tokens: Their tokens without padding.
     """
     on_gpus = cluster.device == "cuda"
     training_j = energy.gpu_training if on_gpus else energy.cpu_training
@@ -126,9 +122,6 @@ def _interpolate(curve: Curve, time_s: float) -> float:
     return before[1] + slope * (time_s - before[0])
 
 
-# Energy of a run, computed from its memory traces, of which there is one per node.
-
-
 TRAINING = frozenset({"train"})
 """Phase of the steps that count for the speed: after the warm-up, without evaluation and saving."""
 
@@ -149,12 +142,7 @@ class TraceEnergy:
 
 
 def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:
-    """Return the energy of a run. If a trace is missing, nothing is known.
-
-    Args:
-        traces: The memory trace of each node.
-        events: File with the phases of the run.
-    """
+    """Return the energy of a run. If a trace is missing, nothing is known."""
     try:
         nodes = [group_by_device(read_memory_trace(path).samples) for path in traces]
     except (OSError, ValueError):

@@ -54,7 +54,6 @@ class SlowRankWatch:
     """Waiting time of the measured steps of one rank. With one worker it does nothing.
 
     Args:
-        context: The rank and its device.
         enabled: ``measure.slow_ranks``. If false, no hook is registered and no method of torch is replaced.
     """
 
@@ -220,9 +219,6 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
     for value in values:
         yield from _differentiable(value)
-
-
-# Time that a thread waits for a core, from the statistics of the Linux scheduler.
 
 
 SCHEDSTAT = "/proc/thread-self/schedstat"

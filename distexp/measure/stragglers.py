@@ -77,7 +77,6 @@ def include_cpu_work(times: RankTimes, entry: Mapping[str, Any]) -> RankTimes:
     profiled step counts, and not its time.
 
     Args:
-        times: Times of the rank.
         entry: What the profiler measured on the rank: ``cpu_busy_ms`` of a step of ``step_ms``, both with the overhead
             of the profiler. Without a GPU ``cpu_busy_ms`` is None, and the times are unchanged.
     """
@@ -226,8 +225,6 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
     """Return the evidence for the GPU of each rank. Nodes without a readable trace have none.
 
     Args:
-        traces: The memory trace of each node.
-        events: File with the phases of the run.
         workers_per_node: The n-th GPU of a trace belongs to the n-th rank of the node.
     """
     training = phase_intervals(read_phase_events(events), TRAINING)

@@ -75,9 +75,6 @@ class Watcher:
         return {}
 
 
-# How long ``torch.compile`` took in a training, and how often it compiled.
-
-
 class CompileWatch(Watcher):
     """Time and counts of the compilations between ``start`` and ``stop``.
 
@@ -122,9 +119,6 @@ class CompileWatch(Watcher):
         if self._started is not None:
             self.seconds += time.perf_counter() - self._started
         self._started = None
-
-
-# Methods of classes that are replaced for some time, and then restored exactly as they were.
 
 
 Method = Callable[..., Any]

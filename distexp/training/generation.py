@@ -49,9 +49,6 @@ def score_answers(
     """Generate an answer to each question of the evaluation set, and score them.
 
     Args:
-        model: The trained model.
-        data: Loader of the evaluation set, which is of QASamples. Answers are generated in its batches.
-        tokenizer: Tokenizer of the prompts.
         max_new_tokens: Longest answer in tokens. An answer also ends at its end token, or if the sequence fills the
             positions of the model.
         beat: Called after every token, so that the run does not count as hung.
@@ -97,7 +94,6 @@ class GreedyGenerator:
         answer of the last rank has ended.
 
         Args:
-            prompts: Token ids of each prompt.
             wanted: Whether the answer to a prompt is needed. If not, it is empty.
 
         Returns:
@@ -172,7 +168,6 @@ def score(answers: Iterable[tuple[str, Sequence[str]]], unanswered: int = 0) -> 
     """Return the mean score of answers; for each, the best of its references counts.
 
     Args:
-        answers: Pairs of an answer and its references (at least one).
         unanswered: Further questions, without an answer. Each has the score 0, as in the official script.
 
     Raises:

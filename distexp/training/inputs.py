@@ -29,9 +29,6 @@ class TrainingInputs:
     run_id: str  # the run that the checkpoints belong to
 
 
-# The number of steps, and the learning rate of each.
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """The steps of a training, by epoch."""
@@ -49,7 +46,6 @@ class StepPlan:
         """Return the epochs that still have a step or an evaluation.
 
         Args:
-            done: Steps that are done.
             finished: Epochs that have ended, with their evaluation. After the last step of an epoch, a checkpoint may
                 have been written before or after its end.
         """

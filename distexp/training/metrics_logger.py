@@ -104,12 +104,7 @@ class MetricsLogger:
             self.events.emit(changes=changes)
 
     def follow(self, module: nn.Module, optimizer: Any) -> None:
-        """Let the watchers measure a distributed model. Call it as soon as the model is built.
-
-        Args:
-            module: the wrapped module.
-            optimizer: torch's optimizer, or what wraps it; None if there is none.
-        """
+        """Let the watchers measure a distributed model. Call it as soon as the model is built."""
         self.watchers.follow(module, partial(read_model_tensors, module, optimizer))
 
     def start(self) -> None:
@@ -129,10 +124,8 @@ class MetricsLogger:
         """Record a finished step.
 
         Args:
-            data: the data of the step.
             contribution: this rank's contribution to mean loss and accuracy, shape (2,).
             norm: the global gradient norm before clipping.
-            rate: the learning rate.
         """
         phase, next_phase = self._phase(self.steps), self._phase(self.steps + 1)
         self.steps += 1
@@ -155,12 +148,7 @@ class MetricsLogger:
             self._set_phase(next_phase)
 
     def end_epoch(self, evaluation: Evaluation | None, *, has_accuracy: bool) -> None:
-        """Record the training of an epoch, and the evaluation after it.
-
-        Args:
-            evaluation: The evaluation; None if there was none.
-            has_accuracy: Whether the task has an accuracy, as image classification has.
-        """
+        """Record the training of an epoch, and the evaluation after it."""
         self.history.reduce()
         metrics = self.metrics
         starts_at = len(metrics.train_losses) * self.plan.steps_per_epoch
@@ -220,12 +208,7 @@ class MetricsLogger:
         return self.metrics
 
     def _add_speed(self, durations: list[float], totals: TotalCounts) -> None:
-        """Add step times and throughput.
-
-        Args:
-            durations: Seconds of the measured steps.
-            totals: Counts of all ranks.
-        """
+        """Add step times and throughput."""
         metrics, seconds = self.metrics, sum(durations)
         metrics.step_time_s, metrics.speed_error = quantiles(durations), speed_error(durations)
         if durations:

@@ -26,11 +26,7 @@ class LossHistory:
     """
 
     def __init__(self, *, allows_nan: bool) -> None:
-        """Create a history without steps.
-
-        Args:
-            allows_nan: Whether a loss may be NaN or infinite (``train.on_nan=record``).
-        """
+        """Create a history without steps."""
         self.losses: list[float] = []  # loss of each reduced step
         self.accuracies: list[float] = []  # accuracy of each reduced step, from 0 to 1; 0 for text
         self._allows_nan = allows_nan
@@ -42,7 +38,6 @@ class LossHistory:
 
         Args:
             contribution: this rank's contribution to loss and accuracy, shape (2,).
-            targets: number of targets of all ranks, a scalar.
         """
         self._contributions.append(contribution)
         self._targets.append(targets)
@@ -79,7 +74,6 @@ class LossHistory:
         """Raise ConfigError if no label counts towards a loss.
 
         Args:
-            targets: number of targets of all ranks.
             source: what has these labels: ``step 5``.
             hint: what the user can set instead of correcting the data.
         """
@@ -87,9 +81,6 @@ class LossHistory:
             raise ConfigError(
                 f"{source} has no target: all its labels are {IGNORE}. Leave such samples out of the dataset, or {hint}"
             )
-
-
-# Samples, tokens and waits of the training steps.
 
 
 @dataclass
@@ -112,7 +103,6 @@ class StepCounts:
         """Add a step.
 
         Args:
-            step: The data of the step.
             warmed_up: Whether the warm-up of the training is over.
             measured: Whether the step counts for the speed. A profiled step does not.
         """

@@ -43,7 +43,6 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     """Run one rank, and end this process with code 0, or 1 after an error.
 
     Args:
-        run_dir: Directory of the run.
         launched: An agent has started the worker, so the launcher writes the record.
     """
     started = time.time()

@@ -52,12 +52,6 @@ def set_torchrun_defaults() -> None:
 def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
     """Import what is not imported yet, and run the workers of a node.
 
-    Args:
-        run_dir: Directory of the run.
-        node: Number of the node.
-        address: Address of the rendezvous.
-        port: Port of the rendezvous.
-
     Returns:
         0 if all workers ended well, else 1.
     """
@@ -88,12 +82,7 @@ class WorkerExit:
 
 
 class WorkerGroup:
-    """Forked workers of one node.
-
-    Args:
-        exits: File for how the workers ended, in the order of time.
-        first_rank: Rank of the node's first worker.
-    """
+    """Forked workers of one node."""
 
     def __init__(self, exits: Path, *, first_rank: int) -> None:
         self._path = exits

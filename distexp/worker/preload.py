@@ -43,12 +43,7 @@ def declared_preloads(module: ModuleType | None, device: str) -> tuple[str, ...]
 
 
 def preload(modules: Sequence[str], device: str) -> None:
-    """Import some modules and what they declare; a module that fails is left to the workers to report.
-
-    Args:
-        modules: Modules of distexp, see ``own_modules``.
-        device: ``cpu`` or ``cuda``.
-    """
+    """Import some modules and what they declare; a module that fails is left to the workers to report."""
     gc.disable()  # Imports make a million objects and no garbage: a tenth of their time is the collector's.
     with variable_set(NVML_CHECK, "1"):
         for name in chain(("torch", "distexp.worker.rank"), _with_declared(modules, device)):

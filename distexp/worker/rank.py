@@ -62,9 +62,6 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     """Train, and write the result on rank 0.
 
     Args:
-        run_dir: Directory of the run.
-        events: Event log of this rank.
-        started: Start of this process, in Unix seconds.
         launched: Whether a launcher completes the record. If not, the worker writes the record itself.
     """
     silence_libraries()
@@ -266,9 +263,6 @@ def rank_environment(device: torch.device) -> Environment:
 def _nccl_version() -> str:
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ".".join(map(str, version))
-
-
-# FLOPs and their fraction of what the device can do, for the record of a run.
 
 
 TERA = 1e12

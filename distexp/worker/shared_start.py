@@ -62,11 +62,7 @@ class Connection:
 
 
 class GroupServer:
-    """Forks a group for each connection, and reports how it ended.
-
-    Args:
-        control: Socket that brings the connections. Its end is the end of the launcher.
-    """
+    """Forks a group for each connection, and reports how it ended."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control

@@ -249,9 +249,7 @@ def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
     """Return the MiB of the fp32 gradients that ``train.fused_update`` does not collect in a single micro-batch.
 
     Args:
-        config: the configuration.
         largest: the largest size; if it is not the whole batch of a worker, nothing is saved.
-        model: the model, not distributed.
     """
     collects = config.train.fused_update and config.train.compute_weights == "step"
     if not collects or largest != samples_per_worker(config):

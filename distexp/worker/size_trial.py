@@ -52,14 +52,7 @@ class StepTime:
 
 
 class SizeTrials:
-    """A model that tries several micro-batch sizes.
-
-    Args:
-        config: the configuration, with the first size.
-        blueprint: the model, not distributed.
-        data: the data set.
-        context: this worker.
-    """
+    """A model that tries several micro-batch sizes."""
 
     def __init__(self, config: Config, blueprint: Blueprint, data: TaskData, context: Context) -> None:
         self.config, self.data, self.context = config, data, context

@@ -15,11 +15,7 @@ Warn = Callable[[str], None]
 
 
 class GpuReader:
-    """Reads GPUs with NVML.
-
-    Args:
-        indices: Indices of the GPUs in NVML.
-        warn: Receives one message for each value that NVML does not report.
+    """Reads GPUs with NVML. ``warn`` receives one message for each value that NVML does not report.
 
     Raises:
         NvmlUnavailableError: NVML cannot be initialized.
@@ -51,7 +47,10 @@ class GpuReader:
         memory, source = self._memory(index, handle)
         busy = self._query(f"utilization of GPU {index}", "nvmlDeviceGetUtilizationRates", handle)
         job_mib, other_mib = self._job_and_other_mib(index, handle, pids)
-        milliwatts, millijoules = self._power_and_energy(index, handle)
+        milliwatts = millijoules = None
+        if index not in self._partitioned:  # With MIG, other users share the GPU, and both are of the whole GPU.
+            milliwatts = self._query(f"power of GPU {index}", "nvmlDeviceGetPowerUsage", handle)
+            millijoules = self._query(f"energy of GPU {index}", "nvmlDeviceGetTotalEnergyConsumption", handle)
         return replace(
             empty,
             used_mib=None if memory is None else memory.used / MIB,
@@ -63,15 +62,6 @@ class GpuReader:
             source=source,
             other_mib=other_mib,
             **self._conditions[index].read()._asdict(),
-        )
-
-    def _power_and_energy(self, index: int, handle: Any) -> tuple[int | None, int | None]:
-        """Return mW and mJ; None if other users share the GPU with MIG, because both are of the whole GPU."""
-        if index in self._partitioned:
-            return None, None
-        return (
-            self._query(f"power of GPU {index}", "nvmlDeviceGetPowerUsage", handle),
-            self._query(f"energy of GPU {index}", "nvmlDeviceGetTotalEnergyConsumption", handle),
         )
 
     def _uses_mig(self, handle: Any) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -93,37 +92,24 @@ def _parse_psrecord(
     return MemoryTrace(samples, notes + bad_lines_note(path, bad))
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Positions of the columns in a log of nvidia-smi; None if a column is missing."""
-
-    width: int
-    used: int
-    index: int | None = None
-    device: int | None = None
-    time: int | None = None
-    total: int | None = None
-    utilization: int | None = None
-    power: int | None = None
-
-
 def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
     rows = [
         (number, [cell.strip() for cell in cells])
         for number, cells in enumerate(csv.reader(lines, skipinitialspace=True), start=1)
         if cells
     ]
-    if "memory.used" in lines[rows[0][0] - 1]:
-        columns = _columns_by_header(rows[0][1])
+    width = len(rows[0][1])
+    if "memory.used" in lines[rows[0][0] - 1]:  # a header, whose names may end with a unit: ``memory.used [MiB]``
+        columns = {cell.split(" [")[0]: position for position, cell in enumerate(rows[0][1])}
         rows = [row for row in rows if not any(cell.startswith("memory.used") for cell in row[1])]
     else:
         columns = _columns_by_format(path, [cells for _, cells in rows])
-    if columns.index is None and columns.device is None:
+    if not any(name in columns for name in ("index", *_DEVICE_NAMES)):
         notes.append(f"{path}: no index column: all lines count as one GPU")
     devices: dict[str, int] = {}
     samples, bad = [], []
     for number, cells in rows:
-        sample = _gpu_sample(cells, columns, devices)
+        sample = _gpu_sample(cells, columns, devices) if len(cells) == width else None
         if sample is None:
             bad.append(number)
         else:
@@ -131,24 +117,8 @@ def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Memo
     return MemoryTrace(samples, notes + bad_lines_note(path, bad))
 
 
-def _columns_by_header(cells: Sequence[str]) -> _Columns:
-    """Return the columns by their names, which may end with a unit: ``memory.used [MiB]``."""
-    positions = {cell.split(" [")[0]: position for position, cell in enumerate(cells)}
-    device = next((positions[name] for name in _DEVICE_NAMES if name in positions), None)
-    return _Columns(
-        width=len(cells),
-        used=positions["memory.used"],
-        index=positions.get("index"),
-        device=device,
-        time=positions.get("timestamp"),
-        total=positions.get("memory.total"),
-        utilization=positions.get("utilization.gpu"),
-        power=positions.get("power.draw"),
-    )
-
-
-def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
-    """Return the columns of a log without a header.
+def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the positions of the columns of a log without a header, by their names in nvidia-smi.
 
     - With units: timestamp and index, then any columns; the first one in MiB is ``memory.used``.
     - Without units: the query of the workshop: timestamp, index, name, memory.used, memory.total.
@@ -161,18 +131,13 @@ def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
     memory = [position for position in numbers if first[position].endswith("MiB")]
     if len(first) > 2 and first[1].isdigit():
         if memory:
-            percent = [position for position in numbers if first[position].endswith("%")]
-            watts = [position for position in numbers if first[position].endswith(" W")]
-            return _Columns(
-                width=len(first),
-                used=memory[0],
-                index=1,
-                time=0,
-                utilization=percent[0] if percent else None,
-                power=watts[0] if watts else None,
-            )
+            columns = {"timestamp": 0, "index": 1, "memory.used": memory[0]}
+            for name, unit in (("utilization.gpu", "%"), ("power.draw", " W")):
+                if found := [position for position in numbers if first[position].endswith(unit)]:
+                    columns[name] = found[0]
+            return columns
         if numbers == [3, 4] == list(range(3, len(first))) and _are_used_and_total(rows):
-            return _Columns(width=5, used=3, index=1, time=0, total=4)
+            return {"timestamp": 0, "index": 1, "memory.used": 3, "memory.total": 4}
     raise ValueError(
         f"{path} has neither a header nor units, so its columns are ambiguous: add a "
         "first line such as 'timestamp, index, name, memory.used [MiB], memory.total [MiB]'"
@@ -197,33 +162,29 @@ def _number(cell: str) -> float | None:
     return float(matched[1]) if matched else None
 
 
-def _gpu_sample(cells: Sequence[str], columns: _Columns, devices: dict[str, int]) -> MemorySample | None:
+def _gpu_sample(cells: Sequence[str], columns: Mapping[str, int], devices: dict[str, int]) -> MemorySample | None:
     """Return the sample in a line, or None if the line is not a sample."""
-    if len(cells) != columns.width:
-        return None
-    used = _number(cells[columns.used])
-    if used is None and not _ABSENT.fullmatch(cells[columns.used]):
+    used = cells[columns["memory.used"]]
+    if _number(used) is None and not _ABSENT.fullmatch(used):
         return None
     index = 0
-    if columns.index is not None:
-        if not cells[columns.index].isdigit():
+    device = next((cells[columns[name]] for name in _DEVICE_NAMES if name in columns), None)
+    if "index" in columns:
+        if not cells[columns["index"]].isdigit():
             return None
-        index = int(cells[columns.index])
-    elif columns.device is not None:
-        index = devices.setdefault(cells[columns.device], len(devices))
-
-    def number(position: int | None) -> float | None:
-        return None if position is None else _number(cells[position])
-
+        index = int(cells[columns["index"]])
+    elif device is not None:
+        index = devices.setdefault(device, len(devices))
+    values = {name: _number(cells[position]) for name, position in columns.items()}
     return MemorySample(
-        unix_time_s=_unix_time(cells[columns.time]) if columns.time is not None else 0.0,
+        unix_time_s=_unix_time(cells[columns["timestamp"]]) if "timestamp" in columns else 0.0,
         phase="",
         kind=GPU,
         index=index,
-        used_mib=used,
-        total_mib=number(columns.total),
-        utilization_pct=number(columns.utilization),
-        power_w=number(columns.power),
+        used_mib=values["memory.used"],
+        total_mib=values.get("memory.total"),
+        utilization_pct=values.get("utilization.gpu"),
+        power_w=values.get("power.draw"),
         source="nvidia-smi",
     )
 

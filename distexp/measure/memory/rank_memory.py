@@ -38,7 +38,6 @@ class PartsWatch(Watcher):
     Parameters and gradients are those between the backward pass and the update.
 
     Args:
-        rank: This rank.
         counts_activations: Whether to count what the first step saves for the backward pass.
         make_recording: Makes the recording of the step before the profiled ones; None: the device has none.
     """
@@ -138,9 +137,6 @@ def _mib(size: int | None) -> float | None:
     return None if size is None else size / MIB
 
 
-# GPU memory of one rank, as the CUDA caching allocator of torch reports it.
-
-
 PEAKS = ("peak_allocated_mib", "peak_reserved_mib")
 
 
@@ -222,7 +218,6 @@ class OutOfMemoryWatch(Watcher):
     """Keeps a report of the latest allocation of this process that failed, also while the model is built.
 
     Args:
-        device: the device. On a CPU there is no report.
         records_stacks: whether to record the Python stacks of the first step's allocations, so that a report has
             source lines. The first step must count in no metric.
     """
@@ -305,26 +300,20 @@ def running_frames() -> list[FrameType]:
     threads = [sys._getframe(1)]
     if main is not None and main != threading.get_ident():  # The backward pass has its own thread.
         threads.append(sys._current_frames()[main])
-    return [frame for innermost in threads for frame in _callers(innermost)]
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        if frame.f_code.co_filename != __file__:
-            yield frame
-        frame = frame.f_back
+    found = []
+    for innermost in threads:
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_filename != __file__:
+                found.append(frame)
+            frame = frame.f_back
+    return found
 
 
 def describe_blocks(
     blocks: Iterable[UsedBlock], tensors: ModelTensors | None, running: Iterable[FrameType]
 ) -> dict[str, Any]:
-    """Return the line that runs, the memory by part, and the largest tensors.
-
-    Args:
-        blocks: the blocks in use.
-        tensors: the tensors of the model; None if there is none.
-        running: the calls that run.
-    """
+    """Return the line that runs, the memory by part, and the largest tensors."""
     frames, blocks = list(running), list(blocks)
     sizes_of = {block.address: (block.size, block.requested) for block in blocks}
     parts = known_parts(tensors, sizes_of) if tensors is not None else {}

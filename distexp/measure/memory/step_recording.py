@@ -45,7 +45,6 @@ class StepRecording:
     A mark is a small tensor. Its allocation shows in the recording where a phase starts.
 
     Args:
-        device: the GPU.
         keep_peaks: saves the peaks of the allocator, which are reset for each phase.
     """
 
@@ -190,12 +189,7 @@ def frames_of(entry: Mapping[str, Any]) -> tuple[Frame, ...]:
 
 
 def known_parts(tensors: ModelTensors, blocks: Mapping[int, tuple[int, int]]) -> dict[int, str]:
-    """Return the part of each block that has tensors of the model, by address.
-
-    Args:
-        tensors: the tensors of the model.
-        blocks: size and requested size of each block, by address.
-    """
+    """Return the part of each block that has tensors of the model, by address."""
     known: dict[int, str] = {}
     parts: Sequence[tuple[str, Sequence[Tensor]]] = (
         ("parameters", (*tensors.parameters, *tensors.buffers)),
@@ -229,11 +223,7 @@ In a container NVML lists no processes, or those of the host's numbers.
 
 
 def process_memory(uuid: object) -> tuple[int, str] | None:
-    """Return the bytes that this process uses on a GPU, and what was counted; None if NVML does not report it.
-
-    Args:
-        uuid: UUID of the GPU, as torch writes it.
-    """
+    """Return the bytes that this process uses on a GPU, and what was counted; None if NVML does not report it."""
     try:
         with nvml_session() as nvml:
             return _read(nvml, f"GPU-{str(uuid).removeprefix('GPU-')}")

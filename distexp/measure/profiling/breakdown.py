@@ -82,13 +82,7 @@ def step_windows(trace: Trace) -> list[Interval]:
 
 
 def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> StepParts:
-    """Return the parts of one step of a rank.
-
-    Args:
-        trace: Events of the rank.
-        window: Start and end of the step.
-        collectives: Collectives of the rank, with the waiting for other ranks.
-    """
+    """Return the parts of one step of a rank."""
     running = [
         collective for collective in collectives if _overlaps((collective.wait[0], collective.transfer[1]), window)
     ]
@@ -236,8 +230,6 @@ def remove_overhead(
     have the shares of the profiled step, and add up to the median one.
 
     Args:
-        entry: parts of a profiled step in milliseconds.
-        median_s: median of the measured steps, which are not profiled, in seconds.
         data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter than this.
         sizes_differ: whether a rank has batches of different sizes.
     """
@@ -286,7 +278,6 @@ def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool
     """Return the durations of the collectives in which all ranks wait for each other.
 
     Args:
-        collectives: Collectives of a rank.
         several_groups: Whether the rank is in several process groups. Then collectives of unknown groups are left out.
     """
     found: dict[Key, list[float]] = {}
@@ -310,7 +301,6 @@ def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Du
     """Divide the collectives of a rank into waiting and transfer, in the order of their starts.
 
     Args:
-        collectives: Collectives of the rank.
         ranks: Durations of all ranks. Ranks of other process groups have other keys. If ranks of one group have
             different numbers of collectives, nothing is known about their waiting.
     """

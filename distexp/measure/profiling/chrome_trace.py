@@ -89,10 +89,6 @@ def read_trace(path: Path, *, on_gpu: bool) -> Trace:
     Collectives of gloo count from the call to their end, including the time in the queue. Collectives of NCCL count
     while their kernels are on the GPU, including the wait for the slowest rank.
 
-    Args:
-        path: The trace.
-        on_gpu: Whether the rank used a GPU.
-
     Raises:
         ValueError: The trace is not JSON, or has no step, or has no kernel of the GPU.
     """

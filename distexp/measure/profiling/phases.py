@@ -54,10 +54,6 @@ def find_phases(
     The backward pass consists of many events. The longest gaps between them are the forward passes.
 
     Args:
-        window: Start and end of the step on the CPU.
-        backward: Events of the backward passes.
-        optimizer: Intervals of the optimizer.
-        micro_batches: Micro-batches of the step.
         hooks: Times of reductions. Those after the last event of a backward pass belong to it.
     """
     inside = sorted(interval for interval in backward if window[0] <= interval[0] < window[1])
@@ -103,26 +99,17 @@ def waits_for_gpu(trace: Trace) -> list[Interval]:
 
 
 def cpu_busy_ms(trace: Trace, position: int) -> float | None:
-    """Return how long the CPU does not wait for the GPU in a step; None without a GPU.
-
-    Args:
-        trace: Events of the rank.
-        position: Number of the step in the trace.
-    """
+    """Return how long the CPU does not wait for the GPU in a step; None without a GPU."""
     if not trace.on_gpu:
         return None
     start, end = trace.steps[position]
     return 1000 * (end - start - total_length(merge(clip(waits_for_gpu(trace), (start, end)))))
 
 
-# Time in the profiled steps of a CPU in which other programs had the core of the training thread.
-
-
 class CoreWaits:
-    """Time without a core in each profiled step. It is that of the training thread, so other threads may wait longer.
+    """Time without a core in each profiled step, of the training thread: other threads may wait longer.
 
-    Args:
-        enabled: Whether to measure. On a GPU the time of the CPU is no part of a step.
+    It is not measured on a GPU, because the time of the CPU is no part of a step.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -173,9 +160,7 @@ def collectives_of_hooks(
     """Return the collectives of a step, in the order of time.
 
     Args:
-        calls: Hooks by name, with their times on the CPU.
         units: Sizes of the units by name; the root has an empty name.
-        phases: Phases of the step.
     """
     first, last = phases.window
     hooks = sorted((when[0], name) for name, when in calls if name.startswith(FSDP_HOOK) and first <= when[0] < last)

@@ -46,8 +46,6 @@ class StepProfiler(Watcher):
     With CUDA graphs CUPTI stays attached, because detaching it may crash.
 
     Args:
-        context: Rank and device.
-        train: ``train`` of the configuration.
         window_of: Returns the steps to profile, given the steps of earlier attempts.
     """
 

@@ -51,9 +51,6 @@ class StepAnalysis:
         """Return the communication and the parts of the median step of all ranks. A collective.
 
         Rank 0 writes the lanes of all ranks, and its own step for a forecast, into the run directory.
-
-        Args:
-            trace: Events of this rank, or why there are none.
         """
         ranks = gather_to_all(trace if isinstance(trace, str) else result_or_error(lambda: RankSummary.of(trace)))
         communication = combine_shares([rank if isinstance(rank, str) else rank.shares for rank in ranks], self.window)

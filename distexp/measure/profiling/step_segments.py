@@ -339,10 +339,6 @@ class MedianStep:
     def of(cls, trace: Trace, ranks: Sequence[RankSummary]) -> MedianStep:
         """Return the median step of a rank.
 
-        Args:
-            trace: Events of the rank.
-            ranks: Summaries of all ranks.
-
         Raises:
             ValueError: the ranks have different numbers of steps.
         """
