@@ -11,7 +11,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.system.cache_dir import cache_dir
-from distexp.system.torch_internals.compilation import cache_autograd_functions, default_compile_cache, import_compiler
+from distexp.system.torch_internals.compilation import cache_autograd_functions, default_compile_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable of torch. If the user sets it to another folder than torch's default, it is left as it is."""
@@ -61,13 +61,3 @@ def _check_private(folder: Path) -> None:
             f"other users can write to {folder}, and compiled code is executed: type chmod go-w {folder}, or set the "
             f"environment variable {VARIABLE} to a private folder"
         )
-
-
-# Import of torch's compiler ahead of the workers, with the hashes that are part of the keys of its cache.
-#
-# ``torch.compile`` imports inductor when it is first used, and hashes the sources of torch and of triton. This takes
-# 1 to 3 seconds in each worker, also if the compiled code is in the cache. Workers that are forked later have the
-# results.
-
-
-import_compiler()

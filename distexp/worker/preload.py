@@ -17,8 +17,11 @@ from distexp.config import Config
 from distexp.system.environment_variables import variable_set
 from distexp.system.files import PACKAGE
 
-COMPILER = "distexp.worker.compile_cache"
-"""Module that imports torch's compiler."""
+COMPILER = "distexp.system.torch_internals.compilation"
+"""Module whose ``import_compiler`` is called ahead of the workers, if a run compiles.
+
+It hashes the sources of torch and triton too: 1 to 3 seconds in each worker, also if the compiled code is in the cache.
+"""
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Makes ``torch.cuda.is_available()`` ask NVML, so that it does not initialize CUDA."""
@@ -48,7 +51,9 @@ def preload(modules: Sequence[str], device: str) -> None:
     with variable_set(NVML_CHECK, "1"):
         for name in chain(("torch", "distexp.worker.rank"), _with_declared(modules, device)):
             try:
-                importlib.import_module(name)
+                module = importlib.import_module(name)
+                if name == COMPILER:
+                    module.import_compiler()
             except Exception as error:
                 print(f"cannot import {name} ahead of the workers: {error!r}", file=sys.stderr)
     gc.enable()
