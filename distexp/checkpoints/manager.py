@@ -104,7 +104,10 @@ class CheckpointManager:
         self._note(f"resuming from step {meta.step} of {folder}")
         with weights_only_loading(folder), _deletion_explained(folder):
             self._restore(folder, meta)
-        self._note_changes(folder)
+        changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
+        for change in changes:
+            self._note(change)
+        self.logger.record_changes(changes)
         self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
         return meta.step
 
@@ -169,13 +172,6 @@ class CheckpointManager:
                 f"train.resume={self.train.resume} is at step {saved.step}, but this run ends at step "
                 f"{self.logger.plan.total_steps}: increase train.num_epochs or train.max_steps"
             )
-
-    def _note_changes(self, folder: Path) -> None:
-        """Log and record each setting that differs from those of the checkpoint."""
-        changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
-        for change in changes:
-            self._note(change)
-        self.logger.record_changes(changes)
 
     def _meta(self, step: int) -> CheckpointMeta:
         return CheckpointMeta(

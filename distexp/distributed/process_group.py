@@ -27,26 +27,21 @@ HANG_MARGIN = timedelta(minutes=5)
 """Time that the agents have to detect a hang and to save the stacks, before collectives fail."""
 
 
-def open_store(spec: RunSpec) -> Store:
+def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
     """Return a connection to the store at torchrun's address. The first call on rank 0 starts the server.
 
-    ``join`` starts none if this process has one. torchrun may have a server of its own.
+    ``join`` starts none if this process has one, and a process that was forked after that needs none. torchrun may have
+    a server of its own.
     """
-    starts_server = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return _connect(spec, starts_server=starts_server)
-
-
-def connect_to_store(spec: RunSpec) -> Store:
-    """Return a new connection to the store of ``open_store``, for a process that was forked after that."""
-    return _connect(spec, starts_server=False)
-
-
-def _connect(spec: RunSpec, *, starts_server: bool) -> Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    has_server = is_forked or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     stores: Any = dist
-    timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
     return stores.TCPStore(
-        host, port, is_master=starts_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=os.environ["RANK"] == "0" and not has_server,
+        timeout=collective_timeout(spec.config.cluster.hang_timeout_min),
+        wait_for_workers=False,
+        multi_tenant=True,
     )
 
 
@@ -141,11 +136,6 @@ def gather_to_all(value: T) -> list[T]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
-
-
-def rendezvous_address() -> str:
-    """Return the address and port of the rendezvous."""
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 GB = 1 << 30

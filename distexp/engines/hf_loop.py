@@ -118,19 +118,14 @@ class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         """Check what was built, and start the measurements."""
         trainer = self.trainer
         self.built = self.model.describe()
-        self._check_built(self.built)
+        check_built(self.built, trainer.strategy.expected_build(trainer.config))
+        if innermost_optimizer(trainer.optimizer) is not trainer.own_optimizer:
+            raise RuntimeError(f"the Trainer replaced the optimizer of distexp by {self.built.optimizer}")
         trainer.adapter.start(trainer)
         optimizer = getattr(trainer.model_wrapped, "optimizer", trainer.optimizer)
         self.inputs.logger.follow(trainer.model_wrapped, optimizer)
         seed_everything(trainer.config.train.seed + trainer.context.rank)
         self.inputs.logger.start()
-
-    def _check_built(self, built: Built) -> None:
-        """Raise RuntimeError if the model or the optimizer is not the requested one."""
-        trainer = self.trainer
-        check_built(built, trainer.strategy.expected_build(trainer.config))
-        if innermost_optimizer(trainer.optimizer) is not trainer.own_optimizer:
-            raise RuntimeError(f"the Trainer replaced the optimizer of distexp by {built.optimizer}")
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Start the step clock."""

@@ -28,12 +28,12 @@ def energy_entry(
     """
     on_gpus = cluster.device == "cuda"
     training_j = energy.gpu_training if on_gpus else energy.cpu_training
-    kwh = _kwh(energy, on_gpus=on_gpus)
+    kwh, by_power = _kwh(energy, on_gpus=on_gpus), energy.gpu_by_power
     gpu_hours = cluster.world_size * duration_s / 3600 if on_gpus and duration_s is not None else None
     entry = {
         "gpu_j": energy.gpu,
-        "gpu_j_by_power": energy.gpu_by_power,
-        "power_difference_pct": _difference_pct(energy.gpu_by_power, energy.gpu),
+        "gpu_j_by_power": by_power,
+        "power_difference_pct": None if by_power is None or not energy.gpu else 100 * (by_power / energy.gpu - 1),
         "cpu_j": energy.cpu,
         "gpu_j_training": energy.gpu_training,
         "cpu_j_training": energy.cpu_training,
@@ -58,10 +58,6 @@ def _kwh(energy: TraceEnergy, *, on_gpus: bool) -> float | None:
         return None
     known = [joules for joules in (gpu, energy.cpu) if joules is not None]
     return sum(known) / JOULES_PER_KWH if known else None
-
-
-def _difference_pct(value: float | None, reference: float | None) -> float | None:
-    return None if value is None or not reference else 100 * (value / reference - 1)
 
 
 def _ratio(joules: float | None, count: int | None) -> float | None:
@@ -155,16 +151,11 @@ def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:
     return TraceEnergy(
         gpu=_sum_or_none(_whole_run(gpus, counter_curve)),
         gpu_by_power=_sum_or_none(_whole_run(gpus, power_curve)),
-        gpu_training=_sum_or_none(_energies(gpus, training, counter_or_power)),
+        gpu_training=_sum_or_none(_energies(gpus, training, lambda gpu: counter_curve(gpu) or power_curve(gpu))),
         cpu=_sum_or_none(_whole_run(cpus, counter_curve)),
         cpu_training=_sum_or_none(_energies(cpus, training, counter_curve)),
         idle_w=_sum_or_none([_idle_power(samples, first_event_s) for samples in gpus]),
     )
-
-
-def counter_or_power(samples: Samples) -> Curve:
-    """Return the energy of a device by its counter or, if it has none, by its power."""
-    return counter_curve(samples) or power_curve(samples)
 
 
 def _devices(nodes: Sequence[dict[tuple[str, int], Samples]], kind: str) -> list[Samples]:

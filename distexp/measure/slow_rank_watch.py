@@ -63,7 +63,9 @@ class SlowRankWatch:
         self.state = "one worker" if context.world_size == 1 else "on" if enabled else "off"
         self.enabled = self.state == "on"
         # Returns whether a measured step is watched, by its number. All ranks must watch the same steps.
-        self.is_due: Callable[[int], bool] = _is_due_on_gpu if self.on_gpu else lambda _: True
+        self.is_due: Callable[[int], bool] = lambda _: True
+        if self.on_gpu:
+            self.is_due = lambda step: step % next(stride for end, stride in GPU_STRIDES if step < end) == 0
         self.watching = False
         self.steps = 0  # measured steps
         self._stream = torch.cuda.current_stream(context.device) if self.on_gpu and self.enabled else None
@@ -195,19 +197,13 @@ class SlowRankWatch:
             pairs = self._pairs[step]
             if self.on_gpu and pairs and not pairs[-1][1].query():  # all of them are on one stream
                 return
-            self._waits_s[step] = sum(_seconds(start, end) for start, end in self._pairs.pop(step))
+            finished = self._pairs.pop(step)
+            waits = (start.elapsed_time(end) / 1000 if self.on_gpu else end - start for start, end in finished)
+            self._waits_s[step] = sum(waits)
             if len(self._waits_s) > MAX_STEPS:
                 oldest = next(iter(self._waits_s))
                 del self._waits_s[oldest]
                 self._without_core_s.pop(oldest, None)
-
-
-def _is_due_on_gpu(step: int) -> bool:
-    return step % next(stride for end, stride in GPU_STRIDES if step < end) == 0
-
-
-def _seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else float(start.elapsed_time(end)) / 1000
 
 
 def _differentiable(output: Any) -> Iterator[Tensor]:

@@ -230,7 +230,12 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
     training = phase_intervals(read_phase_events(events), TRAINING)
     samples: dict[int, list[MemorySample]] = {}
     for node, path in enumerate(traces):
-        for local_rank, device in enumerate(_gpus(path)):
+        try:
+            devices = group_by_device(read_memory_trace(path).samples)
+        except (OSError, ValueError):
+            continue
+        gpus = [device for (kind, _), device in devices.items() if kind == GPU]
+        for local_rank, device in enumerate(gpus):
             samples[node * workers_per_node + local_rank] = [
                 sample for sample in device if any(begin <= sample.unix_time_s < end for begin, end in training)
             ]
@@ -243,15 +248,6 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
         )
         for rank, taken in known.items()
     }
-
-
-def _gpus(path: Path) -> list[list[MemorySample]]:
-    """Return the samples of each GPU of a trace, in the order of the local ranks."""
-    try:
-        samples = read_memory_trace(path).samples
-    except (OSError, ValueError):
-        return []
-    return [device for (kind, _), device in group_by_device(samples).items() if kind == GPU]
 
 
 def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
@@ -268,21 +264,20 @@ def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
 
 
 def _differences(samples: Sequence[MemorySample], others: Sequence[Sequence[MemorySample]]) -> Iterator[str]:
-    clock = _mean_clock(samples)
-    clocks = [value for other in others if (value := _mean_clock(other)) is not None]
-    if clock is not None and clocks and clock < (1 - LOWER_CLOCK) * statistics.median(clocks):
-        yield f"its SM clock is {clock:,.0f} MHz, that of the others {statistics.median(clocks):,.0f} MHz"
-    share = _share_of_reason(samples, POWER_CAP)
-    shares = [value for other in others if (value := _share_of_reason(other, POWER_CAP)) is not None]
-    if share is not None and shares and share - statistics.median(shares) >= POWER_CAP_MORE:
-        yield (
-            f"its power limit reduces its clocks in {share:.0%} of the samples, in {statistics.median(shares):.0%} on "
-            "the others"
-        )
-    rate = _best_rate(samples)
-    rates = [value for other in others if (value := _best_rate(other)) is not None]
-    if rate is not None and rates and rate < statistics.median(rates):
-        yield f"its PCIe link has {rate:.0f}% of its maximum rate, that of the others {statistics.median(rates):.0f}%"
+    def compare(measure: Callable[[Sequence[MemorySample]], float | None]) -> tuple[float, float]:
+        """Return a value of this GPU and the median of the others; not a number if one is unknown."""
+        own, known = measure(samples), [value for other in others if (value := measure(other)) is not None]
+        return (math.nan, math.nan) if own is None or not known else (own, statistics.median(known))
+
+    clock, usual = compare(_mean_clock)
+    if clock < (1 - LOWER_CLOCK) * usual:
+        yield f"its SM clock is {clock:,.0f} MHz, that of the others {usual:,.0f} MHz"
+    share, usual = compare(lambda taken: _share_of_reason(taken, POWER_CAP))
+    if share - usual >= POWER_CAP_MORE:
+        yield f"its power limit reduces its clocks in {share:.0%} of the samples, in {usual:.0%} on the others"
+    rate, usual = compare(_best_rate)
+    if rate < usual:
+        yield f"its PCIe link has {rate:.0f}% of its maximum rate, that of the others {usual:.0f}%"
 
 
 def _mean_clock(samples: Sequence[MemorySample]) -> float | None:

@@ -147,13 +147,10 @@ class WorkerGroup:
             # A worker that died by another signal than ours failed by itself, even if it is reaped late.
             stopped = bool(self._sent) and (code >= 0 or -code in self._sent)
             self._exits.append(WorkerExit(self._running.pop(pid), code, time.time(), stopped))
-            self._write_exits()
-
-    def _write_exits(self) -> None:
-        try:
-            write_json(self._path, [asdict(worker) for worker in self._exits])
-        except OSError as error:  # A full disk must not keep the group from stopping its workers.
-            print_despite_full_disk(f"{self._path} cannot be written: {error}")
+            try:
+                write_json(self._path, [asdict(worker) for worker in self._exits])
+            except OSError as error:  # A full disk must not keep the group from stopping its workers.
+                print_despite_full_disk(f"{self._path} cannot be written: {error}")
 
 
 if __name__ == "__main__":

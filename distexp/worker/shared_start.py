@@ -97,7 +97,12 @@ class GroupServer:
         """Start the group that an agent requests; end it if the agent has closed the connection."""
         message, descriptors = receive(connection.socket)
         if message is None:
-            self._close(connection)
+            self._selector.unregister(connection.socket)
+            del self._connections[connection.socket.fileno()]
+            connection.socket.close()
+            if connection.pid is not None:
+                os.kill(connection.pid, signal.SIGKILL)
+                os.waitpid(connection.pid, 0)
             return
         server = os.getpid()
         connection.pid = os.fork()
@@ -111,7 +116,12 @@ class GroupServer:
         try:
             die_with_parent(parent=server)
             os.setsid()
-            _continue_in(output)
+            # The log of the group starts with what this process has printed so far.
+            printed = os.pread(1, MAX_PRINTED, 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            os.write(1, printed)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
             send(connection.socket, {"pid": os.getpid(), "server": server, "others": connection.others})
@@ -146,24 +156,6 @@ class GroupServer:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 with suppress(OSError):  # The agent may be dead.
                     send(connection.socket, {"code": code})
-
-    def _close(self, connection: Connection) -> None:
-        """End a group if it runs, and forget it."""
-        self._selector.unregister(connection.socket)
-        del self._connections[connection.socket.fileno()]
-        connection.socket.close()
-        if connection.pid is not None:
-            os.kill(connection.pid, signal.SIGKILL)
-            os.waitpid(connection.pid, 0)
-
-
-def _continue_in(output: int) -> None:
-    """Continue the output of this process in a file, after what it has printed so far."""
-    printed = os.pread(1, MAX_PRINTED, 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    os.write(1, printed)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,6 @@ from distexp.system.typed_values import parse_dataclass
 from distexp.worker.size_processes import LONGEST, ModelParts, start_round
 from distexp.worker.size_trial import SizeSearch
 
-NOTHING_FITS = (
-    "train.micro_batch_size=auto found no size that fits: a micro-batch of {size} needs more memory than there is. "
-    "Lower {input}{choices}"
-)
-
 
 def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelParts) -> tuple[RunSpec, Store | None]:
     """Return the run with a number as its micro-batch size, and the store to join; None: a new one.
@@ -67,15 +62,15 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
 
 def nothing_fits(config: Config, search: MicroBatchSearch) -> Exception:
     """Return the error of a search without a result: that of the device whose memory is too small."""
-    on_gpu, is_text = config.cluster.device == "cuda", config.model.task == "causal_lm"
+    limit = "dataset.max_length" if config.model.task == "causal_lm" else "dataset.image_size"
     smallest = min((candidate.micro_batch_size for candidate in search.candidates), default=1)
     savings = list(_savings(config))
-    message = NOTHING_FITS.format(
-        size=f"{smallest} sample{'s' if smallest > 1 else ''}",
-        input="dataset.max_length" if is_text else "dataset.image_size",
-        choices=f", or choose {' or '.join(savings)}" if savings else "",
+    message = (
+        f"train.micro_batch_size=auto found no size that fits: a micro-batch of {smallest} "
+        f"sample{'s' if smallest > 1 else ''} needs more memory than there is. Lower {limit}"
+        + (f", or choose {' or '.join(savings)}" if savings else "")
     )
-    return torch.OutOfMemoryError(message) if on_gpu else MemoryError(message)
+    return torch.OutOfMemoryError(message) if config.cluster.device == "cuda" else MemoryError(message)
 
 
 def _savings(config: Config) -> Iterator[str]:

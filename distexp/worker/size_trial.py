@@ -68,7 +68,9 @@ class SizeTrials:
         micro_batches = samples_per_worker(config) // size
         step = self._load_step(size, micro_batches_per_step(config, size))
         self.model.module.train()
-        reset_peak(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # frees what earlier sizes have left
+            torch.cuda.reset_peak_memory_stats(device)
         others = other_inputs(step, micro_batches)  # a training has them all in memory
         for number in range(MAX_WARMUP_STEPS):
             self._run_step(step)
@@ -138,13 +140,6 @@ def combine(size: int, config: Config, ranks: list[tuple[float, float, float, fl
     fits = all(peak <= limit * USABLE_SHARE for peak, limit in zip(peaks, usable, strict=True))
     speed = samples_per_worker(config) * config.cluster.world_size / max(seconds)
     return TriedSize(size, FITS if fits else TOO_LARGE, speed, max(peaks), max(bases), min(usable))
-
-
-def reset_peak(device: torch.device) -> None:
-    """Reset the peak memory, and free what earlier sizes have left in the cache."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_mib(device: torch.device) -> float:
@@ -222,7 +217,7 @@ class SizeSearch:
         """
         if self.compiled and len(self._fitting()) == 1 and self.next_size() is not None:
             return max(size for size in self.sizes if self._needs_no_trial(size))
-        best = self._best_speed()
+        best = max(map(_speed, self._fitting()), default=0.0)
         fast = [candidate for candidate in self._fitting() if _speed(candidate) >= best * (1 - MIN_GAIN)]
         return min((candidate.micro_batch_size for candidate in fast), default=None)
 
@@ -262,9 +257,6 @@ class SizeSearch:
     def _fitting(self) -> list[TriedSize]:
         return [candidate for candidate in self.tried if candidate.outcome == FITS]
 
-    def _best_speed(self) -> float:
-        return max(map(_speed, self._fitting()), default=0.0)
-
     def _bound(self) -> float:
         """Return the smallest size that did not fit, or infinity."""
         return min(
@@ -287,10 +279,8 @@ class SizeSearch:
 
         The largest size should, if it does without what it saves. Its trial measures whether it saves that at its peak.
         """
-        needed, usable = (
-            self._predicted_mib(size),
-            min((candidate.usable_mib or 0 for candidate in self._fitting()), default=0),
-        )
+        needed = self._predicted_mib(size)
+        usable = min((candidate.usable_mib or 0 for candidate in self._fitting()), default=0)
         saved = self.whole_saves_mib if size == self.sizes[-1] else 0.0
         return needed is None or not usable or needed - saved <= usable * USABLE_SHARE
 

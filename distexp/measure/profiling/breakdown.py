@@ -83,9 +83,7 @@ def step_windows(trace: Trace) -> list[Interval]:
 
 def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> StepParts:
     """Return the parts of one step of a rank."""
-    running = [
-        collective for collective in collectives if _overlaps((collective.wait[0], collective.transfer[1]), window)
-    ]
+    running = [one for one in collectives if _overlaps((one.wait[0], one.transfer[1]), window)]
     layers = _gpu_layers(trace, window, running) if trace.on_gpu else _cpu_layers(trace, window, running)
     parts: dict[str, list[Interval]] = {name: [] for name in PARTS}
     left = [window]
@@ -93,23 +91,15 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
         covered = merge(clip(intervals, window))
         parts[name] += intersect(left, covered)
         left = subtract(left, covered)
-    for name, interval in (
-        _idle_parts(trace, left) if trace.on_gpu else (("host", interval_left) for interval_left in left)
-    ):
+    idle = _idle_parts(trace, left) if trace.on_gpu else (("host", interval) for interval in left)
+    for name, interval in idle:
         parts[name].append(interval)
     merged = {name: merge(intervals) for name, intervals in parts.items()}
-    busy = total_length(
-        merge(clip((when for collective in running for when in (collective.wait, collective.transfer)), window))
-    )
+    busy = total_length(merge(clip((when for one in running for when in (one.wait, one.transfer)), window)))
     exposed = total_length(merged["exposed_communication"]) + total_length(merged["waiting"])
-    launches = _count_launches(trace.kernels, window) if trace.on_gpu else None
-    return StepParts(window, merged, max(0.0, busy - exposed), launches)
-
-
-def _count_launches(kernels: Sequence[Kernel], window: Interval) -> int:
-    """Return the number of calls that launched kernels. A CUDA graph is one."""
-    launched = [kernel for kernel in kernels if kernel.category != COPY and window[0] <= kernel.when[0] < window[1]]
-    return len({kernel.launch or kernel.when for kernel in launched})
+    launched = [one for one in trace.kernels if one.category != COPY and window[0] <= one.when[0] < window[1]]
+    launches = len({one.launch or one.when for one in launched})  # A CUDA graph is one.
+    return StepParts(window, merged, max(0.0, busy - exposed), launches if trace.on_gpu else None)
 
 
 Layers = Iterator[tuple[str, list[Interval]]]

@@ -250,7 +250,7 @@ def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
             for event in events
             if event.kind == KERNEL and on_gpu
         ],
-        operators={name: _times(operators, name) for name in (MATMUL, OTHER_KERNEL)},
+        operators={name: [event.when for event in operators if event.name == name] for name in (MATMUL, OTHER_KERNEL)},
         data=[event.when for event in events if event.kind == DATA],
         optimizer=[event.when for event in events if event.kind == OPTIMIZER],
         backward=[event.when for event in events if event.kind == BACKWARD_EVENT],
@@ -270,7 +270,3 @@ def _name_as_called(collectives: Iterable[_Event], calls: Iterable[tuple[str, In
     for event in sorted(collectives, key=lambda event: event.when):
         if event.name == ALL_REDUCE and called and called[0][0] <= event.when[0]:
             event.name = called.popleft()[1]
-
-
-def _times(events: Iterable[_Event], name: str) -> list[Interval]:
-    return [event.when for event in events if event.name == name]

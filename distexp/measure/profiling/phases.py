@@ -60,16 +60,12 @@ def find_phases(
     update = min((start for start, _ in optimizer if window[0] <= start < window[1]), default=window[1])
     passes = _split_at_gaps([interval for interval in inside if interval[0] < update], micro_batches)
     nexts = [*(start for start, _ in passes[1:]), update]
+    # A hook right at the end of a pass belongs to it, so the pass ends a nanosecond later.
     passes = [
-        (start, max([end, *(after(hook) for hook in hooks if end <= hook < limit)]))
+        (start, max([end, *(hook + 1e-9 for hook in hooks if end <= hook < limit)]))
         for (start, end), limit in zip(passes, nexts, strict=False)
     ]
     return StepPhases(window, tuple(passes), max(update, passes[-1][1]) if passes else update)
-
-
-def after(when: float) -> float:
-    """Return an instant right after another one: a nanosecond later."""
-    return when + 1e-9
 
 
 def _split_at_gaps(events: Sequence[Interval], count: int) -> list[Interval]:
@@ -164,23 +160,15 @@ def collectives_of_hooks(
     """
     first, last = phases.window
     hooks = sorted((when[0], name) for name, when in calls if name.startswith(FSDP_HOOK) and first <= when[0] < last)
-    parsed = [(when, *_parse(name)) for when, name in hooks]
+    parsed = [(when, m[1], m[2] or m[3] or "") for when, name in hooks if (m := HOOK.match(name))]
     known = [(when, hook, units[unit]) for when, hook, unit in parsed if unit in units]
-    reduced = [HookCollective(when, REDUCE_SCATTER, u.reduced_bytes) for when, h, u in known if h == REDUCE_HOOK]
+    reducing = [(when, unit) for when, hook, unit in known if hook == "post_backward_reduce"]
+    reduced = [HookCollective(when, REDUCE_SCATTER, unit.reduced_bytes) for when, unit in reducing]
     if any(hook == "all_gather" for _, hook, _ in parsed):  # several workers
         gathered = [HookCollective(when, ALL_GATHER, u.gathered_bytes) for when, h, u in known if h == "all_gather"]
     else:
         gathered = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
     return sorted([*gathered, *reduced], key=lambda collective: collective.when)
-
-
-REDUCE_HOOK = "post_backward_reduce"
-
-
-def _parse(name: str) -> tuple[str, str]:
-    """Return the hook and the unit of an annotation."""
-    found = HOOK.match(name)
-    return ("", "") if found is None else (found[1], found[2] or found[3] or "")
 
 
 def _gathers(

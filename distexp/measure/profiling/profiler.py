@@ -174,11 +174,8 @@ class StepProfiler(Watcher):
             self._profile.export_chrome_trace(str(path))
             self._profile = None  # frees its events
             if self.context.rank == 0:
-                _save_compressed(path, profile_trace_path(self.context.run_dir))
+                target = profile_trace_path(self.context.run_dir)
+                target.parent.mkdir(exist_ok=True)
+                with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as compressed:
+                    shutil.copyfileobj(source, compressed)
             return read_trace(path, on_gpu=self.context.device.type == "cuda")
-
-
-def _save_compressed(trace: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    with trace.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as compressed:
-        shutil.copyfileobj(source, compressed)

@@ -140,7 +140,10 @@ def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[HookCollectiv
 def _segments(step: ProfiledStep, phases: StepPhases, launches: Sequence[float]) -> list[tuple[float, Item]]:
     """Return the work of the step between collectives, edges of phases and waits, by its start on the CPU."""
     trace, (first, last) = step.trace, phases.window
-    waits = merge(clip(_waits(step), phases.window))
+    parts = step.median.parts.parts
+    # The CPU waits for the GPU or its full queue, or without a GPU for collectives.
+    waiting = waits_for_gpu(trace) if trace.on_gpu else [*parts["exposed_communication"], *parts["waiting"]]
+    waits = merge(clip(waiting, phases.window))
     synchronized = [end for _, end in merge(clip(trace.synchronizations, phases.window))]
     edges = sorted({*phases.edges(), *synchronized, *launches})
     cuts = [cut for a, b in pairwise(edges) for cut in _chunks(a, b, (last - first) / CHUNKS)] + [last]
@@ -162,13 +165,6 @@ def _chunks(start: float, end: float, longest: float) -> Iterator[float]:
     """Yield the start of each chunk of an interval; none is longer than a limit."""
     count = max(1, round((end - start) / longest + 0.499))
     yield from (start + i * (end - start) / count for i in range(count))
-
-
-def _waits(step: ProfiledStep) -> list[Interval]:
-    """Return when the CPU waits: for the GPU or its full queue, or without a GPU for collectives."""
-    if step.trace.on_gpu:
-        return waits_for_gpu(step.trace)
-    return [*step.median.parts.parts["exposed_communication"], *step.median.parts.parts["waiting"]]
 
 
 def _launch(kernel: Kernel) -> Interval:
@@ -232,41 +228,35 @@ GAP = 0.002
 """Spans are merged if the gap between them is a smaller fraction of the step."""
 
 Spans = list[tuple[Interval, str]]
+Layers = Sequence[tuple[str, Sequence[Interval]]]
 
 
 def lanes_of(trace: Trace, step: StepParts, collectives: Sequence[Transfer], rank: int) -> dict[str, Any]:
     """Return the entry of a rank in ``profile/summary.json``, with labels as text."""
-    lanes = {
-        "compute": _paint(step.window, _compute(step)),
-        "communication": _paint(step.window, _communication(collectives)),
-        "cpu": _paint(step.window, _cpu(trace)),
+    kinds, start = sorted({one.kind for one in collectives}), step.window[0]
+    compute = (("matmul", MATMUL), ("other_kernels", OTHER_KERNEL), ("optimizer", "optimizer"))
+    layers: dict[str, Layers] = {
+        "compute": [(label, step.parts[part]) for part, label in compute],
+        "communication": [
+            *((kind, [one.transfer for one in collectives if one.kind == kind]) for kind in kinds),
+            ("waiting", [one.wait for one in collectives]),
+        ],
+        "cpu": [
+            ("data", trace.data),
+            ("optimizer", trace.optimizer),
+            ("backward", trace.backward),
+            ("forward", [when for intervals in trace.operators.values() for when in intervals]),
+        ],
     }
-    return {
-        "rank": rank,
-        "step_ms": 1000 * step.duration,
-        "lanes": [{"name": name, "spans": _to_json(spans, step.window[0])} for name, spans in lanes.items()],
-    }
+    lanes = []
+    for name, lane in layers.items():
+        spans = _paint(step.window, lane)
+        times = [[round(1000 * (a - start), 4), round(1000 * (b - start), 4), label] for (a, b), label in spans]
+        lanes.append({"name": name, "spans": times})
+    return {"rank": rank, "step_ms": 1000 * step.duration, "lanes": lanes}
 
 
-def _compute(step: StepParts) -> Iterator[tuple[str, Sequence[Interval]]]:
-    for part, label in (("matmul", MATMUL), ("other_kernels", OTHER_KERNEL), ("optimizer", "optimizer")):
-        yield label, step.parts[part]
-
-
-def _communication(collectives: Sequence[Transfer]) -> Iterator[tuple[str, Sequence[Interval]]]:
-    for kind in sorted({collective.kind for collective in collectives}):
-        yield kind, [collective.transfer for collective in collectives if collective.kind == kind]
-    yield "waiting", [collective.wait for collective in collectives]
-
-
-def _cpu(trace: Trace) -> Iterator[tuple[str, Sequence[Interval]]]:
-    yield "data", trace.data
-    yield "optimizer", trace.optimizer
-    yield "backward", trace.backward
-    yield "forward", [when for intervals in trace.operators.values() for when in intervals]
-
-
-def _paint(window: Interval, layers: Iterator[tuple[str, Sequence[Interval]]]) -> Spans:
+def _paint(window: Interval, layers: Layers) -> Spans:
     """Return disjoint spans in the order of time. Where layers overlap, the first one counts."""
     left, spans = [window], []
     for label, intervals in layers:
@@ -304,10 +294,6 @@ def _rasterize(spans: Spans, window: Interval) -> Spans:
     return _join(painted, width / 2)
 
 
-def _to_json(spans: Spans, start: float) -> list[list[Any]]:
-    return [[round(1000 * (a - start), 4), round(1000 * (b - start), 4), label] for (a, b), label in spans]
-
-
 # What the ranks need to know of each other's traces to find the parts of a step.
 
 
@@ -342,13 +328,9 @@ class MedianStep:
         Raises:
             ValueError: the ranks have different numbers of steps.
         """
-        position = _median_position([rank.step_s for rank in ranks])
+        if len({len(rank.step_s) for rank in ranks}) > 1:
+            raise ValueError("the ranks have different numbers of profiled steps")
+        totals = [sum(durations) for durations in zip(*(rank.step_s for rank in ranks), strict=True)]
+        position = sorted(range(len(totals)), key=lambda number: totals[number])[(len(totals) - 1) // 2]
         transfers = split_collectives(trace.collectives, [rank.collectives for rank in ranks])
         return cls(position, transfers, split_step(trace, step_windows(trace)[position], transfers))
-
-
-def _median_position(ranks: Sequence[Sequence[float]]) -> int:
-    if len({len(rank) for rank in ranks}) > 1:
-        raise ValueError("the ranks have different numbers of profiled steps")
-    totals = [sum(durations) for durations in zip(*ranks, strict=True)]
-    return sorted(range(len(totals)), key=lambda position: totals[position])[(len(totals) - 1) // 2]
