@@ -83,10 +83,7 @@ class CheckpointManager:
         self.logger.stopped = RunError("Preempted", message, phase)
 
     def resume(self) -> int | None:
-        """Load the newest valid checkpoint of this run, else of ``train.resume``.
-
-        Returns:
-            The step of the checkpoint; None if the training starts from the beginning.
+        """Load the newest valid checkpoint of this run, else of ``train.resume``; return its step, None without one.
 
         Raises:
             ConfigError: ``train.resume`` has no valid checkpoint, one of a different training, or one that contains

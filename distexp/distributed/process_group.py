@@ -52,11 +52,9 @@ def sub_store(prefix: str, store: Store) -> Store:
 
 
 def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_mib: float = 0.0) -> Context:
-    """Initialize the process group from torchrun's environment variables.
+    """Initialize the process group from torchrun's environment variables, in a store or a new one.
 
-    Args:
-        store: store in which the ranks find each other; None: a new one.
-        overhead_mib: memory of a GPU that CUDA and NCCL usually need, for ``cluster.gpu_memory_limit_gb``.
+    CUDA and NCCL usually need ``overhead_mib`` of a GPU, which counts for ``cluster.gpu_memory_limit_gb``.
 
     Raises:
         RuntimeError: the number of workers or GPUs differs from the spec.
@@ -102,7 +100,7 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:
-    """Return the timeout of collectives, longer than the agents' hang limit. So a hang is reported as a hang."""
+    """Return the timeout of collectives, longer than the hang limit of the agents, which then report the hang."""
     return timedelta(minutes=hang_timeout_min) + HANG_MARGIN
 
 

@@ -41,11 +41,7 @@ class Trainer(Protocol):
 
 
 def load_trainer(config: Config) -> Trainer:
-    """Return the trainer of a configuration.
-
-    Raises:
-        ConfigError: ``engine._target_`` is not a Trainer.
-    """
+    """Return the trainer of a configuration. Raises ConfigError if ``engine._target_`` is no Trainer."""
     target = config.engine._target_
     kind = locate(target)
     with shorten_errors(target, "the constructor"):

@@ -242,14 +242,9 @@ ENGINE = "hf_trainer"
 
 
 def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.Module]) -> Built:
-    """Return what was built.
+    """Return what was built, read from the live objects, for a strategy of this name.
 
-    Args:
-        strategy: name of the strategy, for the record; everything else is read from the live objects.
-        units: the blocks that FSDP should have sharded as separate units.
-
-    Raises:
-        RuntimeError: FSDP did not shard all blocks.
+    Raises RuntimeError if FSDP did not shard all ``units``, which should be separate units.
     """
     wrapped = trainer.model_wrapped
     if type(wrapped).__name__ == "DeepSpeedEngine":

@@ -74,14 +74,11 @@ def quantiles(durations: Sequence[float]) -> dict[str, float] | None:
 
 
 def speed_error(durations: list[float]) -> dict[str, float] | None:
-    """Return the relative standard error of the mean step time, and so of the speed.
+    """Return the relative standard error of the mean step time, and so of the speed; None for fewer than two steps.
 
     Consecutive steps are correlated, for example while another program uses the cores. So the error is computed from
-    the means of blocks of consecutive steps, which are nearly independent. This is the method of batch means
-    (B. Schmeiser, Operations Research 30, 1982). Differences between runs are not in it, so it is a lower bound.
-
-    Returns:
-        ``relative`` and the number of ``blocks``; None for fewer than two steps.
+    the means of blocks of consecutive steps, which are nearly independent. This is the method of batch means (B.
+    Schmeiser, Operations Research 30, 1982). Differences between runs are not in it, so it is a lower bound.
     """
     blocks = min(BLOCKS, len(durations))
     if blocks < 2:

@@ -21,11 +21,7 @@ JOULES_PER_KWH = 3.6e6
 def energy_entry(
     energy: TraceEnergy, cluster: ClusterConfig, *, duration_s: float | None, samples: int | None, tokens: int | None
 ) -> dict[str, float | None] | None:
-    """Return ``metrics.energy`` of the record; None if nothing is known.
-
-    Args:
-        samples: Samples of the training steps that ``energy`` is about.
-    """
+    """Return ``metrics.energy`` of the record, for the samples of the training steps; None if nothing is known."""
     on_gpus = cluster.device == "cuda"
     training_j = energy.gpu_training if on_gpus else energy.cpu_training
     kwh, by_power = _kwh(energy, on_gpus=on_gpus), energy.gpu_by_power

@@ -224,8 +224,7 @@ class GpuEvidence:
 def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: int) -> dict[int, GpuEvidence]:
     """Return the evidence for the GPU of each rank. Nodes without a readable trace have none.
 
-    Args:
-        workers_per_node: The n-th GPU of a trace belongs to the n-th rank of the node.
+    The n-th GPU of a trace belongs to the n-th rank of the node.
     """
     training = phase_intervals(read_phase_events(events), TRAINING)
     samples: dict[int, list[MemorySample]] = {}

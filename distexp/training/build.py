@@ -213,12 +213,9 @@ def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> 
 
 
 def max_targets(config: Config, data: TaskData) -> dict[int, int]:
-    """Return the largest number of targets of a micro-batch, by its number of samples.
+    """Return the largest number of targets of a micro-batch of training and evaluation, by its number of samples.
 
-    The micro-batches are those of the training, and those of the evaluation if the run evaluates.
-
-    Returns:
-        Without a kind whose targets are not known before the samples are read.
+    A kind whose targets are not known before the samples are read is left out.
     """
     found: dict[int, int] = {}
     for rows, targets in _micro_batch_targets(config, data):

@@ -121,12 +121,7 @@ class MetricsLogger:
         self.clock.restart()
 
     def record_step(self, data: StepData, contribution: Tensor, norm: Tensor, rate: float) -> None:
-        """Record a finished step.
-
-        Args:
-            contribution: this rank's contribution to mean loss and accuracy, shape (2,).
-            norm: the global gradient norm before clipping.
-        """
+        """Record a finished step: loss and accuracy of this rank, shape (2,), and the norm before clipping."""
         phase, next_phase = self._phase(self.steps), self._phase(self.steps + 1)
         self.steps += 1
         measured, next_measured = phase == TRAIN, next_phase == TRAIN and not self._ends_epoch()

@@ -34,20 +34,14 @@ class LossHistory:
         self._targets: list[Tensor] = []  # of all ranks, for the same steps
 
     def add(self, contribution: Tensor, targets: Tensor) -> None:
-        """Add a step.
-
-        Args:
-            contribution: this rank's contribution to loss and accuracy, shape (2,).
-        """
+        """Add this rank's contribution to loss and accuracy of a step, shape (2,), and the targets of all ranks."""
         self._contributions.append(contribution)
         self._targets.append(targets)
 
     def reduce(self) -> None:
         """Sum the contributions since the last call over the ranks.
 
-        Raises:
-            ConfigError: a step has no target.
-            DivergedError: a loss is NaN or infinite.
+        Raises ConfigError if a step has no target, and DivergedError if a loss is NaN or infinite.
         """
         if not self._contributions:
             return
@@ -71,11 +65,9 @@ class LossHistory:
 
     @staticmethod
     def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
-        """Raise ConfigError if no label counts towards a loss.
+        """Raise ConfigError if no label of a source, such as ``step 5``, counts towards a loss.
 
-        Args:
-            source: what has these labels: ``step 5``.
-            hint: what the user can set instead of correcting the data.
+        The hint says what the user can set instead of correcting the data.
         """
         if not targets:
             raise ConfigError(
@@ -100,12 +92,7 @@ class StepCounts:
     sizes: StepSizes = field(default_factory=StepSizes)
 
     def add(self, step: StepData, *, warmed_up: bool, measured: bool) -> None:
-        """Add a step.
-
-        Args:
-            warmed_up: Whether the warm-up of the training is over.
-            measured: Whether the step counts for the speed. A profiled step does not.
-        """
+        """Add a step. One after the warm-up that is profiled has a size, but does not count for the speed."""
         tokens = sum(batch.num_tokens for batch in step.micro_batches)
         self.samples.append(step.num_samples)
         self.tokens += tokens

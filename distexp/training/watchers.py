@@ -46,11 +46,7 @@ def build_watchers(plan: StepPlan, measure: MeasureConfig, context: Context) -> 
 
 
 def custom_watcher(target: str) -> Watcher:
-    """Return a watcher of ``measure.watchers``.
-
-    Raises:
-        ConfigError: the target returns something else.
-    """
+    """Return a watcher of ``measure.watchers``. Raises ConfigError if the target returns something else."""
     kind = locate(target)
     with shorten_errors(target, "the constructor"):
         watcher: Watcher = kind()

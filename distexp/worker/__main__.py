@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     """Run one rank, and end this process with code 0, or 1 after an error.
 
-    Args:
-        launched: An agent has started the worker, so the launcher writes the record.
+    If an agent has launched the worker, the launcher writes the record.
     """
     started = time.time()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])

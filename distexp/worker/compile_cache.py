@@ -22,10 +22,7 @@ def use_compile_cache() -> Path:
 
     The folder depends on the user and on the versions of torch and Python. Torch adds the hardware and its settings to
     the names inside. Compiled code is executed, so no other user may write there. Torch's own default is a folder in
-    ``/tmp`` with a name that others can guess.
-
-    Raises:
-        ConfigError: the folder cannot be created, or another user can write to it.
+    ``/tmp`` with a name that others can guess. Raises ConfigError if the folder cannot be created or is not private.
     """
     cache_autograd_functions()
     chosen = os.environ.get(VARIABLE)

@@ -50,11 +50,7 @@ def set_torchrun_defaults() -> None:
 
 
 def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
-    """Import what is not imported yet, and run the workers of a node.
-
-    Returns:
-        0 if all workers ended well, else 1.
-    """
+    """Import what is not imported yet, and run the workers of a node; return 0 if all of them ended well, else 1."""
     spec = RunSpec.read(run_dir)
     preload(own_modules(spec.config), spec.config.cluster.device)
     os.environ.update(
@@ -102,12 +98,9 @@ class WorkerGroup:
         self._running[pid] = rank
 
     def wait(self) -> int:
-        """Wait for all workers; stop the others after the first failure.
+        """Wait for all workers; stop the others after the first failure. Return 0 if all of them ended well, else 1.
 
         After SIGTERM, stop all workers and end this process by the same signal.
-
-        Returns:
-            0 if all workers ended well, else 1.
         """
         while self._running:
             received = signal.sigtimedwait(WAITED, POLL_S)

@@ -60,11 +60,7 @@ from distexp.worker.size_search import find_micro_batch
 
 
 def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
-    """Train, and write the result on rank 0.
-
-    Args:
-        launched: Whether a launcher completes the record. If not, the worker writes the record itself.
-    """
+    """Train, and write the result on rank 0: for the launcher if there is one, otherwise as the record itself."""
     silence_libraries()
     spec = RunSpec.read(run_dir)
     spec, store = find_micro_batch(spec, run_dir, events, ModelParts(load_data, build_model))
@@ -153,8 +149,7 @@ def run_trainer(
 ) -> tuple[EvaluableModel, Built]:
     """Train with the trainer of the engine; return the trained model and what was built.
 
-    Raises:
-        ConfigError: a custom trainer returned something else.
+    Raises ConfigError if a custom trainer returned something else.
     """
     build = partial(build_model, config, data, context)
     try:

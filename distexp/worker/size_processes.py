@@ -84,8 +84,7 @@ class Round:
     def run(self, deadline: float) -> SizeSearch:
         """Run the processes on all ranks; return all candidates so far.
 
-        Args:
-            deadline: value of ``time.monotonic`` after which rank 0 ends the round, if there is a candidate.
+        If there is a candidate, rank 0 ends the round after the deadline, a value of ``time.monotonic``.
 
         Raises:
             SearchError: a process failed.
@@ -132,8 +131,7 @@ class Round:
     def _wait(self, pid: int, deadline: float) -> int | None:
         """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
 
-        Returns:
-            The exit code as in subprocess; None if the process was ended here.
+        Return the exit code as in subprocess; None if the process was ended here.
         """
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -229,8 +227,7 @@ def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]
 def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
     """Return the MiB of the fp32 gradients that ``train.fused_update`` does not collect in a single micro-batch.
 
-    Args:
-        largest: the largest size; if it is not the whole batch of a worker, nothing is saved.
+    If the largest size is not the whole batch of a worker, nothing is saved.
     """
     collects = config.train.fused_update and config.train.compute_weights == "step"
     if not collects or largest != samples_per_worker(config):

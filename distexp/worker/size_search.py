@@ -32,11 +32,8 @@ from distexp.worker.size_trial import SizeSearch
 def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelParts) -> tuple[RunSpec, Store | None]:
     """Return the run with a number as its micro-batch size, and the store to join; None: a new one.
 
-    All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing.
-
-    Raises:
-        torch.OutOfMemoryError: no size fits on the GPU.
-        MemoryError: no size fits on the CPU.
+    All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing. If no size fits, it raises
+    torch.OutOfMemoryError on a GPU and MemoryError on a CPU.
     """
     if not searches_micro_batch(spec.config) or spec.config.is_preflight:
         return spec, None
@@ -146,11 +143,7 @@ FACTS = ("python", "torch", "cuda", "transformers", "deepspeed", "gpu_name", "gp
 
 
 def stored_path(config: Config) -> Path:
-    """Return the file for the search of a configuration on this machine.
-
-    Raises:
-        ConfigError: the user has no home directory.
-    """
+    """Return the file of a search on this machine. Raises ConfigError if the user has no home directory."""
     text = json.dumps(_key(config), sort_keys=True, default=str)
     return cache_dir() / "micro-batch" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 

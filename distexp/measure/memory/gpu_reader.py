@@ -17,9 +17,7 @@ Warn = Callable[[str], None]
 class GpuReader:
     """Reads GPUs with NVML. ``warn`` receives one message for each value that NVML does not report.
 
-    Raises:
-        NvmlUnavailableError: NVML cannot be initialized.
-        ImportError: pynvml is not installed.
+    Raises NvmlUnavailableError if NVML cannot be initialized, and ImportError if pynvml is not installed.
     """
 
     def __init__(self, indices: Sequence[int], warn: Warn) -> None:

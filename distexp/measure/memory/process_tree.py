@@ -59,12 +59,10 @@ class ProcessTree:
     def include(self, member: int, forked_from: int, others: Sequence[int] = ()) -> None:
         """Add a process that is no descendant of the root, with its descendants.
 
-        Args:
-            forked_from: Idle process from which it was forked. The PSS of the member lacks its part of the shared
-                pages, so its memory counts too while the tree has a process. Pages that only this process has do not
-                count: the member has a copy, or does not need them.
-            others: Other idle processes with the same libraries. The PSS of the member lacks their part of the files,
-                so this part of their memory counts too.
+        It was forked from an idle process, whose part of the shared pages is missing in its PSS. So the memory of that
+        process counts too while the tree has a process, without the pages that only that process has: the member has a
+        copy, or does not need them. The PSS also lacks the part of the files of ``others``, idle processes with the
+        same libraries, so this part counts too.
         """
         self._memory.page_holders, self._memory.file_holders = (forked_from,), others
         self._added.append(member)
@@ -142,23 +140,15 @@ def _read_stat(pid: int) -> _Stat | None:
     )
 
 
-# Memory of a group of processes; shared pages count once, and the CPU cost is bounded.
+# Memory of a group of processes: the PSS (proportional set size). A page that n processes map counts 1/n in each of
+# them, so the sum over a tree counts it once. Pages shared with other processes count in part, and files in a tmpfs
+# that no process maps do not count.
 #
-# The memory is the PSS (proportional set size). A page that n processes map counts 1/n in each of them, so the sum
-# over a process tree counts it once. Pages that are shared with other processes count in part. Files in a tmpfs that
-# no process maps do not count.
-#
-# The kernel walks all page tables to compute PSS, which is expensive. Measured for eight processes that import torch
-# and hold 256 MiB each (2 cores, Linux 6.18), CPU time per sample:
-#
-# - PSS of all processes, from smaps_rollup: 57 ms; psutil's memory_full_info costs the same.
-# - Finding the processes with psutil's children(recursive=True): 2 ms more.
-# - The kernel's counts in statm, as used here between two PSS readings: 0.4 ms, including the search for processes.
-#
-# With psutil alone, a sample every 0.5 s would cost 12 % of a core. So PSS is limited to ``PSS_SHARE`` of a core.
-# Between two PSS readings, each process counts its last PSS plus the growth of its private memory since then. A
-# change of shared memory, or a new process, appears in the next PSS reading: after 100 times its CPU time (6 s above,
-# 0.7 s for one process).
+# The kernel walks all page tables to compute PSS. For eight processes that import torch and hold 256 MiB each (2 cores,
+# Linux 6.18), it takes 57 ms of CPU time, also with psutil, and 2 ms more with psutil's search for children. A sample
+# every 0.5 s would cost 12 % of a core. So PSS is limited to ``PSS_SHARE`` of a core. In between, each process counts
+# its last PSS plus the growth of its private memory, from the counts in statm (0.4 ms with the search for processes). A
+# change of shared memory, or a new process, appears in the next PSS reading: after 100 times its CPU time (6 s above).
 
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -271,11 +261,7 @@ def _read_counts(pid: int) -> tuple[int, int] | None:
 
 
 def read_proc(name: str) -> bytes:
-    """Read a small file in /proc; empty if its process has ended.
-
-    Raises:
-        PermissionError: the process belongs to another user.
-    """
+    """Read a small file in /proc; empty if its process has ended. Raises PermissionError for that of another user."""
     try:
         descriptor = os.open(f"/proc/{name}", os.O_RDONLY)
     except (FileNotFoundError, ProcessLookupError):

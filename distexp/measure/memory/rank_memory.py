@@ -35,11 +35,8 @@ from distexp.system.units import MIB
 class PartsWatch(Watcher):
     """Sizes of the parts, read from the tensors in the first step, which is not timed.
 
-    Parameters and gradients are those between the backward pass and the update.
-
-    Args:
-        counts_activations: Whether to count what the first step saves for the backward pass.
-        make_recording: Makes the recording of the step before the profiled ones; None: the device has none.
+    Parameters and gradients are those between the backward pass and the update. ``make_recording`` makes the recording
+    of the step before the profiled ones; it is None if the device has none.
     """
 
     section = "memory"
@@ -217,9 +214,8 @@ class UsedBlock:
 class OutOfMemoryWatch(Watcher):
     """Keeps a report of the latest allocation of this process that failed, also while the model is built.
 
-    Args:
-        records_stacks: whether to record the Python stacks of the first step's allocations, so that a report has
-            source lines. The first step must count in no metric.
+    With ``records_stacks`` it records the Python stacks of the first step's allocations, so that a report has source
+    lines. The first step must then count in no metric.
     """
 
     def __init__(self, device: torch.device, *, records_stacks: bool = False) -> None:

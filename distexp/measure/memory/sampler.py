@@ -38,21 +38,14 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Sampler:
-    """Writes a memory trace while its ``with`` block runs.
+    """Writes a memory trace while its ``with`` block runs. An interval that is not positive raises ValueError.
 
     It takes a sample at the start, one at each multiple of the interval, and one at the end. A sample is skipped if
     sampling would cost more than ``SAMPLING_SHARE`` of a core. On the CPU, the memory is that of all descendants of
-    ``root_pid``, without that process itself, which is the agent, and without compilers.
+    ``root_pid``, without that process itself, which is the agent, and without compilers. By default this is the current
+    process, ``events`` is the file of the run directory, and ``cores`` are those that this process may use.
 
     An error never stops the run: it is printed once to stderr, and the trace lacks the values.
-
-    Args:
-        root_pid: Root of the process tree, by default this process.
-        events: File with the phases, by default ``events.jsonl`` in the run directory.
-        cores: Cores that the node may use, by default those of this process.
-
-    Raises:
-        ValueError: The interval is not positive.
     """
 
     def __init__(

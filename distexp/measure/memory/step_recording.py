@@ -42,10 +42,8 @@ ALLOCATED = "active_allocated"
 class StepRecording:
     """The allocations and frees of one step of this rank.
 
-    A mark is a small tensor. Its allocation shows in the recording where a phase starts.
-
-    Args:
-        keep_peaks: saves the peaks of the allocator, which are reset for each phase.
+    A mark is a small tensor. Its allocation shows in the recording where a phase starts. ``keep_peaks`` saves the peaks
+    of the allocator, which are reset for each phase.
     """
 
     def __init__(self, device: torch.device, keep_peaks: Callable[[], None]) -> None:
@@ -123,20 +121,16 @@ class StepRecording:
             self._backward_depth -= 1
 
     def _mark(self, phase: str, gradients: frozenset[int] = frozenset()) -> None:
-        self._read_peaks()
-        self.phase = phase
-        marker = torch.empty(1, dtype=torch.uint8, device=self.device)
-        self._markers.append(marker)
-        self._marks.append(Mark(marker.untyped_storage().data_ptr(), phase, gradients))
-
-    def _read_peaks(self) -> None:
-        """Read the peaks of the phase that ends, and reset them."""
         statistics = torch.cuda.memory_stats(self.device)
-        if self.phase in PHASES:
+        if self.phase in PHASES:  # the peaks of the phase that ends
             for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
                 peaks[self.phase] = max(peaks[self.phase], statistics[f"{key}.all.peak"])
         self.keep_peaks()
         torch.cuda.reset_peak_memory_stats(self.device)
+        self.phase = phase
+        marker = torch.empty(1, dtype=torch.uint8, device=self.device)
+        self._markers.append(marker)
+        self._marks.append(Mark(marker.untyped_storage().data_ptr(), phase, gradients))
 
     def _context(self) -> dict[str, Any]:
         """Return the memory that NVML reports beyond torch's reserved memory, and what NVML counted."""

@@ -267,8 +267,7 @@ ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scat
 def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool = False) -> dict[Key, list[float]]:
     """Return the durations of the collectives in which all ranks wait for each other.
 
-    Args:
-        several_groups: Whether the rank is in several process groups. Then collectives of unknown groups are left out.
+    If the rank is in several process groups, collectives of unknown groups are left out.
     """
     found: dict[Key, list[float]] = {}
     for collective in sorted(collectives, key=lambda collective: collective.when):
@@ -290,9 +289,8 @@ class Transfer:
 def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Durations]) -> list[Transfer]:
     """Divide the collectives of a rank into waiting and transfer, in the order of their starts.
 
-    Args:
-        ranks: Durations of all ranks. Ranks of other process groups have other keys. If ranks of one group have
-            different numbers of collectives, nothing is known about their waiting.
+    Ranks of other process groups have other keys in the durations. If ranks of one group have different numbers of
+    collectives, nothing is known about their waiting.
     """
     shortest = {key: _shortest([times[key] for times in ranks if key in times]) for rank in ranks for key in rank}
     positions: dict[Key, int] = {}

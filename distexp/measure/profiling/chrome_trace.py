@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,25 +172,23 @@ def _parse_event(raw: dict[str, Any]) -> Any:
         return raw["traceEvents"]
     if raw.get("ph") != "X":
         return {name: raw[name] for name in _KEPT_ARGUMENTS if name in raw} or None
-    parse = _PARSERS.get(str(raw.get("cat")))
-    return None if parse is None else parse(str(raw.get("name")), raw)
-
-
-def _parse_kernel(name: str, raw: dict[str, Any]) -> _Event:
-    arguments = raw.get("args") or {}
-    kind = nccl_kind(name, arguments)
-    return _Event(*((KERNEL, kernel_category(name)) if kind is None else (COLLECTIVE, kind)), raw, arguments)
-
-
-def _parse_copy(name: str, raw: dict[str, Any]) -> _Event:
-    return _Event(KERNEL, COPY, raw, raw.get("args") or {})
-
-
-def _parse_launch(name: str, raw: dict[str, Any]) -> _Event | None:
-    arguments = raw.get("args") or {}
-    if "Synchronize" in name:
-        return _Event(SYNCHRONIZE, "", raw, {})
-    return _Event(LAUNCH, "", raw, arguments) if "correlation" in arguments else None
+    name, arguments = str(raw.get("name")), raw.get("args") or {}
+    event: _Event | None = None
+    match raw.get("cat"):
+        case "cpu_op":
+            event = _parse_operator(name, raw)
+        case "kernel":
+            kind = nccl_kind(name, arguments)
+            event = _Event(*((KERNEL, kernel_category(name)) if kind is None else (COLLECTIVE, kind)), raw, arguments)
+        case "gpu_memcpy" | "gpu_memset":
+            event = _Event(KERNEL, COPY, raw, arguments)
+        case "cuda_runtime" | "cuda_driver" if "Synchronize" in name:
+            event = _Event(SYNCHRONIZE, "", raw, {})
+        case "cuda_runtime" | "cuda_driver" if "correlation" in arguments:
+            event = _Event(LAUNCH, "", raw, arguments)
+        case "user_annotation":
+            event = _parse_annotation(name, raw)
+    return event
 
 
 def _parse_annotation(name: str, raw: dict[str, Any]) -> _Event | None:
@@ -212,18 +210,6 @@ def _parse_operator(name: str, raw: dict[str, Any]) -> _Event | None:
         return _Event(CALL, collective_kind(name.removeprefix(COLLECTIVE_CALL)), raw, {})
     category = operator_category(name)
     return None if category is None else _Event(OPERATOR, category, raw, {})
-
-
-_PARSERS: dict[str, Callable[[str, dict[str, Any]], _Event | None]] = {
-    "kernel": _parse_kernel,
-    "gpu_memcpy": _parse_copy,
-    "gpu_memset": _parse_copy,
-    "cuda_runtime": _parse_launch,
-    "cuda_driver": _parse_launch,
-    "user_annotation": _parse_annotation,
-    "cpu_op": _parse_operator,
-}
-"""Parsers of events by category."""
 
 
 def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:

@@ -51,10 +51,8 @@ def find_phases(
 ) -> StepPhases:
     """Return the phases of a step.
 
-    The backward pass consists of many events. The longest gaps between them are the forward passes.
-
-    Args:
-        hooks: Times of reductions. Those after the last event of a backward pass belong to it.
+    The backward pass consists of many events. The longest gaps between them are the forward passes. ``hooks`` are the
+    times of reductions. Those after the last event of a backward pass belong to it.
     """
     inside = sorted(interval for interval in backward if window[0] <= interval[0] < window[1])
     update = min((start for start, _ in optimizer if window[0] <= start < window[1]), default=window[1])
@@ -153,11 +151,7 @@ class HookCollective:
 def collectives_of_hooks(
     calls: Sequence[tuple[str, Interval]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
 ) -> list[HookCollective]:
-    """Return the collectives of a step, in the order of time.
-
-    Args:
-        units: Sizes of the units by name; the root has an empty name.
-    """
+    """Return the collectives of a step in the order of time. Units are known by name; that of the root is empty."""
     first, last = phases.window
     hooks = sorted((when[0], name) for name, when in calls if name.startswith(FSDP_HOOK) and first <= when[0] < last)
     parsed = [(when, m[1], m[2] or m[3] or "") for when, name in hooks if (m := HOOK.match(name))]

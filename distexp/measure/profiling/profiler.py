@@ -43,10 +43,8 @@ LOG_LEVEL_SILENT = "100"
 class StepProfiler(Watcher):
     """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0.
 
-    With CUDA graphs CUPTI stays attached, because detaching it may crash.
-
-    Args:
-        window_of: Returns the steps to profile, given the steps of earlier attempts.
+    With CUDA graphs CUPTI stays attached, because detaching it may crash. ``window_of`` returns the steps to profile,
+    given the steps of earlier attempts.
     """
 
     section = "metrics"
@@ -142,12 +140,9 @@ class StepProfiler(Watcher):
         return {"communication": profiled.communication, "step_breakdown": breakdown}
 
     def finish(self) -> ProfileResult | None:
-        """Return what the time of the profiled steps went to. A collective.
+        """Return what the time of the profiled steps went to; None if ``train.profile_steps`` is 0. A collective.
 
         Rank 0 saves its trace and the lanes of all ranks in the run directory.
-
-        Returns:
-            The result, or None if ``train.profile_steps`` is 0.
         """
         if not self.train.profile_steps:
             return None

@@ -323,11 +323,7 @@ class MedianStep:
 
     @classmethod
     def of(cls, trace: Trace, ranks: Sequence[RankSummary]) -> MedianStep:
-        """Return the median step of a rank.
-
-        Raises:
-            ValueError: the ranks have different numbers of steps.
-        """
+        """Return the median step of a rank. Raises ValueError if the ranks have different numbers of steps."""
         if len({len(rank.step_s) for rank in ranks}) > 1:
             raise ValueError("the ranks have different numbers of profiled steps")
         totals = [sum(durations) for durations in zip(*(rank.step_s for rank in ranks), strict=True)]
