@@ -104,7 +104,9 @@ class CheckpointManager:
         changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
         for change in changes:
             self._note(change)
-        self.logger.record_changes(changes)
+        self.logger.changes = changes
+        if changes:
+            self.logger.events.emit(changes=changes)
         self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
         return meta.step
 
@@ -218,9 +220,6 @@ def _read_state(folder: Path, rank: int) -> dict[str, Any]:
 
 def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.pt"
-
-
-# Settings of a training that a resumed training should share, and those that differ.
 
 
 Settings = dict[str, Any]

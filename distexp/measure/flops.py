@@ -29,9 +29,6 @@ from distexp.models.head import adapt_head
 from distexp.models.introspection import count_forward_flops, count_training_flops
 from distexp.models.transforms import transform_blocks
 
-FORWARD_AND_BACKWARD = 3
-"""A backward pass has two matrix products for each one of the forward pass."""
-
 CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]
 """A function that counts the FLOPs of a model on the meta device for its inputs."""
 
@@ -89,7 +86,8 @@ class FlopCounter:
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
-        return self._rates(count_forward_flops, self._model).scale(FORWARD_AND_BACKWARD)
+        # A backward pass has two matrix products for each one of the forward pass.
+        return self._rates(count_forward_flops, self._model).scale(3)
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
         """Return the executed FLOPs of a forward and a backward pass."""

@@ -77,7 +77,6 @@ class RankTimesWatch(Watcher):
         return found | {"step_times_by_rank": step_times(ranks), "stragglers": find_stragglers(ranks)}
 
     def _own_times(self, steps: MeasuredSteps) -> RankTimes:
-        """Return the times of this rank, and write those of its ordinary steps."""
         durations, on_cpu = steps.durations_s, self.context.device.type == "cpu"
         waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
         ordinary = [

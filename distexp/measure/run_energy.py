@@ -15,8 +15,6 @@ from distexp.config.sections import ClusterConfig
 from distexp.runs.events import phase_intervals, read_phase_events
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, group_by_device, read_memory_trace
 
-JOULES_PER_KWH = 3.6e6
-
 
 def energy_entry(
     energy: TraceEnergy, cluster: ClusterConfig, *, duration_s: float | None, samples: int | None, tokens: int | None
@@ -53,7 +51,7 @@ def _kwh(energy: TraceEnergy, *, on_gpus: bool) -> float | None:
     if on_gpus and gpu is None:
         return None
     known = [joules for joules in (gpu, energy.cpu) if joules is not None]
-    return sum(known) / JOULES_PER_KWH if known else None
+    return sum(known) / 3.6e6 if known else None
 
 
 def _ratio(joules: float | None, count: int | None) -> float | None:
@@ -107,7 +105,6 @@ def energy_in(curve: Curve, span: Span) -> float | None:
 
 
 def _interpolate(curve: Curve, time_s: float) -> float:
-    """Return the value of a curve at a time, with linear interpolation and extrapolation."""
     position = min(max(bisect_right(curve, (time_s, math.inf)), 1), len(curve) - 1)
     before, after = curve[position - 1], curve[position]
     slope = (after[1] - before[1]) / (after[0] - before[0]) if after[0] > before[0] else 0.0

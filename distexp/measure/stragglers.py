@@ -36,9 +36,6 @@ MIN_EFFECT = 0.5
 With many steps, the test of significance finds small differences too. A disturbance has them, with a large spread.
 """
 
-NO_CPU_WORK = " (without the work of the CPUs: measure it with train.profile_steps=3)"
-"""Added to own times of GPUs without a profile."""
-
 MAX_SECTIONS = 4
 SECTION_STEPS = 20
 """And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many."""
@@ -134,7 +131,7 @@ def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dic
         "is_upper_bound": not known,
         "evidence": f"its own time is {at_least}{1000 * own:,.1f} ms a step, that of the others {at_least}"
         f"{1000 * typical:,.1f} ms"
-        + ("" if known else NO_CPU_WORK)
+        + ("" if known else " (without the work of the CPUs: measure it with train.profile_steps=3)")
         + _data_wait(rank, others, middle)
         + _load(rank, own),
     }
@@ -192,10 +189,6 @@ SLOWDOWNS = {
 }
 """Bits of nvml.h that mean a problem of the GPU, with what they mean."""
 
-HARDWARE = 0x08
-HARDWARE_CAUSES = 0x40 | 0x80
-"""NVML sets ``HARDWARE`` together with these bits, which are the reason."""
-
 POWER_CAP = 0x04
 """The power limit reduces the clocks, which is usual for a GPU with much to do."""
 
@@ -251,7 +244,8 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
 
 def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
     for bit, text in SLOWDOWNS.items():
-        share = _share_of_reason(samples, bit, without=HARDWARE_CAUSES if bit == HARDWARE else 0)
+        # NVML sets 0x08 together with the other two bits of the hardware, which are the reason.
+        share = _share_of_reason(samples, bit, without=0x40 | 0x80 if bit == 0x08 else 0)
         if share is not None and share >= MIN_SHARE:
             yield f"{text}, in {share:.0%} of the samples"
     errors = _known(samples, lambda sample: sample.ecc_errors)

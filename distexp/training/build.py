@@ -225,7 +225,6 @@ def max_targets(config: Config, data: TaskData) -> dict[int, int]:
 
 
 def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
-    """Yield the micro-batches of training and evaluation, with the targets of each sample."""
     train = config.train
     _, targets = token_counts(data.train)
     if targets is not None and _has_prompts(data.train):

@@ -26,7 +26,6 @@ class LossHistory:
     """
 
     def __init__(self, *, allows_nan: bool) -> None:
-        """Create a history without steps."""
         self.losses: list[float] = []  # loss of each reduced step
         self.accuracies: list[float] = []  # accuracy of each reduced step, from 0 to 1; 0 for text
         self._allows_nan = allows_nan
@@ -125,8 +124,3 @@ class TotalCounts:
     positions: int  # tokens of all steps of this attempt, with padding
     sizes_differ: bool  # whether the batches of some rank have different sizes
     measured_work: Workload  # sizes of the batches of the measured steps
-
-    @property
-    def padding_share(self) -> float | None:
-        """Return the share of padding; None for images, or if a custom collate function counts no tokens."""
-        return 1 - self.tokens / self.positions if self.tokens and self.positions else None

@@ -74,11 +74,6 @@ class Watchers:
 
         return send
 
-    @property
-    def overhead_s(self) -> float:
-        """Return the seconds of all watchers that do not belong to the duration of the training."""
-        return sum(watcher.overhead_s for watcher in self.members)
-
     def add_summaries(self, steps: MeasuredSteps, metrics: Metrics, memory: dict[str, Any]) -> Metrics:
         """Add the section of each watcher to the memory, and return the metrics with theirs. A collective."""
         custom: dict[str, Any] = {}

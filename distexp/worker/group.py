@@ -131,7 +131,6 @@ class WorkerGroup:
             os.kill(pid, number)
 
     def _reap(self) -> None:
-        """Record the workers that have ended."""
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:

@@ -23,9 +23,6 @@ COMPILER = "distexp.system.torch_internals.compilation"
 It hashes the sources of torch and triton too: 1 to 3 seconds in each worker, also if the compiled code is in the cache.
 """
 
-NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Makes ``torch.cuda.is_available()`` ask NVML, so that it does not initialize CUDA."""
-
 
 def own_modules(config: Config) -> list[str]:
     """Return the modules of distexp that the options of a configuration choose. It imports none of them."""
@@ -48,7 +45,8 @@ def declared_preloads(module: ModuleType | None, device: str) -> tuple[str, ...]
 def preload(modules: Sequence[str], device: str) -> None:
     """Import some modules and what they declare; a module that fails is left to the workers to report."""
     gc.disable()  # Imports make a million objects and no garbage: a tenth of their time is the collector's.
-    with variable_set(NVML_CHECK, "1"):
+    # ``torch.cuda.is_available()`` asks NVML, so that it does not initialize CUDA.
+    with variable_set("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
         for name in chain(("torch", "distexp.worker.rank"), _with_declared(modules, device)):
             try:
                 module = importlib.import_module(name)

@@ -162,9 +162,6 @@ def run_trainer(
     return returned
 
 
-# The record of a finished training.
-
-
 def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
     """Add the fields that follow from model and data. The strategy has filled in its own."""
     built.tokenizer, built.attention = data.tokenizer_name, read_attention(module)

@@ -122,7 +122,6 @@ class Round:
         return search
 
     def _candidates(self) -> list[TriedSize]:
-        """Return the candidates of this round so far."""
         count = self.store.add("candidates", 0)
         return [
             parse_dataclass(TriedSize, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)
@@ -150,7 +149,6 @@ class Round:
             time.sleep(POLL_S)
 
     def _run_process(self, parent: int, folder: Path) -> NoReturn:
-        """Try sizes in the forked process, and end it."""
         code = 1
         try:
             die_with_parent(parent=parent)
@@ -203,7 +201,6 @@ class Round:
 
 
 def _set_up_process(config: Config) -> None:
-    """Set up a forked process as the process of a training."""
     # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
     torch.set_num_threads(config.cluster.cpus_per_worker or 1)
     if config.train.compile:

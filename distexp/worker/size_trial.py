@@ -231,7 +231,10 @@ class SizeSearch:
         fitting = self._fitting()
         if not self.tried:
             return self.sizes[0]
-        if not fitting or self._has_plateau():
+        before, last = fitting[:-PATIENCE], fitting[-PATIENCE:]
+        enough = max(map(_speed, before), default=0.0) * (1 + MIN_GAIN)
+        has_plateau = bool(before) and all(_speed(candidate) < enough for candidate in last)
+        if not fitting or has_plateau:
             return None
         largest = max(candidate.micro_batch_size for candidate in fitting)
         rungs = [size for size in ladder(self.sizes) if size > largest]
@@ -262,13 +265,6 @@ class SizeSearch:
         return min(
             (candidate.micro_batch_size for candidate in self.tried if candidate.outcome != FITS), default=float("inf")
         )
-
-    def _has_plateau(self) -> bool:
-        """Return whether the last sizes are not faster than the best one before them."""
-        fitting = self._fitting()
-        before, last = fitting[:-PATIENCE], fitting[-PATIENCE:]
-        best = max(map(_speed, before), default=0.0)
-        return bool(before) and all(_speed(candidate) < best * (1 + MIN_GAIN) for candidate in last)
 
     def _may_try(self, size: int) -> bool:
         is_new = all(candidate.micro_batch_size != size for candidate in self.tried)

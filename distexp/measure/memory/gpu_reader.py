@@ -124,8 +124,6 @@ RARE_STRIDE = 20
 CLOCK_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 """Names of one function of NVML, the newer one first."""
 
-ECC_ERRORS = ("nvmlDeviceGetTotalEccErrors", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC")
-
 
 class Conditions(NamedTuple):
     """Conditions of a GPU at one time; a value is None if NVML does not report it, or if it was not read."""
@@ -148,11 +146,12 @@ class ConditionsReader:
         """Return the conditions now."""
         is_due = self._count % RARE_STRIDE == 0
         self._count += 1
+        uncorrected = ("NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC")
         return Conditions(
             sm_clock_mhz=self._get("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),
             clock_reasons=next((found for name in CLOCK_REASONS if (found := self._get(name)) is not None), None),
             pcie_pct=self._pcie_pct() if is_due else None,
-            ecc_errors=self._get(*ECC_ERRORS) if is_due else None,
+            ecc_errors=self._get("nvmlDeviceGetTotalEccErrors", *uncorrected) if is_due else None,
         )
 
     def _pcie_pct(self) -> float | None:

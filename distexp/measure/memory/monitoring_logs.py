@@ -44,9 +44,11 @@ def read_memory_log(path: Path) -> MemoryTrace:
     first = filled[0].strip()
     if is_memory_trace(filled[0]):
         trace = read_memory_trace(path)
-    elif first.startswith("elapsed_time,"):
-        trace = _read_psrecord_csv(path, lines, notes)
-    elif (first.startswith("#") and "Real" in first) or _floats(first.split(), minimum=4):
+    elif (
+        first.startswith("elapsed_time,")
+        or (first.startswith("#") and "Real" in first)
+        or _floats(first.split(), minimum=4)
+    ):
         trace = _read_psrecord(path, lines, notes)
     elif "memory.used" in first or _STAMP.match(first):
         trace = _read_nvidia_smi(path, lines, notes)
@@ -67,21 +69,15 @@ def _floats(cells: Sequence[str], minimum: int) -> list[float] | None:
 
 
 def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
-    """Read the columns elapsed time, CPU (%), real and virtual memory; MB in psrecord is 2**20 bytes."""
-    rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
-    rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
-    return _parse_psrecord(path, rows, notes, real=2, minimum=4)
-
-
-def _read_psrecord_csv(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
+    """Read a CSV, or a log of elapsed time, CPU (%), real and virtual memory; MB in psrecord is 2**20 bytes."""
     names = lines[0].strip().split(",")
-    rows = [(number, line.split(",")) for number, line in enumerate(lines[1:], start=2) if line.strip()]
-    return _parse_psrecord(path, rows, notes, real=names.index("mem_real"), minimum=len(names))
-
-
-def _parse_psrecord(
-    path: Path, rows: Sequence[tuple[int, list[str]]], notes: list[str], *, real: int, minimum: int
-) -> MemoryTrace:
+    if names[0] == "elapsed_time":
+        real, minimum = names.index("mem_real"), len(names)
+        rows = [(number, line.split(",")) for number, line in enumerate(lines[1:], start=2) if line.strip()]
+    else:
+        real, minimum = 2, 4
+        rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
+        rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
     samples, bad = [], []
     for number, cells in rows:
         numbers = _floats(cells, minimum)

@@ -194,7 +194,6 @@ def _total(peaks: Mapping[str, Counter[str]], phase: str) -> int:
 
 
 def _part_of(change: Change, phase: str, step: RecordedStep) -> str | None:
-    """Return the part that size or frames show."""
     if phase in (FORWARD, BACKWARD) and is_communication(change.frames):
         return COMMUNICATION
     frame = next(specific_frames(change.frames), None) if phase == OPTIMIZER else None

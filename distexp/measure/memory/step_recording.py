@@ -206,9 +206,6 @@ def _on_gpu(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     return (tensor for tensor in tensors if tensor.device.type == "cuda")
 
 
-# GPU memory of this process, as NVML reports it.
-
-
 PROCESS, WHOLE_GPU = "process", "gpu"
 """What NVML counted: this process, or all of the GPU because NVML does not list this process.
 
@@ -236,9 +233,6 @@ def _read(nvml: Any, uuid: str) -> tuple[int, str] | None:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, **version).used), WHOLE_GPU
     except nvml.NVMLError:
         return None
-
-
-# Bytes of the tensors that autograd saves for the backward pass: the activations of a micro-batch.
 
 
 def storage_sizes(tensors: Iterator[Tensor]) -> dict[int, int]:

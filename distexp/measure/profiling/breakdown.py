@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from distexp.measure.profiling.chrome_trace import COPY, Kernel, Trace, TraceCollective
+from distexp.measure.profiling.chrome_trace import COPY, Trace, TraceCollective
 from distexp.measure.profiling.intervals import (
     MATMUL,
     OTHER_KERNEL,
@@ -112,8 +112,9 @@ def _gpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer])
     for kernel in trace.kernels:
         if not _overlaps(kernel.when, window):
             continue
-        category = kernel.category
-        if _is_inside(kernel, optimizer):
+        category, launch = kernel.category, kernel.launch[0] if kernel.launch is not None else float("-inf")
+        position = bisect_right(optimizer, (launch, float("inf"))) - 1
+        if position >= 0 and launch < optimizer[position][1]:  # launched by the optimizer
             category = "optimizer copy" if category == COPY else "optimizer"
         kernels[category].append(kernel.when)
     yield "matmul", kernels[MATMUL]
@@ -162,14 +163,6 @@ def _idle_parts(trace: Trace, idle: Sequence[Interval]) -> Iterator[tuple[str, I
 
 def _overlaps(when: Interval, window: Interval) -> bool:
     return when[0] < window[1] and when[1] > window[0]
-
-
-def _is_inside(kernel: Kernel, disjoint: Sequence[Interval]) -> bool:
-    """Return whether a kernel was launched in one of some sorted, disjoint intervals."""
-    if kernel.launch is None:
-        return False
-    position = bisect_right(disjoint, (kernel.launch[0], float("inf"))) - 1
-    return position >= 0 and kernel.launch[0] < disjoint[position][1]
 
 
 # Removal of the profiler's overhead from the parts of a step.

@@ -102,7 +102,7 @@ def read_trace(path: Path, *, on_gpu: bool) -> Trace:
     steps = [event for event in events if event.kind == STEP]
     if not steps:
         raise ValueError("the profiler trace has no step")
-    if on_gpu and not any(event.correlated for event in events if event.kind in _DEVICE):
+    if on_gpu and not any(event.correlated for event in events if event.kind in (KERNEL, COLLECTIVE)):
         raise ValueError(
             "the profiler recorded no GPU kernel (CUPTI is missing, or another tool uses it): "
             "set KINETO_LOG_LEVEL=0 to see the reason"
@@ -135,15 +135,10 @@ class _Event:
         self.correlated = raw.get("cat") == "kernel"
         self.group = str(arguments.get("Process Group Ranks", ""))
         self.ranks = arguments.get("Group size")
-        self.size = _size_of(arguments)
-
-
-def _size_of(arguments: dict[str, Any]) -> int | None:
-    """Return the bytes of a collective: of its input or output, if that is larger. None: unknown."""
-    elements = [arguments.get(f"{side} msg nelems") for side in ("In", "Out")]
-    width = DTYPE_BYTES.get(str(arguments.get("dtype")))
-    counts = [element for element in elements if isinstance(element, int)]
-    return max(counts) * width if counts and width else None
+        elements = [arguments.get(f"{side} msg nelems") for side in ("In", "Out")]
+        counts = [count for count in elements if isinstance(count, int)]
+        width = DTYPE_BYTES.get(str(arguments.get("dtype")))
+        self.size = max(counts) * width if counts and width else None  # bytes of its input or output; None: unknown
 
 
 KERNEL, COLLECTIVE, OPERATOR, LAUNCH, BACKWARD_EVENT = "kernel", "collective", "operator", "launch", "backward"
@@ -158,8 +153,6 @@ DTYPE_BYTES = {
 }
 """Bytes of an element, by the names of torch's data types in a trace."""
 ALL_REDUCE = "all_reduce"
-EXECUTED_AS_ALL_REDUCE = (ALL_REDUCE, "reduce_scatter")
-_DEVICE = (KERNEL, COLLECTIVE)
 _KEPT_ARGUMENTS = (
     *("correlation", "Collective name", "Process Group Ranks"),
     *("Group size", "In msg nelems", "Out msg nelems", "dtype"),
@@ -252,7 +245,7 @@ def _name_as_called(collectives: Iterable[_Event], calls: Iterable[tuple[str, In
 
     It executes them in the order of the calls.
     """
-    called = deque(sorted((when[0], kind) for kind, when in calls if kind in EXECUTED_AS_ALL_REDUCE))
+    called = deque(sorted((when[0], kind) for kind, when in calls if kind in (ALL_REDUCE, "reduce_scatter")))
     for event in sorted(collectives, key=lambda event: event.when):
         if event.name == ALL_REDUCE and called and called[0][0] <= event.when[0]:
             event.name = called.popleft()[1]

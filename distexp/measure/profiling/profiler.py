@@ -36,9 +36,6 @@ from distexp.system.torch_internals.annotations import activate_annotations
 DETACH = "TEARDOWN_CUPTI"
 """Variable that makes the profiler detach CUPTI from the process when it stops. CUPTI slows down later launches."""
 
-LOG_LEVEL_SILENT = "100"
-"""Log level above all messages of the profiler, which logs each start and warns that a CPU is not a GPU."""
-
 
 class StepProfiler(Watcher):
     """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0.
@@ -93,7 +90,8 @@ class StepProfiler(Watcher):
         activities = [ProfilerActivity.CPU]
         if self.context.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", LOG_LEVEL_SILENT)
+        # No messages: the profiler logs each start, and warns that a CPU is not a GPU.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "100")
         if self.train.compiled != "graphs":
             os.environ.setdefault(DETACH, "1")
         steps = schedule(wait=0, warmup=WARMUP_STEPS, active=self.window.steps, repeat=1)
@@ -152,7 +150,6 @@ class StepProfiler(Watcher):
         return analysis.run(trace)
 
     def _read_trace(self) -> Trace | str:
-        """Return the trace of this rank, or why there is none."""
         if self._profile is not None and not self._finished:  # the training stopped early
             self._stop()
         if self.invalid is not None:

@@ -126,12 +126,9 @@ def result_or_error(measure: Callable[[], T]) -> T | str:
         return str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
 
 
-# Sizes of what a distributed model sends and updates, for a forecast.
-
-
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model."""
+    """Sizes of what a distributed model sends and updates, for a forecast."""
 
     # Parameters of each block, and of what is between the blocks, in the order of the model.
     units: tuple[Parameters, ...] = ()

@@ -45,7 +45,6 @@ CHUNKS = 24
 QUEUE_GAP_S = 10e-6
 """Longest time that a GPU needs to start a kernel that is in its queue. It counts as part of the kernel."""
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-FSDP_REDUCTION = f"{FSDP_HOOK}post_backward_reduce"
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
     Of more than three micro-batches it has the first, the last, and the one of the others with the median duration.
     """
     trace, window = step.trace, step.trace.steps[step.median.position]
-    hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(FSDP_REDUCTION)]
+    of_fsdp = f"{FSDP_HOOK}post_backward_reduce"
+    hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(of_fsdp)]
     phases = find_phases(window, trace.backward, trace.optimizer, micro_batches=step.micro_batches, hooks=hooks)
     collectives: list[tuple[float, Item]] = []
     for when, one in _collectives(step, phases):
