@@ -85,9 +85,8 @@ class CheckpointManager:
     def resume(self) -> int | None:
         """Load the newest valid checkpoint of this run, else of ``train.resume``; return its step, None without one.
 
-        Raises:
-            ConfigError: ``train.resume`` has no valid checkpoint, one of a different training, or one that contains
-                code.
+        Raises ConfigError if ``train.resume`` has no valid checkpoint, one of a different training, or one that
+        contains code.
         """
         found = self._newest_valid(disk.list_checkpoints(self.context.run_dir), own=True)
         if found is None and self.train.resume is not None:

@@ -1,4 +1,4 @@
-"""The process group, and the collectives that distexp needs."""
+"""The process group, the collectives that distexp needs, and the memory limit of a GPU."""
 
 from __future__ import annotations
 
@@ -143,9 +143,7 @@ def limit_memory(device: torch.device, limit_gb: float, overhead_mib: float) -> 
     """Limit torch's memory on a GPU, so that a training that needs more runs out of memory.
 
     CUDA and NCCL need memory too, and allocate most of it later. So their usual need is subtracted from the limit.
-
-    Raises:
-        ConfigError: the GPU has less memory than the limit, or CUDA and NCCL alone need more.
+    Raises ConfigError if the GPU has less memory than the limit, or if CUDA and NCCL alone need more.
     """
     free, total = torch.cuda.mem_get_info(device)
     used = max(total - free - torch.cuda.memory_reserved(device), int(overhead_mib * MIB))

@@ -26,14 +26,10 @@ class Trainer(Protocol):
     def train(
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
-        """Train until the end of the plan.
+        """Train until the end of the plan; return the trained model, and what was built.
 
-        Args:
-            build_model: builds the model. Keep no reference to its blueprint, because rank 0's holds all weights in
-                host memory.
-
-        Returns:
-            The trained model, and what was built.
+        Keep no reference to the blueprint that ``build_model`` returns, because that of rank 0 holds all weights in
+        host memory.
 
         Raises:
             RuntimeError: the strategy expects something else than what was built; raised before the first step.

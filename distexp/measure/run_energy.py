@@ -205,9 +205,7 @@ BUSY_FIELDS = slice(0, 3), slice(5, 8)
 class PackageCounter:
     """Energy counter of one CPU package, which restarts at 0 after its maximum.
 
-    Raises:
-        OSError: if the counter cannot be read. Most kernels allow it only to root.
-        ValueError: if it has no number.
+    Raises OSError if it cannot be read, which most kernels allow only to root, and ValueError if it has no number.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -239,10 +237,8 @@ class CpuEnergyReader:
     def read(self, cpu_s: float) -> float | None:
         """Return the joules of the process tree since the first reading; None if they cannot be read.
 
-        The tree gets its fraction of the CPU time that was in use, over each interval.
-
-        Args:
-            cpu_s: CPU time of the process tree since the last call, in seconds.
+        The tree gets its fraction of the CPU time that was in use, over each interval. ``cpu_s`` is its CPU time since
+        the last call.
         """
         if not self._counters:
             return None

@@ -53,8 +53,7 @@ MAX_STEPS = 256
 class SlowRankWatch:
     """Waiting time of the measured steps of one rank. With one worker it does nothing.
 
-    Args:
-        enabled: ``measure.slow_ranks``. If false, no hook is registered and no method of torch is replaced.
+    If ``measure.slow_ranks`` is false, no hook is registered and no method of torch is replaced.
     """
 
     def __init__(self, context: Context, *, enabled: bool = True) -> None:

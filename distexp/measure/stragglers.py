@@ -71,11 +71,8 @@ def include_cpu_work(times: RankTimes, entry: Mapping[str, Any]) -> RankTimes:
 
     The GPU of a rank also waits if the CPU of another rank launches its kernels later. The own CPU may be as busy, so
     without its work the own time would be too short. The profiler makes a step longer. So the CPU's fraction of the
-    profiled step counts, and not its time.
-
-    Args:
-        entry: What the profiler measured on the rank: ``cpu_busy_ms`` of a step of ``step_ms``, both with the overhead
-            of the profiler. Without a GPU ``cpu_busy_ms`` is None, and the times are unchanged.
+    profiled step counts, and not its time: ``cpu_busy_ms`` of ``step_ms``, both with the overhead of the profiler.
+    Without a GPU ``cpu_busy_ms`` is None, and the times are unchanged.
     """
     busy_ms = entry["cpu_busy_ms"]
     if busy_ms is None:

@@ -1,4 +1,4 @@
-"""A watcher: one measurement that accompanies a training. ``distexp.training.watchers`` has the list of them."""
+"""Watchers: measurements that accompany a training. ``distexp.training.watchers`` has the list of them."""
 
 from __future__ import annotations
 

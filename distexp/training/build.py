@@ -1,4 +1,4 @@
-"""The data, the loaders and the model that a configuration names."""
+"""The data, the loaders and the model that a configuration names, and the targets of its micro-batches."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class LossHistory:
     def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
         """Raise ConfigError if no label of a source, such as ``step 5``, counts towards a loss.
 
-        The hint says what the user can set instead of correcting the data.
+        The hint is what the user can set instead of correcting the data.
         """
         if not targets:
             raise ConfigError(

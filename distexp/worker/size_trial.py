@@ -1,4 +1,4 @@
-"""The time and the memory of one micro-batch size, measured on the model and on real samples."""
+"""One micro-batch size, measured on the model and on real samples, and which size the search tries next."""
 
 from __future__ import annotations
 

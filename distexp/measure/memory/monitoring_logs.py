@@ -8,16 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from distexp.runs.memory_trace import (
-    CPU,
-    GPU,
-    MemorySample,
-    MemoryTrace,
-    bad_lines_note,
-    is_memory_trace,
-    read_memory_trace,
-    read_whole_lines,
-)
+from distexp.runs import memory_trace
+from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTrace
 
 EXPECTED = (
     "expected a memory/node<k>.csv of distexp, a CSV of nvidia-smi (timestamp, index, name, "
@@ -37,13 +29,13 @@ def read_memory_log(path: Path) -> MemoryTrace:
         OSError: The file cannot be read.
         ValueError: The format is unknown, or there are no samples; the message contains path and expected formats.
     """
-    lines, notes = read_whole_lines(path)
+    lines, notes = memory_trace.read_whole_lines(path)
     filled = [line for line in lines if line.strip()]
     if not filled:
         raise ValueError(f"{path} is empty{' (except for an incomplete line)' if notes else ''}: {EXPECTED}")
     first = filled[0].strip()
-    if is_memory_trace(filled[0]):
-        trace = read_memory_trace(path)
+    if memory_trace.is_memory_trace(filled[0]):
+        trace = memory_trace.read_memory_trace(path)
     elif (
         first.startswith("elapsed_time,")
         or (first.startswith("#") and "Real" in first)
@@ -85,7 +77,7 @@ def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> Memory
             bad.append(number)
         else:
             samples.append(MemorySample(numbers[0], "", CPU, 0, numbers[real], source="psrecord"))
-    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
+    return MemoryTrace(samples, notes + memory_trace.bad_lines_note(path, bad))
 
 
 def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
@@ -110,17 +102,14 @@ def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Memo
             bad.append(number)
         else:
             samples.append(sample)
-    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
+    return MemoryTrace(samples, notes + memory_trace.bad_lines_note(path, bad))
 
 
 def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return the positions of the columns of a log without a header, by their names in nvidia-smi.
+    """Return the positions of the columns of a log without a header, or raise ValueError if they are ambiguous.
 
     - With units: timestamp and index, then any columns; the first one in MiB is ``memory.used``.
     - Without units: the query of the workshop: timestamp, index, name, memory.used, memory.total.
-
-    Raises:
-        ValueError: The columns are ambiguous.
     """
     first = rows[0]
     numbers = [position for position in range(2, len(first)) if _number(first[position]) is not None]

@@ -183,9 +183,8 @@ class _Rollup:
 class PssReader:
     """Reads the memory of processes.
 
-    Attributes:
-        page_holders: Further processes, whose memory counts without the pages that they alone have.
-        file_holders: Further processes, of whose memory only the files count, such as libraries.
+    The memory of ``page_holders`` counts too, without the pages that they alone have. Of the memory of ``file_holders``
+    only the files count, such as libraries.
     """
 
     def __init__(self, page_holders: Sequence[int] = (), file_holders: Sequence[int] = ()) -> None:
@@ -275,11 +274,9 @@ def read_proc(name: str) -> bytes:
 
 
 class CostLimit:
-    """Limits repeated work of one thread to a share of one core's time.
+    """Limits repeated work of one thread to a share of one core's time, such as 0.1.
 
-    Args:
-        share: CPU time divided by elapsed time, for example 0.1.
-        window: The cost is the minimum of this many repetitions, so that one slow repetition counts as noise.
+    The cost is the minimum of ``window`` repetitions, so that one slow repetition counts as noise.
     """
 
     def __init__(self, share: float, window: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Memory of one rank by part: its tensors in the first step, and on a GPU the peaks of a later step."""
+"""Memory of one rank: its tensors by part, the peaks of the allocator, and the report if an allocation fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling of a node's memory from outside its workers, in a thread of the agent."""
+"""Sampling of a node's memory from outside its workers, in a thread of the agent, and the summary for the record."""
 
 from __future__ import annotations
 

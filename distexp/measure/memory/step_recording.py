@@ -1,4 +1,4 @@
-"""Recording of the GPU memory of one step, with torch's memory history."""
+"""Recording of the GPU memory of one step, and the bytes that its forward passes save for the backward passes."""
 
 from __future__ import annotations
 

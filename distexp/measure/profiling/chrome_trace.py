@@ -87,10 +87,8 @@ def read_trace(path: Path, *, on_gpu: bool) -> Trace:
     """Read the events of a rank.
 
     Collectives of gloo count from the call to their end, including the time in the queue. Collectives of NCCL count
-    while their kernels are on the GPU, including the wait for the slowest rank.
-
-    Raises:
-        ValueError: The trace is not JSON, or has no step, or has no kernel of the GPU.
+    while their kernels are on the GPU, including the wait for the slowest rank. Raises ValueError if the trace is not
+    JSON, or has no step, or has no kernel of the GPU.
     """
     # A trace has a million events and few are needed: the others are dropped while it is parsed.
     try:

@@ -177,8 +177,7 @@ class CommunicationShares:
 def communication_shares(timeline: Timeline) -> CommunicationShares:
     """Return the share of its steps that a rank spent on communication.
 
-    Raises:
-        ValueError: There is no step, or the steps have no duration.
+    Raises ValueError if there is no step, or if the steps have no duration.
     """
     start, end = timeline.window
     if timeline.steps < 1 or end <= start:

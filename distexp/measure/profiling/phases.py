@@ -1,4 +1,4 @@
-"""Forward passes, backward passes and optimizer of a step, by the time of the CPU."""
+"""Phases of a step by the time of the CPU, the waits of the CPU, and the collectives of FSDP's hooks."""
 
 from __future__ import annotations
 

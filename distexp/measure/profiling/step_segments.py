@@ -1,4 +1,4 @@
-"""The step model of a rank: the items of its median profiled step."""
+"""The step model of a rank: the items of its median profiled step; and the lanes of that step for a picture."""
 
 from __future__ import annotations
 
