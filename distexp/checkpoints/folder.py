@@ -74,8 +74,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 def candidates(folder: Path) -> list[Path]:
     """Return the checkpoints that ``train.resume=folder`` may mean, newest first.
 
-    Args:
-        folder: a checkpoint, a run directory, or its ``checkpoints`` folder.
+    The folder is a checkpoint, a run directory, or its ``checkpoints`` folder.
     """
     if step_of(folder) is not None:
         return [folder] if folder.is_dir() else []
@@ -83,10 +82,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def suggest(folder: Path) -> list[Path]:
-    """Return what to suggest if ``folder`` has no checkpoint.
-
-    These are other checkpoints of the run, or runs below the folder.
-    """
+    """Return other checkpoints of the run, or the runs below a folder, as hints if the folder has no checkpoint."""
     if folder.parent.name == CHECKPOINTS:
         return list_checkpoints(folder.parent.parent)
     return sorted(path.parent for path in folder.glob(f"*/{CHECKPOINTS}") if list_checkpoints(path.parent))

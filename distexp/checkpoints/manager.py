@@ -83,14 +83,10 @@ class CheckpointManager:
         self.logger.stopped = RunError("Preempted", message, phase)
 
     def resume(self) -> int | None:
-        """Load the newest valid checkpoint of this run, else of ``train.resume``.
+        """Load the newest valid checkpoint of this run, else of ``train.resume``; return its step, None without one.
 
-        Returns:
-            The step of the checkpoint; None if the training starts from the beginning.
-
-        Raises:
-            ConfigError: ``train.resume`` has no valid checkpoint, one of a different training, or one that contains
-                code.
+        Raises ConfigError if ``train.resume`` has no valid checkpoint, one of a different training, or one that
+        contains code.
         """
         found = self._newest_valid(disk.list_checkpoints(self.context.run_dir), own=True)
         if found is None and self.train.resume is not None:
@@ -104,7 +100,12 @@ class CheckpointManager:
         self._note(f"resuming from step {meta.step} of {folder}")
         with weights_only_loading(folder), _deletion_explained(folder):
             self._restore(folder, meta)
-        self._note_changes(folder)
+        changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
+        for change in changes:
+            self._note(change)
+        self.logger.changes = changes
+        if changes:
+            self.logger.events.emit(changes=changes)
         self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
         return meta.step
 
@@ -130,10 +131,7 @@ class CheckpointManager:
         return None
 
     def _newest_valid(self, candidates: list[Path], *, own: bool) -> tuple[Path, CheckpointMeta] | None:
-        """Return the first valid checkpoint and log the ones skipped.
-
-        Each rank checks a part of the files.
-        """
+        """Return the first valid checkpoint and log the ones skipped. Each rank checks a part of the files."""
         for folder in gather_to_all(candidates)[0]:
             manifest = disk.read_manifest(folder)
             problem = (
@@ -173,13 +171,6 @@ class CheckpointManager:
                 f"{self.logger.plan.total_steps}: increase train.num_epochs or train.max_steps"
             )
 
-    def _note_changes(self, folder: Path) -> None:
-        """Log and record each setting that differs from those of the checkpoint."""
-        changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
-        for change in changes:
-            self._note(change)
-        self.logger.record_changes(changes)
-
     def _meta(self, step: int) -> CheckpointMeta:
         return CheckpointMeta(
             run_id=self.run_id,
@@ -192,10 +183,7 @@ class CheckpointManager:
         )
 
     def _compute_checksums(self, folder: Path) -> Checksums:
-        """Return the checksums of all files.
-
-        Each is computed by one of the ranks that can see the file.
-        """
+        """Return the checksums of all files. Each is computed by one of the ranks that can see the file."""
         visible = gather_to_all(disk.list_files(folder))
         computed: Checksums = {}
         for position, name in enumerate(sorted(set(chain.from_iterable(visible)))):
@@ -231,9 +219,6 @@ def _read_state(folder: Path, rank: int) -> dict[str, Any]:
 
 def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.pt"
-
-
-# Settings of a training that a resumed training should share, and those that differ.
 
 
 Settings = dict[str, Any]

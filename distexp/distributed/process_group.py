@@ -1,4 +1,4 @@
-"""The process group, and the collectives that distexp needs."""
+"""The process group, the collectives that distexp needs, and the memory limit of a GPU."""
 
 from __future__ import annotations
 
@@ -27,26 +27,21 @@ HANG_MARGIN = timedelta(minutes=5)
 """Time that the agents have to detect a hang and to save the stacks, before collectives fail."""
 
 
-def open_store(spec: RunSpec) -> Store:
+def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
     """Return a connection to the store at torchrun's address. The first call on rank 0 starts the server.
 
-    ``join`` starts none if this process has one. torchrun may have a server of its own.
+    ``join`` starts none if this process has one, and a process that was forked after that needs none. torchrun may have
+    a server of its own.
     """
-    starts_server = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return _connect(spec, starts_server=starts_server)
-
-
-def connect_to_store(spec: RunSpec) -> Store:
-    """Return a new connection to the store of ``open_store``, for a process that was forked after that."""
-    return _connect(spec, starts_server=False)
-
-
-def _connect(spec: RunSpec, *, starts_server: bool) -> Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    has_server = is_forked or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     stores: Any = dist
-    timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
     return stores.TCPStore(
-        host, port, is_master=starts_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=os.environ["RANK"] == "0" and not has_server,
+        timeout=collective_timeout(spec.config.cluster.hang_timeout_min),
+        wait_for_workers=False,
+        multi_tenant=True,
     )
 
 
@@ -57,13 +52,9 @@ def sub_store(prefix: str, store: Store) -> Store:
 
 
 def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_mib: float = 0.0) -> Context:
-    """Initialize the process group from torchrun's environment variables.
+    """Initialize the process group from torchrun's environment variables, in a store or a new one.
 
-    Args:
-        spec: the run.
-        run_dir: directory of the run.
-        store: store in which the ranks find each other; None: a new one.
-        overhead_mib: memory of a GPU that CUDA and NCCL usually need, for ``cluster.gpu_memory_limit_gb``.
+    CUDA and NCCL usually need ``overhead_mib`` of a GPU, which counts for ``cluster.gpu_memory_limit_gb``.
 
     Raises:
         RuntimeError: the number of workers or GPUs differs from the spec.
@@ -109,13 +100,7 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:
-    """Return the timeout of collectives, longer than the agents' hang limit.
-
-    So a hang is reported as a hang.
-
-    Args:
-        hang_timeout_min: ``cluster.hang_timeout_min``, in minutes.
-    """
+    """Return the timeout of collectives, longer than the hang limit of the agents, which then report the hang."""
     return timedelta(minutes=hang_timeout_min) + HANG_MARGIN
 
 
@@ -151,14 +136,6 @@ def gather_to_all(value: T) -> list[T]:
     return gathered
 
 
-def rendezvous_address() -> str:
-    """Return the address and port of the rendezvous."""
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
-# A smaller GPU: a limit of the memory that torch may take on a GPU, for ``cluster.gpu_memory_limit_gb``.
-
-
 GB = 1 << 30
 
 
@@ -166,14 +143,7 @@ def limit_memory(device: torch.device, limit_gb: float, overhead_mib: float) -> 
     """Limit torch's memory on a GPU, so that a training that needs more runs out of memory.
 
     CUDA and NCCL need memory too, and allocate most of it later. So their usual need is subtracted from the limit.
-
-    Args:
-        device: the GPU of this process.
-        limit_gb: ``cluster.gpu_memory_limit_gb``.
-        overhead_mib: usual need of CUDA and NCCL.
-
-    Raises:
-        ConfigError: the GPU has less memory than the limit, or CUDA and NCCL alone need more.
+    Raises ConfigError if the GPU has less memory than the limit, or if CUDA and NCCL alone need more.
     """
     free, total = torch.cuda.mem_get_info(device)
     used = max(total - free - torch.cuda.memory_reserved(device), int(overhead_mib * MIB))

@@ -26,17 +26,10 @@ class Trainer(Protocol):
     def train(
         self, build_model: ModelFactory, config: Config, context: Context, inputs: TrainingInputs
     ) -> tuple[EvaluableModel, Built]:
-        """Train until the end of the plan.
+        """Train until the end of the plan; return the trained model, and what was built.
 
-        Args:
-            build_model: builds the model. Keep no reference to its blueprint, because rank 0's holds all weights in
-                host memory.
-            config: the configuration of the run.
-            context: this worker.
-            inputs: data loaders, step plan and metrics logger.
-
-        Returns:
-            The trained model, and what was built.
+        Keep no reference to the blueprint that ``build_model`` returns, because that of rank 0 holds all weights in
+        host memory.
 
         Raises:
             RuntimeError: the strategy expects something else than what was built; raised before the first step.
@@ -44,11 +37,7 @@ class Trainer(Protocol):
 
 
 def load_trainer(config: Config) -> Trainer:
-    """Return the trainer of a configuration.
-
-    Raises:
-        ConfigError: ``engine._target_`` is not a Trainer.
-    """
+    """Return the trainer of a configuration. Raises ConfigError if ``engine._target_`` is no Trainer."""
     target = config.engine._target_
     kind = locate(target)
     with shorten_errors(target, "the constructor"):

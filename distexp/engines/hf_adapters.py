@@ -30,18 +30,14 @@ from distexp.strategies.zero.ds_initialization import repair_16_bits
 
 
 class HFAdapter:
-    """The adapter of a strategy that needs no special configuration.
+    """The adapter of a strategy that needs no special configuration."""
 
-    Attributes:
-        steps_itself: whether the wrapped model clips the gradients and updates the weights, as DeepSpeed does.
-        units: the modules to shard as separate units.
-    """
-
+    # Whether the wrapped model clips the gradients and updates the weights, as DeepSpeed does.
     steps_itself: ClassVar[bool] = False
 
     def __init__(self, blueprint: Blueprint, config: Config, context: Context) -> None:
         self.config, self.context, self.model = config, context, blueprint.model
-        self.units: list[nn.Module] = []
+        self.units: list[nn.Module] = []  # the modules to shard as separate units
         self.initialize(blueprint)
 
     def initialize(self, blueprint: Blueprint) -> None:
@@ -84,10 +80,7 @@ class SingleAdapter(HFAdapter):
     """The adapter of the strategy ``single``."""
 
     def argument_context(self) -> AbstractContextManager[None]:
-        """Hide torchrun's local rank on a CPU.
-
-        Otherwise accelerate would use DDP even for one worker.
-        """
+        """Hide torchrun's local rank on a CPU. Otherwise accelerate would use DDP even for one worker."""
         return without_local_rank() if self.context.device.type == "cpu" else nullcontext()
 
 

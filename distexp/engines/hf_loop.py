@@ -92,10 +92,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip as the native loop does.
-
-        On a CPU, torch's norm has only five correct digits.
-        """
+        """Clip as the native loop does. On a CPU, torch's norm has only five correct digits."""
         if self.adapter.steps_itself:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
@@ -109,38 +106,26 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return self.gradient_norm
 
 
-# Logging, learning rate and evaluation of the native loop, as a callback of ``transformers.Trainer``.
-
-
 class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """A callback that does at the same points what the native loop does: logging, learning rate and evaluation.
-
-    Attributes:
-        built: what the Trainer built; None before ``train``.
-    """
+    """A callback that does at the same points what the native loop does: logging, learning rate and evaluation."""
 
     def __init__(self, trainer: DistexpTrainer, model: HFEvaluableModel) -> None:
         self.trainer, self.model, self.inputs = trainer, model, trainer.inputs
-        self.built: Built | None = None
+        self.built: Built | None = None  # what the Trainer built; None before ``train``
         self.learning_rate = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check what was built, and start the measurements."""
         trainer = self.trainer
         self.built = self.model.describe()
-        self._check_built(self.built)
+        check_built(self.built, trainer.strategy.expected_build(trainer.config))
+        if innermost_optimizer(trainer.optimizer) is not trainer.own_optimizer:
+            raise RuntimeError(f"the Trainer replaced the optimizer of distexp by {self.built.optimizer}")
         trainer.adapter.start(trainer)
         optimizer = getattr(trainer.model_wrapped, "optimizer", trainer.optimizer)
         self.inputs.logger.follow(trainer.model_wrapped, optimizer)
         seed_everything(trainer.config.train.seed + trainer.context.rank)
         self.inputs.logger.start()
-
-    def _check_built(self, built: Built) -> None:
-        """Raise RuntimeError if the model or the optimizer is not the requested one."""
-        trainer = self.trainer
-        check_built(built, trainer.strategy.expected_build(trainer.config))
-        if innermost_optimizer(trainer.optimizer) is not trainer.own_optimizer:
-            raise RuntimeError(f"the Trainer replaced the optimizer of distexp by {built.optimizer}")
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Start the step clock."""
@@ -167,9 +152,6 @@ class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Evaluate, and record the epoch."""
         end_epoch(self.model, self.inputs)
-
-
-# The model that ``transformers.Trainer`` has distributed, for evaluations and exports.
 
 
 class HFEvaluableModel:
@@ -199,14 +181,8 @@ class HFEvaluableModel:
         return describe(trainer, trainer.config.strategy.name, trainer.unwrapped, trainer.adapter.units)
 
 
-# The steps of an epoch, as the data loader of ``transformers.Trainer``.
-
-
 class StepLoader:
-    """The steps of an epoch, as a data loader for the Trainer.
-
-    Its length is the number of micro-batches.
-    """
+    """The steps of an epoch, as a data loader for the Trainer. Its length is the number of micro-batches."""
 
     def __init__(self, inputs: TrainingInputs) -> None:
         self.inputs, self.epoch = inputs, 0
@@ -224,22 +200,12 @@ class StepLoader:
         return self.inputs.training.iter_steps(self.epoch, remaining_steps)
 
 
-# The TrainingArguments of a run.
-
-
 CONFLICTING_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Environment variables of ``accelerate launch``, or of an earlier training in this process; they change a run."""
 
 
 def training_arguments(config: Config, context: Context, total_steps: int, adapter: HFAdapter) -> TrainingArguments:
-    """Return the arguments of a run, and set accelerate's process-wide state.
-
-    Args:
-        config: the configuration of the run.
-        context: this worker.
-        total_steps: number of optimizer steps of the whole training.
-        adapter: the adapter of the strategy.
-    """
+    """Return the arguments of a run, and set accelerate's process-wide state."""
     train = config.train
     for name in [name for name in os.environ if name.startswith(CONFLICTING_PREFIXES)]:
         del os.environ[name]
@@ -272,23 +238,13 @@ def training_arguments(config: Config, context: Context, total_steps: int, adapt
     return arguments
 
 
-# Description of what ``transformers.Trainer`` built, read from the live objects.
-
-
 ENGINE = "hf_trainer"
 
 
 def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.Module]) -> Built:
-    """Return what was built.
+    """Return what was built, read from the live objects, for a strategy of this name.
 
-    Args:
-        trainer: a transformers.Trainer that has started to train.
-        strategy: name of the strategy, for the record; everything else is read from the live objects.
-        model: the model that the Trainer was given.
-        units: the blocks that FSDP should have sharded as separate units.
-
-    Raises:
-        RuntimeError: FSDP did not shard all blocks.
+    Raises RuntimeError if FSDP did not shard all ``units``, which should be separate units.
     """
     wrapped = trainer.model_wrapped
     if type(wrapped).__name__ == "DeepSpeedEngine":

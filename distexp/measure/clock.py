@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import Any
 
@@ -37,13 +37,10 @@ class StepClock:
     def durations(self, last: int | None = None) -> list[float]:
         """Synchronize the device; return the seconds of all steps, or of the ``last`` ones."""
         synchronize(self.device)
-        newest_first = [self._between(start, end) for start, end in islice(self._newest_steps(), last)]
+        # The newest step is first, because a line of the log needs a few of many thousands.
+        steps = (step for series in reversed(self.series) for step in pairwise(reversed(series)))
+        newest_first = [self._between(start, end) for end, start in islice(steps, last)]
         return newest_first[::-1]
-
-    def _newest_steps(self) -> Iterator[tuple[Any, Any]]:
-        """Yield start and end of each step, the newest first. A line of the log needs a few of many thousands."""
-        for series in reversed(self.series):
-            yield from ((start, end) for end, start in pairwise(reversed(series)))
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -77,14 +74,11 @@ def quantiles(durations: Sequence[float]) -> dict[str, float] | None:
 
 
 def speed_error(durations: list[float]) -> dict[str, float] | None:
-    """Return the relative standard error of the mean step time, and so of the speed.
+    """Return the relative standard error of the mean step time, and so of the speed; None for fewer than two steps.
 
     Consecutive steps are correlated, for example while another program uses the cores. So the error is computed from
-    the means of blocks of consecutive steps, which are nearly independent. This is the method of batch means
-    (B. Schmeiser, Operations Research 30, 1982). Differences between runs are not in it, so it is a lower bound.
-
-    Returns:
-        ``relative`` and the number of ``blocks``; None for fewer than two steps.
+    the means of blocks of consecutive steps, which are nearly independent. This is the method of batch means (B.
+    Schmeiser, Operations Research 30, 1982). Differences between runs are not in it, so it is a lower bound.
     """
     blocks = min(BLOCKS, len(durations))
     if blocks < 2:

@@ -29,9 +29,6 @@ from distexp.models.head import adapt_head
 from distexp.models.introspection import count_forward_flops, count_training_flops
 from distexp.models.transforms import transform_blocks
 
-FORWARD_AND_BACKWARD = 3
-"""A backward pass has two matrix products for each one of the forward pass."""
-
 CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]
 """A function that counts the FLOPs of a model on the meta device for its inputs."""
 
@@ -46,18 +43,12 @@ class TrainingFlops:
 
 @dataclass(frozen=True)
 class FlopRates:
-    """FLOPs of a pass over a batch, by what they grow with.
+    """FLOPs of a pass over a batch, by what they grow with."""
 
-    Attributes:
-        row: for each row, which is an image, or a text of unknown length.
-        token: for each token.
-        pair: for each pair of tokens of a row.
-        head_token: for each token whose logits are computed, if the model selects them. Otherwise ``token`` has them.
-    """
-
-    row: float = 0.0
-    token: float = 0.0
-    pair: float = 0.0
+    row: float = 0.0  # for each row, which is an image, or a text of unknown length
+    token: float = 0.0  # for each token
+    pair: float = 0.0  # for each pair of tokens of a row
+    # For each token whose logits are computed, if the model selects them. Otherwise ``token`` has them.
     head_token: float = 0.0
 
     def total(self, *, rows: int, tokens: int, pairs: int, head_tokens: int) -> float:
@@ -70,14 +61,7 @@ class FlopRates:
 
 
 def training_flops(config: Config, data: TaskData, done: Workload, device: torch.device) -> TrainingFlops:
-    """Return the FLOPs of training steps.
-
-    Args:
-        config: configuration of the run.
-        data: data of the run.
-        done: sizes of the batches of the steps.
-        device: device of the training.
-    """
+    """Return the FLOPs of training steps."""
     counter = FlopCounter(config, data)
     model = counter.model_rates()
     skips_blocks = config.model.attention == "flex" and device.type == "cuda"
@@ -102,7 +86,8 @@ class FlopCounter:
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
-        return self._rates(count_forward_flops, self._model).scale(FORWARD_AND_BACKWARD)
+        # A backward pass has two matrix products for each one of the forward pass.
+        return self._rates(count_forward_flops, self._model).scale(3)
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
         """Return the executed FLOPs of a forward and a backward pass."""

@@ -30,11 +30,6 @@ class RankTimesWatch(Watcher):
 
     *Ordinary* steps are measured and follow another measured step directly, so they can be compared with each other.
     The other ones follow an evaluation, a checkpoint or the unmeasured first steps.
-
-    Args:
-        context: The rank and its device.
-        profiler: Measures the work of the CPU in the profiled steps.
-        enabled: ``measure.slow_ranks``.
     """
 
     section = "metrics"
@@ -82,7 +77,6 @@ class RankTimesWatch(Watcher):
         return found | {"step_times_by_rank": step_times(ranks), "stragglers": find_stragglers(ranks)}
 
     def _own_times(self, steps: MeasuredSteps) -> RankTimes:
-        """Return the times of this rank, and write those of its ordinary steps."""
         durations, on_cpu = steps.durations_s, self.context.device.type == "cpu"
         waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
         ordinary = [

@@ -15,29 +15,19 @@ from distexp.config.sections import ClusterConfig
 from distexp.runs.events import phase_intervals, read_phase_events
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, group_by_device, read_memory_trace
 
-JOULES_PER_KWH = 3.6e6
-
 
 def energy_entry(
     energy: TraceEnergy, cluster: ClusterConfig, *, duration_s: float | None, samples: int | None, tokens: int | None
 ) -> dict[str, float | None] | None:
-    """Return ``metrics.energy`` of the record; None if nothing is known.
-
-    Args:
-        energy: The measured energy.
-        cluster: Number of workers, carbon intensity and price.
-        duration_s: Duration of the run.
-        samples: Samples of the training steps that ``energy`` is about.
-        tokens: Their tokens without padding.
-    """
+    """Return ``metrics.energy`` of the record, for the samples of the training steps; None if nothing is known."""
     on_gpus = cluster.device == "cuda"
     training_j = energy.gpu_training if on_gpus else energy.cpu_training
-    kwh = _kwh(energy, on_gpus=on_gpus)
+    kwh, by_power = _kwh(energy, on_gpus=on_gpus), energy.gpu_by_power
     gpu_hours = cluster.world_size * duration_s / 3600 if on_gpus and duration_s is not None else None
     entry = {
         "gpu_j": energy.gpu,
-        "gpu_j_by_power": energy.gpu_by_power,
-        "power_difference_pct": _difference_pct(energy.gpu_by_power, energy.gpu),
+        "gpu_j_by_power": by_power,
+        "power_difference_pct": None if by_power is None or not energy.gpu else 100 * (by_power / energy.gpu - 1),
         "cpu_j": energy.cpu,
         "gpu_j_training": energy.gpu_training,
         "cpu_j_training": energy.cpu_training,
@@ -61,11 +51,7 @@ def _kwh(energy: TraceEnergy, *, on_gpus: bool) -> float | None:
     if on_gpus and gpu is None:
         return None
     known = [joules for joules in (gpu, energy.cpu) if joules is not None]
-    return sum(known) / JOULES_PER_KWH if known else None
-
-
-def _difference_pct(value: float | None, reference: float | None) -> float | None:
-    return None if value is None or not reference else 100 * (value / reference - 1)
+    return sum(known) / 3.6e6 if known else None
 
 
 def _ratio(joules: float | None, count: int | None) -> float | None:
@@ -119,14 +105,10 @@ def energy_in(curve: Curve, span: Span) -> float | None:
 
 
 def _interpolate(curve: Curve, time_s: float) -> float:
-    """Return the value of a curve at a time, with linear interpolation and extrapolation."""
     position = min(max(bisect_right(curve, (time_s, math.inf)), 1), len(curve) - 1)
     before, after = curve[position - 1], curve[position]
     slope = (after[1] - before[1]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
     return before[1] + slope * (time_s - before[0])
-
-
-# Energy of a run, computed from its memory traces, of which there is one per node.
 
 
 TRAINING = frozenset({"train"})
@@ -137,32 +119,19 @@ Samples = list[MemorySample]
 
 @dataclass(frozen=True)
 class TraceEnergy:
-    """Energy of a run in joules; a value is None if it is unknown for any of the devices.
+    """Energy of a run in joules; a value is None if it is unknown for any of the devices."""
 
-    Attributes:
-        gpu: Of the run's GPUs, by their energy counters.
-        gpu_by_power: The same, by the integral of their power.
-        gpu_training: Of the training steps alone; by the counters, or by power if a GPU has no counter.
-        cpu: The run's part of the energy of the CPU packages.
-        cpu_training: The same, of the training steps alone.
-        idle_w: Power of the run's GPUs before the workers used them.
-    """
-
-    gpu: float | None = None
-    gpu_by_power: float | None = None
+    gpu: float | None = None  # of the run's GPUs, by their energy counters
+    gpu_by_power: float | None = None  # the same, by the integral of their power
+    # Of the training steps alone; by the counters, or by power if a GPU has no counter.
     gpu_training: float | None = None
-    cpu: float | None = None
-    cpu_training: float | None = None
-    idle_w: float | None = None
+    cpu: float | None = None  # the run's part of the energy of the CPU packages
+    cpu_training: float | None = None  # the same, of the training steps alone
+    idle_w: float | None = None  # power of the run's GPUs before the workers used them
 
 
 def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:
-    """Return the energy of a run. If a trace is missing, nothing is known.
-
-    Args:
-        traces: The memory trace of each node.
-        events: File with the phases of the run.
-    """
+    """Return the energy of a run. If a trace is missing, nothing is known."""
     try:
         nodes = [group_by_device(read_memory_trace(path).samples) for path in traces]
     except (OSError, ValueError):
@@ -175,16 +144,11 @@ def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:
     return TraceEnergy(
         gpu=_sum_or_none(_whole_run(gpus, counter_curve)),
         gpu_by_power=_sum_or_none(_whole_run(gpus, power_curve)),
-        gpu_training=_sum_or_none(_energies(gpus, training, counter_or_power)),
+        gpu_training=_sum_or_none(_energies(gpus, training, lambda gpu: counter_curve(gpu) or power_curve(gpu))),
         cpu=_sum_or_none(_whole_run(cpus, counter_curve)),
         cpu_training=_sum_or_none(_energies(cpus, training, counter_curve)),
         idle_w=_sum_or_none([_idle_power(samples, first_event_s) for samples in gpus]),
     )
-
-
-def counter_or_power(samples: Samples) -> Curve:
-    """Return the energy of a device by its counter or, if it has none, by its power."""
-    return counter_curve(samples) or power_curve(samples)
 
 
 def _devices(nodes: Sequence[dict[tuple[str, int], Samples]], kind: str) -> list[Samples]:
@@ -241,9 +205,7 @@ BUSY_FIELDS = slice(0, 3), slice(5, 8)
 class PackageCounter:
     """Energy counter of one CPU package, which restarts at 0 after its maximum.
 
-    Raises:
-        OSError: if the counter cannot be read. Most kernels allow it only to root.
-        ValueError: if it has no number.
+    Raises OSError if it cannot be read, which most kernels allow only to root, and ValueError if it has no number.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -275,10 +237,8 @@ class CpuEnergyReader:
     def read(self, cpu_s: float) -> float | None:
         """Return the joules of the process tree since the first reading; None if they cannot be read.
 
-        The tree gets its fraction of the CPU time that was in use, over each interval.
-
-        Args:
-            cpu_s: CPU time of the process tree since the last call, in seconds.
+        The tree gets its fraction of the CPU time that was in use, over each interval. ``cpu_s`` is its CPU time since
+        the last call.
         """
         if not self._counters:
             return None

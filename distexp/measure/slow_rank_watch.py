@@ -53,20 +53,18 @@ MAX_STEPS = 256
 class SlowRankWatch:
     """Waiting time of the measured steps of one rank. With one worker it does nothing.
 
-    Args:
-        context: The rank and its device.
-        enabled: ``measure.slow_ranks``. If false, no hook is registered and no method of torch is replaced.
-
-    Attributes:
-        state: ``metrics.slow_rank_watch`` of the record.
-        is_due: Returns whether a measured step is watched, by its number. All ranks must watch the same steps.
+    If ``measure.slow_ranks`` is false, no hook is registered and no method of torch is replaced.
     """
 
     def __init__(self, context: Context, *, enabled: bool = True) -> None:
         self.on_gpu = context.device.type == "cuda"
+        # ``metrics.slow_rank_watch`` of the record.
         self.state = "one worker" if context.world_size == 1 else "on" if enabled else "off"
         self.enabled = self.state == "on"
-        self.is_due: Callable[[int], bool] = _is_due_on_gpu if self.on_gpu else lambda _: True
+        # Returns whether a measured step is watched, by its number. All ranks must watch the same steps.
+        self.is_due: Callable[[int], bool] = lambda _: True
+        if self.on_gpu:
+            self.is_due = lambda step: step % next(stride for end, stride in GPU_STRIDES if step < end) == 0
         self.watching = False
         self.steps = 0  # measured steps
         self._stream = torch.cuda.current_stream(context.device) if self.on_gpu and self.enabled else None
@@ -198,19 +196,13 @@ class SlowRankWatch:
             pairs = self._pairs[step]
             if self.on_gpu and pairs and not pairs[-1][1].query():  # all of them are on one stream
                 return
-            self._waits_s[step] = sum(_seconds(start, end) for start, end in self._pairs.pop(step))
+            finished = self._pairs.pop(step)
+            waits = (start.elapsed_time(end) / 1000 if self.on_gpu else end - start for start, end in finished)
+            self._waits_s[step] = sum(waits)
             if len(self._waits_s) > MAX_STEPS:
                 oldest = next(iter(self._waits_s))
                 del self._waits_s[oldest]
                 self._without_core_s.pop(oldest, None)
-
-
-def _is_due_on_gpu(step: int) -> bool:
-    return step % next(stride for end, stride in GPU_STRIDES if step < end) == 0
-
-
-def _seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else float(start.elapsed_time(end)) / 1000
 
 
 def _differentiable(output: Any) -> Iterator[Tensor]:
@@ -222,9 +214,6 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
     for value in values:
         yield from _differentiable(value)
-
-
-# Time that a thread waits for a core, from the statistics of the Linux scheduler.
 
 
 SCHEDSTAT = "/proc/thread-self/schedstat"

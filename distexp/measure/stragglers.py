@@ -36,9 +36,6 @@ MIN_EFFECT = 0.5
 With many steps, the test of significance finds small differences too. A disturbance has them, with a large spread.
 """
 
-NO_CPU_WORK = " (without the work of the CPUs: measure it with train.profile_steps=3)"
-"""Added to own times of GPUs without a profile."""
-
 MAX_SECTIONS = 4
 SECTION_STEPS = 20
 """And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many."""
@@ -52,29 +49,19 @@ MAD_OF_NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Times of one rank.
-
-    Attributes:
-        quantiles: ``p50``, ``p90`` and ``max`` of its measured steps, in seconds.
-        own_s: Own time of its watched steps: without waiting for other ranks, in seconds.
-        durations_s: Durations of the watched steps, in seconds.
-        data_wait_s: Time that it waited for its data in the same steps.
-        without_core_s: Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
-        watched_p50_s: Median duration of its watched ordinary steps; None if there is none.
-        unwatched_p50_s: Median duration of its other ordinary steps; None if there is none.
-        on_cpu: Whether it trains on a CPU.
-        includes_cpu_work: Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
-    """
+    """Times of one rank."""
 
     rank: int
-    quantiles: Mapping[str, float]
-    own_s: Sequence[float] = ()
-    durations_s: Sequence[float] = ()
-    data_wait_s: Sequence[float] = ()
+    quantiles: Mapping[str, float]  # ``p50``, ``p90`` and ``max`` of its measured steps, in seconds
+    own_s: Sequence[float] = ()  # own time of its watched steps: without waiting for other ranks, in seconds
+    durations_s: Sequence[float] = ()  # durations of the watched steps, in seconds
+    data_wait_s: Sequence[float] = ()  # time that it waited for its data in the same steps
+    # Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
     without_core_s: Sequence[float] = ()
-    watched_p50_s: float | None = None
-    unwatched_p50_s: float | None = None
-    on_cpu: bool = False
+    watched_p50_s: float | None = None  # median duration of its watched ordinary steps; None if there is none
+    unwatched_p50_s: float | None = None  # median duration of its other ordinary steps; None if there is none
+    on_cpu: bool = False  # whether it trains on a CPU
+    # Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
     includes_cpu_work: bool = False
     host: str = field(default_factory=socket.gethostname)
 
@@ -84,12 +71,8 @@ def include_cpu_work(times: RankTimes, entry: Mapping[str, Any]) -> RankTimes:
 
     The GPU of a rank also waits if the CPU of another rank launches its kernels later. The own CPU may be as busy, so
     without its work the own time would be too short. The profiler makes a step longer. So the CPU's fraction of the
-    profiled step counts, and not its time.
-
-    Args:
-        times: Times of the rank.
-        entry: What the profiler measured on the rank: ``cpu_busy_ms`` of a step of ``step_ms``, both with the overhead
-            of the profiler. Without a GPU ``cpu_busy_ms`` is None, and the times are unchanged.
+    profiled step counts, and not its time: ``cpu_busy_ms`` of ``step_ms``, both with the overhead of the profiler.
+    Without a GPU ``cpu_busy_ms`` is None, and the times are unchanged.
     """
     busy_ms = entry["cpu_busy_ms"]
     if busy_ms is None:
@@ -145,7 +128,7 @@ def _straggler(rank: RankTimes, others: Sequence[RankTimes]) -> tuple[float, dic
         "is_upper_bound": not known,
         "evidence": f"its own time is {at_least}{1000 * own:,.1f} ms a step, that of the others {at_least}"
         f"{1000 * typical:,.1f} ms"
-        + ("" if known else NO_CPU_WORK)
+        + ("" if known else " (without the work of the CPUs: measure it with train.profile_steps=3)")
         + _data_wait(rank, others, middle)
         + _load(rank, own),
     }
@@ -203,10 +186,6 @@ SLOWDOWNS = {
 }
 """Bits of nvml.h that mean a problem of the GPU, with what they mean."""
 
-HARDWARE = 0x08
-HARDWARE_CAUSES = 0x40 | 0x80
-"""NVML sets ``HARDWARE`` together with these bits, which are the reason."""
-
 POWER_CAP = 0x04
 """The power limit reduces the clocks, which is usual for a GPU with much to do."""
 
@@ -225,31 +204,27 @@ OTHER_MIB = 256.0
 
 @dataclass(frozen=True)
 class GpuEvidence:
-    """What is known about one GPU.
+    """What is known about one GPU."""
 
-    Attributes:
-        index: Its index in NVML.
-        problems: Problems of this GPU. They are reported even if no rank is known to be slow.
-        differences: Differences from the other GPUs of the run, which explain why a rank is slow.
-    """
-
-    index: int
-    problems: list[str]
-    differences: list[str]
+    index: int  # its index in NVML
+    problems: list[str]  # Problems of this GPU. They are reported even if no rank is known to be slow.
+    differences: list[str]  # differences from the other GPUs of the run, which explain why a rank is slow
 
 
 def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: int) -> dict[int, GpuEvidence]:
     """Return the evidence for the GPU of each rank. Nodes without a readable trace have none.
 
-    Args:
-        traces: The memory trace of each node.
-        events: File with the phases of the run.
-        workers_per_node: The n-th GPU of a trace belongs to the n-th rank of the node.
+    The n-th GPU of a trace belongs to the n-th rank of the node.
     """
     training = phase_intervals(read_phase_events(events), TRAINING)
     samples: dict[int, list[MemorySample]] = {}
     for node, path in enumerate(traces):
-        for local_rank, device in enumerate(_gpus(path)):
+        try:
+            devices = group_by_device(read_memory_trace(path).samples)
+        except (OSError, ValueError):
+            continue
+        gpus = [device for (kind, _), device in devices.items() if kind == GPU]
+        for local_rank, device in enumerate(gpus):
             samples[node * workers_per_node + local_rank] = [
                 sample for sample in device if any(begin <= sample.unix_time_s < end for begin, end in training)
             ]
@@ -264,18 +239,10 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
     }
 
 
-def _gpus(path: Path) -> list[list[MemorySample]]:
-    """Return the samples of each GPU of a trace, in the order of the local ranks."""
-    try:
-        samples = read_memory_trace(path).samples
-    except (OSError, ValueError):
-        return []
-    return [device for (kind, _), device in group_by_device(samples).items() if kind == GPU]
-
-
 def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
     for bit, text in SLOWDOWNS.items():
-        share = _share_of_reason(samples, bit, without=HARDWARE_CAUSES if bit == HARDWARE else 0)
+        # NVML sets 0x08 together with the other two bits of the hardware, which are the reason.
+        share = _share_of_reason(samples, bit, without=0x40 | 0x80 if bit == 0x08 else 0)
         if share is not None and share >= MIN_SHARE:
             yield f"{text}, in {share:.0%} of the samples"
     errors = _known(samples, lambda sample: sample.ecc_errors)
@@ -287,21 +254,20 @@ def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
 
 
 def _differences(samples: Sequence[MemorySample], others: Sequence[Sequence[MemorySample]]) -> Iterator[str]:
-    clock = _mean_clock(samples)
-    clocks = [value for other in others if (value := _mean_clock(other)) is not None]
-    if clock is not None and clocks and clock < (1 - LOWER_CLOCK) * statistics.median(clocks):
-        yield f"its SM clock is {clock:,.0f} MHz, that of the others {statistics.median(clocks):,.0f} MHz"
-    share = _share_of_reason(samples, POWER_CAP)
-    shares = [value for other in others if (value := _share_of_reason(other, POWER_CAP)) is not None]
-    if share is not None and shares and share - statistics.median(shares) >= POWER_CAP_MORE:
-        yield (
-            f"its power limit reduces its clocks in {share:.0%} of the samples, in {statistics.median(shares):.0%} on "
-            "the others"
-        )
-    rate = _best_rate(samples)
-    rates = [value for other in others if (value := _best_rate(other)) is not None]
-    if rate is not None and rates and rate < statistics.median(rates):
-        yield f"its PCIe link has {rate:.0f}% of its maximum rate, that of the others {statistics.median(rates):.0f}%"
+    def compare(measure: Callable[[Sequence[MemorySample]], float | None]) -> tuple[float, float]:
+        """Return a value of this GPU and the median of the others; not a number if one is unknown."""
+        own, known = measure(samples), [value for other in others if (value := measure(other)) is not None]
+        return (math.nan, math.nan) if own is None or not known else (own, statistics.median(known))
+
+    clock, usual = compare(_mean_clock)
+    if clock < (1 - LOWER_CLOCK) * usual:
+        yield f"its SM clock is {clock:,.0f} MHz, that of the others {usual:,.0f} MHz"
+    share, usual = compare(lambda taken: _share_of_reason(taken, POWER_CAP))
+    if share - usual >= POWER_CAP_MORE:
+        yield f"its power limit reduces its clocks in {share:.0%} of the samples, in {usual:.0%} on the others"
+    rate, usual = compare(_best_rate)
+    if rate < usual:
+        yield f"its PCIe link has {rate:.0f}% of its maximum rate, that of the others {usual:.0f}%"
 
 
 def _mean_clock(samples: Sequence[MemorySample]) -> float | None:

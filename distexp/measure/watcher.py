@@ -1,4 +1,4 @@
-"""A watcher: one measurement that accompanies a training. ``distexp.training.watchers`` has the list of them."""
+"""Watchers: measurements that accompany a training. ``distexp.training.watchers`` has the list of them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The steps of this attempt that count for the speed, on this rank.
+    """The steps of this attempt that count for the speed, on this rank."""
 
-    Attributes:
-        durations_s: Duration of each step.
-        data_waits_s: Time that this rank waited for the data of each step.
-        sizes_differ: Whether the batches of some rank have different sizes.
-    """
-
-    durations_s: Sequence[float]
-    data_waits_s: Sequence[float]
-    sizes_differ: bool
+    durations_s: Sequence[float]  # duration of each step
+    data_waits_s: Sequence[float]  # time that this rank waited for the data of each step
+    sizes_differ: bool  # whether the batches of some rank have different sizes
 
 
 class Watcher:
@@ -45,14 +39,11 @@ class Watcher:
 
     A method that a class does not define costs nothing, so a watcher of a whole training costs nothing per step. The
     CPU is ahead of the GPU: a method that waits for the GPU slows down every step.
-
-    Attributes:
-        section: Where the summary is in the record: ``metrics`` or ``memory``, whose fields it must have, or
-            ``metrics.watchers``.
-        overhead_s: Seconds that the watcher took so far and that do not belong to the duration of the training.
     """
 
+    # Where the summary is in the record: ``metrics`` or ``memory``, whose fields it must have, or ``metrics.watchers``.
     section: ClassVar[str] = "metrics.watchers"
+    # Seconds that the watcher took so far and that do not belong to the duration of the training.
     overhead_s: float = 0.0
 
     def follow(self, module: nn.Module, read: ReadTensors) -> None:
@@ -82,9 +73,6 @@ class Watcher:
     def summary(self, steps: MeasuredSteps) -> Mapping[str, Any]:
         """Return the values for the record, as JSON. All ranks call it, and the values of rank 0 are kept."""
         return {}
-
-
-# How long ``torch.compile`` took in a training, and how often it compiled.
 
 
 class CompileWatch(Watcher):
@@ -131,9 +119,6 @@ class CompileWatch(Watcher):
         if self._started is not None:
             self.seconds += time.perf_counter() - self._started
         self._started = None
-
-
-# Methods of classes that are replaced for some time, and then restored exactly as they were.
 
 
 Method = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The data, the loaders and the model that a configuration names."""
+"""The data, the loaders and the model that a configuration names, and the targets of its micro-batches."""
 
 from __future__ import annotations
 
@@ -213,12 +213,9 @@ def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> 
 
 
 def max_targets(config: Config, data: TaskData) -> dict[int, int]:
-    """Return the largest number of targets of a micro-batch, by its number of samples.
+    """Return the largest number of targets of a micro-batch of training and evaluation, by its number of samples.
 
-    The micro-batches are those of the training, and those of the evaluation if the run evaluates.
-
-    Returns:
-        Without a kind whose targets are not known before the samples are read.
+    A kind whose targets are not known before the samples are read is left out.
     """
     found: dict[int, int] = {}
     for rows, targets in _micro_batch_targets(config, data):
@@ -228,7 +225,6 @@ def max_targets(config: Config, data: TaskData) -> dict[int, int]:
 
 
 def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
-    """Yield the micro-batches of training and evaluation, with the targets of each sample."""
     train = config.train
     _, targets = token_counts(data.train)
     if targets is not None and _has_prompts(data.train):

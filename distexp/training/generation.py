@@ -31,11 +31,7 @@ PAD_MULTIPLE = 64
 
 
 def check_has_references(data: TaskData) -> None:
-    """Check that answers can be scored, before the training and not after it.
-
-    Raises:
-        ConfigError: if the evaluation set has no reference answers.
-    """
+    """Raise ConfigError if answers cannot be scored, before the training and not after it."""
     if not isinstance(data.evaluation, QASamples) or not data.evaluation.references:
         raise ConfigError(
             "train.score_answers=true needs an evaluation set of questions with references "
@@ -48,13 +44,8 @@ def score_answers(
 ) -> tuple[Score, dict[str, str]]:
     """Generate an answer to each question of the evaluation set, and score them.
 
-    Args:
-        model: The trained model.
-        data: Loader of the evaluation set, which is of QASamples. Answers are generated in its batches.
-        tokenizer: Tokenizer of the prompts.
-        max_new_tokens: Longest answer in tokens. An answer also ends at its end token, or if the sequence fills the
-            positions of the model.
-        beat: Called after every token, so that the run does not count as hung.
+    An answer has at most ``max_new_tokens``. It also ends at its end token, or if the sequence fills the positions of
+    the model. ``beat`` is called after every token, so that the run does not count as hung.
 
     Returns:
         Exact match and F1 over the whole evaluation set, and each answer by the id of its question, on every rank. A
@@ -91,17 +82,10 @@ class GreedyGenerator:
     beat: Callable[[], None]
 
     def generate(self, prompts: Sequence[TokenIds], wanted: Sequence[bool]) -> list[str]:
-        """Generate the answer to each prompt.
+        """Return the answer to each prompt; that of an unwanted one is empty.
 
         Every rank calls it the same number of times, with different prompts. All ranks continue until the last wanted
         answer of the last rank has ended.
-
-        Args:
-            prompts: Token ids of each prompt.
-            wanted: Whether the answer to a prompt is needed. If not, it is empty.
-
-        Returns:
-            The text of each answer.
         """
         starts = [len(prompt) for prompt in prompts]
         capacity = _round_up(max(starts) + self.max_new_tokens)
@@ -171,12 +155,8 @@ class Score:
 def score(answers: Iterable[tuple[str, Sequence[str]]], unanswered: int = 0) -> Score:
     """Return the mean score of answers; for each, the best of its references counts.
 
-    Args:
-        answers: Pairs of an answer and its references (at least one).
-        unanswered: Further questions, without an answer. Each has the score 0, as in the official script.
-
-    Raises:
-        ValueError: There are no answers.
+    Further questions without an answer have the score 0, as in the official script. Raises ValueError if there are
+    none.
     """
     exact, overlap, count = 0.0, 0.0, unanswered
     for answer, references in answers:

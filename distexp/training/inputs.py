@@ -29,9 +29,6 @@ class TrainingInputs:
     run_id: str  # the run that the checkpoints belong to
 
 
-# The number of steps, and the learning rate of each.
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """The steps of a training, by epoch."""
@@ -46,22 +43,16 @@ class StepPlan:
         return min(steps, self.train.max_steps or steps)
 
     def epochs(self, done: int, finished: int = 0) -> range:
-        """Return the epochs that still have a step or an evaluation.
+        """Return the epochs that still have a step or an evaluation, after some finished epochs with their evaluation.
 
-        Args:
-            done: Steps that are done.
-            finished: Epochs that have ended, with their evaluation. After the last step of an epoch, a checkpoint may
-                have been written before or after its end.
+        A checkpoint after the last step of an epoch may have been written before or after the end of that epoch.
         """
         whole = min(finished, done // self.steps_per_epoch)
         first = max(whole, max(done - 1, 0) // self.steps_per_epoch)
         return range(first, -(-self.total_steps // self.steps_per_epoch))
 
     def steps_of(self, epoch: int, done: int) -> range:
-        """Return the steps of an epoch that are left after ``done`` steps.
-
-        They are counted from the first step of the epoch.
-        """
+        """Return the steps of an epoch that are left after ``done`` steps, counted from the first step of the epoch."""
         before = epoch * self.steps_per_epoch
         return range(max(0, done - before), min(self.steps_per_epoch, self.total_steps - before))
 
@@ -70,24 +61,20 @@ class StepPlan:
         return ProfileWindow.of(self.train, total=self.total_steps, per_epoch=self.steps_per_epoch, done=done)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        return learning_rate(self.train, step, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+        """Return the learning rate of a step, counted from 0.
 
+        All schedules warm up over ``warmup_steps``. Then ``train.schedule`` decides:
 
-def learning_rate(train: TrainConfig, step: int, *, total_steps: int, steps_per_epoch: int) -> float:
-    """Return the learning rate of a step, counted from 0.
-
-    All schedules warm up over ``warmup_steps``. Then ``train.schedule`` decides:
-
-    - linear: decrease to zero at ``total_steps``, as the Hugging Face Trainer does by default.
-    - step: multiply by ``gamma`` every ``step_size`` epochs, as torch's StepLR.
-    - constant: keep ``train.learning_rate``.
-    """
-    if step < train.warmup_steps:
-        return train.learning_rate * step / train.warmup_steps
-    if train.schedule == "linear":
-        left = (total_steps - step) / max(1, total_steps - train.warmup_steps)
-        return train.learning_rate * max(0.0, left)
-    if train.schedule == "step":
-        return float(train.learning_rate * train.gamma ** (step // steps_per_epoch // train.step_size))
-    return train.learning_rate
+        - linear: decrease to zero at ``total_steps``, as the Hugging Face Trainer does by default.
+        - step: multiply by ``gamma`` every ``step_size`` epochs, as torch's StepLR.
+        - constant: keep ``train.learning_rate``.
+        """
+        train = self.train
+        if step < train.warmup_steps:
+            return train.learning_rate * step / train.warmup_steps
+        if train.schedule == "linear":
+            left = (self.total_steps - step) / max(1, self.total_steps - train.warmup_steps)
+            return train.learning_rate * max(0.0, left)
+        if train.schedule == "step":
+            return float(train.learning_rate * train.gamma ** (step // self.steps_per_epoch // train.step_size))
+        return train.learning_rate

@@ -97,19 +97,8 @@ class MetricsLogger:
             self._file.write(state["lines"])
             self._file.flush()
 
-    def record_changes(self, changes: list[str]) -> None:
-        """Record the settings that differ from those of the checkpoint."""
-        self.changes = changes
-        if changes:
-            self.events.emit(changes=changes)
-
     def follow(self, module: nn.Module, optimizer: Any) -> None:
-        """Let the watchers measure a distributed model. Call it as soon as the model is built.
-
-        Args:
-            module: the wrapped module.
-            optimizer: torch's optimizer, or what wraps it; None if there is none.
-        """
+        """Let the watchers measure a distributed model. Call it as soon as the model is built."""
         self.watchers.follow(module, partial(read_model_tensors, module, optimizer))
 
     def start(self) -> None:
@@ -126,14 +115,7 @@ class MetricsLogger:
         self.clock.restart()
 
     def record_step(self, data: StepData, contribution: Tensor, norm: Tensor, rate: float) -> None:
-        """Record a finished step.
-
-        Args:
-            data: the data of the step.
-            contribution: this rank's contribution to mean loss and accuracy, shape (2,).
-            norm: the global gradient norm before clipping.
-            rate: the learning rate.
-        """
+        """Record a finished step: loss and accuracy of this rank, shape (2,), and the norm before clipping."""
         phase, next_phase = self._phase(self.steps), self._phase(self.steps + 1)
         self.steps += 1
         measured, next_measured = phase == TRAIN, next_phase == TRAIN and not self._ends_epoch()
@@ -155,12 +137,7 @@ class MetricsLogger:
             self._set_phase(next_phase)
 
     def end_epoch(self, evaluation: Evaluation | None, *, has_accuracy: bool) -> None:
-        """Record the training of an epoch, and the evaluation after it.
-
-        Args:
-            evaluation: The evaluation; None if there was none.
-            has_accuracy: Whether the task has an accuracy, as image classification has.
-        """
+        """Record the training of an epoch, and the evaluation after it."""
         self.history.reduce()
         metrics = self.metrics
         starts_at = len(metrics.train_losses) * self.plan.steps_per_epoch
@@ -174,7 +151,6 @@ class MetricsLogger:
         self._record_evaluation(evaluation)
 
     def _record_evaluation(self, evaluation: Evaluation) -> None:
-        """Record the evaluation after an epoch."""
         metrics = self.metrics
         metrics.eval_losses.append(evaluation.loss)
         metrics.eval_loss = evaluation.loss
@@ -208,7 +184,9 @@ class MetricsLogger:
         self.measured_work = totals.measured_work
         self.history.reduce()
         metrics.train_loss = sum(self.history.losses) / len(self.history.losses)
-        metrics.data_wait_s, metrics.padding_share = self.data_wait_s, totals.padding_share
+        metrics.data_wait_s = self.data_wait_s
+        if totals.tokens and totals.positions:  # Images have none, and a custom collate function may count none.
+            metrics.padding_share = 1 - totals.tokens / totals.positions
         self._add_speed(durations, totals)
         if self._file is not None:
             self._file.close()
@@ -220,12 +198,6 @@ class MetricsLogger:
         return self.metrics
 
     def _add_speed(self, durations: list[float], totals: TotalCounts) -> None:
-        """Add step times and throughput.
-
-        Args:
-            durations: Seconds of the measured steps.
-            totals: Counts of all ranks.
-        """
         metrics, seconds = self.metrics, sum(durations)
         metrics.step_time_s, metrics.speed_error = quantiles(durations), speed_error(durations)
         if durations:
@@ -250,7 +222,7 @@ class MetricsLogger:
 
     def _runtime(self) -> float:
         """Return the run time in seconds so far, without the overhead of the watchers."""
-        return time.perf_counter() - self.started - self.watchers.overhead_s
+        return time.perf_counter() - self.started - sum(watcher.overhead_s for watcher in self.watchers.members)
 
     def _write_line(self, norm: Tensor, rate: float) -> None:
         self.history.reduce()

@@ -23,40 +23,24 @@ class LossHistory:
     """Loss and accuracy of each step, as means over all ranks.
 
     Each rank keeps its contributions on the device. ``reduce`` sums those of several steps in one collective.
-
-    Attributes:
-        losses: Loss of each reduced step.
-        accuracies: Accuracy of each reduced step, from 0 to 1; 0 for text.
     """
 
     def __init__(self, *, allows_nan: bool) -> None:
-        """Create a history without steps.
-
-        Args:
-            allows_nan: Whether a loss may be NaN or infinite (``train.on_nan=record``).
-        """
-        self.losses: list[float] = []
-        self.accuracies: list[float] = []
+        self.losses: list[float] = []  # loss of each reduced step
+        self.accuracies: list[float] = []  # accuracy of each reduced step, from 0 to 1; 0 for text
         self._allows_nan = allows_nan
         self._contributions: list[Tensor] = []  # of this rank, since the last reduction
         self._targets: list[Tensor] = []  # of all ranks, for the same steps
 
     def add(self, contribution: Tensor, targets: Tensor) -> None:
-        """Add a step.
-
-        Args:
-            contribution: this rank's contribution to loss and accuracy, shape (2,).
-            targets: number of targets of all ranks, a scalar.
-        """
+        """Add this rank's contribution to loss and accuracy of a step, shape (2,), and the targets of all ranks."""
         self._contributions.append(contribution)
         self._targets.append(targets)
 
     def reduce(self) -> None:
         """Sum the contributions since the last call over the ranks.
 
-        Raises:
-            ConfigError: a step has no target.
-            DivergedError: a loss is NaN or infinite.
+        Raises ConfigError if a step has no target, and DivergedError if a loss is NaN or infinite.
         """
         if not self._contributions:
             return
@@ -80,12 +64,9 @@ class LossHistory:
 
     @staticmethod
     def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
-        """Raise ConfigError if no label counts towards a loss.
+        """Raise ConfigError if no label of a source, such as ``step 5``, counts towards a loss.
 
-        Args:
-            targets: number of targets of all ranks.
-            source: what has these labels: ``step 5``.
-            hint: what the user can set instead of correcting the data.
+        The hint is what the user can set instead of correcting the data.
         """
         if not targets:
             raise ConfigError(
@@ -93,43 +74,24 @@ class LossHistory:
             )
 
 
-# Samples, tokens and waits of the training steps.
-
-
 @dataclass
 class StepCounts:
-    """Counts of the steps of this attempt. *Measured* steps count for the speed.
+    """Counts of the steps of this attempt. *Measured* steps count for the speed."""
 
-    Attributes:
-        samples: Samples of each step, of all ranks. Packed rows have different numbers of samples.
-        tokens: Tokens of this rank, without padding.
-        positions: Tokens of this rank, with padding.
-        measured_steps: Number of measured steps.
-        measured_samples: Their samples, of all ranks.
-        measured_tokens: Their tokens on this rank, without padding.
-        measured_work: Sizes of their batches on this rank.
-        data_waits_s: Time that this rank waited for data in each of them.
-        sizes: Smallest and largest batches of the measured and the profiled steps.
-    """
-
+    # Samples of each step, of all ranks. Packed rows have different numbers of samples.
     samples: list[int] = field(default_factory=list)
-    tokens: int = 0
-    positions: int = 0
-    measured_steps: int = 0
-    measured_samples: int = 0
-    measured_tokens: int = 0
-    measured_work: Workload = field(default_factory=Workload)
-    data_waits_s: list[float] = field(default_factory=list)
+    tokens: int = 0  # tokens of this rank, without padding
+    positions: int = 0  # tokens of this rank, with padding
+    measured_steps: int = 0  # number of measured steps
+    measured_samples: int = 0  # their samples, of all ranks
+    measured_tokens: int = 0  # their tokens on this rank, without padding
+    measured_work: Workload = field(default_factory=Workload)  # sizes of their batches on this rank
+    data_waits_s: list[float] = field(default_factory=list)  # time that this rank waited for data in each of them
+    # Smallest and largest batches of the measured and the profiled steps.
     sizes: StepSizes = field(default_factory=StepSizes)
 
     def add(self, step: StepData, *, warmed_up: bool, measured: bool) -> None:
-        """Add a step.
-
-        Args:
-            step: The data of the step.
-            warmed_up: Whether the warm-up of the training is over.
-            measured: Whether the step counts for the speed. A profiled step does not.
-        """
+        """Add a step. One after the warm-up that is profiled has a size, but does not count for the speed."""
         tokens = sum(batch.num_tokens for batch in step.micro_batches)
         self.samples.append(step.num_samples)
         self.tokens += tokens
@@ -155,23 +117,10 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class TotalCounts:
-    """Counts of all ranks.
+    """Counts of all ranks."""
 
-    Attributes:
-        measured_tokens: Tokens of the measured steps, without padding.
-        tokens: Tokens of all steps of this attempt, without padding.
-        positions: Tokens of all steps of this attempt, with padding.
-        sizes_differ: Whether the batches of some rank have different sizes.
-        measured_work: Sizes of the batches of the measured steps.
-    """
-
-    measured_tokens: int
-    tokens: int
-    positions: int
-    sizes_differ: bool
-    measured_work: Workload
-
-    @property
-    def padding_share(self) -> float | None:
-        """Return the share of padding; None for images, or if a custom collate function counts no tokens."""
-        return 1 - self.tokens / self.positions if self.tokens and self.positions else None
+    measured_tokens: int  # tokens of the measured steps, without padding
+    tokens: int  # tokens of all steps of this attempt, without padding
+    positions: int  # tokens of all steps of this attempt, with padding
+    sizes_differ: bool  # whether the batches of some rank have different sizes
+    measured_work: Workload  # sizes of the batches of the measured steps

@@ -46,11 +46,7 @@ def build_watchers(plan: StepPlan, measure: MeasureConfig, context: Context) -> 
 
 
 def custom_watcher(target: str) -> Watcher:
-    """Return a watcher of ``measure.watchers``.
-
-    Raises:
-        ConfigError: the target returns something else.
-    """
+    """Return a watcher of ``measure.watchers``. Raises ConfigError if the target returns something else."""
     kind = locate(target)
     with shorten_errors(target, "the constructor"):
         watcher: Watcher = kind()
@@ -77,11 +73,6 @@ class Watchers:
                 call(*arguments)
 
         return send
-
-    @property
-    def overhead_s(self) -> float:
-        """Return the seconds of all watchers that do not belong to the duration of the training."""
-        return sum(watcher.overhead_s for watcher in self.members)
 
     def add_summaries(self, steps: MeasuredSteps, metrics: Metrics, memory: dict[str, Any]) -> Metrics:
         """Add the section of each watcher to the memory, and return the metrics with theirs. A collective."""

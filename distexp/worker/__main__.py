@@ -36,15 +36,18 @@ USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one rank that torchrun has started."""
     captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
-    run_worker(parse_arguments(arguments).run_dir.absolute(), launched=False)
+    parser = argparse.ArgumentParser("distexp.worker", usage=USAGE, description="Run one rank of a run.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    options = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun")
+    run_worker(options.run_dir.absolute(), launched=False)
 
 
 def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     """Run one rank, and end this process with code 0, or 1 after an error.
 
-    Args:
-        run_dir: Directory of the run.
-        launched: An agent has started the worker, so the launcher writes the record.
+    If an agent has launched the worker, the launcher writes the record.
     """
     started = time.time()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
@@ -73,20 +76,10 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     end_at_once(0)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; exit with a usage message if torchrun did not start this process."""
-    parser = argparse.ArgumentParser("distexp.worker", usage=USAGE, description="Run one rank of a run.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    options = parser.parse_args(arguments)
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun")
-    return options
-
-
-def redirect_output(path: Path) -> None:
+def redirect_output(path: Path, mode: str = "w") -> None:
     """Send the output of this process to a file, including that of C libraries."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open(mode) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
@@ -115,15 +108,11 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
         return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
-    place = None if memory or isinstance(error, ConfigError) else _custom_code_place(error, run_dir)
+    place = None
+    if not memory and not isinstance(error, ConfigError):
+        with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
+            place = custom_code_place(error, RunSpec.read(run_dir).config.trusted_packages) or None
     return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank, place=place, memory=memory)
-
-
-def _custom_code_place(error: BaseException, run_dir: Path) -> str | None:
-    """Return the line of custom code that raised an error; None if there is none, or if it cannot be determined."""
-    with suppress(Exception):  # The error must be written even if its place cannot be determined.
-        return custom_code_place(error, RunSpec.read(run_dir).config.trusted_packages) or None
-    return None
 
 
 def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:

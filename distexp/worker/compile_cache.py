@@ -11,7 +11,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.system.cache_dir import cache_dir
-from distexp.system.torch_internals.compilation import cache_autograd_functions, default_compile_cache, import_compiler
+from distexp.system.torch_internals.compilation import cache_autograd_functions, default_compile_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable of torch. If the user sets it to another folder than torch's default, it is left as it is."""
@@ -22,10 +22,7 @@ def use_compile_cache() -> Path:
 
     The folder depends on the user and on the versions of torch and Python. Torch adds the hardware and its settings to
     the names inside. Compiled code is executed, so no other user may write there. Torch's own default is a folder in
-    ``/tmp`` with a name that others can guess.
-
-    Raises:
-        ConfigError: the folder cannot be created, or another user can write to it.
+    ``/tmp`` with a name that others can guess. Raises ConfigError if the folder cannot be created or is not private.
     """
     cache_autograd_functions()
     chosen = os.environ.get(VARIABLE)
@@ -61,13 +58,3 @@ def _check_private(folder: Path) -> None:
             f"other users can write to {folder}, and compiled code is executed: type chmod go-w {folder}, or set the "
             f"environment variable {VARIABLE} to a private folder"
         )
-
-
-# Import of torch's compiler ahead of the workers, with the hashes that are part of the keys of its cache.
-#
-# ``torch.compile`` imports inductor when it is first used, and hashes the sources of torch and of triton. This takes
-# 1 to 3 seconds in each worker, also if the compiled code is in the cache. Workers that are forked later have the
-# results.
-
-
-import_compiler()

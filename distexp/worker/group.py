@@ -50,17 +50,7 @@ def set_torchrun_defaults() -> None:
 
 
 def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
-    """Import what is not imported yet, and run the workers of a node.
-
-    Args:
-        run_dir: Directory of the run.
-        node: Number of the node.
-        address: Address of the rendezvous.
-        port: Port of the rendezvous.
-
-    Returns:
-        0 if all workers ended well, else 1.
-    """
+    """Import what is not imported yet, and run the workers of a node; return 0 if all of them ended well, else 1."""
     spec = RunSpec.read(run_dir)
     preload(own_modules(spec.config), spec.config.cluster.device)
     os.environ.update(
@@ -88,12 +78,7 @@ class WorkerExit:
 
 
 class WorkerGroup:
-    """Forked workers of one node.
-
-    Args:
-        exits: File for how the workers ended, in the order of time.
-        first_rank: Rank of the node's first worker.
-    """
+    """Forked workers of one node."""
 
     def __init__(self, exits: Path, *, first_rank: int) -> None:
         self._path = exits
@@ -113,12 +98,9 @@ class WorkerGroup:
         self._running[pid] = rank
 
     def wait(self) -> int:
-        """Wait for all workers; stop the others after the first failure.
+        """Wait for all workers; stop the others after the first failure. Return 0 if all of them ended well, else 1.
 
         After SIGTERM, stop all workers and end this process by the same signal.
-
-        Returns:
-            0 if all workers ended well, else 1.
         """
         while self._running:
             received = signal.sigtimedwait(WAITED, POLL_S)
@@ -149,7 +131,6 @@ class WorkerGroup:
             os.kill(pid, number)
 
     def _reap(self) -> None:
-        """Record the workers that have ended."""
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -158,13 +139,10 @@ class WorkerGroup:
             # A worker that died by another signal than ours failed by itself, even if it is reaped late.
             stopped = bool(self._sent) and (code >= 0 or -code in self._sent)
             self._exits.append(WorkerExit(self._running.pop(pid), code, time.time(), stopped))
-            self._write_exits()
-
-    def _write_exits(self) -> None:
-        try:
-            write_json(self._path, [asdict(worker) for worker in self._exits])
-        except OSError as error:  # A full disk must not keep the group from stopping its workers.
-            print_despite_full_disk(f"{self._path} cannot be written: {error}")
+            try:
+                write_json(self._path, [asdict(worker) for worker in self._exits])
+            except OSError as error:  # A full disk must not keep the group from stopping its workers.
+                print_despite_full_disk(f"{self._path} cannot be written: {error}")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from distexp.config import Config
 from distexp.system.environment_variables import variable_set
 from distexp.system.files import PACKAGE
 
-COMPILER = "distexp.worker.compile_cache"
-"""Module that imports torch's compiler."""
+COMPILER = "distexp.system.torch_internals.compilation"
+"""Module whose ``import_compiler`` is called ahead of the workers, if a run compiles.
 
-NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Makes ``torch.cuda.is_available()`` ask NVML, so that it does not initialize CUDA."""
+It hashes the sources of torch and triton too: 1 to 3 seconds in each worker, also if the compiled code is in the cache.
+"""
 
 
 def own_modules(config: Config) -> list[str]:
@@ -43,17 +43,15 @@ def declared_preloads(module: ModuleType | None, device: str) -> tuple[str, ...]
 
 
 def preload(modules: Sequence[str], device: str) -> None:
-    """Import some modules and what they declare; a module that fails is left to the workers to report.
-
-    Args:
-        modules: Modules of distexp, see ``own_modules``.
-        device: ``cpu`` or ``cuda``.
-    """
+    """Import some modules and what they declare; a module that fails is left to the workers to report."""
     gc.disable()  # Imports make a million objects and no garbage: a tenth of their time is the collector's.
-    with variable_set(NVML_CHECK, "1"):
+    # ``torch.cuda.is_available()`` asks NVML, so that it does not initialize CUDA.
+    with variable_set("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
         for name in chain(("torch", "distexp.worker.rank"), _with_declared(modules, device)):
             try:
-                importlib.import_module(name)
+                module = importlib.import_module(name)
+                if name == COMPILER:
+                    module.import_compiler()
             except Exception as error:
                 print(f"cannot import {name} ahead of the workers: {error!r}", file=sys.stderr)
     gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import socket
 import time
 import warnings
@@ -24,7 +25,7 @@ from distexp.data.image_cache import describe_cache
 from distexp.data.loader import ShardedLoader
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
-from distexp.distributed.process_group import gather_to_all, join, rendezvous_address
+from distexp.distributed.process_group import gather_to_all, join
 from distexp.engines.base import load_trainer
 from distexp.hardware.facts import peak_tflops
 from distexp.measure.flops import training_flops
@@ -59,34 +60,34 @@ from distexp.worker.size_search import find_micro_batch
 
 
 def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
-    """Train, and write the result on rank 0.
-
-    Args:
-        run_dir: Directory of the run.
-        events: Event log of this rank.
-        started: Start of this process, in Unix seconds.
-        launched: Whether a launcher completes the record. If not, the worker writes the record itself.
-    """
+    """Train, and write the result on rank 0: for the launcher if there is one, otherwise as the record itself."""
     silence_libraries()
     spec = RunSpec.read(run_dir)
     spec, store = find_micro_batch(spec, run_dir, events, ModelParts(load_data, build_model))
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir, store, overhead_mib=load_strategy(spec.config).total_overhead_mib(spec.config))
-    place = f"{socket.gethostname()}, {context.device}, rendezvous {rendezvous_address()}"
+    place = (
+        f"{socket.gethostname()}, {context.device}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    )
     print(f"rank {context.rank} of {context.world_size}: {place}", flush=True)
     if not launched:
         attempts.register_manual_attempt(spec.run, run_dir)
     if spec.config.preflight.enabled:
         events.set_phase("preflight")
         run_preflight(spec.config.preflight, context, spec.config.precision.name)
-    record = preflight_record(spec, context) if spec.config.is_preflight else train(spec, context, events)
+    if spec.config.is_preflight:  # The run only measures the communication.
+        record = RunRecord("completed", spec.run, asdict(spec.config), environment=rank_environment(context.device))
+    else:
+        record = train(spec, context, events)
     record.run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
     record.run.duration_s = time.time() - started
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
     if context.rank == 0:
         write_outcome(record, run_dir, launched=launched)
     write_despite_full_disk(run_dir, lambda: events.set_phase("done"))
-    if holds_resources(spec.config):
+    # Objects may hold processes of loaders or CUDA graphs, which must end before the process group. Otherwise a
+    # collection would only take time: up to a second after a short run.
+    if spec.config.dataset.num_workers > 0 or spec.config.train.compiled != "none":
         gc.collect()
     dist.destroy_process_group()
 
@@ -100,14 +101,6 @@ def silence_libraries() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
 
 
-def holds_resources(config: Config) -> bool:
-    """Return whether objects hold processes of loaders or CUDA graphs, which must end before the process group.
-
-    Otherwise a collection would only take time: up to a second after a short run.
-    """
-    return config.dataset.num_workers > 0 or config.train.compiled != "none"
-
-
 def write_outcome(record: RunRecord, run_dir: Path, *, launched: bool) -> None:
     """Write the result for the launcher, or the record if there is no launcher."""
     if launched:
@@ -117,16 +110,14 @@ def write_outcome(record: RunRecord, run_dir: Path, *, launched: bool) -> None:
         record.write(run_dir)
 
 
-def preflight_record(spec: RunSpec, context: Context) -> RunRecord:
-    """Return the record of a run that only measures the communication."""
-    return RunRecord("completed", spec.run, asdict(spec.config), environment=rank_environment(context.device))
-
-
 def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     """Train in the current process group and return the record. One process may train several times."""
     config = spec.config
     if config.train.compile:
-        prepare_compilation(context)
+        folder = use_compile_cache()
+        if context.rank == 0:
+            note = "the first steps compile, which may take minutes; later runs use the cache"
+            print(f"note: {note} {folder}", flush=True)
     seed_everything(config.train.seed)
     data = load_data(config, context)
     inputs = make_inputs(spec, data, context, events)
@@ -144,13 +135,6 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     return record
 
 
-def prepare_compilation(context: Context) -> None:
-    """Set the cache of ``torch.compile``; rank 0 prints where it is."""
-    folder = use_compile_cache()
-    if context.rank == 0:
-        print(f"note: the first steps compile, which may take minutes; later runs use the cache {folder}", flush=True)
-
-
 def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events) -> TrainingInputs:
     """Return this rank's loaders, the plan of the steps, and the logger of the metrics."""
     training, evaluation = make_loaders(spec.config, data, context)
@@ -165,8 +149,7 @@ def run_trainer(
 ) -> tuple[EvaluableModel, Built]:
     """Train with the trainer of the engine; return the trained model and what was built.
 
-    Raises:
-        ConfigError: a custom trainer returned something else.
+    Raises ConfigError if a custom trainer returned something else.
     """
     build = partial(build_model, config, data, context)
     try:
@@ -177,9 +160,6 @@ def run_trainer(
         raise
     check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
     return returned
-
-
-# The record of a finished training.
 
 
 def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
@@ -258,20 +238,10 @@ def rank_environment(device: torch.device) -> Environment:
     environment = make_environment(on_gpu=on_gpu, variables=captured_environment())
     if on_gpu:
         gpu = torch.cuda.get_device_properties(device)
-        environment.nccl = _nccl_version()
+        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        environment.nccl = ".".join(map(str, version))
         environment.gpu_name, environment.gpu_total_mib = gpu.name, gpu.total_memory / MIB
     return environment
-
-
-def _nccl_version() -> str:
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, version))
-
-
-# FLOPs and their fraction of what the device can do, for the record of a run.
-
-
-TERA = 1e12
 
 
 def add_flops(record: RunRecord, config: Config, data: TaskData, logger: MetricsLogger) -> None:
@@ -287,7 +257,7 @@ def add_flops(record: RunRecord, config: Config, data: TaskData, logger: Metrics
     except Exception as error:  # any: the code of the model raises it, and the training is finished
         print(f"note: the FLOPs of the model are not counted: {type(error).__name__}: {error}", flush=True)
         return
-    per_sample, world_size = TERA * logger.counts.measured_samples, logger.context.world_size
+    per_sample, world_size = 1e12 * logger.counts.measured_samples, logger.context.world_size
     metrics.model_tflops_per_sample = flops.model / per_sample
     metrics.executed_tflops_per_sample = flops.executed / per_sample
     metrics.tflops_per_device = metrics.model_tflops_per_sample * speed / world_size

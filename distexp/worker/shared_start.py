@@ -53,27 +53,16 @@ def main() -> int:
 
 @dataclass
 class Connection:
-    """Connection to the agent of one run, with its group.
+    """Connection to the agent of one run, with its group."""
 
-    Attributes:
-        socket: The connection.
-        others: Other processes that have imported libraries for the runs on this node.
-        pid: Process id of the group, once it is forked.
-        reported: Whether the agent knows its exit code.
-    """
-
-    socket: socket.socket
-    others: list[int]
-    pid: int | None = None
-    reported: bool = False
+    socket: socket.socket  # the connection
+    others: list[int]  # other processes that have imported libraries for the runs on this node
+    pid: int | None = None  # process id of the group, once it is forked
+    reported: bool = False  # whether the agent knows its exit code
 
 
 class GroupServer:
-    """Forks a group for each connection, and reports how it ended.
-
-    Args:
-        control: Socket that brings the connections. Its end is the end of the launcher.
-    """
+    """Forks a group for each connection, and reports how it ended."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -108,7 +97,12 @@ class GroupServer:
         """Start the group that an agent requests; end it if the agent has closed the connection."""
         message, descriptors = receive(connection.socket)
         if message is None:
-            self._close(connection)
+            self._selector.unregister(connection.socket)
+            del self._connections[connection.socket.fileno()]
+            connection.socket.close()
+            if connection.pid is not None:
+                os.kill(connection.pid, signal.SIGKILL)
+                os.waitpid(connection.pid, 0)
             return
         server = os.getpid()
         connection.pid = os.fork()
@@ -122,7 +116,12 @@ class GroupServer:
         try:
             die_with_parent(parent=server)
             os.setsid()
-            _continue_in(output)
+            # The log of the group starts with what this process has printed so far.
+            printed = os.pread(1, MAX_PRINTED, 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            os.write(1, printed)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
             send(connection.socket, {"pid": os.getpid(), "server": server, "others": connection.others})
@@ -157,24 +156,6 @@ class GroupServer:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 with suppress(OSError):  # The agent may be dead.
                     send(connection.socket, {"code": code})
-
-    def _close(self, connection: Connection) -> None:
-        """End a group if it runs, and forget it."""
-        self._selector.unregister(connection.socket)
-        del self._connections[connection.socket.fileno()]
-        connection.socket.close()
-        if connection.pid is not None:
-            os.kill(connection.pid, signal.SIGKILL)
-            os.waitpid(connection.pid, 0)
-
-
-def _continue_in(output: int) -> None:
-    """Continue the output of this process in a file, after what it has printed so far."""
-    printed = os.pread(1, MAX_PRINTED, 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    os.write(1, printed)
 
 
 if __name__ == "__main__":

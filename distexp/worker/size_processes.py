@@ -28,7 +28,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.model_checks import divisors, samples_per_worker
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
-from distexp.distributed.process_group import Store, connect_to_store, join, sub_store
+from distexp.distributed.process_group import Store, join, open_store, sub_store
 from distexp.models.blueprint import Blueprint
 from distexp.runs.run_dir import search_log_path
 from distexp.runs.run_state import record_progress
@@ -40,6 +40,7 @@ from distexp.system.processes import die_with_parent
 from distexp.system.seeding import seed_everything
 from distexp.system.typed_values import parse_dataclass
 from distexp.system.units import MIB
+from distexp.worker.__main__ import redirect_output
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.size_trial import SizeSearch, SizeTrials, config_of_round, micro_batches_per_step
 
@@ -53,7 +54,8 @@ MEMORY_CODE = 77
 SAVED = "whole saves MiB"
 """Key of the store: ``SizeSearch.whole_saves_mib``."""
 
-FP32_BYTES = 4
+LATE = "late"
+"""Key of a store: rank 0 ended the round after the deadline."""
 
 
 @dataclass(frozen=True)
@@ -64,36 +66,25 @@ class ModelParts:
     build_model: Callable[[Config, TaskData, Context], Blueprint]
 
 
-LATE = "late"
-"""Key of a store: rank 0 ended the round after the deadline."""
-
-
 class SearchError(RuntimeError):
     """A process that tried micro-batch sizes failed, and not for lack of memory."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Processes that try sizes until one runs out of memory, or the next size needs other processes.
-
-    Attributes:
-        store: the store of this round; its content is the same on all ranks.
-        number: the number of the round.
-        tried: the candidates of earlier rounds.
-    """
+    """Processes that try sizes until one runs out of memory, or the next size needs other processes."""
 
     spec: RunSpec
     run_dir: Path
     parts: ModelParts
-    store: Store
-    number: int
-    tried: Sequence[TriedSize]
+    store: Store  # the store of this round; its content is the same on all ranks
+    number: int  # the number of the round
+    tried: Sequence[TriedSize]  # the candidates of earlier rounds
 
     def run(self, deadline: float) -> SizeSearch:
         """Run the processes on all ranks; return all candidates so far.
 
-        Args:
-            deadline: value of ``time.monotonic`` after which rank 0 ends the round, if there is a candidate.
+        If there is a candidate, rank 0 ends the round after the deadline, a value of ``time.monotonic``.
 
         Raises:
             SearchError: a process failed.
@@ -101,7 +92,9 @@ class Round:
         """
         rank, world_size = int(os.environ["RANK"]), self.spec.world_size
         with TemporaryDirectory(prefix="distexp-search-") as folder:
-            pid = self._fork(Path(folder))
+            parent, pid = os.getpid(), os.fork()
+            if pid == 0:
+                self._run_process(parent, Path(folder))
             code = self._wait(pid, deadline if rank == 0 else float("inf"))
             error = Path(folder, "error.json")
             known = code not in (0, None) and error.exists()
@@ -129,7 +122,6 @@ class Round:
         return search
 
     def _candidates(self) -> list[TriedSize]:
-        """Return the candidates of this round so far."""
         count = self.store.add("candidates", 0)
         return [
             parse_dataclass(TriedSize, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)
@@ -138,8 +130,7 @@ class Round:
     def _wait(self, pid: int, deadline: float) -> int | None:
         """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
 
-        Returns:
-            The exit code as in subprocess; None if the process was ended here.
+        Return the exit code as in subprocess; None if the process was ended here.
         """
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -157,19 +148,13 @@ class Round:
                 return None if code == -signal.SIGKILL else code  # it may have ended just before
             time.sleep(POLL_S)
 
-    def _fork(self, folder: Path) -> int:
-        parent, pid = os.getpid(), os.fork()
-        if pid == 0:
-            self._run_process(parent, folder)
-        return pid
-
     def _run_process(self, parent: int, folder: Path) -> NoReturn:
-        """Try sizes in the forked process, and end it."""
         code = 1
         try:
             die_with_parent(parent=parent)
-            self._redirect_output()
-            store = sub_store(_prefix(self.number), connect_to_store(self.spec))
+            node, rank = int(os.environ["GROUP_RANK"]), int(os.environ["RANK"])
+            redirect_output(search_log_path(self.run_dir, node, rank), mode="a")
+            store = sub_store(_prefix(self.number), open_store(self.spec, is_forked=True))
             group = sub_store("group", store)
             overhead_mib = load_strategy(self.spec.config).total_overhead_mib(self.spec.config)
             context = join(self.spec, self.run_dir, group, overhead_mib=overhead_mib)
@@ -179,25 +164,11 @@ class Round:
             traceback.print_exception(error)
             is_full = out_of_memory_status(type(error).__name__, str(error)) is not None
             code = MEMORY_CODE if is_full else 1
-            messages = error.errors if isinstance(error, ConfigError) else None
-            content = {
-                "code": code,
-                "time": time.time(),
-                "type": type(error).__name__,
-                "message": str(error),
-                "errors": messages,
-            }
+            content = {"code": code, "time": time.time(), "type": type(error).__name__, "message": str(error)}
+            content["errors"] = error.errors if isinstance(error, ConfigError) else None
             (folder / "error.json").write_text(json.dumps(content))
         finally:
             os._exit(code)
-
-    def _redirect_output(self) -> None:
-        rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
-        path = search_log_path(self.run_dir, node, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
 
     def _try_sizes(self, store: Store, context: Context) -> None:
         """Try sizes until the next one needs other processes, and put the candidates into the store."""
@@ -230,7 +201,6 @@ class Round:
 
 
 def _set_up_process(config: Config) -> None:
-    """Set up a forked process as the process of a training."""
     # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
     torch.set_num_threads(config.cluster.cpus_per_worker or 1)
     if config.train.compile:
@@ -254,15 +224,12 @@ def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]
 def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
     """Return the MiB of the fp32 gradients that ``train.fused_update`` does not collect in a single micro-batch.
 
-    Args:
-        config: the configuration.
-        largest: the largest size; if it is not the whole batch of a worker, nothing is saved.
-        model: the model, not distributed.
+    If the largest size is not the whole batch of a worker, nothing is saved.
     """
     collects = config.train.fused_update and config.train.compute_weights == "step"
     if not collects or largest != samples_per_worker(config):
         return 0.0
-    return FP32_BYTES * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / MIB
+    return 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / MIB
 
 
 def start_round(spec: RunSpec, run_dir: Path, parts: ModelParts, store: Store, done: SizeSearch | None) -> Round:

@@ -28,20 +28,12 @@ from distexp.system.typed_values import parse_dataclass
 from distexp.worker.size_processes import LONGEST, ModelParts, start_round
 from distexp.worker.size_trial import SizeSearch
 
-NOTHING_FITS = (
-    "train.micro_batch_size=auto found no size that fits: a micro-batch of {size} needs more memory than there is. "
-    "Lower {input}{choices}"
-)
-
 
 def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelParts) -> tuple[RunSpec, Store | None]:
     """Return the run with a number as its micro-batch size, and the store to join; None: a new one.
 
-    All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing.
-
-    Raises:
-        torch.OutOfMemoryError: no size fits on the GPU.
-        MemoryError: no size fits on the CPU.
+    All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing. If no size fits, it raises
+    torch.OutOfMemoryError on a GPU and MemoryError on a CPU.
     """
     if not searches_micro_batch(spec.config) or spec.config.is_preflight:
         return spec, None
@@ -67,15 +59,15 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
 
 def nothing_fits(config: Config, search: MicroBatchSearch) -> Exception:
     """Return the error of a search without a result: that of the device whose memory is too small."""
-    on_gpu, is_text = config.cluster.device == "cuda", config.model.task == "causal_lm"
+    limit = "dataset.max_length" if config.model.task == "causal_lm" else "dataset.image_size"
     smallest = min((candidate.micro_batch_size for candidate in search.candidates), default=1)
     savings = list(_savings(config))
-    message = NOTHING_FITS.format(
-        size=f"{smallest} sample{'s' if smallest > 1 else ''}",
-        input="dataset.max_length" if is_text else "dataset.image_size",
-        choices=f", or choose {' or '.join(savings)}" if savings else "",
+    message = (
+        f"train.micro_batch_size=auto found no size that fits: a micro-batch of {smallest} "
+        f"sample{'s' if smallest > 1 else ''} needs more memory than there is. Lower {limit}"
+        + (f", or choose {' or '.join(savings)}" if savings else "")
     )
-    return torch.OutOfMemoryError(message) if on_gpu else MemoryError(message)
+    return torch.OutOfMemoryError(message) if config.cluster.device == "cuda" else MemoryError(message)
 
 
 def _savings(config: Config) -> Iterator[str]:
@@ -151,11 +143,7 @@ FACTS = ("python", "torch", "cuda", "transformers", "deepspeed", "gpu_name", "gp
 
 
 def stored_path(config: Config) -> Path:
-    """Return the file for the search of a configuration on this machine.
-
-    Raises:
-        ConfigError: the user has no home directory.
-    """
+    """Return the file of a search on this machine. Raises ConfigError if the user has no home directory."""
     text = json.dumps(_key(config), sort_keys=True, default=str)
     return cache_dir() / "micro-batch" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 

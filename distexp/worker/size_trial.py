@@ -1,4 +1,4 @@
-"""The time and the memory of one micro-batch size, measured on the model and on real samples."""
+"""One micro-batch size, measured on the model and on real samples, and which size the search tries next."""
 
 from __future__ import annotations
 
@@ -52,14 +52,7 @@ class StepTime:
 
 
 class SizeTrials:
-    """A model that tries several micro-batch sizes.
-
-    Args:
-        config: the configuration, with the first size.
-        blueprint: the model, not distributed.
-        data: the data set.
-        context: this worker.
-    """
+    """A model that tries several micro-batch sizes."""
 
     def __init__(self, config: Config, blueprint: Blueprint, data: TaskData, context: Context) -> None:
         self.config, self.data, self.context = config, data, context
@@ -75,7 +68,9 @@ class SizeTrials:
         micro_batches = samples_per_worker(config) // size
         step = self._load_step(size, micro_batches_per_step(config, size))
         self.model.module.train()
-        reset_peak(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # frees what earlier sizes have left
+            torch.cuda.reset_peak_memory_stats(device)
         others = other_inputs(step, micro_batches)  # a training has them all in memory
         for number in range(MAX_WARMUP_STEPS):
             self._run_step(step)
@@ -147,13 +142,6 @@ def combine(size: int, config: Config, ranks: list[tuple[float, float, float, fl
     return TriedSize(size, FITS if fits else TOO_LARGE, speed, max(peaks), max(bases), min(usable))
 
 
-def reset_peak(device: torch.device) -> None:
-    """Reset the peak memory, and free what earlier sizes have left in the cache."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peak_mib(device: torch.device) -> float:
     """Return the peak memory of this process in MiB: allocated on the GPU, or resident."""
     if device.type == "cuda":
@@ -209,18 +197,12 @@ UNTRIED_SHARE = 0.7
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """The results of a search so far.
+    """The results of a search so far."""
 
-    Attributes:
-        sizes: all sizes that are allowed, in ascending order.
-        tried: the candidates so far, in the order of the search.
-        compiled: whether each size costs a compilation.
-        whole_saves_mib: what a step of a single micro-batch, the largest size, needs less than one of several.
-    """
-
-    sizes: Sequence[int]
-    tried: Sequence[TriedSize]
-    compiled: bool
+    sizes: Sequence[int]  # all sizes that are allowed, in ascending order
+    tried: Sequence[TriedSize]  # the candidates so far, in the order of the search
+    compiled: bool  # whether each size costs a compilation
+    # What a step of a single micro-batch, the largest size, needs less than one of several.
     whole_saves_mib: float = 0.0
 
     def next_size(self) -> int | None:
@@ -235,7 +217,7 @@ class SizeSearch:
         """
         if self.compiled and len(self._fitting()) == 1 and self.next_size() is not None:
             return max(size for size in self.sizes if self._needs_no_trial(size))
-        best = self._best_speed()
+        best = max(map(_speed, self._fitting()), default=0.0)
         fast = [candidate for candidate in self._fitting() if _speed(candidate) >= best * (1 - MIN_GAIN)]
         return min((candidate.micro_batch_size for candidate in fast), default=None)
 
@@ -249,7 +231,10 @@ class SizeSearch:
         fitting = self._fitting()
         if not self.tried:
             return self.sizes[0]
-        if not fitting or self._has_plateau():
+        before, last = fitting[:-PATIENCE], fitting[-PATIENCE:]
+        enough = max(map(_speed, before), default=0.0) * (1 + MIN_GAIN)
+        has_plateau = bool(before) and all(_speed(candidate) < enough for candidate in last)
+        if not fitting or has_plateau:
             return None
         largest = max(candidate.micro_batch_size for candidate in fitting)
         rungs = [size for size in ladder(self.sizes) if size > largest]
@@ -275,21 +260,11 @@ class SizeSearch:
     def _fitting(self) -> list[TriedSize]:
         return [candidate for candidate in self.tried if candidate.outcome == FITS]
 
-    def _best_speed(self) -> float:
-        return max(map(_speed, self._fitting()), default=0.0)
-
     def _bound(self) -> float:
         """Return the smallest size that did not fit, or infinity."""
         return min(
             (candidate.micro_batch_size for candidate in self.tried if candidate.outcome != FITS), default=float("inf")
         )
-
-    def _has_plateau(self) -> bool:
-        """Return whether the last sizes are not faster than the best one before them."""
-        fitting = self._fitting()
-        before, last = fitting[:-PATIENCE], fitting[-PATIENCE:]
-        best = max(map(_speed, before), default=0.0)
-        return bool(before) and all(_speed(candidate) < best * (1 + MIN_GAIN) for candidate in last)
 
     def _may_try(self, size: int) -> bool:
         is_new = all(candidate.micro_batch_size != size for candidate in self.tried)
@@ -300,10 +275,8 @@ class SizeSearch:
 
         The largest size should, if it does without what it saves. Its trial measures whether it saves that at its peak.
         """
-        needed, usable = (
-            self._predicted_mib(size),
-            min((candidate.usable_mib or 0 for candidate in self._fitting()), default=0),
-        )
+        needed = self._predicted_mib(size)
+        usable = min((candidate.usable_mib or 0 for candidate in self._fitting()), default=0)
         saved = self.whole_saves_mib if size == self.sizes[-1] else 0.0
         return needed is None or not usable or needed - saved <= usable * USABLE_SHARE
 

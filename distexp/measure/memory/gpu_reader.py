@@ -15,15 +15,9 @@ Warn = Callable[[str], None]
 
 
 class GpuReader:
-    """Reads GPUs with NVML.
+    """Reads GPUs with NVML. ``warn`` receives one message for each value that NVML does not report.
 
-    Args:
-        indices: Indices of the GPUs in NVML.
-        warn: Receives one message for each value that NVML does not report.
-
-    Raises:
-        NvmlUnavailableError: NVML cannot be initialized.
-        ImportError: pynvml is not installed.
+    Raises NvmlUnavailableError if NVML cannot be initialized, and ImportError if pynvml is not installed.
     """
 
     def __init__(self, indices: Sequence[int], warn: Warn) -> None:
@@ -51,7 +45,10 @@ class GpuReader:
         memory, source = self._memory(index, handle)
         busy = self._query(f"utilization of GPU {index}", "nvmlDeviceGetUtilizationRates", handle)
         job_mib, other_mib = self._job_and_other_mib(index, handle, pids)
-        milliwatts, millijoules = self._power_and_energy(index, handle)
+        milliwatts = millijoules = None
+        if index not in self._partitioned:  # With MIG, other users share the GPU, and both are of the whole GPU.
+            milliwatts = self._query(f"power of GPU {index}", "nvmlDeviceGetPowerUsage", handle)
+            millijoules = self._query(f"energy of GPU {index}", "nvmlDeviceGetTotalEnergyConsumption", handle)
         return replace(
             empty,
             used_mib=None if memory is None else memory.used / MIB,
@@ -63,15 +60,6 @@ class GpuReader:
             source=source,
             other_mib=other_mib,
             **self._conditions[index].read()._asdict(),
-        )
-
-    def _power_and_energy(self, index: int, handle: Any) -> tuple[int | None, int | None]:
-        """Return mW and mJ; None if other users share the GPU with MIG, because both are of the whole GPU."""
-        if index in self._partitioned:
-            return None, None
-        return (
-            self._query(f"power of GPU {index}", "nvmlDeviceGetPowerUsage", handle),
-            self._query(f"energy of GPU {index}", "nvmlDeviceGetTotalEnergyConsumption", handle),
         )
 
     def _uses_mig(self, handle: Any) -> bool:
@@ -136,8 +124,6 @@ RARE_STRIDE = 20
 CLOCK_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 """Names of one function of NVML, the newer one first."""
 
-ECC_ERRORS = ("nvmlDeviceGetTotalEccErrors", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC")
-
 
 class Conditions(NamedTuple):
     """Conditions of a GPU at one time; a value is None if NVML does not report it, or if it was not read."""
@@ -160,11 +146,12 @@ class ConditionsReader:
         """Return the conditions now."""
         is_due = self._count % RARE_STRIDE == 0
         self._count += 1
+        uncorrected = ("NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC")
         return Conditions(
             sm_clock_mhz=self._get("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),
             clock_reasons=next((found for name in CLOCK_REASONS if (found := self._get(name)) is not None), None),
             pcie_pct=self._pcie_pct() if is_due else None,
-            ecc_errors=self._get(*ECC_ERRORS) if is_due else None,
+            ecc_errors=self._get("nvmlDeviceGetTotalEccErrors", *uncorrected) if is_due else None,
         )
 
     def _pcie_pct(self) -> float | None:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from distexp.runs.memory_trace import (
-    CPU,
-    GPU,
-    MemorySample,
-    MemoryTrace,
-    bad_lines_note,
-    is_memory_trace,
-    read_memory_trace,
-    read_whole_lines,
-)
+from distexp.runs import memory_trace
+from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTrace
 
 EXPECTED = (
     "expected a memory/node<k>.csv of distexp, a CSV of nvidia-smi (timestamp, index, name, "
@@ -38,16 +29,18 @@ def read_memory_log(path: Path) -> MemoryTrace:
         OSError: The file cannot be read.
         ValueError: The format is unknown, or there are no samples; the message contains path and expected formats.
     """
-    lines, notes = read_whole_lines(path)
+    lines, notes = memory_trace.read_whole_lines(path)
     filled = [line for line in lines if line.strip()]
     if not filled:
         raise ValueError(f"{path} is empty{' (except for an incomplete line)' if notes else ''}: {EXPECTED}")
     first = filled[0].strip()
-    if is_memory_trace(filled[0]):
-        trace = read_memory_trace(path)
-    elif first.startswith("elapsed_time,"):
-        trace = _read_psrecord_csv(path, lines, notes)
-    elif (first.startswith("#") and "Real" in first) or _floats(first.split(), minimum=4):
+    if memory_trace.is_memory_trace(filled[0]):
+        trace = memory_trace.read_memory_trace(path)
+    elif (
+        first.startswith("elapsed_time,")
+        or (first.startswith("#") and "Real" in first)
+        or _floats(first.split(), minimum=4)
+    ):
         trace = _read_psrecord(path, lines, notes)
     elif "memory.used" in first or _STAMP.match(first):
         trace = _read_nvidia_smi(path, lines, notes)
@@ -68,21 +61,15 @@ def _floats(cells: Sequence[str], minimum: int) -> list[float] | None:
 
 
 def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
-    """Read the columns elapsed time, CPU (%), real and virtual memory; MB in psrecord is 2**20 bytes."""
-    rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
-    rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
-    return _parse_psrecord(path, rows, notes, real=2, minimum=4)
-
-
-def _read_psrecord_csv(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
+    """Read a CSV, or a log of elapsed time, CPU (%), real and virtual memory; MB in psrecord is 2**20 bytes."""
     names = lines[0].strip().split(",")
-    rows = [(number, line.split(",")) for number, line in enumerate(lines[1:], start=2) if line.strip()]
-    return _parse_psrecord(path, rows, notes, real=names.index("mem_real"), minimum=len(names))
-
-
-def _parse_psrecord(
-    path: Path, rows: Sequence[tuple[int, list[str]]], notes: list[str], *, real: int, minimum: int
-) -> MemoryTrace:
+    if names[0] == "elapsed_time":
+        real, minimum = names.index("mem_real"), len(names)
+        rows = [(number, line.split(",")) for number, line in enumerate(lines[1:], start=2) if line.strip()]
+    else:
+        real, minimum = 2, 4
+        rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
+        rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
     samples, bad = [], []
     for number, cells in rows:
         numbers = _floats(cells, minimum)
@@ -90,21 +77,7 @@ def _parse_psrecord(
             bad.append(number)
         else:
             samples.append(MemorySample(numbers[0], "", CPU, 0, numbers[real], source="psrecord"))
-    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Positions of the columns in a log of nvidia-smi; None if a column is missing."""
-
-    width: int
-    used: int
-    index: int | None = None
-    device: int | None = None
-    time: int | None = None
-    total: int | None = None
-    utilization: int | None = None
-    power: int | None = None
+    return MemoryTrace(samples, notes + memory_trace.bad_lines_note(path, bad))
 
 
 def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
@@ -113,66 +86,43 @@ def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Memo
         for number, cells in enumerate(csv.reader(lines, skipinitialspace=True), start=1)
         if cells
     ]
-    if "memory.used" in lines[rows[0][0] - 1]:
-        columns = _columns_by_header(rows[0][1])
+    width = len(rows[0][1])
+    if "memory.used" in lines[rows[0][0] - 1]:  # a header, whose names may end with a unit: ``memory.used [MiB]``
+        columns = {cell.split(" [")[0]: position for position, cell in enumerate(rows[0][1])}
         rows = [row for row in rows if not any(cell.startswith("memory.used") for cell in row[1])]
     else:
         columns = _columns_by_format(path, [cells for _, cells in rows])
-    if columns.index is None and columns.device is None:
+    if not any(name in columns for name in ("index", *_DEVICE_NAMES)):
         notes.append(f"{path}: no index column: all lines count as one GPU")
     devices: dict[str, int] = {}
     samples, bad = [], []
     for number, cells in rows:
-        sample = _gpu_sample(cells, columns, devices)
+        sample = _gpu_sample(cells, columns, devices) if len(cells) == width else None
         if sample is None:
             bad.append(number)
         else:
             samples.append(sample)
-    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
+    return MemoryTrace(samples, notes + memory_trace.bad_lines_note(path, bad))
 
 
-def _columns_by_header(cells: Sequence[str]) -> _Columns:
-    """Return the columns by their names, which may end with a unit: ``memory.used [MiB]``."""
-    positions = {cell.split(" [")[0]: position for position, cell in enumerate(cells)}
-    device = next((positions[name] for name in _DEVICE_NAMES if name in positions), None)
-    return _Columns(
-        width=len(cells),
-        used=positions["memory.used"],
-        index=positions.get("index"),
-        device=device,
-        time=positions.get("timestamp"),
-        total=positions.get("memory.total"),
-        utilization=positions.get("utilization.gpu"),
-        power=positions.get("power.draw"),
-    )
-
-
-def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> _Columns:
-    """Return the columns of a log without a header.
+def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the positions of the columns of a log without a header, or raise ValueError if they are ambiguous.
 
     - With units: timestamp and index, then any columns; the first one in MiB is ``memory.used``.
     - Without units: the query of the workshop: timestamp, index, name, memory.used, memory.total.
-
-    Raises:
-        ValueError: The columns are ambiguous.
     """
     first = rows[0]
     numbers = [position for position in range(2, len(first)) if _number(first[position]) is not None]
     memory = [position for position in numbers if first[position].endswith("MiB")]
     if len(first) > 2 and first[1].isdigit():
         if memory:
-            percent = [position for position in numbers if first[position].endswith("%")]
-            watts = [position for position in numbers if first[position].endswith(" W")]
-            return _Columns(
-                width=len(first),
-                used=memory[0],
-                index=1,
-                time=0,
-                utilization=percent[0] if percent else None,
-                power=watts[0] if watts else None,
-            )
+            columns = {"timestamp": 0, "index": 1, "memory.used": memory[0]}
+            for name, unit in (("utilization.gpu", "%"), ("power.draw", " W")):
+                if found := [position for position in numbers if first[position].endswith(unit)]:
+                    columns[name] = found[0]
+            return columns
         if numbers == [3, 4] == list(range(3, len(first))) and _are_used_and_total(rows):
-            return _Columns(width=5, used=3, index=1, time=0, total=4)
+            return {"timestamp": 0, "index": 1, "memory.used": 3, "memory.total": 4}
     raise ValueError(
         f"{path} has neither a header nor units, so its columns are ambiguous: add a "
         "first line such as 'timestamp, index, name, memory.used [MiB], memory.total [MiB]'"
@@ -197,33 +147,29 @@ def _number(cell: str) -> float | None:
     return float(matched[1]) if matched else None
 
 
-def _gpu_sample(cells: Sequence[str], columns: _Columns, devices: dict[str, int]) -> MemorySample | None:
+def _gpu_sample(cells: Sequence[str], columns: Mapping[str, int], devices: dict[str, int]) -> MemorySample | None:
     """Return the sample in a line, or None if the line is not a sample."""
-    if len(cells) != columns.width:
-        return None
-    used = _number(cells[columns.used])
-    if used is None and not _ABSENT.fullmatch(cells[columns.used]):
+    used = cells[columns["memory.used"]]
+    if _number(used) is None and not _ABSENT.fullmatch(used):
         return None
     index = 0
-    if columns.index is not None:
-        if not cells[columns.index].isdigit():
+    device = next((cells[columns[name]] for name in _DEVICE_NAMES if name in columns), None)
+    if "index" in columns:
+        if not cells[columns["index"]].isdigit():
             return None
-        index = int(cells[columns.index])
-    elif columns.device is not None:
-        index = devices.setdefault(cells[columns.device], len(devices))
-
-    def number(position: int | None) -> float | None:
-        return None if position is None else _number(cells[position])
-
+        index = int(cells[columns["index"]])
+    elif device is not None:
+        index = devices.setdefault(device, len(devices))
+    values = {name: _number(cells[position]) for name, position in columns.items()}
     return MemorySample(
-        unix_time_s=_unix_time(cells[columns.time]) if columns.time is not None else 0.0,
+        unix_time_s=_unix_time(cells[columns["timestamp"]]) if "timestamp" in columns else 0.0,
         phase="",
         kind=GPU,
         index=index,
-        used_mib=used,
-        total_mib=number(columns.total),
-        utilization_pct=number(columns.utilization),
-        power_w=number(columns.power),
+        used_mib=values["memory.used"],
+        total_mib=values.get("memory.total"),
+        utilization_pct=values.get("utilization.gpu"),
+        power_w=values.get("power.draw"),
         source="nvidia-smi",
     )
 

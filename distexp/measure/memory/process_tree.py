@@ -6,8 +6,8 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from distexp.system.processes import descendants
@@ -45,9 +45,6 @@ class ProcessTree:
     """The descendants of ``root_pid``, without that process itself.
 
     A process that was found once is followed until it ends, even if its parent dies and it leaves the tree.
-
-    Args:
-        root_pid: Root of the tree.
     """
 
     def __init__(self, root_pid: int) -> None:
@@ -62,13 +59,10 @@ class ProcessTree:
     def include(self, member: int, forked_from: int, others: Sequence[int] = ()) -> None:
         """Add a process that is no descendant of the root, with its descendants.
 
-        Args:
-            member: The process.
-            forked_from: Idle process from which it was forked. The PSS of the member lacks its part of the shared
-                pages, so its memory counts too while the tree has a process. Pages that only this process has do not
-                count: the member has a copy, or does not need them.
-            others: Other idle processes with the same libraries. The PSS of the member lacks their part of the files,
-                so this part of their memory counts too.
+        It was forked from an idle process, whose part of the shared pages is missing in its PSS. So the memory of that
+        process counts too while the tree has a process, without the pages that only that process has: the member has a
+        copy, or does not need them. The PSS also lacks the part of the files of ``others``, idle processes with the
+        same libraries, so this part counts too.
         """
         self._memory.page_holders, self._memory.file_holders = (forked_from,), others
         self._added.append(member)
@@ -119,10 +113,12 @@ class ProcessTree:
         return not (self._unchanged and was_unchanged) or self._newest_pid < os.getpid()
 
     def _children(self, pid: int) -> Iterator[int]:
-        if self._kernel_lists_children:
-            yield from _children_listed_by_kernel(pid)
-        else:
+        if not self._kernel_lists_children:
             yield from (child.pid for child in descendants(pid, recursive=False))
+            return
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for thread in os.listdir(f"/proc/{pid}/task"):  # The kernel lists them per thread that started them.
+                yield from map(int, read_proc(f"{pid}/task/{thread}/children").split())
 
 
 def _is_same(one: _Stat | None, other: _Stat | None) -> bool:
@@ -144,33 +140,15 @@ def _read_stat(pid: int) -> _Stat | None:
     )
 
 
-def _children_listed_by_kernel(pid: int) -> Iterator[int]:
-    """Yield the children of a process. The kernel lists them per thread that started them."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
-        return
-    for thread in threads:
-        yield from map(int, read_proc(f"{pid}/task/{thread}/children").split())
-
-
-# Memory of a group of processes; shared pages count once, and the CPU cost is bounded.
+# Memory of a group of processes: the PSS (proportional set size). A page that n processes map counts 1/n in each of
+# them, so the sum over a tree counts it once. Pages shared with other processes count in part, and files in a tmpfs
+# that no process maps do not count.
 #
-# The memory is the PSS (proportional set size). A page that n processes map counts 1/n in each of them, so the sum
-# over a process tree counts it once. Pages that are shared with other processes count in part. Files in a tmpfs that
-# no process maps do not count.
-#
-# The kernel walks all page tables to compute PSS, which is expensive. Measured for eight processes that import torch
-# and hold 256 MiB each (2 cores, Linux 6.18), CPU time per sample:
-#
-# - PSS of all processes, from smaps_rollup: 57 ms; psutil's memory_full_info costs the same.
-# - Finding the processes with psutil's children(recursive=True): 2 ms more.
-# - The kernel's counts in statm, as used here between two PSS readings: 0.4 ms, including the search for processes.
-#
-# With psutil alone, a sample every 0.5 s would cost 12 % of a core. So PSS is limited to ``PSS_SHARE`` of a core.
-# Between two PSS readings, each process counts its last PSS plus the growth of its private memory since then. A
-# change of shared memory, or a new process, appears in the next PSS reading: after 100 times its CPU time (6 s above,
-# 0.7 s for one process).
+# The kernel walks all page tables to compute PSS. For eight processes that import torch and hold 256 MiB each (2 cores,
+# Linux 6.18), it takes 57 ms of CPU time, also with psutil, and 2 ms more with psutil's search for children. A sample
+# every 0.5 s would cost 12 % of a core. So PSS is limited to ``PSS_SHARE`` of a core. In between, each process counts
+# its last PSS plus the growth of its private memory, from the counts in statm (0.4 ms with the search for processes). A
+# change of shared memory, or a new process, appears in the next PSS reading: after 100 times its CPU time (6 s above).
 
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -193,14 +171,6 @@ class TreeMemory:
 
 
 @dataclass(frozen=True)
-class _Counts:
-    """Resident memory of a process in bytes."""
-
-    private: int
-    shared: int
-
-
-@dataclass(frozen=True)
 class _Rollup:
     """PSS of a process in bytes, and what is in it; all are of the same moment, and 0 if the process has ended."""
 
@@ -213,9 +183,8 @@ class _Rollup:
 class PssReader:
     """Reads the memory of processes.
 
-    Attributes:
-        page_holders: Further processes, whose memory counts without the pages that they alone have.
-        file_holders: Further processes, of whose memory only the files count, such as libraries.
+    The memory of ``page_holders`` counts too, without the pages that they alone have. Of the memory of ``file_holders``
+    only the files count, such as libraries.
     """
 
     def __init__(self, page_holders: Sequence[int] = (), file_holders: Sequence[int] = ()) -> None:
@@ -227,24 +196,22 @@ class PssReader:
         self._limit = CostLimit(PSS_SHARE)
 
     def read(self, pids: Collection[int], compilers: Collection[int] = ()) -> TreeMemory | None:
-        """Return the memory of some processes, or None if none of them is alive.
-
-        Args:
-            pids: The processes.
-            compilers: Those of them whose memory is counted separately.
-        """
+        """Return the memory of some processes, or None if none of them is alive."""
         counts = {pid: found for pid in pids if (found := _read_counts(pid)) is not None}
         if not counts:
             return None
         if self._limit.allows():
             with self._limit.measure():
                 self._read_pss(counts)
-            used = {pid: pss for pid, (pss, _) in self._last.items()}
-            return _split(used, self._held, compilers, "+".join(sorted(self._sources)))
-        used = {pid: self._estimate(pid, now) for pid, now in counts.items()}
-        return _split(used, self._held, compilers, "+".join([*sorted(self._sources), "delta"]))
+            used, sources = {pid: pss for pid, (pss, _) in self._last.items()}, sorted(self._sources)
+        else:
+            used = {pid: self._estimate(pid, private) for pid, (_, private) in counts.items()}
+            sources = [*sorted(self._sources), "delta"]
+        apart = [used[pid] for pid in compilers if pid in used]
+        rest = sum(used.values()) + self._held - sum(apart)
+        return TreeMemory(rest / MIB, "+".join(sources), sum(apart) / MIB if apart else None)
 
-    def _estimate(self, pid: int, now: _Counts) -> int:
+    def _estimate(self, pid: int, private: int) -> int:
         """Return the bytes of a process since the last PSS reading; 0 for a new process.
 
         A new process may share all its memory with its parent. Its RSS would show a peak that never existed.
@@ -252,15 +219,13 @@ class PssReader:
         if pid not in self._last:
             return 0
         used, before = self._last[pid]
-        return max(used + now.private - before, 0)
+        return max(used + private - before, 0)
 
-    def _read_pss(self, counts: dict[int, _Counts]) -> None:
+    def _read_pss(self, counts: dict[int, tuple[int, int]]) -> None:
         self._last, self._sources = {}, set()
         for pid, count in counts.items():
             rollup = self._read_rollup(pid)
-            self._last[pid] = (
-                (count.private + count.shared, count.private) if rollup is None else (rollup.pss, rollup.private)
-            )
+            self._last[pid] = count if rollup is None else (rollup.pss, rollup.private)
             self._sources.add("rss" if rollup is None else "pss")
         pages, files = ([self._read_rollup(pid) for pid in pids] for pids in (self.page_holders, self.file_holders))
         self._held = sum(rollup.pss - rollup.unshared for rollup in pages if rollup is not None)
@@ -278,41 +243,24 @@ class PssReader:
             rollup = read_proc(f"{pid}/smaps_rollup")
         except PermissionError:
             return None
-        kib = private_kib = files_kib = unshared_kib = 0
-        for line in rollup.splitlines():
-            # Pss does not include the huge pages of hugetlbfs.
-            if line.startswith((b"Pss:", b"Private_Hugetlb:", b"Shared_Hugetlb:")):
-                kib += int(line.split()[1])
-            elif line.startswith(b"Anonymous:"):
-                private_kib = int(line.split()[1])
-            elif line.startswith(b"Pss_File:"):
-                files_kib = int(line.split()[1])
-            elif line.startswith(b"Private_Dirty:"):
-                unshared_kib = int(line.split()[1])
-        return _Rollup(kib * 1024, private_kib * 1024, files_kib * 1024, unshared_kib * 1024)
+        rows = (line.split() for line in rollup.splitlines())
+        sizes = {cells[0]: int(cells[1]) * 1024 for cells in rows if cells and cells[0].endswith(b":")}
+        # Pss does not include the huge pages of hugetlbfs.
+        pss = sum(sizes.get(name, 0) for name in (b"Pss:", b"Private_Hugetlb:", b"Shared_Hugetlb:"))
+        return _Rollup(pss, *(sizes.get(name, 0) for name in (b"Anonymous:", b"Pss_File:", b"Private_Dirty:")))
 
 
-def _split(used: Mapping[int, int], held: int, compilers: Collection[int], source: str) -> TreeMemory:
-    """Return the sum of the bytes of all processes and of those that others hold, with compilers separately."""
-    apart = [used[pid] for pid in compilers if pid in used]
-    rest = sum(used.values()) + held - sum(apart)
-    return TreeMemory(rest / MIB, source, sum(apart) / MIB if apart else None)
-
-
-def _read_counts(pid: int) -> _Counts | None:
+def _read_counts(pid: int) -> tuple[int, int] | None:
+    """Return the resident and the private bytes of a process; None if it has ended."""
     cells = read_proc(f"{pid}/statm").split()
     if not cells:
         return None
     resident, shared = int(cells[1]) * PAGE_BYTES, int(cells[2]) * PAGE_BYTES
-    return _Counts(private=resident - shared, shared=shared)
+    return resident, resident - shared
 
 
 def read_proc(name: str) -> bytes:
-    """Read a small file in /proc; empty if its process has ended.
-
-    Raises:
-        PermissionError: the process belongs to another user.
-    """
+    """Read a small file in /proc; empty if its process has ended. Raises PermissionError for that of another user."""
     try:
         descriptor = os.open(f"/proc/{name}", os.O_RDONLY)
     except (FileNotFoundError, ProcessLookupError):
@@ -325,15 +273,10 @@ def read_proc(name: str) -> bytes:
         os.close(descriptor)
 
 
-# Limit on the CPU time of work that is repeated.
-
-
 class CostLimit:
-    """Limits repeated work of one thread to a share of one core's time.
+    """Limits repeated work of one thread to a share of one core's time, such as 0.1.
 
-    Args:
-        share: CPU time divided by elapsed time, for example 0.1.
-        window: The cost is the minimum of this many repetitions, so that one slow repetition counts as noise.
+    The cost is the minimum of ``window`` repetitions, so that one slow repetition counts as noise.
     """
 
     def __init__(self, share: float, window: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Memory of one rank by part: its tensors in the first step, and on a GPU the peaks of a later step."""
+"""Memory of one rank: its tensors by part, the peaks of the allocator, and the report if an allocation fails."""
 
 from __future__ import annotations
 
@@ -35,12 +35,8 @@ from distexp.system.units import MIB
 class PartsWatch(Watcher):
     """Sizes of the parts, read from the tensors in the first step, which is not timed.
 
-    Parameters and gradients are those between the backward pass and the update.
-
-    Args:
-        rank: This rank.
-        counts_activations: Whether to count what the first step saves for the backward pass.
-        make_recording: Makes the recording of the step before the profiled ones; None: the device has none.
+    Parameters and gradients are those between the backward pass and the update. ``make_recording`` makes the recording
+    of the step before the profiled ones; it is None if the device has none.
     """
 
     section = "memory"
@@ -138,9 +134,6 @@ def _mib(size: int | None) -> float | None:
     return None if size is None else size / MIB
 
 
-# GPU memory of one rank, as the CUDA caching allocator of torch reports it.
-
-
 PEAKS = ("peak_allocated_mib", "peak_reserved_mib")
 
 
@@ -221,10 +214,8 @@ class UsedBlock:
 class OutOfMemoryWatch(Watcher):
     """Keeps a report of the latest allocation of this process that failed, also while the model is built.
 
-    Args:
-        device: the device. On a CPU there is no report.
-        records_stacks: whether to record the Python stacks of the first step's allocations, so that a report has
-            source lines. The first step must count in no metric.
+    With ``records_stacks`` it records the Python stacks of the first step's allocations, so that a report has source
+    lines. The first step must then count in no metric.
     """
 
     def __init__(self, device: torch.device, *, records_stacks: bool = False) -> None:
@@ -305,26 +296,20 @@ def running_frames() -> list[FrameType]:
     threads = [sys._getframe(1)]
     if main is not None and main != threading.get_ident():  # The backward pass has its own thread.
         threads.append(sys._current_frames()[main])
-    return [frame for innermost in threads for frame in _callers(innermost)]
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        if frame.f_code.co_filename != __file__:
-            yield frame
-        frame = frame.f_back
+    found = []
+    for innermost in threads:
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_filename != __file__:
+                found.append(frame)
+            frame = frame.f_back
+    return found
 
 
 def describe_blocks(
     blocks: Iterable[UsedBlock], tensors: ModelTensors | None, running: Iterable[FrameType]
 ) -> dict[str, Any]:
-    """Return the line that runs, the memory by part, and the largest tensors.
-
-    Args:
-        blocks: the blocks in use.
-        tensors: the tensors of the model; None if there is none.
-        running: the calls that run.
-    """
+    """Return the line that runs, the memory by part, and the largest tensors."""
     frames, blocks = list(running), list(blocks)
     sizes_of = {block.address: (block.size, block.requested) for block in blocks}
     parts = known_parts(tensors, sizes_of) if tensors is not None else {}

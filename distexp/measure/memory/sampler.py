@@ -1,4 +1,4 @@
-"""Sampling of a node's memory from outside its workers, in a thread of the agent."""
+"""Sampling of a node's memory from outside its workers, in a thread of the agent, and the summary for the record."""
 
 from __future__ import annotations
 
@@ -38,24 +38,14 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Sampler:
-    """Writes a memory trace while its ``with`` block runs.
+    """Writes a memory trace while its ``with`` block runs. An interval that is not positive raises ValueError.
 
     It takes a sample at the start, one at each multiple of the interval, and one at the end. A sample is skipped if
     sampling would cost more than ``SAMPLING_SHARE`` of a core. On the CPU, the memory is that of all descendants of
-    ``root_pid``, without that process itself, which is the agent, and without compilers.
+    ``root_pid``, without that process itself, which is the agent, and without compilers. By default this is the current
+    process, ``events`` is the file of the run directory, and ``cores`` are those that this process may use.
 
     An error never stops the run: it is printed once to stderr, and the trace lacks the values.
-
-    Args:
-        path: The trace to write.
-        root_pid: Root of the process tree, by default this process.
-        gpu_indices: Indices of the GPUs in NVML.
-        interval_s: Seconds between two samples.
-        events: File with the phases, by default ``events.jsonl`` in the run directory.
-        cores: Cores that the node may use, by default those of this process.
-
-    Raises:
-        ValueError: The interval is not positive.
     """
 
     def __init__(
@@ -137,7 +127,11 @@ class Sampler:
             if self._limit.allows():
                 self._sample(file)
             else:
-                self._warn_of_cost()
+                self._warn(
+                    "cost",
+                    f"a sample costs {self._limit.cost_s * 1000:.0f} ms of CPU time, more than {SAMPLING_SHARE:.0%} of "
+                    f"{self.interval_s:g} s: some samples are skipped",
+                )
             missed = math.floor((time.monotonic() - started) / self.interval_s) + 1
             tick = max(tick + 1, missed)
         self._sample(file)
@@ -148,13 +142,6 @@ class Sampler:
                 file.append(self._read())
             except Exception as error:  # any: the next sample may succeed, for example after a disk was full
                 self._warn("sample", f"a sample is lost ({type(error).__name__}: {error}); {self.path} has a gap")
-
-    def _warn_of_cost(self) -> None:
-        self._warn(
-            "cost",
-            f"a sample costs {self._limit.cost_s * 1000:.0f} ms of CPU time, more than {SAMPLING_SHARE:.0%} of "
-            f"{self.interval_s:g} s: some samples are skipped",
-        )
 
     def _read(self) -> Iterator[MemorySample]:
         now, clock = time.time(), time.monotonic()
@@ -202,12 +189,8 @@ class Sampler:
 
 
 Entry = dict[str, Any]
-PROFILING_PHASE = "profile"
-"""Phase that is excluded from the totals, because the profiler uses memory and time itself."""
-
-
-SEARCH_PHASE = "search"
-"""Phase of the search for a micro-batch size. It is excluded too, because it tries sizes that are not chosen."""
+PROFILING_PHASE, SEARCH_PHASE = "profile", "search"
+"""Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen."""
 
 TRAINING_PHASES = frozenset({"warmup", "train"})
 """Phases of the training steps. Before them a run may be small for most of its time."""
@@ -254,7 +237,8 @@ def summarize(traces: Sequence[Path], events: Path | None = None) -> Summary:
     """
     summary = Summary({GPU: [], CPU: []}, {GPU: [], CPU: []}, [])
     for position, path in enumerate(traces):
-        node = node_of(path, position)
+        named = re.fullmatch(r"node(\d+)", path.stem)
+        node = int(named[1]) if named else position
         by_device = group_by_device(_samples(path, events, summary.notes))
         by_device.setdefault((CPU, 0), [])
         for (kind, index), samples in sorted(by_device.items()):
@@ -272,12 +256,6 @@ def summarize_run(run_dir: Path, nodes: int) -> Summary:
 def run_traces(run_dir: Path, nodes: int) -> list[Path]:
     """Return the paths of a run's memory traces, whether they exist or not."""
     return [memory_trace_path(run_dir, node) for node in range(nodes)]
-
-
-def node_of(path: Path, position: int) -> int:
-    """Return the node of a trace from its file name, or its position for any other name."""
-    named = re.fullmatch(r"node(\d+)", path.stem)
-    return int(named[1]) if named else position
 
 
 def _samples(path: Path, events: Path | None, notes: list[str]) -> list[MemorySample]:
@@ -302,7 +280,8 @@ def join_phases(samples: Iterable[MemorySample], events: Sequence[PhaseEvent]) -
 
 def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     if kind == GPU:  # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
-        counted = list(takewhile(_is_not_profiling, filter(_is_not_searching, samples)))
+        not_searching = (sample for sample in samples if sample.phase != SEARCH_PHASE)
+        counted = list(takewhile(lambda sample: sample.phase != PROFILING_PHASE, not_searching))
     else:
         counted = _counted_on_cpu(samples)
     statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
@@ -337,20 +316,12 @@ def _counted_on_cpu(samples: Sequence[MemorySample]) -> list[MemorySample]:
 
 
 def _utilization(samples: Sequence[MemorySample]) -> Entry:
-    counted = filter(_is_not_profiling, filter(_is_not_searching, samples))
+    counted = [sample for sample in samples if sample.phase not in (SEARCH_PHASE, PROFILING_PHASE)]
     values = _known(counted, lambda sample: sample.utilization_pct)
     return {
         "average_pct": fmean(values) if values else None,
         "phases": _by_phase(samples, lambda sample: sample.utilization_pct, fmean),
     }
-
-
-def _is_not_searching(sample: MemorySample) -> bool:
-    return sample.phase != SEARCH_PHASE
-
-
-def _is_not_profiling(sample: MemorySample) -> bool:
-    return sample.phase != PROFILING_PHASE
 
 
 def _known(samples: Iterable[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-PARTS = (*("parameters", "gradients", "optimizer_states", "activations", "logits", "communication", "temporaries"),)
+PARTS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "communication", "temporaries")
 """What a block of memory is for, as in ``predicted.parts`` of a record."""
 
 FORWARD, BACKWARD, OPTIMIZER, END = "forward", "backward", "optimizer", "end"
@@ -79,23 +79,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The memory of one step.
+    """The memory of one step."""
 
-    Attributes:
-        start: bytes of each block that exists before the step, by address.
-        known: part of some of these blocks.
-        changes: allocations and frees in order.
-        marks: starts of phases in order; the last one has the phase ``end``.
-        vocabulary: size of the vocabulary; None for image models.
-        weight_sizes: numbers of elements of the weights, which are no logits.
-    """
-
-    start: Mapping[int, int]
-    known: Mapping[int, str]
-    changes: Sequence[Change]
-    marks: Sequence[Mark]
-    vocabulary: int | None = None
-    weight_sizes: frozenset[int] = frozenset()
+    start: Mapping[int, int]  # bytes of each block that exists before the step, by address
+    known: Mapping[int, str]  # part of some of these blocks
+    changes: Sequence[Change]  # allocations and frees in order
+    marks: Sequence[Mark]  # starts of phases in order; the last one has the phase ``end``
+    vocabulary: int | None = None  # size of the vocabulary; None for image models
+    weight_sizes: frozenset[int] = frozenset()  # numbers of elements of the weights, which are no logits
 
     @property
     def knows_logits(self) -> bool:
@@ -128,7 +119,9 @@ class _Follower:
         """Fill the log."""
         for address, size in self.step.start.items():
             self._add(address, _Block(size, self.step.known.get(address)))
-        starts = _positions(self.step)
+        # Marks keep their memory, so the last allocation at an address is the mark.
+        last = {change.address: position for position, change in enumerate(self.step.changes) if not change.is_free}
+        starts = {last[mark.address]: mark for mark in self.step.marks if mark.address in last}
         for position, change in enumerate(self.step.changes):
             if change.is_free:
                 self._free(change.address)
@@ -149,11 +142,13 @@ class _Follower:
 
     def _allocate(self, change: Change) -> None:
         self._free(change.address)
-        in_forward = self.phase == FORWARD or _is_recomputed(self.phase, change.frames)
+        recomputes = self.phase == BACKWARD and any(CHECKPOINT_FILE.search(frame.file) for frame in change.frames)
+        in_forward = self.phase == FORWARD or recomputes
         if not in_forward:
             self._end_forward()
         by_autograd = self.phase == BACKWARD and not any(specific_frames(change.frames))
-        block = _Block(_round(change.size), _part_of(change, self.phase, self.step), by_autograd=by_autograd)
+        size = max(MIN_BLOCK, -(-change.size // MIN_BLOCK) * MIN_BLOCK)
+        block = _Block(size, _part_of(change, self.phase, self.step), by_autograd=by_autograd)
         self._add(change.address, block)
         if in_forward:
             self.computed[change.address] = block
@@ -163,16 +158,12 @@ class _Follower:
             block.kept = True
         self.computed = {}
 
-    def _end_backward(self) -> None:
-        """Label what autograd left after a micro-batch."""
-        for block in self.alive.values():
-            if block.by_autograd and block.part is None:
-                block.part = "gradients"
-
     def _enter(self, mark: Mark) -> None:
         self._end_forward()
         if self.phase == BACKWARD:
-            self._end_backward()
+            for left in self.alive.values():  # by autograd, after a micro-batch
+                if left.by_autograd and left.part is None:
+                    left.part = "gradients"
         self.phase = mark.phase
         for address in mark.gradients:
             block = self.alive.get(address)
@@ -191,7 +182,7 @@ def phase_peaks(step: RecordedStep) -> dict[str, Counter[str]]:
         if phase_now != phase and phase_now in PHASES and total > _total(peaks, phase_now):
             peaks[phase_now] = used.copy()  # what the phase starts with
         phase = phase_now
-        used[_final_part(block)] += sign * block.size
+        used[block.part or ("activations" if block.kept else "temporaries")] += sign * block.size
         total += sign * block.size
         if phase in PHASES and total > _total(peaks, phase):
             peaks[phase] = used.copy()
@@ -202,32 +193,13 @@ def _total(peaks: Mapping[str, Counter[str]], phase: str) -> int:
     return peaks[phase].total() if phase in peaks else -1
 
 
-def _positions(step: RecordedStep) -> dict[int, Mark]:
-    """Return the mark of each position. Marks keep their memory, so the last allocation at an address is the mark."""
-    last = {change.address: position for position, change in enumerate(step.changes) if not change.is_free}
-    return {last[mark.address]: mark for mark in step.marks if mark.address in last}
-
-
-def _final_part(block: _Block) -> str:
-    return block.part or ("activations" if block.kept else "temporaries")
-
-
-def _round(size: int) -> int:
-    return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
-
-
 def _part_of(change: Change, phase: str, step: RecordedStep) -> str | None:
-    """Return the part that size or frames show."""
     if phase in (FORWARD, BACKWARD) and is_communication(change.frames):
         return COMMUNICATION
-    if phase == OPTIMIZER and _is_gradient_of_zero(change.frames):
+    frame = next(specific_frames(change.frames), None) if phase == OPTIMIZER else None
+    if frame is not None and ZERO_FILES.search(frame.file) and ZERO_GRADIENTS.fullmatch(frame.function):
         return "gradients"
     return "logits" if is_logits(change.size, step) else None
-
-
-def _is_gradient_of_zero(frames: Sequence[Frame]) -> bool:
-    frame = next(specific_frames(frames), None)
-    return frame is not None and bool(ZERO_FILES.search(frame.file) and ZERO_GRADIENTS.fullmatch(frame.function))
 
 
 def is_logits(size: int, step: RecordedStep) -> bool:
@@ -254,7 +226,3 @@ def is_communication(frames: Sequence[Frame]) -> bool:
 def specific_frames(frames: Sequence[Frame]) -> Iterator[Frame]:
     """Yield the calls outside of torch's general code, the innermost one first."""
     return (frame for frame in frames if not GENERIC.search(frame.file))
-
-
-def _is_recomputed(phase: str, frames: Sequence[Frame]) -> bool:
-    return phase == BACKWARD and any(CHECKPOINT_FILE.search(frame.file) for frame in frames)

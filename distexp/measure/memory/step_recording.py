@@ -1,4 +1,4 @@
-"""Recording of the GPU memory of one step, with torch's memory history."""
+"""Recording of the GPU memory of one step, and the bytes that its forward passes save for the backward passes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,8 @@ ALLOCATED = "active_allocated"
 class StepRecording:
     """The allocations and frees of one step of this rank.
 
-    A mark is a small tensor. Its allocation shows in the recording where a phase starts.
-
-    Args:
-        device: the GPU.
-        keep_peaks: saves the peaks of the allocator, which are reset for each phase.
+    A mark is a small tensor. Its allocation shows in the recording where a phase starts. ``keep_peaks`` saves the peaks
+    of the allocator, which are reset for each phase.
     """
 
     def __init__(self, device: torch.device, keep_peaks: Callable[[], None]) -> None:
@@ -124,20 +121,16 @@ class StepRecording:
             self._backward_depth -= 1
 
     def _mark(self, phase: str, gradients: frozenset[int] = frozenset()) -> None:
-        self._read_peaks()
-        self.phase = phase
-        marker = torch.empty(1, dtype=torch.uint8, device=self.device)
-        self._markers.append(marker)
-        self._marks.append(Mark(marker.untyped_storage().data_ptr(), phase, gradients))
-
-    def _read_peaks(self) -> None:
-        """Read the peaks of the phase that ends, and reset them."""
         statistics = torch.cuda.memory_stats(self.device)
-        if self.phase in PHASES:
+        if self.phase in PHASES:  # the peaks of the phase that ends
             for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
                 peaks[self.phase] = max(peaks[self.phase], statistics[f"{key}.all.peak"])
         self.keep_peaks()
         torch.cuda.reset_peak_memory_stats(self.device)
+        self.phase = phase
+        marker = torch.empty(1, dtype=torch.uint8, device=self.device)
+        self._markers.append(marker)
+        self._marks.append(Mark(marker.untyped_storage().data_ptr(), phase, gradients))
 
     def _context(self) -> dict[str, Any]:
         """Return the memory that NVML reports beyond torch's reserved memory, and what NVML counted."""
@@ -190,12 +183,7 @@ def frames_of(entry: Mapping[str, Any]) -> tuple[Frame, ...]:
 
 
 def known_parts(tensors: ModelTensors, blocks: Mapping[int, tuple[int, int]]) -> dict[int, str]:
-    """Return the part of each block that has tensors of the model, by address.
-
-    Args:
-        tensors: the tensors of the model.
-        blocks: size and requested size of each block, by address.
-    """
+    """Return the part of each block that has tensors of the model, by address."""
     known: dict[int, str] = {}
     parts: Sequence[tuple[str, Sequence[Tensor]]] = (
         ("parameters", (*tensors.parameters, *tensors.buffers)),
@@ -218,9 +206,6 @@ def _on_gpu(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     return (tensor for tensor in tensors if tensor.device.type == "cuda")
 
 
-# GPU memory of this process, as NVML reports it.
-
-
 PROCESS, WHOLE_GPU = "process", "gpu"
 """What NVML counted: this process, or all of the GPU because NVML does not list this process.
 
@@ -229,11 +214,7 @@ In a container NVML lists no processes, or those of the host's numbers.
 
 
 def process_memory(uuid: object) -> tuple[int, str] | None:
-    """Return the bytes that this process uses on a GPU, and what was counted; None if NVML does not report it.
-
-    Args:
-        uuid: UUID of the GPU, as torch writes it.
-    """
+    """Return the bytes that this process uses on a GPU, and what was counted; None if NVML does not report it."""
     try:
         with nvml_session() as nvml:
             return _read(nvml, f"GPU-{str(uuid).removeprefix('GPU-')}")
@@ -254,9 +235,6 @@ def _read(nvml: Any, uuid: str) -> tuple[int, str] | None:
         return None
 
 
-# Bytes of the tensors that autograd saves for the backward pass: the activations of a micro-batch.
-
-
 def storage_sizes(tensors: Iterator[Tensor]) -> dict[int, int]:
     """Return the bytes of each storage of some tensors on this rank, by address. Views share one storage."""
     storages = (_local(tensor).untyped_storage() for tensor in tensors)
@@ -272,13 +250,10 @@ class SavedTensorCounter:
     """Counter of the bytes that the forward passes of a module save for their backward passes.
 
     Parameters do not count, also if they are gathered for the forward pass only.
-
-    Attributes:
-        peak_bytes: Most bytes that one forward pass saved.
     """
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # most bytes that one forward pass saved
         self._saved: set[int] = set()  # addresses of the storages of this forward pass
         self._bytes = 0  # of these storages
         self._parameters: list[set[int]] = []  # storages of the parameters of each module that runs now

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from distexp.measure.profiling.chrome_trace import COPY, Kernel, Trace, TraceCollective
+from distexp.measure.profiling.chrome_trace import COPY, Trace, TraceCollective
 from distexp.measure.profiling.intervals import (
     MATMUL,
     OTHER_KERNEL,
@@ -82,16 +82,8 @@ def step_windows(trace: Trace) -> list[Interval]:
 
 
 def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> StepParts:
-    """Return the parts of one step of a rank.
-
-    Args:
-        trace: Events of the rank.
-        window: Start and end of the step.
-        collectives: Collectives of the rank, with the waiting for other ranks.
-    """
-    running = [
-        collective for collective in collectives if _overlaps((collective.wait[0], collective.transfer[1]), window)
-    ]
+    """Return the parts of one step of a rank."""
+    running = [one for one in collectives if _overlaps((one.wait[0], one.transfer[1]), window)]
     layers = _gpu_layers(trace, window, running) if trace.on_gpu else _cpu_layers(trace, window, running)
     parts: dict[str, list[Interval]] = {name: [] for name in PARTS}
     left = [window]
@@ -99,23 +91,15 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
         covered = merge(clip(intervals, window))
         parts[name] += intersect(left, covered)
         left = subtract(left, covered)
-    for name, interval in (
-        _idle_parts(trace, left) if trace.on_gpu else (("host", interval_left) for interval_left in left)
-    ):
+    idle = _idle_parts(trace, left) if trace.on_gpu else (("host", interval) for interval in left)
+    for name, interval in idle:
         parts[name].append(interval)
     merged = {name: merge(intervals) for name, intervals in parts.items()}
-    busy = total_length(
-        merge(clip((when for collective in running for when in (collective.wait, collective.transfer)), window))
-    )
+    busy = total_length(merge(clip((when for one in running for when in (one.wait, one.transfer)), window)))
     exposed = total_length(merged["exposed_communication"]) + total_length(merged["waiting"])
-    launches = _count_launches(trace.kernels, window) if trace.on_gpu else None
-    return StepParts(window, merged, max(0.0, busy - exposed), launches)
-
-
-def _count_launches(kernels: Sequence[Kernel], window: Interval) -> int:
-    """Return the number of calls that launched kernels. A CUDA graph is one."""
-    launched = [kernel for kernel in kernels if kernel.category != COPY and window[0] <= kernel.when[0] < window[1]]
-    return len({kernel.launch or kernel.when for kernel in launched})
+    launched = [one for one in trace.kernels if one.category != COPY and window[0] <= one.when[0] < window[1]]
+    launches = len({one.launch or one.when for one in launched})  # A CUDA graph is one.
+    return StepParts(window, merged, max(0.0, busy - exposed), launches if trace.on_gpu else None)
 
 
 Layers = Iterator[tuple[str, list[Interval]]]
@@ -128,8 +112,9 @@ def _gpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer])
     for kernel in trace.kernels:
         if not _overlaps(kernel.when, window):
             continue
-        category = kernel.category
-        if _is_inside(kernel, optimizer):
+        category, launch = kernel.category, kernel.launch[0] if kernel.launch is not None else float("-inf")
+        position = bisect_right(optimizer, (launch, float("inf"))) - 1
+        if position >= 0 and launch < optimizer[position][1]:  # launched by the optimizer
             category = "optimizer copy" if category == COPY else "optimizer"
         kernels[category].append(kernel.when)
     yield "matmul", kernels[MATMUL]
@@ -180,14 +165,6 @@ def _overlaps(when: Interval, window: Interval) -> bool:
     return when[0] < window[1] and when[1] > window[0]
 
 
-def _is_inside(kernel: Kernel, disjoint: Sequence[Interval]) -> bool:
-    """Return whether a kernel was launched in one of some sorted, disjoint intervals."""
-    if kernel.launch is None:
-        return False
-    position = bisect_right(disjoint, (kernel.launch[0], float("inf"))) - 1
-    return position >= 0 and kernel.launch[0] < disjoint[position][1]
-
-
 # Removal of the profiler's overhead from the parts of a step.
 
 
@@ -236,8 +213,6 @@ def remove_overhead(
     have the shares of the profiled step, and add up to the median one.
 
     Args:
-        entry: parts of a profiled step in milliseconds.
-        median_s: median of the measured steps, which are not profiled, in seconds.
         data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter than this.
         sizes_differ: whether a rank has batches of different sizes.
     """
@@ -285,9 +260,7 @@ ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scat
 def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool = False) -> dict[Key, list[float]]:
     """Return the durations of the collectives in which all ranks wait for each other.
 
-    Args:
-        collectives: Collectives of a rank.
-        several_groups: Whether the rank is in several process groups. Then collectives of unknown groups are left out.
+    If the rank is in several process groups, collectives of unknown groups are left out.
     """
     found: dict[Key, list[float]] = {}
     for collective in sorted(collectives, key=lambda collective: collective.when):
@@ -309,10 +282,8 @@ class Transfer:
 def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Durations]) -> list[Transfer]:
     """Divide the collectives of a rank into waiting and transfer, in the order of their starts.
 
-    Args:
-        collectives: Collectives of the rank.
-        ranks: Durations of all ranks. Ranks of other process groups have other keys. If ranks of one group have
-            different numbers of collectives, nothing is known about their waiting.
+    Ranks of other process groups have other keys in the durations. If ranks of one group have different numbers of
+    collectives, nothing is known about their waiting.
     """
     shortest = {key: _shortest([times[key] for times in ranks if key in times]) for rank in ranks for key in rank}
     positions: dict[Key, int] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,8 @@ def read_trace(path: Path, *, on_gpu: bool) -> Trace:
     """Read the events of a rank.
 
     Collectives of gloo count from the call to their end, including the time in the queue. Collectives of NCCL count
-    while their kernels are on the GPU, including the wait for the slowest rank.
-
-    Args:
-        path: The trace.
-        on_gpu: Whether the rank used a GPU.
-
-    Raises:
-        ValueError: The trace is not JSON, or has no step, or has no kernel of the GPU.
+    while their kernels are on the GPU, including the wait for the slowest rank. Raises ValueError if the trace is not
+    JSON, or has no step, or has no kernel of the GPU.
     """
     # A trace has a million events and few are needed: the others are dropped while it is parsed.
     try:
@@ -106,7 +100,7 @@ def read_trace(path: Path, *, on_gpu: bool) -> Trace:
     steps = [event for event in events if event.kind == STEP]
     if not steps:
         raise ValueError("the profiler trace has no step")
-    if on_gpu and not any(event.correlated for event in events if event.kind in _DEVICE):
+    if on_gpu and not any(event.correlated for event in events if event.kind in (KERNEL, COLLECTIVE)):
         raise ValueError(
             "the profiler recorded no GPU kernel (CUPTI is missing, or another tool uses it): "
             "set KINETO_LOG_LEVEL=0 to see the reason"
@@ -139,15 +133,10 @@ class _Event:
         self.correlated = raw.get("cat") == "kernel"
         self.group = str(arguments.get("Process Group Ranks", ""))
         self.ranks = arguments.get("Group size")
-        self.size = _size_of(arguments)
-
-
-def _size_of(arguments: dict[str, Any]) -> int | None:
-    """Return the bytes of a collective: of its input or output, if that is larger. None: unknown."""
-    elements = [arguments.get(f"{side} msg nelems") for side in ("In", "Out")]
-    width = DTYPE_BYTES.get(str(arguments.get("dtype")))
-    counts = [element for element in elements if isinstance(element, int)]
-    return max(counts) * width if counts and width else None
+        elements = [arguments.get(f"{side} msg nelems") for side in ("In", "Out")]
+        counts = [count for count in elements if isinstance(count, int)]
+        width = DTYPE_BYTES.get(str(arguments.get("dtype")))
+        self.size = max(counts) * width if counts and width else None  # bytes of its input or output; None: unknown
 
 
 KERNEL, COLLECTIVE, OPERATOR, LAUNCH, BACKWARD_EVENT = "kernel", "collective", "operator", "launch", "backward"
@@ -162,8 +151,6 @@ DTYPE_BYTES = {
 }
 """Bytes of an element, by the names of torch's data types in a trace."""
 ALL_REDUCE = "all_reduce"
-EXECUTED_AS_ALL_REDUCE = (ALL_REDUCE, "reduce_scatter")
-_DEVICE = (KERNEL, COLLECTIVE)
 _KEPT_ARGUMENTS = (
     *("correlation", "Collective name", "Process Group Ranks"),
     *("Group size", "In msg nelems", "Out msg nelems", "dtype"),
@@ -176,25 +163,23 @@ def _parse_event(raw: dict[str, Any]) -> Any:
         return raw["traceEvents"]
     if raw.get("ph") != "X":
         return {name: raw[name] for name in _KEPT_ARGUMENTS if name in raw} or None
-    parse = _PARSERS.get(str(raw.get("cat")))
-    return None if parse is None else parse(str(raw.get("name")), raw)
-
-
-def _parse_kernel(name: str, raw: dict[str, Any]) -> _Event:
-    arguments = raw.get("args") or {}
-    kind = nccl_kind(name, arguments)
-    return _Event(*((KERNEL, kernel_category(name)) if kind is None else (COLLECTIVE, kind)), raw, arguments)
-
-
-def _parse_copy(name: str, raw: dict[str, Any]) -> _Event:
-    return _Event(KERNEL, COPY, raw, raw.get("args") or {})
-
-
-def _parse_launch(name: str, raw: dict[str, Any]) -> _Event | None:
-    arguments = raw.get("args") or {}
-    if "Synchronize" in name:
-        return _Event(SYNCHRONIZE, "", raw, {})
-    return _Event(LAUNCH, "", raw, arguments) if "correlation" in arguments else None
+    name, arguments = str(raw.get("name")), raw.get("args") or {}
+    event: _Event | None = None
+    match raw.get("cat"):
+        case "cpu_op":
+            event = _parse_operator(name, raw)
+        case "kernel":
+            kind = nccl_kind(name, arguments)
+            event = _Event(*((KERNEL, kernel_category(name)) if kind is None else (COLLECTIVE, kind)), raw, arguments)
+        case "gpu_memcpy" | "gpu_memset":
+            event = _Event(KERNEL, COPY, raw, arguments)
+        case "cuda_runtime" | "cuda_driver" if "Synchronize" in name:
+            event = _Event(SYNCHRONIZE, "", raw, {})
+        case "cuda_runtime" | "cuda_driver" if "correlation" in arguments:
+            event = _Event(LAUNCH, "", raw, arguments)
+        case "user_annotation":
+            event = _parse_annotation(name, raw)
+    return event
 
 
 def _parse_annotation(name: str, raw: dict[str, Any]) -> _Event | None:
@@ -216,18 +201,6 @@ def _parse_operator(name: str, raw: dict[str, Any]) -> _Event | None:
         return _Event(CALL, collective_kind(name.removeprefix(COLLECTIVE_CALL)), raw, {})
     category = operator_category(name)
     return None if category is None else _Event(OPERATOR, category, raw, {})
-
-
-_PARSERS: dict[str, Callable[[str, dict[str, Any]], _Event | None]] = {
-    "kernel": _parse_kernel,
-    "gpu_memcpy": _parse_copy,
-    "gpu_memset": _parse_copy,
-    "cuda_runtime": _parse_launch,
-    "cuda_driver": _parse_launch,
-    "user_annotation": _parse_annotation,
-    "cpu_op": _parse_operator,
-}
-"""Parsers of events by category."""
 
 
 def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
@@ -254,7 +227,7 @@ def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
             for event in events
             if event.kind == KERNEL and on_gpu
         ],
-        operators={name: _times(operators, name) for name in (MATMUL, OTHER_KERNEL)},
+        operators={name: [event.when for event in operators if event.name == name] for name in (MATMUL, OTHER_KERNEL)},
         data=[event.when for event in events if event.kind == DATA],
         optimizer=[event.when for event in events if event.kind == OPTIMIZER],
         backward=[event.when for event in events if event.kind == BACKWARD_EVENT],
@@ -270,11 +243,7 @@ def _name_as_called(collectives: Iterable[_Event], calls: Iterable[tuple[str, In
 
     It executes them in the order of the calls.
     """
-    called = deque(sorted((when[0], kind) for kind, when in calls if kind in EXECUTED_AS_ALL_REDUCE))
+    called = deque(sorted((when[0], kind) for kind, when in calls if kind in (ALL_REDUCE, "reduce_scatter")))
     for event in sorted(collectives, key=lambda event: event.when):
         if event.name == ALL_REDUCE and called and called[0][0] <= event.when[0]:
             event.name = called.popleft()[1]
-
-
-def _times(events: Iterable[_Event], name: str) -> list[Interval]:
-    return [event.when for event in events if event.name == name]

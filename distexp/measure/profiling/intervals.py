@@ -177,8 +177,7 @@ class CommunicationShares:
 def communication_shares(timeline: Timeline) -> CommunicationShares:
     """Return the share of its steps that a rank spent on communication.
 
-    Raises:
-        ValueError: There is no step, or the steps have no duration.
+    Raises ValueError if there is no step, or if the steps have no duration.
     """
     start, end = timeline.window
     if timeline.steps < 1 or end <= start:
@@ -231,9 +230,6 @@ def combine_shares(ranks: Sequence[CommunicationShares | str], window: ProfileWi
     }
 
 
-# The steps of a training that are profiled.
-
-
 WARMUP_STEPS = 1
 """Steps before the profiled ones; they contain the start-up cost of the profiler."""
 
@@ -251,12 +247,6 @@ class ProfileWindow:
 
         The window has ``train.profile_steps`` steps, or fewer: At least half of the steps after
         ``measure_after_step`` remain unprofiled, and no evaluation is between two profiled steps.
-
-        Args:
-            train: Training options.
-            total: Steps of the training.
-            per_epoch: Steps per epoch.
-            done: Steps already done when this process resumed.
         """
         measurable = total - done - train.measure_after_step
         in_last_epoch = total - (total - 1) // per_epoch * per_epoch

@@ -1,4 +1,4 @@
-"""Forward passes, backward passes and optimizer of a step, by the time of the CPU."""
+"""Phases of a step by the time of the CPU, the waits of the CPU, and the collectives of FSDP's hooks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,11 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class StepPhases:
-    """The phases of a step. The time between a backward pass and the next phase belongs to the next phase.
+    """The phases of a step. The time between a backward pass and the next phase belongs to the next phase."""
 
-    Attributes:
-        window: Start and end of the step on the CPU.
-        backward: Start and end of each backward pass, one for each micro-batch.
-        optimizer: Start of the optimizer.
-    """
-
-    window: Interval
-    backward: tuple[Interval, ...]
-    optimizer: float
+    window: Interval  # start and end of the step on the CPU
+    backward: tuple[Interval, ...]  # start and end of each backward pass, one for each micro-batch
+    optimizer: float  # start of the optimizer
 
     def place(self, when: float) -> Place:
         """Return the phase and the micro-batch of an instant."""
@@ -57,29 +51,19 @@ def find_phases(
 ) -> StepPhases:
     """Return the phases of a step.
 
-    The backward pass consists of many events. The longest gaps between them are the forward passes.
-
-    Args:
-        window: Start and end of the step on the CPU.
-        backward: Events of the backward passes.
-        optimizer: Intervals of the optimizer.
-        micro_batches: Micro-batches of the step.
-        hooks: Times of reductions. Those after the last event of a backward pass belong to it.
+    The backward pass consists of many events. The longest gaps between them are the forward passes. ``hooks`` are the
+    times of reductions. Those after the last event of a backward pass belong to it.
     """
     inside = sorted(interval for interval in backward if window[0] <= interval[0] < window[1])
     update = min((start for start, _ in optimizer if window[0] <= start < window[1]), default=window[1])
     passes = _split_at_gaps([interval for interval in inside if interval[0] < update], micro_batches)
     nexts = [*(start for start, _ in passes[1:]), update]
+    # A hook right at the end of a pass belongs to it, so the pass ends a nanosecond later.
     passes = [
-        (start, max([end, *(after(hook) for hook in hooks if end <= hook < limit)]))
+        (start, max([end, *(hook + 1e-9 for hook in hooks if end <= hook < limit)]))
         for (start, end), limit in zip(passes, nexts, strict=False)
     ]
     return StepPhases(window, tuple(passes), max(update, passes[-1][1]) if passes else update)
-
-
-def after(when: float) -> float:
-    """Return an instant right after another one: a nanosecond later."""
-    return when + 1e-9
 
 
 def _split_at_gaps(events: Sequence[Interval], count: int) -> list[Interval]:
@@ -109,26 +93,17 @@ def waits_for_gpu(trace: Trace) -> list[Interval]:
 
 
 def cpu_busy_ms(trace: Trace, position: int) -> float | None:
-    """Return how long the CPU does not wait for the GPU in a step; None without a GPU.
-
-    Args:
-        trace: Events of the rank.
-        position: Number of the step in the trace.
-    """
+    """Return how long the CPU does not wait for the GPU in a step; None without a GPU."""
     if not trace.on_gpu:
         return None
     start, end = trace.steps[position]
     return 1000 * (end - start - total_length(merge(clip(waits_for_gpu(trace), (start, end)))))
 
 
-# Time in the profiled steps of a CPU in which other programs had the core of the training thread.
-
-
 class CoreWaits:
-    """Time without a core in each profiled step. It is that of the training thread, so other threads may wait longer.
+    """Time without a core in each profiled step, of the training thread: other threads may wait longer.
 
-    Args:
-        enabled: Whether to measure. On a GPU the time of the CPU is no part of a step.
+    It is not measured on a GPU, because the time of the CPU is no part of a step.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -176,32 +151,18 @@ class HookCollective:
 def collectives_of_hooks(
     calls: Sequence[tuple[str, Interval]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
 ) -> list[HookCollective]:
-    """Return the collectives of a step, in the order of time.
-
-    Args:
-        calls: Hooks by name, with their times on the CPU.
-        units: Sizes of the units by name; the root has an empty name.
-        phases: Phases of the step.
-    """
+    """Return the collectives of a step in the order of time. Units are known by name; that of the root is empty."""
     first, last = phases.window
     hooks = sorted((when[0], name) for name, when in calls if name.startswith(FSDP_HOOK) and first <= when[0] < last)
-    parsed = [(when, *_parse(name)) for when, name in hooks]
+    parsed = [(when, m[1], m[2] or m[3] or "") for when, name in hooks if (m := HOOK.match(name))]
     known = [(when, hook, units[unit]) for when, hook, unit in parsed if unit in units]
-    reduced = [HookCollective(when, REDUCE_SCATTER, u.reduced_bytes) for when, h, u in known if h == REDUCE_HOOK]
+    reducing = [(when, unit) for when, hook, unit in known if hook == "post_backward_reduce"]
+    reduced = [HookCollective(when, REDUCE_SCATTER, unit.reduced_bytes) for when, unit in reducing]
     if any(hook == "all_gather" for _, hook, _ in parsed):  # several workers
         gathered = [HookCollective(when, ALL_GATHER, u.gathered_bytes) for when, h, u in known if h == "all_gather"]
     else:
         gathered = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
     return sorted([*gathered, *reduced], key=lambda collective: collective.when)
-
-
-REDUCE_HOOK = "post_backward_reduce"
-
-
-def _parse(name: str) -> tuple[str, str]:
-    """Return the hook and the unit of an annotation."""
-    found = HOOK.match(name)
-    return ("", "") if found is None else (found[1], found[2] or found[3] or "")
 
 
 def _gathers(

@@ -36,19 +36,12 @@ from distexp.system.torch_internals.annotations import activate_annotations
 DETACH = "TEARDOWN_CUPTI"
 """Variable that makes the profiler detach CUPTI from the process when it stops. CUPTI slows down later launches."""
 
-LOG_LEVEL_SILENT = "100"
-"""Log level above all messages of the profiler, which logs each start and warns that a CPU is not a GPU."""
-
 
 class StepProfiler(Watcher):
     """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0.
 
-    With CUDA graphs CUPTI stays attached, because detaching it may crash.
-
-    Args:
-        context: Rank and device.
-        train: ``train`` of the configuration.
-        window_of: Returns the steps to profile, given the steps of earlier attempts.
+    With CUDA graphs CUPTI stays attached, because detaching it may crash. ``window_of`` returns the steps to profile,
+    given the steps of earlier attempts.
     """
 
     section = "metrics"
@@ -97,7 +90,8 @@ class StepProfiler(Watcher):
         activities = [ProfilerActivity.CPU]
         if self.context.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", LOG_LEVEL_SILENT)
+        # No messages: the profiler logs each start, and warns that a CPU is not a GPU.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "100")
         if self.train.compiled != "graphs":
             os.environ.setdefault(DETACH, "1")
         steps = schedule(wait=0, warmup=WARMUP_STEPS, active=self.window.steps, repeat=1)
@@ -144,12 +138,9 @@ class StepProfiler(Watcher):
         return {"communication": profiled.communication, "step_breakdown": breakdown}
 
     def finish(self) -> ProfileResult | None:
-        """Return what the time of the profiled steps went to. A collective.
+        """Return what the time of the profiled steps went to; None if ``train.profile_steps`` is 0. A collective.
 
         Rank 0 saves its trace and the lanes of all ranks in the run directory.
-
-        Returns:
-            The result, or None if ``train.profile_steps`` is 0.
         """
         if not self.train.profile_steps:
             return None
@@ -159,7 +150,6 @@ class StepProfiler(Watcher):
         return analysis.run(trace)
 
     def _read_trace(self) -> Trace | str:
-        """Return the trace of this rank, or why there is none."""
         if self._profile is not None and not self._finished:  # the training stopped early
             self._stop()
         if self.invalid is not None:
@@ -176,11 +166,8 @@ class StepProfiler(Watcher):
             self._profile.export_chrome_trace(str(path))
             self._profile = None  # frees its events
             if self.context.rank == 0:
-                _save_compressed(path, profile_trace_path(self.context.run_dir))
+                target = profile_trace_path(self.context.run_dir)
+                target.parent.mkdir(exist_ok=True)
+                with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as compressed:
+                    shutil.copyfileobj(source, compressed)
             return read_trace(path, on_gpu=self.context.device.type == "cuda")
-
-
-def _save_compressed(trace: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    with trace.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as compressed:
-        shutil.copyfileobj(source, compressed)

@@ -30,41 +30,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Results of the profiled steps, the same on all ranks.
+    """Results of the profiled steps, the same on all ranks."""
 
-    Attributes:
-        communication: ``metrics.communication`` of the record.
-        breakdown: ``metrics.step_breakdown`` of the record; None if a rank has no usable trace.
-    """
-
-    communication: dict[str, Any]
+    communication: dict[str, Any]  # ``metrics.communication`` of the record
+    # ``metrics.step_breakdown`` of the record; None if a rank has no usable trace.
     breakdown: list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True)
 class StepAnalysis:
-    """Analysis of the profiled steps of one rank.
-
-    Attributes:
-        window: The profiled steps; None if no step could be profiled.
-        module: The distributed model, whose sizes a forecast needs.
-        micro_batches: Micro-batches of a step.
-        core_waits: Time without a core in each profiled step.
-    """
+    """Analysis of the profiled steps of one rank."""
 
     context: Context
-    window: ProfileWindow | None
-    module: nn.Module | None
-    micro_batches: int
-    core_waits: CoreWaits
+    window: ProfileWindow | None  # the profiled steps; None if no step could be profiled
+    module: nn.Module | None  # the distributed model, whose sizes a forecast needs
+    micro_batches: int  # micro-batches of a step
+    core_waits: CoreWaits  # time without a core in each profiled step
 
     def run(self, trace: Trace | str) -> ProfileResult:
         """Return the communication and the parts of the median step of all ranks. A collective.
 
         Rank 0 writes the lanes of all ranks, and its own step for a forecast, into the run directory.
-
-        Args:
-            trace: Events of this rank, or why there are none.
         """
         ranks = gather_to_all(trace if isinstance(trace, str) else result_or_error(lambda: RankSummary.of(trace)))
         communication = combine_shares([rank if isinstance(rank, str) else rank.shares for rank in ranks], self.window)
@@ -140,25 +126,16 @@ def result_or_error(measure: Callable[[], T]) -> T | str:
         return str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
 
 
-# Sizes of what a distributed model sends and updates, for a forecast.
-
-
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model.
+    """Sizes of what a distributed model sends and updates, for a forecast."""
 
-    Attributes:
-        units: Parameters of each block, and of what is between the blocks, in the order of the model.
-        fsdp: Sizes of FSDP's units by name. Empty: no FSDP.
-        buckets: Elements of DDP's buckets. Empty: no DDP.
-        groups: Elements of each parameter in each group of the optimizer.
-        modules: Positions, in the parameters of all units, of those that each module itself has.
-    """
-
+    # Parameters of each block, and of what is between the blocks, in the order of the model.
     units: tuple[Parameters, ...] = ()
-    fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)
-    buckets: tuple[int, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
+    fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)  # Sizes of FSDP's units by name. Empty: no FSDP.
+    buckets: tuple[int, ...] = ()  # Elements of DDP's buckets. Empty: no DDP.
+    groups: tuple[tuple[int, ...], ...] = ()  # elements of each parameter in each group of the optimizer
+    # Positions, in the parameters of all units, of those that each module itself has.
     modules: tuple[tuple[int, ...], ...] = ()
 
 

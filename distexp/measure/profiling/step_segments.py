@@ -1,4 +1,4 @@
-"""The step model of a rank: the items of its median profiled step."""
+"""The step model of a rank: the items of its median profiled step; and the lanes of that step for a picture."""
 
 from __future__ import annotations
 
@@ -45,26 +45,17 @@ CHUNKS = 24
 QUEUE_GAP_S = 10e-6
 """Longest time that a GPU needs to start a kernel that is in its queue. It counts as part of the kernel."""
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-FSDP_REDUCTION = f"{FSDP_HOOK}post_backward_reduce"
 
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """One step of a rank.
+    """One step of a rank."""
 
-    Attributes:
-        trace: Events of the rank.
-        median: Position and parts of the step, and the collectives of the rank in the order of their starts.
-        workers: Number of workers.
-        micro_batches: Micro-batches of a step.
-        units: Sizes of FSDP's units by name; empty: no FSDP.
-    """
-
-    trace: Trace
-    median: MedianStep
-    workers: int
-    micro_batches: int
-    units: Mapping[str, FSDPUnitSize]
+    trace: Trace  # events of the rank
+    median: MedianStep  # position and parts of the step, and the collectives of the rank in the order of their starts
+    workers: int  # number of workers
+    micro_batches: int  # micro-batches of a step
+    units: Mapping[str, FSDPUnitSize]  # sizes of FSDP's units by name; empty: no FSDP
 
 
 def items_of(step: ProfiledStep) -> tuple[Item, ...]:
@@ -73,7 +64,8 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
     Of more than three micro-batches it has the first, the last, and the one of the others with the median duration.
     """
     trace, window = step.trace, step.trace.steps[step.median.position]
-    hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(FSDP_REDUCTION)]
+    of_fsdp = f"{FSDP_HOOK}post_backward_reduce"
+    hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(of_fsdp)]
     phases = find_phases(window, trace.backward, trace.optimizer, micro_batches=step.micro_batches, hooks=hooks)
     collectives: list[tuple[float, Item]] = []
     for when, one in _collectives(step, phases):
@@ -148,7 +140,10 @@ def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[HookCollectiv
 def _segments(step: ProfiledStep, phases: StepPhases, launches: Sequence[float]) -> list[tuple[float, Item]]:
     """Return the work of the step between collectives, edges of phases and waits, by its start on the CPU."""
     trace, (first, last) = step.trace, phases.window
-    waits = merge(clip(_waits(step), phases.window))
+    parts = step.median.parts.parts
+    # The CPU waits for the GPU or its full queue, or without a GPU for collectives.
+    waiting = waits_for_gpu(trace) if trace.on_gpu else [*parts["exposed_communication"], *parts["waiting"]]
+    waits = merge(clip(waiting, phases.window))
     synchronized = [end for _, end in merge(clip(trace.synchronizations, phases.window))]
     edges = sorted({*phases.edges(), *synchronized, *launches})
     cuts = [cut for a, b in pairwise(edges) for cut in _chunks(a, b, (last - first) / CHUNKS)] + [last]
@@ -170,13 +165,6 @@ def _chunks(start: float, end: float, longest: float) -> Iterator[float]:
     """Yield the start of each chunk of an interval; none is longer than a limit."""
     count = max(1, round((end - start) / longest + 0.499))
     yield from (start + i * (end - start) / count for i in range(count))
-
-
-def _waits(step: ProfiledStep) -> list[Interval]:
-    """Return when the CPU waits: for the GPU or its full queue, or without a GPU for collectives."""
-    if step.trace.on_gpu:
-        return waits_for_gpu(step.trace)
-    return [*step.median.parts.parts["exposed_communication"], *step.median.parts.parts["waiting"]]
 
 
 def _launch(kernel: Kernel) -> Interval:
@@ -240,41 +228,35 @@ GAP = 0.002
 """Spans are merged if the gap between them is a smaller fraction of the step."""
 
 Spans = list[tuple[Interval, str]]
+Layers = Sequence[tuple[str, Sequence[Interval]]]
 
 
 def lanes_of(trace: Trace, step: StepParts, collectives: Sequence[Transfer], rank: int) -> dict[str, Any]:
     """Return the entry of a rank in ``profile/summary.json``, with labels as text."""
-    lanes = {
-        "compute": _paint(step.window, _compute(step)),
-        "communication": _paint(step.window, _communication(collectives)),
-        "cpu": _paint(step.window, _cpu(trace)),
+    kinds, start = sorted({one.kind for one in collectives}), step.window[0]
+    compute = (("matmul", MATMUL), ("other_kernels", OTHER_KERNEL), ("optimizer", "optimizer"))
+    layers: dict[str, Layers] = {
+        "compute": [(label, step.parts[part]) for part, label in compute],
+        "communication": [
+            *((kind, [one.transfer for one in collectives if one.kind == kind]) for kind in kinds),
+            ("waiting", [one.wait for one in collectives]),
+        ],
+        "cpu": [
+            ("data", trace.data),
+            ("optimizer", trace.optimizer),
+            ("backward", trace.backward),
+            ("forward", [when for intervals in trace.operators.values() for when in intervals]),
+        ],
     }
-    return {
-        "rank": rank,
-        "step_ms": 1000 * step.duration,
-        "lanes": [{"name": name, "spans": _to_json(spans, step.window[0])} for name, spans in lanes.items()],
-    }
+    lanes = []
+    for name, lane in layers.items():
+        spans = _paint(step.window, lane)
+        times = [[round(1000 * (a - start), 4), round(1000 * (b - start), 4), label] for (a, b), label in spans]
+        lanes.append({"name": name, "spans": times})
+    return {"rank": rank, "step_ms": 1000 * step.duration, "lanes": lanes}
 
 
-def _compute(step: StepParts) -> Iterator[tuple[str, Sequence[Interval]]]:
-    for part, label in (("matmul", MATMUL), ("other_kernels", OTHER_KERNEL), ("optimizer", "optimizer")):
-        yield label, step.parts[part]
-
-
-def _communication(collectives: Sequence[Transfer]) -> Iterator[tuple[str, Sequence[Interval]]]:
-    for kind in sorted({collective.kind for collective in collectives}):
-        yield kind, [collective.transfer for collective in collectives if collective.kind == kind]
-    yield "waiting", [collective.wait for collective in collectives]
-
-
-def _cpu(trace: Trace) -> Iterator[tuple[str, Sequence[Interval]]]:
-    yield "data", trace.data
-    yield "optimizer", trace.optimizer
-    yield "backward", trace.backward
-    yield "forward", [when for intervals in trace.operators.values() for when in intervals]
-
-
-def _paint(window: Interval, layers: Iterator[tuple[str, Sequence[Interval]]]) -> Spans:
+def _paint(window: Interval, layers: Layers) -> Spans:
     """Return disjoint spans in the order of time. Where layers overlap, the first one counts."""
     left, spans = [window], []
     for label, intervals in layers:
@@ -312,10 +294,6 @@ def _rasterize(spans: Spans, window: Interval) -> Spans:
     return _join(painted, width / 2)
 
 
-def _to_json(spans: Spans, start: float) -> list[list[Any]]:
-    return [[round(1000 * (a - start), 4), round(1000 * (b - start), 4), label] for (a, b), label in spans]
-
-
 # What the ranks need to know of each other's traces to find the parts of a step.
 
 
@@ -337,36 +315,18 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class MedianStep:
-    """The profiled step of a rank whose duration is the median, as a mean over the ranks.
+    """The profiled step of a rank whose duration is the median, as a mean over the ranks."""
 
-    Attributes:
-        position: Number of the step in the trace, the same for all ranks.
-        transfers: Collectives of the trace, with the waiting for other ranks.
-        parts: Parts of the step.
-    """
-
-    position: int
-    transfers: list[Transfer]
-    parts: StepParts
+    position: int  # number of the step in the trace, the same for all ranks
+    transfers: list[Transfer]  # collectives of the trace, with the waiting for other ranks
+    parts: StepParts  # parts of the step
 
     @classmethod
     def of(cls, trace: Trace, ranks: Sequence[RankSummary]) -> MedianStep:
-        """Return the median step of a rank.
-
-        Args:
-            trace: Events of the rank.
-            ranks: Summaries of all ranks.
-
-        Raises:
-            ValueError: the ranks have different numbers of steps.
-        """
-        position = _median_position([rank.step_s for rank in ranks])
+        """Return the median step of a rank. Raises ValueError if the ranks have different numbers of steps."""
+        if len({len(rank.step_s) for rank in ranks}) > 1:
+            raise ValueError("the ranks have different numbers of profiled steps")
+        totals = [sum(durations) for durations in zip(*(rank.step_s for rank in ranks), strict=True)]
+        position = sorted(range(len(totals)), key=lambda number: totals[number])[(len(totals) - 1) // 2]
         transfers = split_collectives(trace.collectives, [rank.collectives for rank in ranks])
         return cls(position, transfers, split_step(trace, step_windows(trace)[position], transfers))
-
-
-def _median_position(ranks: Sequence[Sequence[float]]) -> int:
-    if len({len(rank) for rank in ranks}) > 1:
-        raise ValueError("the ranks have different numbers of profiled steps")
-    totals = [sum(durations) for durations in zip(*ranks, strict=True)]
-    return sorted(range(len(totals)), key=lambda position: totals[position])[(len(totals) - 1) // 2]

@@ -343,7 +343,7 @@ def test_pss_is_read_for_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch
     assert all(memory is not None and memory.mib > 3 * 32 for memory in readings)
     exact = [number for number, memory in enumerate(readings) if memory is not None and memory.source == "pss"]
     assert exact == list(range(0, 100, 6)), "30 ms every 3 s"
-    assert names == {"statm": 3 * 100, "smaps_rollup": 3 * len(exact)}
+    assert (names["statm"], names["smaps_rollup"]) == (3 * 100, 3 * len(exact))
 
 
 def test_expensive_samples_are_skipped(
