@@ -44,16 +44,6 @@ def fast_values(config: Config) -> Mapping[str, Any]:
     with shorten_errors(target, "fast_values()"):
         values = strategy.fast_values(config)
     check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
-    _check_fast_values(values, target)
-    return {**_model_values(config), **_image_values(config), **values}
-
-
-def _check_fast_values(values: Mapping[str, Any], target: str) -> None:
-    """Check what a custom strategy returned.
-
-    Raises:
-        ConfigError: with each key that the group does not have, and each value that a key does not accept.
-    """
     allowed = speed_references()
     infos = {key: info_of(spec) for key, spec in schema_fields()}
     source = f"strategy._target_={target}: fast_values()"
@@ -65,6 +55,7 @@ def _check_fast_values(values: Mapping[str, Any], target: str) -> None:
             errors.append(f"{source} returned {key}={value}, which {reason}")
     if errors:
         raise ConfigError(errors)
+    return {**_model_values(config), **_image_values(config), **values}
 
 
 def _attention(config: Config) -> str:
@@ -111,7 +102,17 @@ def check_speed_options(config: Config) -> Iterator[str]:
     """Yield an error for each option of speed that the strategy, the trainer, the precision or the device lacks."""
     yield from _compile_errors(config)
     yield from _channels_last_errors(config)
-    yield from _activation_budget_errors(config)
+    train = config.train
+    if train.compiled == "none" and train.activation_budget is not None:
+        yield (
+            f"train.activation_budget={train.activation_budget:g} is for compiled graphs, but train.compile=false: use "
+            "train.compile=blocks, or train.activation_checkpointing=true in its place"
+        )
+    elif config.model.dropout and train.activation_budget is not None and train.activation_budget < 1:
+        yield (
+            f"train.activation_budget={train.activation_budget:g} gives wrong gradients with model.dropout="
+            f"{config.model.dropout:g}: use train.activation_checkpointing=true in its place, or model.dropout=0"
+        )
     yield from _compute_weights_errors(config)
     yield from _fused_update_errors(config)
 
@@ -141,20 +142,6 @@ def _channels_last_errors(config: Config) -> Iterator[str]:
         )
     elif setting := _unsupported_by(config, strategy_supports=load_strategy(config).keeps_channels_last):
         yield f"train.channels_last=true is not supported by {setting}: leave it out"
-
-
-def _activation_budget_errors(config: Config) -> Iterator[str]:
-    train = config.train
-    if train.compiled == "none" and train.activation_budget is not None:
-        yield (
-            f"train.activation_budget={train.activation_budget:g} is for compiled graphs, but train.compile=false: use "
-            "train.compile=blocks, or train.activation_checkpointing=true in its place"
-        )
-    elif config.model.dropout and train.activation_budget is not None and train.activation_budget < 1:
-        yield (
-            f"train.activation_budget={train.activation_budget:g} gives wrong gradients with model.dropout="
-            f"{config.model.dropout:g}: use train.activation_checkpointing=true in its place, or model.dropout=0"
-        )
 
 
 def _compute_weights_errors(config: Config) -> Iterator[str]:

@@ -46,21 +46,17 @@ def _training_settings(config: Config) -> dict[str, Any]:
     _identify_model(config, settings["model"])
     _remove_unchanged(settings)
     train = settings["train"]
-    for key in (*IRRELEVANT_TRAIN_KEYS, _redundant_size(config)):
+    # A searched micro-batch is no part of the id, so that all machines give one id. Then the global batch is one.
+    for key in (
+        *IRRELEVANT_TRAIN_KEYS,
+        ("gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"),
+    ):
         train.pop(key, None)
     if train["compile"] == "blocks":
         train["compile"] = True  # the same
     if train["resume"] is not None:
         train["resume"] = checkpoint_fingerprint(Path(train["resume"]))
     return settings
-
-
-def _redundant_size(config: Config) -> str:
-    """Return the key of ``train`` that follows from the others.
-
-    A searched micro-batch is no part of the id, so that all machines give one id. Then the global batch is one.
-    """
-    return "gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"
 
 
 def _identify_data(settings: dict[str, Any]) -> None:

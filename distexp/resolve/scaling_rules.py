@@ -53,7 +53,12 @@ def _scale_model(config: Config) -> list[str]:
     errors = [*_micro_batch_errors(config), *_sharding_errors(config), *_countable_errors(config.model)]
     if errors:
         return errors
-    layers = _layers_for_workers(config)
+    # The embedding does not grow.
+    model = config.model
+    configured = _count(model, model.num_layers)
+    per_layer = _count(model, 2) - _count(model, 1)
+    wanted = configured * config.cluster.world_size / _base_workers(config)
+    layers = (model.num_layers or 0) + round((wanted - configured) / per_layer)
     if layers < 1:
         return [
             f"scaling=weak_model leaves no layer for {config.cluster.world_size} workers, because the embedding alone "
@@ -62,15 +67,6 @@ def _scale_model(config: Config) -> list[str]:
     config.model.num_layers = layers
     _split_batch(config)
     return []
-
-
-def _layers_for_workers(config: Config) -> int:
-    """Return the layers with which the parameters grow as the workers. The embedding does not grow."""
-    model = config.model
-    configured = _count(model, model.num_layers)
-    per_layer = _count(model, 2) - _count(model, 1)
-    wanted = configured * config.cluster.world_size / _base_workers(config)
-    return (model.num_layers or 0) + round((wanted - configured) / per_layer)
 
 
 def _count(model: ModelConfig, layers: int | None) -> int:
@@ -222,9 +218,16 @@ def shrink_to_scale(config: Config) -> list[str]:
         return _unused_limits(config.scale)
     errors = _shrink_model(config)
     _replace_by_sample(config)
-    _shrink_texts_and_images(config)
+    _limit(config.dataset, max_length=config.scale.max_length, image_size=config.scale.image_size)
     _shrink_sample_counts(config)
-    _shrink_batch(config)
+    # The global batch shrinks in the proportion of the micro-batch.
+    scale, train = config.scale, config.train
+    if not searches_micro_batch(config):
+        original = train.micro_batch
+        train.micro_batch_size = _at_most(original, scale.micro_batch_size)
+        if train.global_batch_size is not None:
+            train.global_batch_size = train.global_batch_size * train.micro_batch // original
+    _limit(train, gradient_accumulation_steps=scale.gradient_accumulation_steps)
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
         config.precision.name = "fp32"  # fp16 needs a GPU
     return errors
@@ -286,17 +289,12 @@ def _shrink_model(config: Config) -> list[str]:
     if model.depths is not None:
         model.depths = [_at_most(depth, scale.layers) for depth in model.depths]
     if scale.shrink is not None:
-        _divide_widths(model, scale.shrink)
+        step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
+        for key in ("hidden_size", "ff_dim", "width"):
+            width = getattr(model, key)
+            if width is not None:
+                setattr(model, key, max(step, width // scale.shrink // step * step))
     return []
-
-
-def _divide_widths(model: ModelConfig, divisor: int) -> None:
-    """Divide all widths of a model, and keep them multiples of the number of heads."""
-    step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
-    for key in ("hidden_size", "ff_dim", "width"):
-        width = getattr(model, key)
-        if width is not None:
-            setattr(model, key, max(step, width // divisor // step * step))
 
 
 def _replace_by_sample(config: Config) -> None:
@@ -312,10 +310,6 @@ def _replace_by_sample(config: Config) -> None:
             setattr(config.dataset, key, getattr(original, key))
 
 
-def _shrink_texts_and_images(config: Config) -> None:
-    _limit(config.dataset, max_length=config.scale.max_length, image_size=config.scale.image_size)
-
-
 def _shrink_sample_counts(config: Config) -> None:
     """Limit the numbers of samples. A null number means all samples, so it becomes the limit."""
     scale, data, scaling = config.scale, config.dataset, config.scaling
@@ -324,17 +318,6 @@ def _shrink_sample_counts(config: Config) -> None:
         scaling.samples_per_worker = _at_most(scaling.samples_per_worker, scale.train_size)
     else:
         data.train_size = scale.train_size if data.train_size is None else _at_most(data.train_size, scale.train_size)
-
-
-def _shrink_batch(config: Config) -> None:
-    """Limit the micro-batch and the accumulation. The global batch shrinks in the proportion of the micro-batch."""
-    scale, train = config.scale, config.train
-    if not searches_micro_batch(config):
-        original = train.micro_batch
-        train.micro_batch_size = _at_most(original, scale.micro_batch_size)
-        if train.global_batch_size is not None:
-            train.global_batch_size = train.global_batch_size * train.micro_batch // original
-    _limit(train, gradient_accumulation_steps=scale.gradient_accumulation_steps)
 
 
 def _limit(section: Any, **limits: int | None) -> None:

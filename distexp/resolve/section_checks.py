@@ -235,20 +235,6 @@ def check_files(config: Config) -> Iterator[str]:
 
 def check_dataset_files(config: Config) -> Iterator[str]:
     """Yield an error for each dataset path that is missing, and for each small file that is not in the format."""
-    yield from _image_folder_errors(config)
-    pair = {"dataset.train_path": config.dataset.train_path, "dataset.eval_path": config.dataset.eval_path}
-    given = [key for key, path in pair.items() if path is not None]
-    if len(given) == 1:
-        (missing,) = set(pair) - set(given)
-        yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
-    if config.dataset._target_ == SQUAD_FILES:
-        for key, path in pair.items():
-            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
-                yield f"{key}={error}"  # an error starts with the path
-
-
-def _image_folder_errors(config: Config) -> Iterator[str]:
-    """Yield an error if ``dataset.root`` is needed and missing, or is no folder of TinyImageNet."""
     dataset = config.dataset
     # A dataset of another task is an error already, and the user will probably replace it.
     if dataset.root is None and "root" in dataset.keys and same_task(config):
@@ -260,6 +246,15 @@ def _image_folder_errors(config: Config) -> Iterator[str]:
                 f"dataset.root={dataset.root} contains no {', '.join(missing_files)}: set it to the top folder of the "
                 "official archive of TinyImageNet"
             )
+    pair = {"dataset.train_path": config.dataset.train_path, "dataset.eval_path": config.dataset.eval_path}
+    given = [key for key, path in pair.items() if path is not None]
+    if len(given) == 1:
+        (missing,) = set(pair) - set(given)
+        yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
+    if config.dataset._target_ == SQUAD_FILES:
+        for key, path in pair.items():
+            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
+                yield f"{key}={error}"  # an error starts with the path
 
 
 def check_checkpoint(config: Config) -> Iterator[str]:
@@ -296,15 +291,11 @@ def check_tokenizer_files(config: Config) -> Iterator[str]:
     if source == "auto":
         source = (weights_source(model) if loads_from_source(model) else None) or "byte"
     folder = Path(source)
-    if folder.is_absolute() and folder.is_dir() and not _has_tokenizer(folder):
+    if folder.is_absolute() and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         yield (
             f"model.tokenizer={model.tokenizer} needs a tokenizer in {source}, which contains none: "
             "set it to byte, a hub id, or a folder with a tokenizer"
         )
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def looks_like_path(text: str) -> bool:

@@ -79,21 +79,17 @@ class Progress:
 def read_progress(directory: Path) -> Progress:
     """Read the progress of a run from its metrics and events. A file that cannot be read is named as the phase."""
     try:
-        return _read_progress(directory)
+        events = read_entries(directory / EVENTS)
+        phases = phase_events_of(events)
+        last_step = read_last_entry(directory / METRICS)
+        return Progress(
+            phase=phases[-1].phase if phases else _phase_before_workers(directory),
+            step=_count_of(last_step, "step"),
+            steps=_first_count(events, "total_steps"),
+            loss=number_of(last_step, "loss"),
+        )
     except OSError as error:
         return Progress(phase=f"unknown ({error.filename}: {error.strerror})")
-
-
-def _read_progress(directory: Path) -> Progress:
-    events = read_entries(directory / EVENTS)
-    phases = phase_events_of(events)
-    last_step = read_last_entry(directory / METRICS)
-    return Progress(
-        phase=phases[-1].phase if phases else _phase_before_workers(directory),
-        step=_count_of(last_step, "step"),
-        steps=_first_count(events, "total_steps"),
-        loss=number_of(last_step, "loss"),
-    )
 
 
 def _phase_before_workers(directory: Path) -> str | None:
@@ -112,12 +108,6 @@ def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
     """Return a number of an entry as a whole number; None if the entry has none."""
     number = number_of(entry, key)
     return None if number is None else int(number)
-
-
-def last_activity(directory: Path) -> float:
-    """Return the Unix time in seconds at which a run last wrote a file; 0 if it wrote none."""
-    paths = (directory / SPEC, *memory_trace_paths(directory))
-    return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
 
 
 # Heartbeat of a run: rank 0 touches a file after each step, and the agents check its age.
@@ -259,7 +249,9 @@ def _finished_state(run: ExistingRun) -> RunState:
 
 def _state_by_activity(run: ExistingRun) -> RunState:
     """Return the state of a run without a launcher on this machine: the age of its files decides."""
-    active_at = last_activity(run.directory)
+    directory = run.directory
+    paths = (directory / SPEC, *memory_trace_paths(directory))
+    active_at = max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
     idle_s = time.time() - active_at
     if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
         return _state(run, "running")

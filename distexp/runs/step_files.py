@@ -335,12 +335,7 @@ def add_search(record: RunRecord, run_dir: Path) -> None:
         return
     record.metrics.micro_batch_search = asdict(search)
     if search.chosen is not None and isinstance(record.config["train"]["micro_batch_size"], str):
-        _replace_auto(record.config, search.chosen)
-
-
-def _replace_auto(config: dict[str, Any], chosen: int) -> None:
-    """Replace ``train.micro_batch_size=auto`` by the chosen size, and compute the steps of accumulation from it."""
-    train, cluster = config["train"], config["cluster"]
-    workers = cluster["nodes"] * cluster["workers_per_node"]
-    train["micro_batch_size"] = chosen
-    train["gradient_accumulation_steps"] = train["global_batch_size"] // (workers * chosen)
+        train, cluster = record.config["train"], record.config["cluster"]
+        workers = cluster["nodes"] * cluster["workers_per_node"]
+        train["micro_batch_size"] = search.chosen
+        train["gradient_accumulation_steps"] = train["global_batch_size"] // (workers * search.chosen)

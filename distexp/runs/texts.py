@@ -51,7 +51,8 @@ def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
         run_dir: Directory of the run.
         free: Free bytes of its disk at the time of the error.
     """
-    folder = _folder_of(error)
+    named = error.filename if isinstance(error, OSError) else None
+    folder = None if named is None else Path(os.fsdecode(named)).parent
     if folder is not None:
         with suppress(OSError):
             free = free_bytes(folder)
@@ -65,12 +66,6 @@ def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
         f"{limit} of {folder or run_dir} is full ({free // 1024:,} KiB free): make room, or choose a folder on another "
         "disk with hydra.sweep.dir"
     )
-
-
-def _folder_of(error: BaseException) -> Path | None:
-    """Return the folder of the file that an error names; None if it names none."""
-    named = error.filename if isinstance(error, OSError) else None
-    return None if named is None else Path(os.fsdecode(named)).parent
 
 
 def _error_number(error: BaseException) -> int | None:
