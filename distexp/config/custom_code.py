@@ -36,8 +36,6 @@ def check_members(found: object, protocol: type, source: str) -> None:
     """Check that a returned object has all methods and properties of a protocol.
 
     Args:
-        found: the object.
-        protocol: the protocol or base class.
         source: what returned the object, as in ``engine._target_=my_package.Engine``.
 
     Raises:
@@ -65,8 +63,6 @@ def check_returned(found: object, kind: type, source: str) -> None:
     """Check what a function returned.
 
     Args:
-        found: the returned object.
-        kind: its expected class.
         source: where the function is from, as in ``model._target_=my_package.build``.
 
     Raises:
@@ -81,7 +77,6 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
     """Raise the errors of custom code as ConfigError, which names the method and the line. Keep those of distexp.
 
     Args:
-        target: dotted name of the custom class.
         call: what is called, as in ``validate()``.
     """
     try:
@@ -169,7 +164,6 @@ def custom_code_place(error: BaseException, trusted: Collection[str]) -> str:
     """Return the innermost line of custom code.
 
     Args:
-        error: What was raised.
         trusted: Packages that are custom code even if they are installed.
 
     Returns:

@@ -81,10 +81,6 @@ def validate_model(model: ModelConfig) -> None:
 def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
     """Return the rows of the embedding: ``model.vocab_size``, or the size of the tokenizer.
 
-    Args:
-        model: the model.
-        num_classes: entries of the tokenizer.
-
     Raises:
         ConfigError: the tokenizer has more entries than the embedding has rows.
     """
@@ -154,9 +150,6 @@ def check_samples_per_rank(
     Such a micro-batch would be padded, and its speed would be that of padding.
 
     Args:
-        samples: samples of the training set.
-        workers: workers that share them.
-        micro_batch_size: samples per worker and forward pass.
         global_batch: samples of a step, if they are set. Other micro-batches must divide those of a worker.
         unit: ``samples``, or ``rows`` of packed samples.
     """
@@ -249,8 +242,6 @@ def with_micro_batch(config: Config, size: int, accumulation: int | None = None)
     """Return a configuration with a micro-batch size.
 
     Args:
-        config: the configuration.
-        size: samples per worker and forward pass.
         accumulation: micro-batches per optimizer step; None: as many as give the global batch size.
     """
     steps = samples_per_worker(config) // size if accumulation is None else accumulation

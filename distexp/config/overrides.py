@@ -149,7 +149,6 @@ def copyable_command(overrides: Iterable[str], *, command: str = "distexp", may_
     """Return a command line that bash splits into a command and its overrides.
 
     Args:
-        overrides: Overrides and options.
         command: The command, such as ``distexp plan``.
         may_sweep: Whether commas may separate several values. The overrides of a run have one value each.
     """

@@ -60,8 +60,6 @@ class Batch:
         inputs: keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape
             (batch, length), or ``images`` of shape (batch, 3, height, width).
         labels: shape (batch, length) or (batch,); IGNORE if a position has no target.
-        num_samples: samples with at least one target.
-        num_targets: labels that count towards the loss.
         num_tokens: input tokens of these samples without padding; 0 for images.
         num_token_pairs: sum of the squares of their lengths. 0: unknown, then equal lengths are assumed for FLOPs.
     """
@@ -116,8 +114,6 @@ class TaskData:
 
     Attributes:
         task: ``causal_lm`` or ``image_classification``.
-        collate: makes a batch from samples.
-        num_classes: number of classes, or size of the tokenizer's vocabulary.
         tokenizer: a ``distexp.data.tokenization.Tokenizer``; None for images.
         tokenizer_name: ``byte(1024)``, or the name or path of a Hugging Face tokenizer.
         notes: messages for the user, for example about examples that were left out.
@@ -144,8 +140,6 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
     """Check the fields of a TaskData.
 
     Args:
-        data: the object.
-        task: the task of the model.
         source: what returned the object, as in ``dataset._target_=my_package.load``.
 
     Raises:
@@ -173,7 +167,6 @@ def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
 
     Args:
         data: the data, with notes about examples that were left out.
-        evaluates: whether the run evaluates the model.
 
     Raises:
         ConfigError: the training set is empty, or the evaluation set of a run that evaluates.
@@ -204,7 +197,6 @@ class TargetTokens:
     number of kept tokens. The added ones have position 0 and no target.
 
     Attributes:
-        compiled: whether the model is compiled.
         max_targets: the most targets of a batch, by its number of samples. All batches keep as many tokens as that one,
             so they have one shape.
     """
@@ -274,11 +266,7 @@ class Workload:
     """Sizes of batches. Those of tokens are 0 for images.
 
     Attributes:
-        samples: samples with targets. A packed row has several.
         tokens: their tokens, without padding.
-        token_pairs: sum of the squares of their lengths.
-        targets: labels that count towards the loss.
-        rows: rows of the batches, with padding samples.
         positions: their tokens, with padding.
         position_pairs: sum of the squares of the lengths of the rows.
         visited_pairs: those of ``position_pairs`` in blocks that flex attention does not skip on a GPU.
@@ -326,7 +314,6 @@ def _visited_pairs(rows: int, length: int, positions: Tensor | None) -> int:
     """Return the pairs of queries and keys in blocks that flex attention visits.
 
     Args:
-        rows: rows of the batch.
         length: tokens of a row.
         positions: positions in the documents of packed rows, shape (rows, length).
     """

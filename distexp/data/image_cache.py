@@ -39,7 +39,6 @@ class CachedImages:
     memory it also has its pixels, otherwise its index.
 
     Attributes:
-        files: the dataset without a cache.
         pixels: uint8, shape (images, 3, stored size, stored size).
         on_device: whether the pixels are on the device of the training.
     """
@@ -91,8 +90,6 @@ def cut_windows(pixels: Tensor, windows: Tensor, size: int, margin: int) -> Tens
     Args:
         pixels: uint8, shape (batch, 3, stored size, stored size).
         windows: top and left edge in the padded image and whether to flip, shape (batch, 3).
-        size: height and width of the result.
-        margin: pixels of padding on every side.
 
     Returns:
         Whole numbers from 0 to 255 as float32, shape (batch, 3, size, size).
@@ -139,9 +136,7 @@ def cache_images(data: TaskData, place: str, device: torch.device) -> TaskData:
     them. On GPUs each rank has its own copy.
 
     Args:
-        data: data whose images are ImageFiles.
         place: ``cpu`` or ``gpu``.
-        device: device of the training.
 
     Raises:
         ConfigError: the images do not fit, or the data has none.

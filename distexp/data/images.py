@@ -64,7 +64,6 @@ class ImageFiles:
 
     Attributes:
         root: folder that ``files`` are relative to.
-        classes: class of each file.
         size: width and height of the samples in pixels; other images are resized.
         epoch: current epoch. It is in shared memory because persistent loader workers have a copy of
             everything else.
@@ -86,7 +85,10 @@ class ImageFiles:
             raise IndexError(index)
         pixels = torch.from_numpy(decode_image(self.root / self.files[index], self.size)).permute(2, 0, 1)
         if self.augment:
-            pixels = self._crop_and_flip(pixels, index)
+            top, left, flip = self.draw_window(index)
+            padded = torch.nn.functional.pad(pixels, (self.margin,) * 4)
+            cropped = padded[:, top : top + self.size, left : left + self.size]
+            pixels = cropped.flip(2) if flip else cropped
         return {"images": pixels, "labels": torch.tensor(self.classes[index])}
 
     def set_epoch(self, epoch: int) -> None:
@@ -106,12 +108,6 @@ class ImageFiles:
         generator = Generator().manual_seed(seed % 2**63)
         top, left = torch.randint(2 * self.margin + 1, (2,), generator=generator).tolist()
         return Window(top, left, flip=bool(torch.randint(2, (), generator=generator)))
-
-    def _crop_and_flip(self, pixels: Tensor, index: int) -> Tensor:
-        top, left, flip = self.draw_window(index)
-        padded = torch.nn.functional.pad(pixels, (self.margin,) * 4)
-        cropped = padded[:, top : top + self.size, left : left + self.size]
-        return cropped.flip(2) if flip else cropped
 
 
 def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:

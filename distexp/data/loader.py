@@ -39,9 +39,7 @@ class StepData:
 
     Attributes:
         normalizer: number of targets of the step over all ranks; a scalar on the device.
-        num_samples: samples of the step over all ranks.
         wait_s: seconds that this rank waited for its data. The wait for the device is not part of it.
-        workload: sizes of this rank's micro-batches.
     """
 
     micro_batches: list[Batch]
@@ -94,12 +92,7 @@ class ShardedLoader:
     """Loader of optimizer steps for one rank, on its device.
 
     Args:
-        samples: the data set to read.
         data: data of the task; its ``collate`` makes the batches.
-        sharding: division of the batches over the ranks.
-        device: device of the batches.
-        seed: seed of the order of samples.
-        shuffle: whether to shuffle the samples.
         num_workers: loader processes of this rank; 0: this process reads the samples.
         lengths: tokens of each sample, see ShardedBatchSampler.
 
@@ -232,11 +225,7 @@ BUCKET_BATCHES = 50
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """The division of a global batch into micro-batches of ranks.
-
-    Attributes:
-        accumulation: micro-batches of each rank in one optimizer step.
-    """
+    """The division of a global batch into micro-batches of ranks."""
 
     rank: int
     world_size: int
@@ -256,9 +245,6 @@ class ShardedBatchSampler:
     PaddedDataset). The order depends on the seed and the epoch, not on the number of ranks.
 
     Args:
-        length: number of samples.
-        sharding: division of the batches.
-        seed: seed of the order.
         shuffle: whether to shuffle. If not, the order is that of the samples.
         lengths: tokens of each sample, to make batches of similar length; None: batches of any length.
 
@@ -302,34 +288,23 @@ class ShardedBatchSampler:
             order = torch.randperm(self.length, generator=generator)
         copied = order
         if self.lengths is not None:
-            order = bucket_by_length(order, self.lengths, self.sharding.global_batch, generator)
+            # Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The
+            # one with the longest sample is first, so that a run out of memory fails early. An incomplete
+            # batch is last.
+            batch = self.sharding.global_batch
+            pieces = torch.split(order, BUCKET_BATCHES * batch)
+            by_length = torch.cat([piece[self.lengths[piece].argsort(stable=True)] for piece in pieces])
+            complete = len(order) // batch
+            batches = by_length[: complete * batch].view(complete, batch)
+            batches = batches[torch.randperm(complete, generator=generator)]
+            if complete:
+                longest = int(self.lengths[batches].amax(dim=1).argmax())
+                batches[[0, longest]] = batches[[longest, 0]]
+            order = torch.cat([batches.flatten(), by_length[complete * batch :]])
             copied = order[(self.steps_per_epoch - 1) * self.sharding.global_batch :]
         missing = self.steps_per_epoch * self.sharding.global_batch - self.length
         padding = self.length + copied[torch.arange(missing) % len(copied)]
         return torch.cat([order, padding]).view(self.steps_per_epoch, self.sharding.global_batch)
-
-
-def bucket_by_length(order: Tensor, lengths: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Arrange samples so that each batch has samples of similar length.
-
-    Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The one with the longest
-    sample is first, so that a run out of memory fails early. An incomplete batch is last.
-
-    Args:
-        order: shuffled indices of the samples.
-        lengths: tokens of each sample.
-        batch: samples of a global batch.
-        generator: random state of the order of the batches.
-    """
-    pieces = torch.split(order, BUCKET_BATCHES * batch)
-    by_length = torch.cat([piece[lengths[piece].argsort(stable=True)] for piece in pieces])
-    complete = len(order) // batch
-    batches = by_length[: complete * batch].view(complete, batch)
-    batches = batches[torch.randperm(complete, generator=generator)]
-    if complete:
-        longest = int(lengths[batches].amax(dim=1).argmax())
-        batches[[0, longest]] = batches[[longest, 0]]
-    return torch.cat([batches.flatten(), by_length[complete * batch :]])
 
 
 class PaddedDataset(Dataset[Sample]):
@@ -354,17 +329,13 @@ class PaddedDataset(Dataset[Sample]):
             self._known_epoch = epoch
             set_epoch(self.samples, epoch)
 
-    def _follow_epoch(self) -> None:
-        """Set the epoch of a worker's copy of the samples, if it has changed."""
-        if self._epoch is not None and (epoch := int(self._epoch)) != self._known_epoch:
-            self._known_epoch = epoch
-            set_epoch(self.samples, epoch)
-
     def __len__(self) -> int:
         return 2 * len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        self._follow_epoch()
+        if self._epoch is not None and (epoch := int(self._epoch)) != self._known_epoch:
+            self._known_epoch = epoch
+            set_epoch(self.samples, epoch)
         if index < len(self.samples):
             return self.samples[index]
         sample = dict(self.samples[index - len(self.samples)])

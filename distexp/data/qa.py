@@ -44,15 +44,7 @@ class Example:
 
 @dataclass(frozen=True)
 class TokenizationCounts:
-    """Number of examples that were cut or left out.
-
-    Attributes:
-        examples: examples in the data.
-        cut: examples with a shortened context.
-        lost: cut examples whose context no longer contains the answer.
-        left_out: examples whose question and answer alone exceed the limit.
-        unanswered: examples without an answer, which are left out.
-    """
+    """Number of examples that were cut or left out."""
 
     examples: int
     cut: int = 0
@@ -132,9 +124,7 @@ def tokenize_examples(
 
     Args:
         examples: in the order of the samples. Unusable examples are left out and counted.
-        tokenizer: its fingerprint is part of the cache key.
         max_length: limit for prompt, answer and end token together, in tokens.
-        keep_references: keep ids and reference answers, for evaluation.
     """
     key = _cache_key(examples, tokenizer, max_length)
     write = partial(_write_tokens, examples=examples, tokenizer=tokenizer, max_length=max_length)

@@ -100,15 +100,7 @@ def _from_articles(content: Mapping[str, Any]) -> Iterator[Example]:
 
 
 def _make_example(identity: str, question: str, context: str, answers: Sequence[str], misplaced: str | None) -> Example:
-    _check_unicode(identity, (question, context, *answers))
-    normalized = (normalize_whitespace(answer) for answer in answers)
-    usable = tuple(answer for answer in normalized if answer)
-    return Example(identity, normalize_whitespace(question), context, usable, misplaced)
-
-
-def _check_unicode(identity: str, texts: Sequence[str]) -> None:
-    """Raise ConfigError if a text contains half of a character, which no tokenizer can read."""
-    for text in texts:
+    for text in (question, context, *answers):
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -116,6 +108,9 @@ def _check_unicode(identity: str, texts: Sequence[str]) -> None:
                 f"question {identity} contains half of a character, {text[error.start : error.end]!r}: correct the "
                 "encoding of the data"
             ) from None
+    normalized = (normalize_whitespace(answer) for answer in answers)
+    usable = tuple(answer for answer in normalized if answer)
+    return Example(identity, normalize_whitespace(question), context, usable, misplaced)
 
 
 def _find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any]) -> str | None:
@@ -145,11 +140,6 @@ def _load_splits(path: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"dataset.path={path} must have the splits train and validation: save a DatasetDict with both"
         )
-    _check_columns(path, splits)
-    return dict(splits)
-
-
-def _check_columns(path: str, splits: Mapping[str, Any]) -> None:
     columns = set(splits["train"].column_names) & set(splits["validation"].column_names)
     missing = {"id", "question", "context", "answers"} - columns
     if missing:
@@ -157,6 +147,7 @@ def _check_columns(path: str, splits: Mapping[str, Any]) -> None:
             f"dataset.path={path} lacks the columns {', '.join(sorted(missing))} of SQuAD: use a data set with "
             "id, question, context and answers"
         )
+    return dict(splits)
 
 
 def _load_error(path: str, local: Path, error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +57,14 @@ def find_format_error(content: Any) -> str | None:
             for in_article, paragraph in _entries(article, "paragraphs", in_data):
                 _member(paragraph, "context", str, in_article)
                 for where, question in _entries(paragraph, "qas", in_article):
-                    _check_question(question, where)
+                    _member(question, "id", object, where)
+                    _member(question, "question", str, where)
+                    for place, answer in _entries(question, "answers", where):
+                        _member(answer, "text", str, place)
+                        # It would be ignored otherwise.
+                        near = [] if START in answer else get_close_matches(START, answer, n=1, cutoff=MISSPELLED)
+                        if near:
+                            raise _FormatError(f"{place} has the key {near[0]!r}, which is probably {START!r}")
     except _FormatError as error:
         return str(error)
     return None
@@ -100,7 +107,6 @@ def no_examples(source: str, examples: str) -> str:
     """Return the error of data without a question.
 
     Args:
-        source: the file, or another source.
         examples: what it lacks, as in ``training examples``.
     """
     return f"{source} has no {examples}: use data with at least one question"
@@ -115,26 +121,6 @@ class _FormatError(ValueError):
     """A part of a file that SQuAD v1.1 does not have."""
 
 
-def _check_question(question: Any, where: str) -> None:
-    """Check the keys of a question.
-
-    Raises:
-        _FormatError: a key is missing, or has another type.
-    """
-    _member(question, "id", object, where)
-    _member(question, "question", str, where)
-    for place, answer in _entries(question, "answers", where):
-        _member(answer, "text", str, place)
-        _check_optional(answer, START, place)
-
-
-def _check_optional(parent: Mapping[str, Any], key: str, where: str) -> None:
-    """Raise _FormatError if an optional key is misspelled. It would be ignored otherwise."""
-    near = [] if key in parent else get_close_matches(key, parent, n=1, cutoff=MISSPELLED)
-    if near:
-        raise _FormatError(f"{where} has the key {near[0]!r}, which is probably {key!r}")
-
-
 def _entries(parent: Any, key: str, where: str) -> Iterator[tuple[str, Any]]:
     """Yield the place of each entry of a list, as ``data[0]``, and the entry."""
     place = f"{where}.{key}".removeprefix(".")
@@ -146,9 +132,6 @@ def _member(parent: Any, key: str, kind: type, where: str) -> Any:
     """Return the value of a key.
 
     Args:
-        parent: the object that has the key.
-        key: the key.
-        kind: type of the value.
         where: place of the parent in the file; empty: the whole file.
 
     Raises:

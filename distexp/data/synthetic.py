@@ -65,7 +65,6 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
     Args:
         dataset: train_size and eval_size; max_length (tokens), or image_size (pixels) and num_classes.
-        model: task, and vocab_size of a causal LM.
         seed: seed of the training set; the evaluation set uses ``seed + 1``.
 
     Raises:
@@ -75,7 +74,15 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     eval_size = _require("dataset.eval_size", dataset.eval_size)
     if model.task == "causal_lm":
         return _make_token_data(train_size, eval_size, dataset, model, seed)
-    return _make_image_data(train_size, eval_size, dataset, model, seed)
+    classes = _require("dataset.num_classes", dataset.num_classes)
+    size = _require("dataset.image_size", dataset.image_size)
+    return TaskData(
+        task=model.task,
+        train=RandomImages(train_size, size, classes, seed),
+        evaluation=RandomImages(eval_size, size, classes, seed + 1),
+        collate=collate_images,
+        num_classes=classes,
+    )
 
 
 def _make_token_data(
@@ -89,20 +96,6 @@ def _make_token_data(
         evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
         collate=TextCollate(pad_id=0, length=length),
         num_classes=vocab_size,
-    )
-
-
-def _make_image_data(
-    train_size: int, eval_size: int, dataset: DatasetConfig, model: ModelConfig, seed: int
-) -> TaskData:
-    classes = _require("dataset.num_classes", dataset.num_classes)
-    size = _require("dataset.image_size", dataset.image_size)
-    return TaskData(
-        task=model.task,
-        train=RandomImages(train_size, size, classes, seed),
-        evaluation=RandomImages(eval_size, size, classes, seed + 1),
-        collate=collate_images,
-        num_classes=classes,
     )
 
 

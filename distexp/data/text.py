@@ -74,7 +74,6 @@ class TextCollate:
     positions, and have no attention mask: their padding counts as another sample.
 
     Attributes:
-        pad_id: token id of the padding.
         length: tokens of every batch; None: the longest sequence of each batch.
         multiple: without ``length``, batches are padded to a multiple of it.
         limit: without ``length``, most tokens of a batch.
@@ -184,7 +183,6 @@ def pad_to_batch(data: TaskData, limit: int) -> TaskData:
     """Return a copy of ``data`` whose batches are padded to the longest sample, and to a multiple of BUCKET_MULTIPLE.
 
     Args:
-        data: data of a text task.
         limit: most tokens of a batch.
     """
     collate = check_text_collate(data, "bucketing")
@@ -235,10 +233,6 @@ class PackedSamples:
 
     A row is ``input_ids``, ``labels`` and ``position_ids`` of shape (length,). The first label of each sample is
     IGNORE, because the sample before it must not predict it.
-
-    Attributes:
-        samples: the samples.
-        rows: indices of the samples in each row.
     """
 
     samples: Samples
@@ -278,7 +272,6 @@ def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
     """Return a copy of ``data`` with packed training samples and a note about them.
 
     Args:
-        data: data of a text task.
         length: most tokens of a row.
         seed: seed of the order of samples of the same length.
 

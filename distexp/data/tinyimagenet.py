@@ -28,7 +28,6 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
         dataset: root; train_size and eval_size, the number of images to take from a fixed shuffled order,
             because the files are sorted by class; image_size in pixels, null for the size of the first image.
         model: unused, because all image models have the same inputs.
-        seed: seed of the augmentation of training images.
 
     Raises:
         ConfigError: the folder is missing, has another layout, or has fewer images than requested.

@@ -39,8 +39,6 @@ class Tokenizer(Protocol):
 
     Attributes:
         name: ``byte(1024)``, or the name or path it was loaded from.
-        size: entries of the vocabulary.
-        fingerprint: hash of everything that the token ids depend on.
     """
 
     name: str

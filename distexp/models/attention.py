@@ -58,8 +58,6 @@ def causal_mask(length: int, device: torch.device, documents: Tensor | None) -> 
     """Return a mask that is True if a query may attend to a key.
 
     Args:
-        length: positions of a row.
-        device: device of the mask.
         documents: from ``number_documents``; None if each row is one document.
 
     Returns:
@@ -75,7 +73,6 @@ def alibi_bias(slopes: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         slopes: shape (heads,).
         allowed: from ``causal_mask``.
-        dtype: type of the queries.
 
     Returns:
         Shape (1 or batch, heads, length, length).

@@ -39,7 +39,6 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     Args:
         model: init; path of the weights if init=pretrained; hidden_size, num_layers, num_heads, dropout, attention;
             vocab_size, where null means the size of the tokenizer or of the pretrained weights.
-        num_classes: entries of the tokenizer.
 
     Raises:
         ConfigError: a value is invalid for BLOOM, or the weights cannot be read.
@@ -85,13 +84,6 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
             f"model.path={model.path} has a model of type {config.model_type}, but model={model.name} is a "
             f"BLOOM: use model=hf model.name={model.path}"
         )
-    _check_sizes(model, config)
-    resolve_vocab_size(replace(model, vocab_size=config.vocab_size), num_classes)
-    return config
-
-
-def _check_sizes(model: ModelConfig, config: Any) -> None:
-    """Raise ConfigError if a size in ``model`` differs from that of the weights."""
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -106,6 +98,8 @@ def _check_sizes(model: ModelConfig, config: Any) -> None:
     ]
     if errors:
         raise ConfigError(errors)
+    resolve_vocab_size(replace(model, vocab_size=config.vocab_size), num_classes)
+    return config
 
 
 # BLOOM with SDPA or flex attention.
@@ -129,7 +123,6 @@ class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # tr
 
         Args:
             hidden_states: shape (batch, length, hidden).
-            residual: is added to the result.
             alibi: score function of flex attention; None for SDPA.
             attention_mask: a BlockMask for flex attention, or the additive mask of SDPA.
         """
@@ -146,11 +139,7 @@ class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # tr
 
 
 class BloomModel(modeling_bloom.BloomModel):  # type: ignore[misc]  # transformers has no types
-    """The blocks of BLOOM.
-
-    Attributes:
-        attention: sdpa or flex.
-    """
+    """The blocks of BLOOM."""
 
     attention: str
 
@@ -210,12 +199,7 @@ class BloomForCausalLM(modeling_bloom.BloomForCausalLM):  # type: ignore[misc]  
 
 
 def use_attention(bloom: nn.Module, attention: str) -> None:
-    """Replace the attention and the GELU of a BLOOM of transformers in place; its weights stay.
-
-    Args:
-        bloom: a BloomForCausalLM.
-        attention: sdpa or flex.
-    """
+    """Replace the attention and the GELU of a BLOOM of transformers in place; its weights stay."""
     transformer: Any = bloom.transformer
     bloom.__class__, transformer.__class__ = BloomForCausalLM, BloomModel
     transformer.attention = attention

@@ -27,8 +27,6 @@ class Blueprint:
         model: the model; its parameters and buffers are on the meta device until they are materialized.
 
     Args:
-        build: builds the model on torch's default device.
-        context: rank and device of this worker.
         broadcast: send rank 0's weights to the other ranks. If False, every rank builds the whole model
             in its CPU memory.
         weights_key: what random weights depend on, except names, shapes and random numbers. Runs with a common start-up

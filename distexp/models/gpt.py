@@ -92,13 +92,7 @@ class GPT(nn.Module):
     an exact GELU.
 
     Args:
-        vocab: entries of the vocabulary.
-        hidden: size of the hidden states.
-        layers: number of blocks.
-        heads: attention heads of a block.
-        inner: hidden size of the MLP.
         length: most tokens of a sequence.
-        dropout: dropout rate of embeddings, attention weights and residual branches.
         tie: whether the output head has the weight of the token embedding.
         attention: auto: SDPA with a mask, which allows padding on the left. sdpa: SDPA without a mask, unless rows
             have several documents. flex: flex attention.
@@ -247,7 +241,6 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     Args:
         model: hidden_size, num_layers, num_heads, ff_dim, seq_length, tie_embeddings, dropout; vocab_size,
             where null means the size of the tokenizer.
-        num_classes: entries of the tokenizer.
 
     Raises:
         ConfigError: a value is invalid for this architecture.

@@ -33,7 +33,6 @@ class HeadRequest:
     """What the forward pass of a model requests from its head.
 
     Attributes:
-        shape: batch and length of the inputs.
         positions: tokens to select, as indices into batch x length; None: all.
         labels: labels of the selected tokens, shape (batch, length); None: return logits.
         counts: ``calls`` of the head in this forward pass. It is a dict, because dynamo of torch 2.13 loses changes of
@@ -57,7 +56,6 @@ class HeadForward:
     Attributes:
         logits: ``targets`` or ``all``.
         chunk_tokens: tokens of a chunk of the loss; None: the loss is computed from logits.
-        settings: the settings that need this class, for messages.
         hint: what to type if the model does not support them.
     """
 

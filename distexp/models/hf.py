@@ -37,7 +37,6 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     Args:
         model: name, a hub id or a folder; init, pretrained or random; dropout, where null means the
             architecture's default; attention.
-        num_classes: entries of the tokenizer.
 
     Raises:
         ConfigError: the model does not exist, is not a causal LM, or has fewer embeddings than the
@@ -179,7 +178,6 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
 
     Args:
         model_class: class with a method ``from_pretrained``.
-        key: key that has the source, for messages.
         source: a hub id, or a folder written by ``save_pretrained``.
         config: configuration of the model, from ``read_config``.
 
@@ -261,8 +259,6 @@ def save_model(
         weights: whole parameters and buffers by name, one at a time. Every rank must consume all of them.
         build: builds the model; called on the meta device.
         data: data of the task; its tokenizer is written with the weights.
-        run_dir: directory of the run.
-        rank: rank of this worker.
     """
     state = _collect(weights, rank)
     if rank != 0:

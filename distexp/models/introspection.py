@@ -52,11 +52,7 @@ def max_positions(model: nn.Module) -> int | None:
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """Return the number of learned positions, which no sequence can exceed; None if the model has none.
-
-    Args:
-        model: distexp's GPT or a model of transformers.
-    """
+    """Return the number of learned positions, which no sequence can exceed; None if the model has none."""
     limit, tokens = max_positions(model), [module for _, module in find_embeddings(model)]
     sizes = {
         module.num_embeddings

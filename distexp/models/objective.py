@@ -80,9 +80,7 @@ def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normali
     Args:
         task: see ``loss_sum``.
         outputs: see ``loss_sum``.
-        batch: the micro-batch.
         loss: its loss, divided by ``normalizer``.
-        normalizer: number of targets of the step over all ranks.
     """
     hits = count_correct(outputs, batch) if task == "image_classification" else torch.zeros_like(loss)
     return torch.stack([loss.detach(), hits.detach() / normalizer])

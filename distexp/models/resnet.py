@@ -22,7 +22,6 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     Args:
         model: width, the channels of the first stage, doubled in each next stage; depths, the blocks of the
             four stages; bottleneck, whether a block has three convolutions instead of two.
-        num_classes: classes of the data.
 
     Raises:
         ConfigError: a value is invalid for a ResNet.

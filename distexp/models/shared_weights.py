@@ -90,7 +90,13 @@ def _keep(file: int, content: dict[str, Any]) -> None:
         return
     try:
         if not _has_weights(file):
-            _write_and_seal(file, content)
+            import torch
+
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            with open(file, "wb", closefd=False) as stream:  # to close any descriptor of the file would unlock it
+                torch.save(content, stream)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             os.ftruncate(file, 0)  # A later run may try again.
@@ -102,13 +108,3 @@ def _keep(file: int, content: dict[str, Any]) -> None:
 def _has_weights(file: int) -> bool:
     """Return whether the file is complete: only then it is sealed."""
     return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
-
-
-def _write_and_seal(file: int, content: dict[str, Any]) -> None:
-    import torch
-
-    os.ftruncate(file, 0)
-    os.lseek(file, 0, os.SEEK_SET)
-    with open(file, "wb", closefd=False) as stream:  # to close any descriptor of the file would unlock it
-        torch.save(content, stream)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)

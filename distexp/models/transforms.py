@@ -138,10 +138,7 @@ def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, altern
     """Find the repeated blocks of a model, in forward order.
 
     Args:
-        model: any module.
         wrap: as in ``find_units``.
-        needed_for: the settings that need blocks, for the message.
-        alternative: what to set instead, for the message.
 
     Raises:
         ConfigError: the model has no module of these classes, or no repeated blocks.
@@ -159,7 +156,6 @@ def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
     """Find the repeated blocks of a model, in forward order; ``auto`` finds none in a model without them.
 
     Args:
-        model: any module.
         wrap: class names separated by commas, or ``auto``. ``auto`` finds the classes in
             ``_no_split_modules`` of transformers, or else the members of containers whose members have the
             same class. Of several such classes, it takes the one with the most parameters.
@@ -293,8 +289,6 @@ def checkpointed(block: nn.Module, forward: Callable[..., Any], *, in_graph: boo
     """Return a function that computes a block and recomputes its activations in the backward pass.
 
     Args:
-        block: the block.
-        forward: its computation, possibly compiled.
         in_graph: whether the result becomes part of a larger compiled graph. There torch updates the running
             statistics of batch norms once by itself.
     """

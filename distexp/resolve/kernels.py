@@ -169,7 +169,6 @@ def _unsupported_by(config: Config, *, strategy_supports: bool) -> str | None:
     """Return the setting because of which an option is not supported; None if it is.
 
     Args:
-        config: the configuration.
         strategy_supports: whether the strategy supports the option. Of the trainers, only the native one does.
     """
     if config.engine.name != "native":

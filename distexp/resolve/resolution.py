@@ -192,7 +192,6 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
 
     Args:
         composed: the configuration that Hydra composed on the schema, with or without its ``hydra`` node.
-        choices: the chosen option of each config group.
 
     Raises:
         ConfigError: with all errors of a stage.

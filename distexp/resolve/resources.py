@@ -64,9 +64,7 @@ def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Tr
     """Return the launcher with a dotted name.
 
     Args:
-        target: Dotted name of the class.
         trusted: Packages from which it may be imported.
-        kind: Its base class.
 
     Raises:
         ConfigError: It is not a launcher, or is in a package that is not trusted.
@@ -253,7 +251,6 @@ def parameter_count(model: ModelConfig, layers: int | None = None) -> int | None
     """Return the number of parameters; a shared weight counts once.
 
     Args:
-        model: the model.
         layers: number of layers to count instead of ``model.num_layers``.
 
     Returns:
@@ -276,12 +273,7 @@ def ties_embeddings(model: ModelConfig) -> bool:
 
 
 def _block_parameters(hidden: int, inner: int) -> int:
-    """Count the parameters of attention, MLP and two norms, with their biases.
-
-    Args:
-        hidden: width of the hidden states.
-        inner: width of the MLP.
-    """
+    """Count the parameters of attention, MLP and two norms, with their biases."""
     attention = 4 * (hidden + 1) * hidden  # query, key, value, output
     mlp = (hidden + 1) * inner + (inner + 1) * hidden
     return attention + mlp + 2 * NORM_VECTORS * hidden

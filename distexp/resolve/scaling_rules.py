@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from distexp.config import Config, DatasetConfig, ModelConfig, ScaleConfig
+from distexp.config import Config, DatasetConfig, ModelConfig
 from distexp.config.keys import conf_dir
 from distexp.config.model_checks import searches_micro_batch
 from distexp.resolve.resources import parameter_count, ties_embeddings
@@ -215,7 +215,11 @@ SAMPLE_KEYS = ("num_workers",)
 def shrink_to_scale(config: Config) -> list[str]:
     """Apply the limits of the scale, and return an error if the model has no sizes to shrink."""
     if config.scale.name == "full":
-        return _unused_limits(config.scale)
+        return [
+            f"scale.{key}={value} has no effect with scale={config.scale.name}: add scale=tiny, or leave it out"
+            for key, value in vars(config.scale).items()
+            if key not in USED_AT_FULL_SCALE and value is not None
+        ]
     errors = _shrink_model(config)
     _replace_by_sample(config)
     _limit(config.dataset, max_length=config.scale.max_length, image_size=config.scale.image_size)
@@ -231,15 +235,6 @@ def shrink_to_scale(config: Config) -> list[str]:
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
         config.precision.name = "fp32"  # fp16 needs a GPU
     return errors
-
-
-def _unused_limits(scale: ScaleConfig) -> list[str]:
-    """Return an error for each limit that is set although nothing is shrunk."""
-    return [
-        f"scale.{key}={value} has no effect with scale={scale.name}: add scale=tiny, or leave it out"
-        for key, value in vars(scale).items()
-        if key not in USED_AT_FULL_SCALE and value is not None
-    ]
 
 
 def shrink_global_batch(config: Config) -> list[str]:

@@ -80,10 +80,7 @@ def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: l
     """Add a new attempt to those of a run, and archive the files of the previous one.
 
     Args:
-        run: The run. Its attempts are replaced.
-        directory: Directory of the run.
         job_id: Slurm job of the attempt, or None.
-        hosts: Names of its nodes.
     """
     attempts = read_attempts(directory)
     if attempts and attempts[-1].get("reason") is None:
@@ -118,9 +115,7 @@ def record_resume(run: RunInfo, step: int | None, changes: list[str]) -> None:
     """Record how the latest attempt resumed.
 
     Args:
-        run: The run.
         step: Step of the checkpoint; None if the attempt started fresh.
-        changes: Settings that differ from those of the checkpoint.
     """
     if run.attempts:
         run.attempts[-1] |= {"resumed_from_step": step, "changes": changes}

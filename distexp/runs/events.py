@@ -21,7 +21,6 @@ class Events:
     """The events of one rank.
 
     Args:
-        run_dir: Directory of the run.
         enabled: Whether to write the event log, which only rank 0 does.
         progress: Writer of the progress of this rank, or None.
     """
@@ -153,15 +152,7 @@ FILE_BYTES = 256
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The last point that a rank has passed.
-
-    Attributes:
-        rank: The rank.
-        pid: Its process.
-        count: Points passed so far.
-        phase: The current phase.
-        step: Finished optimizer steps.
-    """
+    """The last point that a rank has passed."""
 
     rank: int
     pid: int
@@ -175,13 +166,7 @@ class RankProgress:
 
 
 class ProgressWriter:
-    """Writer of the progress of one rank.
-
-    Args:
-        run_dir: Directory of the run.
-        node: Node of the rank.
-        rank: The rank.
-    """
+    """Writer of the progress of one rank."""
 
     def __init__(self, run_dir: Path, node: int, rank: int) -> None:
         self._rank, self._pid, self._count = rank, os.getpid(), 0

@@ -32,7 +32,6 @@ class MemorySample:
             first sample.
         source: How the memory was read. It marks the samples of a less exact method.
         other_mib: Other jobs' part of a GPU's memory, if NVML reports it.
-        sm_clock_mhz: Clock of a GPU.
         clock_reasons: Why the clock of a GPU is not higher, as bits of NVML's ``nvmlClocksEventReasons``.
         pcie_pct: Rate of a GPU's PCIe link, in percent of its maximum. It is read in some samples only.
         ecc_errors: Uncorrected memory errors of a GPU since the driver was loaded, in some samples only.

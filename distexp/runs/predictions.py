@@ -66,15 +66,6 @@ class StoredForecast:
     """The forecast of one size.
 
     Attributes:
-        nodes: Number of nodes.
-        workers_per_node: Workers of each node.
-        run_id: Id of the same training at this size.
-        micro_batch_size: Samples of a worker in a forward pass.
-        micro_batches: Micro-batches of an optimizer step.
-        samples_per_step: Samples of all workers in an optimizer step.
-        step_time_s: Most likely duration of the step.
-        low_s: Lower end of the interval.
-        high_s: Upper end of the interval.
         created_at: ISO 8601, UTC.
         beyond: How far the size is beyond the measured range; empty inside of it.
         what_if: Options for another machine, which later runs do not share; empty without them.
@@ -166,8 +157,6 @@ class ForecastError:
     """A forecast next to the measured step of the same training at this size.
 
     Attributes:
-        forecast_s: Forecast duration of the step.
-        measured_s: Measured median of the steps.
         inside: Whether the measured duration was in the interval.
         subject: Profiled run and size of the forecast. Empty: unknown.
         measured_at: Start of the measured run, ISO 8601. Empty: unknown.

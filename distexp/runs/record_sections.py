@@ -180,7 +180,6 @@ def make_environment(*, on_gpu: bool, variables: Mapping[str, str] | None = None
 
     Args:
         on_gpu: Whether the run uses GPUs. If not, the record names no GPU and no CUDA version.
-        variables: Environment variables of the workers.
     """
     torch = torch_versions()
     gpu = next(iter(visible_gpus()), None) if on_gpu else None

@@ -28,13 +28,9 @@ class RunState:
     """State of one run.
 
     Attributes:
-        number: The run's number in its sweep.
-        directory: The run directory.
         job: The Slurm job as ARRAY_INDEX; None for a run that is not on Slurm.
         state: One of ACTIVE, "no record", or the status of the record.
         reason: Why the run is waiting, or why it did not complete.
-        nodes: Slurm's list of the job's nodes.
-        record: The record of a run that has ended.
     """
 
     number: int
@@ -171,7 +167,6 @@ def request_stop(run_dir: Path, reason: str) -> None:
     """Ask the workers of a run to write a checkpoint after their current step, and to end.
 
     Args:
-        run_dir: Directory of the run.
         reason: ``time_limit``, ``preemption``, or the name of a signal.
     """
     write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})

@@ -31,14 +31,10 @@ class Segment:
     device, and ``launched`` is the start of the segment on the CPU. Without a GPU only ``host_s`` counts.
 
     Attributes:
-        phase: forward, backward or optimizer.
         micro_batch: Number of the micro-batch, from 0. That of the optimizer is the last one.
         host_s: Time of the CPU, without waiting for the device or for collectives.
-        device_s: Time of the kernels and copies.
         tail_s: Time from the start of the segment on the CPU to its end, on a device that was idle before.
         tail_half_s: The same if the CPU took half of the time.
-        launches: Number of kernels and copies.
-        waits: Whether the CPU then waits for the device.
     """
 
     phase: str
@@ -56,20 +52,14 @@ class Collective:
     """A collective that the CPU launches between two segments.
 
     Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, reduce, broadcast, ...
         bytes: Size as in nccl-tests: the buffer of an all-reduce, the full tensor of an all-gather or reduce-scatter.
             None: the trace does not contain it.
-        ranks: Size of its process group.
         axis: ``all`` workers, or the ``shard`` or ``replicate`` axis of the mesh.
-        phase: As of a segment.
-        micro_batch: As of a segment.
         host_s: Time of the CPU since the last item, up to the launch.
         transfer_s: Measured duration without waiting for other ranks. None: not executed, because the run had one
             worker.
         awaited: ``next``: the next segment waits for it. ``optimizer``: the optimizer waits for it.
         ahead: Number of later collectives of this kind and phase that are launched before the segment that waits.
-        segments_ahead: Number of further segments before the one that waits.
-        after_compute: Whether it needs the results of the earlier segments.
     """
 
     kind: str
@@ -102,13 +92,7 @@ class StepModel:
     """The median profiled step of rank 0.
 
     Attributes:
-        on_gpu: Whether the worker used a GPU.
-        workers: Number of workers.
-        nodes: Number of nodes.
         micro_batches: Micro-batches of a step. The items have at most three of them: the first, one other, the last.
-        step_s: Duration of the profiled step.
-        step_s_by_rank: Durations of all profiled steps of each rank.
-        items: Segments and collectives, in the order of their launches.
         units: Parameters of the model. Empty: unknown.
         bucket_elements: Elements of the buckets of DDP, in the order of their reduction. Empty: no DDP.
         group_elements: Elements of each parameter in each group of the optimizer, not divided over workers.
@@ -181,7 +165,6 @@ def write_profile_summary(run_dir: Path, ranks: Sequence[dict[str, Any]], steps:
     """Write the lanes of all ranks.
 
     Args:
-        run_dir: Directory of the run.
         ranks: For each rank ``rank``, ``step_ms`` and ``lanes``. Each lane has ``name`` and ``spans``: start and end
             in milliseconds since the start of the step, and a label. The file has the index of the label.
         steps: Number of profiled steps. The file has the lanes of the median one.
@@ -219,7 +202,6 @@ class StepTime:
 
     Attributes:
         step: Number among the measured steps, from 0.
-        seconds: Duration.
         watched: Whether the rank measured in this step how long it waits for other ranks.
     """
 

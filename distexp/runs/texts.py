@@ -48,7 +48,6 @@ def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
 
     Args:
         error: The error. It may name the file that could not be written.
-        run_dir: Directory of the run.
         free: Free bytes of its disk at the time of the error.
     """
     named = error.filename if isinstance(error, OSError) else None
@@ -211,12 +210,7 @@ HOST_IS_FULL = re.compile(r"MemoryError|std::bad_alloc|\[Errno 12\]|(?i:(can't|c
 
 
 def out_of_memory_status(error_type: str, message: str) -> str | None:
-    """Return ``oom_gpu`` or ``oom_host`` for an error that means that memory is full; None for another error.
-
-    Args:
-        error_type: Name of the exception.
-        message: Its text.
-    """
+    """Return ``oom_gpu`` or ``oom_host`` for an error that means that memory is full; None for another error."""
     text = f"{error_type}: {message}"
     if GPU_IS_FULL.search(text):
         return "oom_gpu"

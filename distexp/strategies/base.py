@@ -62,7 +62,6 @@ class DistributedModel(EvaluableModel, Protocol):
         """Run one micro-batch and accumulate its gradients.
 
         Args:
-            batch: one micro-batch of this rank.
             normalizer: number of targets in the global step, over all ranks and micro-batches. Dividing by it gives
                 every target the same weight, as on one worker.
             last_micro: whether this is the last micro-batch of the step.
@@ -106,9 +105,6 @@ class Strategy(StepTraits, MemoryTraits, ABC):
     Attributes:
         requires: what must work on the machine: COMMUNICATION between workers, and names of libraries.
         compile_scopes: supported values of ``train.compile``.
-        casts_once_per_step: whether ``train.compute_weights=step`` is supported.
-        fuses_update: whether ``train.fused_update`` is supported.
-        keeps_channels_last: whether ``train.channels_last`` is supported.
         fixes_accumulation: whether ``setup`` fixes the number of micro-batches per step.
         hf_adapter: dotted name of the HFAdapter class for ``engine=hf_trainer``; None if that is not supported.
     """
@@ -210,7 +206,6 @@ def recorded_strategy(config: Settings, trusted: Sequence[str] = ()) -> Strategy
     A record may come from somebody else, so no code is imported because a record names it.
 
     Args:
-        config: Configuration of the record.
         trusted: Packages that the user trusts, whose classes may be imported.
 
     Raises:

@@ -37,8 +37,6 @@ class StepCommunication:
     gradients once per step.
 
     Attributes:
-        weight_bytes: Bytes per element of a gathered weight.
-        gradient_bytes: Bytes per element of a reduced gradient.
         offloads: Whether the optimizer states are in CPU memory, so that the CPU updates the weights.
         is_planned: Whether ``plan`` knows the collectives before a run on several workers shows them.
     """
@@ -87,23 +85,11 @@ class StepCommunication:
         return 2 * self.gradient_bytes * (micro_batches if self.reduces_each_micro_batch else 1)
 
     def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
-        """Return the items of a step of one worker with the collectives of several.
-
-        Args:
-            items: Items of the step, as measured with one worker.
-            model: The profiled step, with the parameters of the model.
-            micro_batches: Micro-batches of the step.
-        """
+        """Return the items of a step of one worker with the collectives of several."""
         return items
 
     def with_replicas(self, items: Sequence[Item], replicas: int, shard: int) -> tuple[Item, ...]:
-        """Return the items with the collectives between replicas that one replica did not have.
-
-        Args:
-            items: Items of the step.
-            replicas: Number of replicas.
-            shard: Workers of each.
-        """
+        """Return the items with the collectives between replicas that one replica did not have."""
         return tuple(items)
 
     def with_waits(self, item: Collective, *, on_gpu: bool) -> Collective:
@@ -111,12 +97,7 @@ class StepCommunication:
         return item
 
     def reduction_sizes(self, model: StepModel, count: int) -> Sequence[int]:
-        """Return the bytes of the reductions of a backward pass whose trace has no sizes; they are equal if unknown.
-
-        Args:
-            model: The profiled step.
-            count: Number of reductions.
-        """
+        """Return the bytes of the reductions of a backward pass whose trace has no sizes; they are equal if unknown."""
         return [element_count(model) * self.gradient_bytes // count] * count
 
 
@@ -172,9 +153,6 @@ def insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int, 
 
     Args:
         items: Items of the step; changed in place.
-        buckets: Bytes of each bucket.
-        micro_batch: Number of the micro-batch.
-        awaited: What waits for the reductions.
     """
     done, total = 0, sum(buckets) or 1
     for size in buckets:
@@ -218,7 +196,6 @@ class Sharding(StrEnum):
         """Return the mesh axes (replicate, shard).
 
         Args:
-            workers: number of workers on all nodes.
             nodes: number of nodes; hybrid_shard keeps one replica per node.
             replicas: number of replicas of hybrid_shard, instead of one per node.
         """

@@ -30,7 +30,6 @@ class DDPCommunication(StepCommunication):
     """All-reduces of buckets in the last backward pass, which the optimizer awaits.
 
     Attributes:
-        bucket_bytes: Size from which DDP closes a bucket.
         first_bucket_bytes: The same for the first bucket, which is smaller unless ``ddp.bucket_cap_mb`` is set.
     """
 

@@ -30,7 +30,6 @@ class MasterReduction:
     """The state of the hooks that reduce the gradients of fp32 weights.
 
     Attributes:
-        group: The workers.
         weights: The fp32 weights and their 16-bit copies.
         started: Reductions in fp32 of this backward pass.
     """
@@ -58,7 +57,6 @@ def set_reduction(
     """Set the hook of DDP, unless it reduces in its own way.
 
     Args:
-        wrapped: the module in DDP.
         communication: ``fp32`` or ``bf16``.
         weights: the 16-bit copies that DDP sees, if the gradients of fp32 weights are to be reduced.
 
@@ -133,7 +131,6 @@ def add_to_masters(masters: list[nn.Parameter], gradients: list[Tensor], buffer:
     Args:
         masters: the fp32 weights of the bucket.
         gradients: their gradients of one micro-batch, as views of ``buffer``.
-        buffer: the bucket.
 
     Returns:
         A flat fp32 tensor in the layout of the bucket.
@@ -166,7 +163,6 @@ class StepWeights:
 
     Args:
         module: the module, before DDP wraps it. Afterwards it has the copies as parameters.
-        dtype: data type of the copies.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:

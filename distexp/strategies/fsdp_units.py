@@ -41,7 +41,6 @@ class Unit:
     """Modules that FSDP shards, gathers and frees together.
 
     Attributes:
-        modules: the modules, in forward order.
         is_needed_first: whether the backward pass starts with it. Freed after the forward pass, it would only be
             gathered twice.
     """
@@ -128,7 +127,6 @@ def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
     """Return the blocks of a unit, or ``auto``. Nested blocks are one unit each.
 
     Args:
-        config: the configuration.
         is_nested: whether some blocks are in other blocks.
 
     Raises:
@@ -160,7 +158,6 @@ def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.M
     """Split the blocks, in forward order, into groups that FSDP shards as one unit.
 
     Args:
-        blocks: the blocks of a model.
         size: blocks of a group. ``auto``: as many as have MIN_UNIT_PARAMETERS together, at most all.
     """
     if not blocks:
@@ -178,7 +175,6 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     """Return how FSDP distributed a model, read from its parameters and units.
 
     Args:
-        model: the root unit.
         inner: the blocks, or the model if it has none. They show whether parameters are resharded after the forward
             pass.
 

@@ -27,7 +27,6 @@ class FusedAdamW(torch.optim.AdamW):
         options: other arguments of ``torch.optim.AdamW``.
 
     Attributes:
-        copies: as the argument.
         update: does the update. Its arguments are those of ``distexp.strategies.fused_adamw.update_weights``.
             ``distexp.plan`` replaces it.
     """
@@ -117,7 +116,6 @@ def update_weights(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
     The formula is that of ``torch.optim.AdamW``. The gradients are not changed.
 
     Args:
-        updates: the weights, on one device.
         scale: fp32, shape ().
     """
     groups: dict[tuple[bool, bool, bool], list[WeightUpdate]] = defaultdict(list)
@@ -167,12 +165,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (triton)
         chunks: weight, first index and size of the weight for each chunk, shape (chunks, 3).
         addresses: of ``WeightUpdate.addresses``, shape (weights, 5).
         constants: of ``WeightUpdate.constants``, shape (weights, 6).
-        scale_address: the factor of the gradients.
-        half_gradient: whether the gradients are bf16.
-        has_copy: whether to store rounded weights.
         aligned: whether all addresses are multiples of 16.
-        chunk_size: weights of a chunk.
-        block_size: weights of an iteration.
     """
     chunk = chunks + 3 * tl.program_id(0)
     number = tl.load(chunk)
@@ -235,10 +228,7 @@ class WeightUpdate:
         exp_avg: mean of the gradients, fp32; is changed.
         exp_avg_sq: mean of their squares, fp32; is changed.
         copy: becomes the rounded weight, bf16; None: there is no copy.
-        learning_rate: of this step.
         weight_decay: of AdamW, before it is multiplied by the learning rate.
-        betas: factors of the old means.
-        eps: is added to the root of the mean square.
         step: number of this step, from 1 on, on the CPU, shape ().
     """
 

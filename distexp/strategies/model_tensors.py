@@ -105,10 +105,7 @@ class ModelTensors:
     """Tensors of a distributed model on this rank. Views of one storage count once.
 
     Attributes:
-        buffers: tensors of the module that are not trained.
-        communication: buffers of collectives.
         bucket_sizes: bytes of the buckets that only the library can reach.
-        names: name of each parameter, by its id.
         vocabulary: size of the vocabulary; None for image models.
     """
 

@@ -34,8 +34,6 @@ def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> tor
     """Build AdamW or SGD; the loop sets the learning rate before each step.
 
     Args:
-        model: the model, after it was sharded.
-        train: the training options.
         fused: whether to use the fused kernel of AdamW. SGD never uses its own: if fp16's loss scaling skips the first
             step, fused SGD leaves the momentum uninitialized. ResNet-50 diverged because of it.
     """

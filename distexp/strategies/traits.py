@@ -32,10 +32,7 @@ class Option:
     """A value of the main option of a strategy, which a search tries by default.
 
     Attributes:
-        value: Option of the config group.
         lighter: Override that chooses what needs less memory. If that does not fit, neither does this; empty: none.
-        offloads: Whether it is tried with offloading too.
-        needs_nodes: Whether it equals another option on a single node.
     """
 
     value: str
@@ -51,10 +48,7 @@ class StepTraits:
         is_reference: Whether the losses of the others are compared with those of this strategy.
         complexity: Number that is smaller for a simpler strategy, which a search prefers among equal ones.
         max_workers: Most workers; None for any number.
-        section: Section of the schema with its options.
         option_group: Config group of its main option. An override of this group chooses the strategy too.
-        option_key: Key that this group sets.
-        options: Values of the main option to try.
         lighter: For a strategy without such a group, the override that chooses what needs less memory, as in Option.
     """
 
@@ -79,11 +73,7 @@ class StepTraits:
 
     @classmethod
     def lighter_overrides(cls, name: str) -> dict[str, str]:
-        """Return the override that needs less memory, by each override that chooses an option of this strategy.
-
-        Args:
-            name: Name of the strategy.
-        """
+        """Return the override that needs less memory, by each override that chooses an option of this strategy."""
         found = {f"{cls.option_group}={option.value}": option.lighter for option in cls.options}
         return {text: lighter for text, lighter in {f"strategy={name}": cls.lighter, **found}.items() if lighter}
 
@@ -110,11 +100,6 @@ class StepTraits:
 
     def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> StepCommunication:
         """Return the same for a run that has ended, with what it built.
-
-        Args:
-            config: Configuration of the run.
-            built: What the run built.
-            run_dir: Directory of the run.
 
         Raises:
             ConfigError: The directory lacks a file that is needed.
@@ -268,7 +253,6 @@ class MemoryTraits:
         Args:
             bottleneck: ``launch_idle``, ``exposed_communication``, ``data_wait``, ``optimizer``, ``host`` or
                 ``compute``.
-            step: The profiled step.
         """
         yield from ()
 

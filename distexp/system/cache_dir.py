@@ -87,18 +87,14 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool
     partial = path.parent / f"{prefix}-{os.getpid()}.partial"
     try:
         build(partial)
-        _rename(partial, path)
+        try:
+            partial.rename(path)
+        except OSError:
+            # Without a common lock, another process may have finished first. Its result is the same.
+            if not path.exists():
+                raise
     finally:
         remove(partial)
-
-
-def _rename(partial: Path, path: Path) -> None:
-    try:
-        partial.rename(path)
-    except OSError:
-        # Without a common lock, another process may have finished first. Its result is the same.
-        if not path.exists():
-            raise
 
 
 # Offline mode for the Hugging Face libraries if the Hub cannot be reached.

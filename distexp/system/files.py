@@ -240,20 +240,16 @@ class Tail:
         """
         try:
             with open_file(self.path) as file:
-                added = self._read_added(file)
+                size = file.seek(0, os.SEEK_END)
+                if size < self._offset:
+                    self._offset, self.restarts = 0, self.restarts + 1
+                file.seek(self._offset)
+                added = file.read()
         except FileNotFoundError:
             return []
         lines, end, _ = added.rpartition(b"\n")  # What follows the last line end is still being written.
         self._offset += len(lines) + len(end)
         return lines.decode(errors="replace").split("\n") if end else []
-
-    def _read_added(self, file: BinaryIO) -> bytes:
-        """Read what was added to the file since the last whole line, or all of it if it has become shorter."""
-        size = file.seek(0, os.SEEK_END)
-        if size < self._offset:
-            self._offset, self.restarts = 0, self.restarts + 1
-        file.seek(self._offset)
-        return file.read()
 
     def read_entries(self) -> list[Entry]:
         """Read the new lines as JSON; lines that are not a JSON object are left out."""

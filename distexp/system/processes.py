@@ -55,12 +55,7 @@ def start_module(
     starts the child, so call this from the main thread.
 
     Args:
-        module: Name of the module.
-        arguments: Command line of the module.
-        env: Environment of the child.
         output: File for stdout and stderr; None inherits both.
-        death_signal: Signal for the child when this process dies.
-        inherited: File descriptors that the child gets too.
         command: Returns the whole command, from the arguments of Python; None: this Python.
 
     Returns:
@@ -93,7 +88,6 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None 
     """Request a signal for the death of the parent process; send it now if the parent is already dead.
 
     Args:
-        number: The signal.
         parent: Id of the parent if it is known. It may be 1, as in a container.
     """
     expected = os.getppid() if parent is None else parent
@@ -175,7 +169,6 @@ def end_tree(process: WatchedProcess, grace_s: float) -> None:
     """End a child process and all its descendants, and wait for their end.
 
     Args:
-        process: The child.
         grace_s: Seconds between SIGTERM for the child and SIGKILL for every process that is left.
     """
     family = _terminate(process, grace_s)

@@ -51,16 +51,18 @@ METADATA_CLASSES = frozenset(
 class DataReader(FileSystemReader):
     """A reader of torch.distributed.checkpoint whose metadata may contain no code.
 
-    Args:
-        folder: the checkpoint.
-
     Raises:
         ConfigError: the metadata names another class or function.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._metadata = _read_metadata(folder / METADATA)
+        path = folder / METADATA
+        with refused_as_config_error(path):
+            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"GLOBAL {type(metadata).__name__} is not Metadata")
+        self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
         """Return the metadata.
@@ -86,20 +88,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"GLOBAL {full_name} is not allowed")
 
 
-def _read_metadata(path: Path) -> Metadata:
-    with refused_as_config_error(path):
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"GLOBAL {type(metadata).__name__} is not Metadata")
-    return metadata
-
-
 @contextmanager
 def weights_only_loading(folder: Path) -> Iterator[None]:
     """Make ``torch.load`` accept only tensors and plain values.
-
-    Args:
-        folder: the checkpoint, for the message.
 
     Raises:
         ConfigError: a file of the checkpoint contains another class or function.

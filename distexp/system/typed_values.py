@@ -52,10 +52,7 @@ def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "co
     """Yield an error for each value that does not fit a section of the configuration. Missing keys are no errors.
 
     Args:
-        kind: Dataclass of the section.
-        raw: Its values.
         complete: Whether the values are resolved. If not, a text or null may stand for each value.
-        name: Key of the section.
     """
     if not isinstance(raw, dict):
         yield f"{name} is {_shown(raw)} and not a section"

@@ -37,8 +37,6 @@ class ZeroOptions:
 
     Attributes:
         overlap_comm: Whether reductions overlap with the backward pass. None: at stage 3 only.
-        reduce_bucket_size: Most elements of a reduction with several parameters.
-        stage3_prefetch_bucket_size: Elements that are gathered ahead at once.
         stage3_param_persistence_threshold: Elements up to which a parameter is kept whole between two updates.
         stage3_max_live_parameters: Elements that are gathered, from which no more are gathered ahead.
         stage3_max_reuse_distance: Elements up to the next use of a parameter, below which it is not released.
@@ -75,12 +73,7 @@ def read_zero_options(run_dir: Path) -> ZeroOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroCommunication(StepCommunication):
-    """The collectives of a step at a stage of ZeRO.
-
-    Attributes:
-        stage: The stage.
-        zero: Further options of DeepSpeed.
-    """
+    """The collectives of a step at a stage of ZeRO."""
 
     stage: int = 0
     zero: ZeroOptions = ZeroOptions()
@@ -256,8 +249,6 @@ class Gather:
     Attributes:
         position: Number of the module before which it is launched: first the modules of the forward pass, then those
             of the backward pass.
-        elements: Elements of its parameters.
-        used_at: Number of the module that waits for it.
     """
 
     position: int
@@ -279,8 +270,6 @@ def gathers_of_micro_batch(
 
     Args:
         modules: Positions of the parameters of each module, in the order of the forward pass.
-        elements: Elements of each parameter.
-        options: Options of DeepSpeed.
     """
     order = [*modules, *reversed(modules)]
     fetcher = _Fetcher(order, elements, options)

@@ -153,7 +153,6 @@ def describe(engine: Any, *, trainer: str = "native") -> Built:
     """Return what was built, read from a deepspeed.DeepSpeedEngine.
 
     Args:
-        engine: the DeepSpeedEngine.
         trainer: the value of ``engine``, for the record.
     """
     stage = engine.zero_optimization_stage()
@@ -225,7 +224,22 @@ def repair_16_bits(engine: Any) -> None:
     if unpartitioned_masters(engine):
         _reset_states(engine.optimizer.optimizer)
         if engine.fp16_enabled():
-            _scale_losses(engine)
+            backward, step, optimizer = engine.backward, engine.step, engine.optimizer
+
+            def scaled_backward(loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+                # Setting the gradient of the loss is also right for a version of DeepSpeed that scales the loss.
+                factor = optimizer.loss_scale / (engine.gradient_accumulation_steps() if scale_wrt_gas else 1)
+                loss.register_hook(lambda gradient: torch.full_like(gradient, factor))  # type: ignore[no-untyped-call]
+                result: Tensor = backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+                return result
+
+            def step_with_norm(*arguments: Any) -> None:
+                updates, scale = engine.is_gradient_accumulation_boundary(), optimizer.loss_scale
+                step(*arguments)
+                if updates:
+                    engine._global_grad_norm /= scale
+
+            engine.backward, engine.step = scaled_backward, step_with_norm
 
 
 def _reset_states(optimizer: torch.optim.Optimizer) -> None:
@@ -234,25 +248,6 @@ def _reset_states(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, Tensor):
                 value.zero_()
-
-
-def _scale_losses(engine: Any) -> None:
-    backward, step, optimizer = engine.backward, engine.step, engine.optimizer
-
-    def scaled_backward(loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        # Setting the gradient of the loss is also right for a version of DeepSpeed that scales the loss.
-        factor = optimizer.loss_scale / (engine.gradient_accumulation_steps() if scale_wrt_gas else 1)
-        loss.register_hook(lambda gradient: torch.full_like(gradient, factor))  # type: ignore[no-untyped-call]
-        result: Tensor = backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        return result
-
-    def step_with_norm(*arguments: Any) -> None:
-        updates, scale = engine.is_gradient_accumulation_boundary(), optimizer.loss_scale
-        step(*arguments)
-        if updates:
-            engine._global_grad_norm /= scale
-
-    engine.backward, engine.step = scaled_backward, step_with_norm
 
 
 # Strategies that compute with weights in 16 bits, and models whose buffers in fp32 do not fit them.

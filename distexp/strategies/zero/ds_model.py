@@ -146,7 +146,6 @@ def gradient_norm(optimizer: Any, gradients: Iterable[Tensor], parameters: objec
     DeepSpeed replaces a norm that is infinite or no number by -1 here. This does not.
 
     Args:
-        optimizer: a DeepSpeedZeroOptimizer.
         gradients: the partition of this rank, any shapes.
         parameters: not used.
         norm_type: 2.
@@ -165,13 +164,7 @@ def _sum_of_squares(tensors: list[Tensor], norm_type: float) -> Tensor:
 
 
 def clip(optimizer: Any, gradients: Iterable[Tensor], norm: Tensor) -> None:
-    """Scale the gradients in place, so that their norm is at most ``optimizer.clip_grad``; 0: no limit.
-
-    Args:
-        optimizer: a DeepSpeedZeroOptimizer.
-        gradients: flat gradients of this rank.
-        norm: norm over all ranks and groups, a scalar.
-    """
+    """Scale the gradients in place, so that their norm is at most ``optimizer.clip_grad``; 0: no limit."""
     if optimizer.clip_grad:
         factor = 1.0 / ((norm + EPSILON) / optimizer.clip_grad).clamp(min=1.0)
         for gradient in gradients:

@@ -69,13 +69,7 @@ def main() -> None:
 
 
 def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
-    """Build an operator, and import it.
-
-    Args:
-        builder: its builder.
-        name: its name.
-        following: names of the operators that are built after it.
-    """
+    """Build an operator, and import it."""
     from distexp.system.torch_internals.compilation import extension_build_dir
 
     folder = extension_build_dir(name)
@@ -173,7 +167,6 @@ def wait_for_baton(folder: Path, report: Callable[[Path], None]) -> None:
     """Wait until no other program builds in a folder. Remove the lock of a program that was killed.
 
     Args:
-        folder: the folder of the operator.
         report: called once with the path of the lock, before the first wait.
     """
     baton, reported = folder / BATON, False
