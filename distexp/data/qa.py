@@ -126,7 +126,11 @@ def tokenize_examples(
         examples: in the order of the samples. Unusable examples are left out and counted.
         max_length: limit for prompt, answer and end token together, in tokens.
     """
-    key = _cache_key(examples, tokenizer, max_length)
+    digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eos_id} {max_length}".encode())
+    for example in examples:
+        parts = ("", example.question, example.context, *example.answers[:1])
+        digest.update("\x1f".join(parts).encode("utf-8", "surrogatepass"))
+    key = digest.hexdigest()[:24]
     write = partial(_write_tokens, examples=examples, tokenizer=tokenizer, max_length=max_length)
     folder = build_once(cache_dir() / f"{FORMAT}-{key}", write)
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
@@ -139,14 +143,6 @@ def tokenize_examples(
         too_long=counts.left_out if keep_references else 0,
     )
     return samples, counts
-
-
-def _cache_key(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> str:
-    digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eos_id} {max_length}".encode())
-    for example in examples:
-        parts = ("", example.question, example.context, *example.answers[:1])
-        digest.update("\x1f".join(parts).encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()[:24]
 
 
 def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:

@@ -114,7 +114,12 @@ def check_speed_options(config: Config) -> Iterator[str]:
             f"{config.model.dropout:g}: use train.activation_checkpointing=true in its place, or model.dropout=0"
         )
     yield from _compute_weights_errors(config)
-    yield from _fused_update_errors(config)
+    if not config.train.fused_update:
+        return
+    if setting := _unsupported_by(config, strategy_supports=load_strategy(config).fuses_update):
+        yield f"train.fused_update=true is not supported by {setting}: leave it out"
+    elif reason := fused_update_error(config):
+        yield f"train.fused_update=true {reason}"
 
 
 def _compile_errors(config: Config) -> Iterator[str]:
@@ -154,15 +159,6 @@ def _compute_weights_errors(config: Config) -> Iterator[str]:
         )
     if setting := _unsupported_by(config, strategy_supports=load_strategy(config).casts_once_per_step):
         yield f"train.compute_weights=step is not supported by {setting}: leave it out"
-
-
-def _fused_update_errors(config: Config) -> Iterator[str]:
-    if not config.train.fused_update:
-        return
-    if setting := _unsupported_by(config, strategy_supports=load_strategy(config).fuses_update):
-        yield f"train.fused_update=true is not supported by {setting}: leave it out"
-    elif reason := fused_update_error(config):
-        yield f"train.fused_update=true {reason}"
 
 
 def _unsupported_by(config: Config, *, strategy_supports: bool) -> str | None:

@@ -42,7 +42,12 @@ def _training_settings(config: Config) -> dict[str, Any]:
     """Return what determines the training. A change of its form would change the ids of all finished runs."""
     settings: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in IRRELEVANT}
     settings["cluster"] = {key: settings["cluster"][key] for key in CLUSTER_KEYS}
-    _identify_data(settings)
+    for key, spec in schema_fields():
+        section, _, name = key.rpartition(".")
+        path = settings.get(section, {}).get(name)
+        holds_data = info_of(spec).path in ("file", "folder") or key == "dataset.path"
+        if holds_data and path is not None and os.path.exists(path):
+            settings[section][name] = fingerprint(path)
     _identify_model(config, settings["model"])
     _remove_unchanged(settings)
     train = settings["train"]
@@ -57,16 +62,6 @@ def _training_settings(config: Config) -> dict[str, Any]:
     if train["resume"] is not None:
         train["resume"] = checkpoint_fingerprint(Path(train["resume"]))
     return settings
-
-
-def _identify_data(settings: dict[str, Any]) -> None:
-    """Replace paths of data by fingerprints of what is there."""
-    for key, spec in schema_fields():
-        section, _, name = key.rpartition(".")
-        path = settings.get(section, {}).get(name)
-        holds_data = info_of(spec).path in ("file", "folder") or key == "dataset.path"
-        if holds_data and path is not None and os.path.exists(path):
-            settings[section][name] = fingerprint(path)
 
 
 def _identify_model(config: Config, settings: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,10 +78,11 @@ def read_progress(directory: Path) -> Progress:
         events = read_entries(directory / EVENTS)
         phases = phase_events_of(events)
         last_step = read_last_entry(directory / METRICS)
+        counts = (_count_of(entry, "total_steps") for entry in events)
         return Progress(
             phase=phases[-1].phase if phases else _phase_before_workers(directory),
             step=_count_of(last_step, "step"),
-            steps=_first_count(events, "total_steps"),
+            steps=next((count for count in counts if count is not None), None),
             loss=number_of(last_step, "loss"),
         )
     except OSError as error:
@@ -92,12 +93,6 @@ def _phase_before_workers(directory: Path) -> str | None:
     """Return ``compile`` while DeepSpeed's operators are compiled, else None."""
     build = read_last_entry(directory / OPERATORS)
     return "compile" if build and not build.keys() & {"compiled_s", "waited_s"} else None
-
-
-def _first_count(entries: Iterable[Mapping[str, Any]], key: str) -> int | None:
-    """Return the whole number of the first entry that has one."""
-    counts = (_count_of(entry, key) for entry in entries)
-    return next((count for count in counts if count is not None), None)
 
 
 def _count_of(entry: Mapping[str, Any], key: str) -> int | None:

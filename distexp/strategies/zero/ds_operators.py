@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import psutil
 
@@ -84,15 +84,11 @@ def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
         except ImportError:
             if not existed:
                 raise
-            _build_again(folder, (name, *following))
+            # PyTorch builds a library once in a process, so this program starts again.
+            remove_build(folder)
+            os.execv(sys.executable, [sys.executable, "-m", MODULE, name, *following])
         write_stamp(folder, library)
         return loaded
-
-
-def _build_again(folder: Path, names: Sequence[str]) -> NoReturn:
-    """Remove a library that cannot be imported, and start this program again: PyTorch builds once in a process."""
-    remove_build(folder)
-    os.execv(sys.executable, [sys.executable, "-m", MODULE, *names])
 
 
 def _built_elsewhere(folder: Path) -> bool:
