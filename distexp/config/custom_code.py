@@ -23,8 +23,7 @@ TRACEBACK_HINT = "HYDRA_FULL_ERROR=1 prints the traceback"
 def check_callable(found: object, source: str) -> None:
     """Check that the object that a ``_target_`` names can be called.
 
-    Raises:
-        ConfigError: it is no function or class.
+    Raise ConfigError if it is no function or class.
     """
     if not callable(found):
         raise ConfigError(
@@ -35,11 +34,7 @@ def check_callable(found: object, source: str) -> None:
 def check_members(found: object, protocol: type, source: str) -> None:
     """Check that a returned object has all methods and properties of a protocol.
 
-    Args:
-        source: what returned the object, as in ``engine._target_=my_package.Engine``.
-
-    Raises:
-        ConfigError: it is None or a class, or with the missing names.
+    Raise ConfigError if it is None or a class, or with the missing names.
     """
     if found is None or isinstance(found, type):
         raise ConfigError(_unexpected(found, protocol, source))
@@ -51,8 +46,7 @@ def check_members(found: object, protocol: type, source: str) -> None:
 def check_not_abstract(kind: object, base: type, source: str) -> None:
     """Check that a class implements all abstract methods of its base class.
 
-    Raises:
-        ConfigError: with the missing names.
+    Raise ConfigError with the missing names.
     """
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing:
@@ -60,25 +54,14 @@ def check_not_abstract(kind: object, base: type, source: str) -> None:
 
 
 def check_returned(found: object, kind: type, source: str) -> None:
-    """Check what a function returned.
-
-    Args:
-        source: where the function is from, as in ``model._target_=my_package.build``.
-
-    Raises:
-        ConfigError: it is of another class.
-    """
+    """Check what a function returned. Raise ConfigError if it is of another class."""
     if not isinstance(found, kind):
         raise ConfigError(_unexpected(found, kind, source))
 
 
 @contextmanager
 def shorten_errors(target: str, call: str) -> Iterator[None]:
-    """Raise the errors of custom code as ConfigError, which names the method and the line. Keep those of distexp.
-
-    Args:
-        call: what is called, as in ``validate()``.
-    """
+    """Raise the errors of custom code as ConfigError, which names the method and the line. Keep those of distexp."""
     try:
         yield
     except ConfigError:
@@ -142,7 +125,6 @@ def _lacking(missing: list[str], protocol: type) -> str:
 
 
 # The line that raised an error, outside of the libraries that a user does not change.
-
 
 LIBRARIES = ("torch", "triton")
 """Packages whose lines are never named, like those of distexp and of Python."""
@@ -218,8 +200,7 @@ def check_target(target: str, trusted: Sequence[str]) -> str | None:
 def locate(target: str) -> Any:
     """Import a dotted name and return the function or class.
 
-    Raises:
-        ConfigError: the name cannot be imported, or names something else.
+    Raise ConfigError if the name cannot be imported, or names something else.
     """
     module, _, name = target.rpartition(".")
     try:

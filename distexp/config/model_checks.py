@@ -68,11 +68,7 @@ def model_errors(model: ModelConfig) -> list[str]:
 
 
 def validate_model(model: ModelConfig) -> None:
-    """Check the values and the combination of the keys of a model.
-
-    Raises:
-        ConfigError: with all errors.
-    """
+    """Check the values and the combination of the keys of a model. Raise ConfigError with all errors."""
     errors = [*value_errors("model", model), *model_errors(model)]
     if errors:
         raise ConfigError(errors)
@@ -81,8 +77,7 @@ def validate_model(model: ModelConfig) -> None:
 def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
     """Return the rows of the embedding: ``model.vocab_size``, or the size of the tokenizer.
 
-    Raises:
-        ConfigError: the tokenizer has more entries than the embedding has rows.
+    Raise ConfigError if the tokenizer has more entries than the embedding has rows.
     """
     if model.vocab_size is None:
         return num_classes
@@ -208,7 +203,6 @@ def loads_from_source(model: ModelConfig) -> bool:
 
 # Sizes of the batches of a training: micro-batch, accumulation and global batch.
 
-
 AUTO = "auto"
 """Value of ``train.micro_batch_size`` for which the workers search the size."""
 
@@ -249,7 +243,6 @@ def with_micro_batch(config: Config, size: int, accumulation: int | None = None)
 
 
 # Numbers of the samples of generated data sets, if their configuration sets none.
-
 
 SQUAD_SAMPLE_TRAIN, SQUAD_SAMPLE_EVAL = 512, 128
 TINYIMAGENET_SAMPLE_TRAIN, TINYIMAGENET_SAMPLE_EVAL = 400, 100

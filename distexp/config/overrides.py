@@ -40,20 +40,15 @@ def _is_open(override: str) -> bool:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides with Hydra's grammar.
-
-    Raises:
-        OverrideParseException: an override does not match the grammar.
-    """
+    """Parse overrides with Hydra's grammar. Raise OverrideParseException if an override does not match the grammar."""
     return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def quote_choice(text: str, groups: Container[str]) -> str:
     """Return an override with its int, float and bool choices quoted, if its key is a group.
 
-    Raises:
-        ConfigError: a list is given, of which Hydra would silently use the last option only, or null.
-        OverrideParseException: the override does not match the grammar.
+    Raise ConfigError if a list is given, of which Hydra would silently use the last option only, or null, or
+    OverrideParseException if the override does not match the grammar.
     """
     prefix, equals, _ = text.partition("=")
     key = prefix.lstrip("+").split("@", 1)[0].removeprefix("/")
@@ -120,7 +115,6 @@ def sets_key(overrides: Iterable[str], key: str) -> bool:
 
 # Command lines as a user types them: overrides, and commands that a message suggests.
 
-
 TYPED_BOOLEAN = re.compile(r"(?<=[=,\[:])(True|False)(?=[,\]}]|$)")
 """A boolean as Hydra writes it in the overrides of a sweep."""
 
@@ -136,7 +130,6 @@ def suggest_command(name: str, directory: Path) -> str:
 
 
 # Command lines to copy into a shell: bash and Hydra read the same values as in the command of the run.
-
 
 SIMPLE = re.compile(r"[\w./@+~]+=[\w./+-]+", re.ASCII)
 """An override without quotes, brackets and commas, which needs no check."""
@@ -228,7 +221,6 @@ def _quote_for_hydra(value: str) -> str:
 
 
 # Lists and counts in messages: ``a, b and 3 more``, ``2 runs``, ``runs 0-5, 8``.
-
 
 MAX_ITEMS = 8
 

@@ -131,20 +131,12 @@ class TaskData:
 
 # Checks of the object that a dataset returns.
 
-
 SAMPLES = ("train", "evaluation")
 """Fields of TaskData that are datasets."""
 
 
 def check_task_data(data: TaskData, task: str, source: str) -> None:
-    """Check the fields of a TaskData.
-
-    Args:
-        source: what returned the object, as in ``dataset._target_=my_package.load``.
-
-    Raises:
-        ConfigError: with one message for each wrong field.
-    """
+    """Check the fields of a TaskData. Raise ConfigError with one message for each wrong field."""
     wrong = [
         f"{name} is {describe_type(samples)} without __len__ or __getitem__"
         for name, samples in ((name, getattr(data, name)) for name in SAMPLES)
@@ -165,11 +157,7 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
 def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
     """Check that the sets of a run have samples.
 
-    Args:
-        data: the data, with notes about examples that were left out.
-
-    Raises:
-        ConfigError: the training set is empty, or the evaluation set of a run that evaluates.
+    Raise ConfigError if the training set is empty, or the evaluation set of a run that evaluates.
     """
     left_out = f" ({'; '.join(data.notes)})" if data.notes else ""
     if not len(data.train):
@@ -179,7 +167,6 @@ def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
 
 
 # Collate functions that pass the targets of a batch to the output head of a causal LM.
-
 
 KEPT_MULTIPLE = 8
 """The number of kept tokens is a multiple of it, as matrix products on a GPU are faster then."""
@@ -256,7 +243,6 @@ def kept_tokens(targets: int, tokens: int, *, compiled: bool) -> int:
 
 # Sizes of batches, from which their FLOPs follow.
 
-
 BLOCK = 128
 """Queries and keys of a block of flex attention on a GPU, see ``create_block_mask``."""
 
@@ -311,12 +297,7 @@ def _workload_of(batch: Batch) -> Workload:
 
 
 def _visited_pairs(rows: int, length: int, positions: Tensor | None) -> int:
-    """Return the pairs of queries and keys in blocks that flex attention visits.
-
-    Args:
-        length: tokens of a row.
-        positions: positions in the documents of packed rows, shape (rows, length).
-    """
+    """Return the pairs of queries and keys in blocks that flex attention visits."""
     starts = torch.arange(0, length, BLOCK)
     ends = (starts + BLOCK).clamp(max=length)
     first = torch.zeros(rows, len(starts), dtype=torch.long)  # the first key that a block of queries needs

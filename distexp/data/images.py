@@ -132,8 +132,7 @@ def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
 def _with_eight_bits(image: Image.Image) -> Image.Image:
     """Return a gray image of 16 bits with 8 bits, because Pillow would make its bright pixels white.
 
-    Raises:
-        ValueError: the pixels have more bits, or are not integers.
+    Raise ValueError if the pixels have more bits, or are not integers.
     """
     if not image.mode.startswith(("I", "F")):
         return image
@@ -203,7 +202,6 @@ def collate_images(samples: Sequence[Sample]) -> ImageBatch:
 #
 # The file has the size of the image files if they all have one size and it is at most ``dataset.image_size``.
 # Otherwise the images are resized to ``dataset.image_size`` before they are written.
-
 
 FORMAT = "images-v1"
 CHANNELS = 3
@@ -331,8 +329,7 @@ def _run(jobs: list[DecodeJob]) -> Iterator[int]:
 def _decode(job: DecodeJob) -> int:
     """Decode the images of a job, write them and return their number.
 
-    Raises:
-        OtherSizeError: an image has another size, and the job does not resize.
+    Raise OtherSizeError if an image has another size, and the job does not resize.
     """
     pixels: NDArray[np.uint8] = np.empty((len(job.names), CHANNELS, job.size, job.size), dtype=np.uint8)
     for position, name in enumerate(job.names):

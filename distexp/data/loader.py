@@ -159,10 +159,8 @@ class ShardedLoader:
     def iter_steps(self, epoch: int, steps: range | None = None) -> Iterator[StepData]:
         """Yield the steps of an epoch, or a range of them.
 
-        Samples of other steps are not read. Each step is a collective, so every rank must consume all steps.
-
-        Raises:
-            StopRequestedError: a rank requested a stop; raised on all ranks between the same steps.
+        Samples of other steps are not read. Each step is a collective, so every rank must consume all steps. Raise
+        StopRequestedError if a rank requested a stop; raised on all ranks between the same steps.
         """
         started = time.perf_counter()
         wanted = range(self.steps_per_epoch) if steps is None else steps
@@ -217,7 +215,6 @@ class ShardedLoader:
 # dropped or counted twice.
 #
 # A packed row counts as one sample here.
-
 
 BUCKET_BATCHES = 50
 """Global batches whose samples are sorted by length together, with ``dataset.bucketing=true``."""

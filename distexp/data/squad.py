@@ -77,8 +77,7 @@ def read_examples(dataset: DatasetConfig) -> tuple[list[Example], list[Example]]
 def read_file(path: Path) -> list[Example]:
     """Read the questions of an official SQuAD v1.1 file, in the order of the file.
 
-    Raises:
-        ConfigError: the file is missing or has another format.
+    Raise ConfigError if the file is missing or has another format.
     """
     content = load_json(path)
     try:

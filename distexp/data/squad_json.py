@@ -104,11 +104,7 @@ def _has_answer(question: Any) -> bool:
 
 
 def no_examples(source: str, examples: str) -> str:
-    """Return the error of data without a question.
-
-    Args:
-        examples: what it lacks, as in ``training examples``.
-    """
+    """Return the error of data without a question."""
     return f"{source} has no {examples}: use data with at least one question"
 
 
@@ -129,14 +125,7 @@ def _entries(parent: Any, key: str, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _member(parent: Any, key: str, kind: type, where: str) -> Any:
-    """Return the value of a key.
-
-    Args:
-        where: place of the parent in the file; empty: the whole file.
-
-    Raises:
-        _FormatError: the parent is no object, or has no such value.
-    """
+    """Return the value of a key. Raise _FormatError if the parent is no object, or has no such value."""
     if not isinstance(parent, dict):
         raise _FormatError(f"{where or 'the file'} is {_describe(parent)} and not an object")
     if key not in parent:

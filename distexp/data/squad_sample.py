@@ -31,11 +31,8 @@ NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """Load generated questions with ``squad.load``.
 
-    The files are generated on first use: 512 training and 128 evaluation questions, or more if
-    ``dataset.train_size`` or ``dataset.eval_size`` is larger.
-
-    Raises:
-        ConfigError: a path is set.
+    The files are generated on first use: 512 training and 128 evaluation questions, or more if ``dataset.train_size``
+    or ``dataset.eval_size`` is larger. Raise ConfigError if a path is set.
     """
     for key in ("path", "train_path", "eval_path"):
         if getattr(dataset, key) is not None:

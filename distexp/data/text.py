@@ -144,11 +144,7 @@ class RightPadding:
     collate: Callable[[Sequence[Sample]], Batch]
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        """Collate samples.
-
-        Raises:
-            ConfigError: a row has padding before a token.
-        """
+        """Collate samples. Raise ConfigError if a row has padding before a token."""
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
         mask = batch.inputs.get("attention_mask")
@@ -168,8 +164,7 @@ def _pads_before_tokens(mask: Tensor) -> bool:
 def check_text_collate(data: TaskData, key: str) -> TextCollate:
     """Return the collate function of the data.
 
-    Raises:
-        ConfigError: it is not a TextCollate, which ``dataset.packing`` and ``dataset.bucketing`` need.
+    Raise ConfigError if it is not a TextCollate, which ``dataset.packing`` and ``dataset.bucketing`` need.
     """
     if not isinstance(data.collate, TextCollate):
         raise ConfigError(
@@ -180,11 +175,7 @@ def check_text_collate(data: TaskData, key: str) -> TextCollate:
 
 
 def pad_to_batch(data: TaskData, limit: int) -> TaskData:
-    """Return a copy of ``data`` whose batches are padded to the longest sample, and to a multiple of BUCKET_MULTIPLE.
-
-    Args:
-        limit: most tokens of a batch.
-    """
+    """Return a copy of ``data`` with batches padded to the longest sample, and to a multiple of BUCKET_MULTIPLE."""
     collate = check_text_collate(data, "bucketing")
     return replace(data, collate=replace(collate, length=None, multiple=BUCKET_MULTIPLE, limit=limit))
 
@@ -210,8 +201,7 @@ def _mask(lengths: Sequence[int], length: int) -> NDArray[np.bool_]:
 def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
     """Return ``dataset.max_length``, or ``model.seq_length`` if it is null.
 
-    Raises:
-        ConfigError: both are null, or the length exceeds the positions of the model.
+    Raise ConfigError if both are null, or the length exceeds the positions of the model.
     """
     length = dataset.max_length or model.seq_length
     if length is None:
@@ -271,12 +261,7 @@ class PackedSamples:
 def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
     """Return a copy of ``data`` with packed training samples and a note about them.
 
-    Args:
-        length: most tokens of a row.
-        seed: seed of the order of samples of the same length.
-
-    Raises:
-        ConfigError: the collate function of the data cannot pad rows, or a sample is longer than a row.
+    Raise ConfigError if the collate function of the data cannot pad rows, or a sample is longer than a row.
     """
     check_text_collate(data, "packing")
     lengths = sample_lengths(data.train)

@@ -36,11 +36,8 @@ COLORS = {"red": (220, 60, 50), "blue": (50, 90, 220)}
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """Load generated images with ``tinyimagenet.load``.
 
-    The images are generated on first use: 400 for training and 100 for evaluation, or more if
-    ``dataset.train_size`` or ``dataset.eval_size`` is larger.
-
-    Raises:
-        ConfigError: ``dataset.root`` is set.
+    The images are generated on first use: 400 for training and 100 for evaluation, or more if ``dataset.train_size`` or
+    ``dataset.eval_size`` is larger. Raise ConfigError if ``dataset.root`` is set.
     """
     if dataset.root is not None:
         raise ConfigError(

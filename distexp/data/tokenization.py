@@ -165,8 +165,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
 def train_byte_tokenizer(texts: Iterable[str], max_size: int) -> ByteTokenizer:
     """Train a byte-level BPE of at most ``max_size`` entries, or read it from the cache.
 
-    Raises:
-        ConfigError: ``max_size`` is below the number of bytes and special tokens.
+    Raise ConfigError if ``max_size`` is below the number of bytes and special tokens.
     """
     if max_size < MIN_VOCAB_SIZE:
         raise ConfigError(

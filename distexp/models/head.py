@@ -98,8 +98,7 @@ class HeadForward:
 def adapt_head(model: nn.Module, train: TrainConfig) -> None:
     """Extend the head of a model, if ``train.logits`` or ``train.loss`` requests it.
 
-    Raises:
-        ConfigError: the model does not return its head, or a chunked loss needs a linear one.
+    Raise ConfigError if the model does not return its head, or a chunked loss needs a linear one.
     """
     if train.logits != "targets" and train.loss != "chunked":
         return

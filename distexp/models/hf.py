@@ -84,8 +84,7 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
 def _set_attention(config: Any, model: ModelConfig) -> None:
     """Set the implementation of the attention, after a model without weights was built with it.
 
-    Raises:
-        ConfigError: the architecture or the machine does not support it.
+    Raise ConfigError if the architecture or the machine does not support it.
     """
     from transformers import AutoModelForCausalLM
 

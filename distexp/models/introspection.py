@@ -38,11 +38,7 @@ def has_tied_embeddings(model: nn.Module) -> bool:
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Return the maximum sequence length in tokens; None if unlimited (ALiBi).
-
-    Args:
-        model: distexp's GPT or a model of transformers. It may be wrapped, with the model as ``module``.
-    """
+    """Return the maximum sequence length in tokens; None if unlimited (ALiBi)."""
     bare = getattr(model, "module", model)
     positions = getattr(bare, "positions", None)
     if isinstance(positions, nn.Embedding):
@@ -64,11 +60,7 @@ def learned_positions(model: nn.Module) -> int | None:
 
 
 def read_attention(model: nn.Module) -> str | None:
-    """Return the implementation of the attention, for example ``sdpa``; None if the model does not declare it.
-
-    Args:
-        model: a model of distexp or transformers. It may be wrapped, with the model as ``module``.
-    """
+    """Return the implementation of the attention, for example ``sdpa``; None if the model does not declare it."""
     bare = getattr(model, "module", model)
     declared = getattr(bare, "attention_implementation", None)
     if declared is None:
@@ -83,11 +75,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def supports_logits_to_keep(model: nn.Module) -> bool:
-    """Return whether a model can compute a part of its logits.
-
-    Args:
-        model: a model. It may be wrapped, with the model as ``module``.
-    """
+    """Return whether a model can compute a part of its logits."""
     return LOGITS_TO_KEEP in signature(getattr(model, "module", model).forward).parameters
 
 
@@ -106,7 +94,6 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
 
 # Check that a model keeps the samples of a packed row apart.
 
-
 TOKENS = 8
 """Vocabulary of the small model that is tried."""
 
@@ -115,10 +102,8 @@ def check_packing(model: nn.Module) -> None:
     """Check that a model takes packed rows.
 
     A model of transformers is tried: a small one of its class, with one layer of each kind, computes a row of two
-    samples. The logits of the second must be those without the first.
-
-    Raises:
-        ConfigError: its ``forward`` has no ``position_ids``, or it mixes the samples.
+    samples. The logits of the second must be those without the first. Raise ConfigError if its ``forward`` has no
+    ``position_ids``, or it mixes the samples.
     """
     check_forward_arguments(model, ("input_ids", POSITIONS))
     if not hasattr(model, "config") or hasattr(model, "attention_implementation"):
@@ -179,12 +164,7 @@ def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
 
 
 def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward and one backward pass, with what they recompute.
-
-    Args:
-        model: as for ``count_forward_flops``.
-        inputs: as for ``count_forward_flops``.
-    """
+    """Count the floating point operations of one forward and one backward pass, with what they recompute."""
 
     def run() -> None:
         get_logits(_run_on_meta(model, inputs)).sum().backward()  # type: ignore[no-untyped-call]

@@ -89,8 +89,7 @@ def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normali
 def get_logits(outputs: Any) -> Tensor:
     """Return the outputs of a model if they are a tensor, otherwise their ``logits``.
 
-    Raises:
-        ConfigError: they are neither.
+    Raise ConfigError if they are neither.
     """
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):

@@ -97,11 +97,7 @@ def read_compiled(module: nn.Module) -> str:
 
 @contextmanager
 def explained_compilation(scope: str) -> Iterator[None]:
-    """Raise ConfigError if torch cannot compile the whole model as one graph.
-
-    Args:
-        scope: value of ``train.compile``.
-    """
+    """Raise ConfigError if torch cannot compile the whole model as one graph."""
     try:
         yield
     except compile_errors() as error:
@@ -137,11 +133,7 @@ NamedModules = list[tuple[str, nn.Module]]
 def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, alternative: str) -> NamedModules:
     """Find the repeated blocks of a model, in forward order.
 
-    Args:
-        wrap: as in ``find_units``.
-
-    Raises:
-        ConfigError: the model has no module of these classes, or no repeated blocks.
+    Raise ConfigError if the model has no module of these classes, or no repeated blocks.
     """
     blocks = find_units(model, wrap)
     if not blocks:
@@ -243,7 +235,6 @@ def _share_of_batch(norm: _BatchNorm, *, updates: bool) -> float:
 
 # Dropout rates of a model, and where they are not supported.
 
-
 DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
 """Ends of the names of dropout rates in configurations of transformers."""
 
@@ -251,8 +242,7 @@ DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
 def check_dropout(model: nn.Module, config: Config) -> None:
     """Check that no activation budget recomputes dropout: torch would draw other numbers (pytorch issue 190758).
 
-    Raises:
-        ConfigError: the model has dropout, and ``train.activation_budget`` is below 1.
+    Raise ConfigError if the model has dropout, and ``train.activation_budget`` is below 1.
     """
     budget = config.train.activation_budget
     if budget is None or budget >= 1:
@@ -314,7 +304,6 @@ def _unchanged_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
 
 
 # Memory format of convolution weights, for ``train.channels_last``.
-
 
 CONVOLUTION_AXES = 4
 

@@ -93,7 +93,6 @@ def _model_values(config: Config) -> Mapping[str, Any]:
 #
 # Each one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
 
-
 WHOLE_MODEL = ("model", "graphs")
 """Values of ``train.compile`` that compile the whole model."""
 
@@ -162,11 +161,7 @@ def _compute_weights_errors(config: Config) -> Iterator[str]:
 
 
 def _unsupported_by(config: Config, *, strategy_supports: bool) -> str | None:
-    """Return the setting because of which an option is not supported; None if it is.
-
-    Args:
-        strategy_supports: whether the strategy supports the option. Of the trainers, only the native one does.
-    """
+    """Return the setting because of which an option is not supported; None if it is."""
     if config.engine.name != "native":
         return f"engine={config.engine.name}"
     return None if strategy_supports else f"strategy={config.strategy.name}"

@@ -63,8 +63,7 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 def to_dataclasses(composed: DictConfig) -> Config:
     """Convert a composed configuration to dataclasses.
 
-    Raises:
-        ConfigError: a key is unknown, a mandatory value is missing, or a reference cannot be resolved.
+    Raise ConfigError if a key is unknown, a mandatory value is missing, or a reference cannot be resolved.
     """
     unknown = sorted({*_unknown_keys(composed, Config)} - {"hydra"})
     if unknown:
@@ -131,7 +130,6 @@ def implied_strategy(group: str, option: str) -> str | None:
 
 # The key ``profile``, which is short for ``train.profile_steps``.
 
-
 PROFILE_STEPS = 3
 """Profiled steps of ``profile=true``. The median step of three has neither the start nor the end of the profile."""
 
@@ -190,11 +188,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
 def resolve(composed: DictConfig, choices: Choices) -> Config:
     """Return the typed configuration with every open value decided and all checks passed.
 
-    Args:
-        composed: the configuration that Hydra composed on the schema, with or without its ``hydra`` node.
-
-    Raises:
-        ConfigError: with all errors of a stage.
+    Raise ConfigError with all errors of a stage.
     """
     config = to_dataclasses(composed)
     run_steps(config, (*SECTION_CHECKS, partial(check_implied_strategy, choices=choices)))

@@ -54,8 +54,7 @@ Traits = TypeVar("Traits", bound=LauncherTraits)
 def launcher_traits(config: Config) -> LauncherTraits:
     """Return what the launcher of a configuration states about its machines.
 
-    Raises:
-        ConfigError: ``cluster._target_`` is not a launcher, or is in a package that is not trusted.
+    Raise ConfigError if ``cluster._target_`` is not a launcher, or is in a package that is not trusted.
     """
     return find_launcher(config.cluster._target_, config.trusted_packages, LauncherTraits)  # type: ignore[type-abstract]
 
@@ -63,11 +62,7 @@ def launcher_traits(config: Config) -> LauncherTraits:
 def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Traits:
     """Return the launcher with a dotted name.
 
-    Args:
-        trusted: Packages from which it may be imported.
-
-    Raises:
-        ConfigError: It is not a launcher, or is in a package that is not trusted.
+    Raise ConfigError if it is not a launcher, or is in a package that is not trusted.
     """
     if error := check_target(target, trusted):
         raise ConfigError(error)
@@ -138,8 +133,7 @@ def needs_one_worker(config: Config) -> bool:
 def _checked_messages(returned: Any, target: str) -> list[str]:
     """Return what ``validate`` of a custom class returned, if it is a list of messages.
 
-    Raises:
-        ConfigError: it is something else.
+    Raise ConfigError if it is something else.
     """
     if isinstance(returned, list) and all(isinstance(message, str) for message in returned):
         return returned
@@ -174,7 +168,6 @@ def check_device(config: Config) -> Iterator[str]:
 
 # Absolute paths: a worker may start in another directory than the command.
 
-
 BUILT_IN_TOKENIZERS = ("auto", "byte")
 
 
@@ -194,7 +187,6 @@ def make_paths_absolute(config: Config) -> list[str]:
 
 
 # Memory of decoded images, estimated without decoding them.
-
 
 MAX_CPU_BYTES = 64 * 10**9
 """Decoded images that are kept in CPU memory without an explicit ``dataset.cache``."""
@@ -238,7 +230,6 @@ def _measure_folder(root: str) -> tuple[int, int] | None:
 # Number of parameters of a model, computed from its configuration without building it.
 #
 # See also ``distexp.measure.flops``.
-
 
 GPT, BLOOM = "distexp.models.gpt.build", "distexp.models.bloom.build"
 """Targets of the models whose architecture is known here."""

@@ -93,7 +93,6 @@ def _remove_unchanged(settings: dict[str, Any]) -> None:
 #
 # Two runs with the same data have the same run id, wherever the data is.
 
-
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 """Endings of files with weights."""
 

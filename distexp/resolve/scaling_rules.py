@@ -201,7 +201,6 @@ def multiples_near(total: int, factor: int) -> str:
 
 # Shrinking of a run to the limits of the section ``scale``, as in ``scale=tiny``.
 
-
 MIN_HEAD_WIDTH = 4
 MIN_CHANNELS = 8
 

@@ -66,7 +66,6 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
 
 # Checks of dataset and model together: their task, the lengths of texts, and the number of samples.
 
-
 UNPACKED_ATTENTION = {
     "distexp.models.bloom.build": ("auto", "eager"),
     "distexp.models.hf.build": ("flash",),
@@ -179,7 +178,6 @@ def _check_kind_of_memory(config: Config) -> Iterator[str]:
 
 # Checks of the experiment tracker: its library is installed, and its keys are its own.
 
-
 TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers whose name is that of an optional library."""
 
@@ -201,7 +199,6 @@ def check_tracker(config: Config) -> Iterator[str]:
 
 
 # Checks of local files and folders: a wrong path is reported before any worker starts.
-
 
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
 """Checks by the kind of path that a key has in the schema."""

@@ -50,7 +50,7 @@ def starved_share(record: RunRecord) -> float | None:
     threads, share, duration = threads_per_worker(record), _share_of_cores(record), _train_phase_s(record)
     if share is None or duration is None or duration < SHORT_S:
         return None
-    if _waits_for_data(record) or (threads == 1 and (not _is_one_machine(record))):
+    if _waits_for_data(record) or (threads == 1 and not _is_one_machine(record)):
         return None
     if threads > 1 and _wait_policy(record) == PASSIVE:
         return None

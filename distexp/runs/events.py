@@ -18,12 +18,7 @@ from distexp.system.typed_values import number_of
 
 
 class Events:
-    """The events of one rank.
-
-    Args:
-        enabled: Whether to write the event log, which only rank 0 does.
-        progress: Writer of the progress of this rank, or None.
-    """
+    """The events of one rank."""
 
     def __init__(self, run_dir: Path, *, enabled: bool, progress: ProgressWriter | None = None) -> None:
         self._file = (run_dir / EVENTS).open("w") if enabled else None
@@ -41,9 +36,6 @@ class Events:
         """Count one more point that this rank has passed.
 
         All ranks must call this at the same points.
-
-        Args:
-            step: Finished optimizer steps, if they have changed.
         """
         self.step = self.step if step is None else step
         if self._progress is not None:
@@ -96,8 +88,7 @@ class PhaseTail:
     def at(self, unix_time_s: float) -> str:
         """Return the phase at a time, as far as it is on disk; empty before the first event.
 
-        Raises:
-            OSError: if the file exists and cannot be read.
+        Raise OSError if the file exists and cannot be read.
         """
         new = self._tail.read_entries()
         if self._tail.restarts > self._restarts:
@@ -109,8 +100,7 @@ class PhaseTail:
 def read_phase_events(path: Path) -> list[PhaseEvent]:
     """Read the phase events of a file in the order of time; a missing file has none.
 
-    Raises:
-        OSError: if the file exists and cannot be read.
+    Raise OSError if the file exists and cannot be read.
     """
     return phase_events_of(read_entries(path))
 
@@ -144,7 +134,6 @@ def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> li
 #
 # All ranks pass the same points of the program in the same order: phases, batches and steps. Each rank counts the
 # points that it has passed, in a small file that it overwrites in place. The rank with the lowest count is behind.
-
 
 FILE_BYTES = 256
 """Size of the file. It never changes, so that a full disk does not end the training here."""

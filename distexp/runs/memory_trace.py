@@ -89,12 +89,9 @@ class MemoryTraceWriter:
         self._write(",".join(COLUMNS) + "\n")
 
     def append(self, samples: Iterable[MemorySample]) -> None:
-        """Append the samples of one time.
-
-        Raises:
-            OSError: if the disk takes none of them, or only a part.
-        """
-        self._write("".join(_format_row(sample) for sample in samples))
+        """Append the samples of one time. Raise OSError if the disk takes none of them, or only a part."""
+        rows = (",".join(_format_cell(getattr(sample, name)) for name in COLUMNS) for sample in samples)
+        self._write("".join(f"{row}\n" for row in rows))
 
     def close(self) -> None:
         """Close the file. Everything is on disk already."""
@@ -108,10 +105,6 @@ class MemoryTraceWriter:
             self._torn = True
             raise OSError(f"the disk took {written} of {len(content)} bytes")
         self._torn = False
-
-
-def _format_row(sample: MemorySample) -> str:
-    return ",".join(_format_cell(getattr(sample, name)) for name in COLUMNS) + "\n"
 
 
 def _format_cell(value: str | float | None) -> str:
@@ -152,27 +145,19 @@ def is_memory_trace(header: str) -> bool:
 def read_memory_trace(path: Path) -> MemoryTrace:
     """Read a memory trace, complete or still being written.
 
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is not a memory trace.
+    Raise OSError if the file cannot be read, or ValueError if it is not a memory trace.
     """
     lines, notes = read_whole_lines(path)
     if not lines or not is_memory_trace(lines[0]):
         raise ValueError(f"{path} is not a memory trace: expected a first line {','.join(COLUMNS)}")
-    trace = _parse_rows(path, lines[1:])
-    return MemoryTrace(trace.samples, notes + trace.notes)
-
-
-def _parse_rows(path: Path, lines: Sequence[str]) -> MemoryTrace:
-    """Return the samples of the lines after the header."""
     samples: list[MemorySample] = []
     bad: list[int] = []
-    for number, cells in enumerate(csv.reader(lines), start=2):
+    for number, cells in enumerate(csv.reader(lines[1:]), start=2):
         try:
             samples.append(_parse_sample(dict(zip(COLUMNS, cells, strict=True))))
         except ValueError:
             bad.append(number)
-    return MemoryTrace(samples, bad_lines_note(path, bad))
+    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
 
 
 def _parse_sample(row: dict[str, str]) -> MemorySample:
@@ -190,7 +175,6 @@ def _parse_sample(row: dict[str, str]) -> MemorySample:
 
 
 # Entries of ``memory.parts`` in a record: the tensors of each rank, and the peaks of a step by phase.
-
 
 TENSORS = "train"
 """Phase of the entries with the tensors that a rank keeps. The other phases are those of a recorded step."""
@@ -230,7 +214,6 @@ def highest_peak(memory: Mapping[str, Any]) -> Entry | None:
 # Everything is read from the ``built`` of a record, never from the name of a strategy, so that custom strategies are
 # treated alike.
 
-
 BYTES_PER_VALUE = 4.0
 MOMENTS = {"adamw": 2, "sgd": 1}
 """Values in fp32 that an optimizer keeps for each parameter; the one of sgd is its momentum."""
@@ -250,8 +233,7 @@ def ideal_states_mib(record: RunRecord) -> float | None:
 def bytes_per_parameter(record: RunRecord) -> float | None:
     """Return the bytes on one worker's device for each parameter of the whole model.
 
-    Returns:
-        None if ``built`` does not show how the states are stored. A custom strategy may shard in another way.
+    It is None if ``built`` does not show how the states are stored. A custom strategy may shard in another way.
     """
     built = record.built
     moments = MOMENTS.get(record.config["train"]["optimizer"])

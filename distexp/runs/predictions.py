@@ -7,11 +7,11 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distexp.config import ConfigError
 from distexp.runs.record import RunRecord
@@ -45,18 +45,14 @@ def read_prediction(directory: Path) -> Predicted | None:
 def read_curve(directory: Path) -> Curve:
     """Return the curve of a run's prediction; empty if it has none."""
     curve = read_or_none(directory / PREDICTED, "curve")
-    return curve if _is_curve(curve) else {}
-
-
-def _is_curve(curve: Any) -> bool:
     if not isinstance(curve, dict) or not matches(curve.get(PHASE), list[str]):
-        return False
+        return {}
     lengths = {len(values) for values in curve.values() if isinstance(values, list)}
-    return len(lengths) == 1 and all(matches(curve[name], list[float]) for name in curve if name != PHASE)
+    is_curve = len(lengths) == 1 and all(matches(curve[name], list[float]) for name in curve if name != PHASE)
+    return curve if is_curve else {}
 
 
 # ``forecast.json``: forecasts of a profiled run on other numbers of workers, which ``distexp forecast`` writes.
-
 
 SCHEMA = 1
 
@@ -111,8 +107,7 @@ def cap_efficiency(high: float, efficiency: float) -> float:
 def write_forecasts(run_dir: Path, forecasts: Sequence[StoredForecast]) -> None:
     """Add forecasts to those of a run. A new one replaces that of the same size.
 
-    Raises:
-        OSError: the run directory is not writable.
+    Raise OSError if the run directory is not writable.
     """
     kept = [old for old in read_forecasts(run_dir) if not any(old.same_size(new) for new in forecasts)]
     ordered = sorted([*kept, *forecasts], key=lambda forecast: (forecast.workers, forecast.nodes))
@@ -138,7 +133,6 @@ def _is_valid(raw: Any) -> bool:
 # Errors of the forecasts of a machine: one file in the cache directory for each pair of a forecast and a run.
 #
 # A pair that is seen again replaces its file, so it counts once.
-
 
 FOLDER = "forecast-errors"
 
@@ -189,7 +183,7 @@ def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: Ru
     if (
         step_s is None
         or forecast.what_if
-        or _Conditions.of(profiled) != _Conditions.of(measured)
+        or _conditions(profiled) != _conditions(measured)
         or not makes_steps_of(forecast, measured)
     ):
         return None
@@ -197,17 +191,10 @@ def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: Ru
     return ForecastError(forecast.step_time_s, step_s, inside)
 
 
-class _Conditions(NamedTuple):
-    """What two runs must have in common, so that their speeds can be compared."""
-
-    machine: str
-    cpu_threads: object  # of a worker; None for a run on GPUs
-
-    @classmethod
-    def of(cls, record: RunRecord) -> _Conditions:
-        cluster = record.config.get("cluster") or {}
-        on_cpu = cluster.get("device") == "cpu"
-        return cls(machine_name(record), cluster.get("cpus_per_worker") if on_cpu else None)
+def _conditions(record: RunRecord) -> tuple[str, object]:
+    """Return what two runs must have in common, so that their speeds can be compared: machine, and threads on CPUs."""
+    cluster = record.config.get("cluster") or {}
+    return machine_name(record), cluster.get("cpus_per_worker") if cluster.get("device") == "cpu" else None
 
 
 def makes_steps_of(forecast: StoredForecast, measured: RunRecord) -> bool:
@@ -266,30 +253,18 @@ def _folder(machine: str) -> Path:
 def largest_expected(errors: Sequence[ForecastError]) -> float:
     """Return the error that most of the last forecasts did not exceed: 0.1 for a factor of 1.1.
 
-    It is 0 with too few forecasts. The largest error never counts.
+    It is 0 with too few forecasts. The largest error never counts. The repeats of a measured run count as one, with
+    their median.
     """
-    sizes = sorted(_last_error_sizes(errors))
+    by_subject: dict[str, list[ForecastError]] = {}
+    for number, error in enumerate(errors):
+        by_subject.setdefault(error.subject or str(number), []).append(error)
+    latest = sorted(by_subject.values(), key=lambda repeats: max(error.measured_at for error in repeats))
+    sizes = sorted(statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-MAX_FORECASTS:])
     if len(sizes) < MIN_FORECASTS:
         return 0.0
     covered = math.ceil(COVERED_SHARE * len(sizes))
     return sizes[min(covered, len(sizes) - 1) - 1]
-
-
-def _last_error_sizes(errors: Sequence[ForecastError]) -> list[float]:
-    """Return the sizes of the errors of the forecasts that were measured last.
-
-    The repeats of a measured run count as one, with their median.
-    """
-    latest = sorted(_repeats(errors), key=lambda repeats: max(error.measured_at for error in repeats))
-    return [statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-MAX_FORECASTS:]]
-
-
-def _repeats(errors: Sequence[ForecastError]) -> Iterable[list[ForecastError]]:
-    """Group the errors of the same forecast. An error of an unknown forecast is a group of its own."""
-    by_subject: dict[str, list[ForecastError]] = {}
-    for number, error in enumerate(errors):
-        by_subject.setdefault(error.subject or str(number), []).append(error)
-    return by_subject.values()
 
 
 def running_error(errors: Sequence[ForecastError]) -> str:

@@ -104,8 +104,7 @@ class RunRecord:
     def read(cls, path: Path) -> RunRecord:
         """Read a record or a result.
 
-        Raises:
-            ValueError: if the file is missing, torn, not a record, or of another schema.
+        Raise ValueError if the file is missing, torn, not a record, or of another schema.
         """
         try:
             raw = read_json(path)
@@ -197,8 +196,7 @@ def _by_run_number(path: Path) -> tuple[str, int, str]:
 def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
     """Return the newest sweep below ``multirun_outputs/``, and print which one it is to stderr.
 
-    Raises:
-        ConfigError: if there is none.
+    Raise ConfigError if there is none.
     """
     files = sorted(_command_files(Path(OUTPUTS)), key=_modified, reverse=True)
     # A damaged file is of none.
@@ -231,11 +229,7 @@ def _command_files(folder: Path) -> Iterator[Path]:
 
 
 def not_a_sweep(directory: Path, missing: str) -> str:
-    """Return why a directory is not a sweep, with the directory to give instead if it is inside or above one.
-
-    Args:
-        missing: What a sweep would contain, as in ``command.json``.
-    """
+    """Return why a directory is not a sweep, with the directory to give instead if it is inside or above one."""
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         return f"{directory} {problem}: give the directory of a sweep"

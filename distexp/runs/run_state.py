@@ -103,7 +103,6 @@ def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
 
 # Heartbeat of a run: rank 0 touches a file after each step, and the agents check its age.
 
-
 MIN_INTERVAL_S = 1.0
 """Shortest time between two touches. On a network file system each touch is a message to the server."""
 
@@ -149,7 +148,6 @@ def _modified(path: Path) -> float:
 #
 # A file works for workers that are still starting, and for all nodes. The command and its agents write it when they
 # get SIGUSR1 or SIGUSR2. A worker's own SIGUSR1 prints its stacks. SIGTERM ends a run at once.
-
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a command or an agent to stop its run after a checkpoint."""
@@ -207,7 +205,6 @@ def _read(run_dir: Path) -> dict[str, Any] | None:
 
 
 # State of a run that is not on Slurm, from the files in its directory and its launcher.
-
 
 MAX_IDLE_S = 15.0
 """A run of another machine with more recent activity is running; memory samples and steps count as activity."""

@@ -53,9 +53,7 @@ class RunSpec:
     def read(cls, directory: Path) -> RunSpec:
         """Read the ``spec.json`` of a run directory.
 
-        Raises:
-            OSError: if the file cannot be read.
-            ValueError: if it is not the specification of a run.
+        Raise OSError if the file cannot be read, or ValueError if it is not the specification of a run.
         """
         try:
             with open_file(directory / SPEC) as file:
@@ -69,8 +67,7 @@ class RunSpec:
 def parse_config(values: Any) -> Config:
     """Return the configuration with some values, as dataclasses.
 
-    Raises:
-        OmegaConfBaseException: if a key or a type does not match the schema.
+    Raise OmegaConfBaseException if a key or a type does not match the schema.
     """
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 
@@ -82,7 +79,6 @@ def _schema() -> DictConfig:
 
 
 # Existing runs of a sweep, matched with the cells of a command that resumes it.
-
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
@@ -121,8 +117,7 @@ class ExistingRuns:
 
         Cells with the same id keep their own runs, for example ``cluster.cpus_per_worker=1,2``.
 
-        Args:
-            cells: What each cell would run. Only its id and its overrides count.
+        Only the id and the overrides of a cell count.
         """
         found: list[ExistingRun | None] = [None] * len(cells)
         for is_match in (_is_same, _is_same_training, _was_invalid):
@@ -138,11 +133,7 @@ class ExistingRuns:
         return found
 
     def unfinished(self, below: Path) -> list[ExistingRun]:
-        """Return the unmatched runs that could be resumed.
-
-        Args:
-            below: Sweep directory. A run whose directory is the sweep directory itself is left out.
-        """
+        """Return the unmatched runs that could be resumed, without one in the sweep directory ``below`` itself."""
         ended = {*DONE, "invalid"}
         return [run for run in self.runs if run.status not in ended and run.directory != below.absolute()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,6 @@ def read_step_model(run_dir: Path) -> StepModel | None:
 
 # The parts of a training step, which add up to it.
 
-
 PARTS = {
     "matmul": "matrix kernels",
     "other_kernels": "other kernels",
@@ -192,7 +191,6 @@ def read_profile_summary(run_dir: Path) -> dict[str, Any] | None:
 
 # ``step_times/rank<k>.csv``: durations of a rank's ordinary steps, and whether each was watched for slow ranks.
 
-
 COLUMNS = ("step", "microseconds", "watched")
 
 
@@ -221,12 +219,7 @@ def write_step_times(run_dir: Path, rank: int, steps: Iterable[StepTime]) -> Non
 
 
 def read_step_times(run_dir: Path, rank: int) -> list[StepTime]:
-    """Read the file of a rank.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it has another format.
-    """
+    """Read the file of a rank. Raise OSError if it cannot be read, or ValueError if it has another format."""
     path = step_times_path(run_dir, rank)
     with path.open(newline="") as file:
         header, *rows = csv.reader(file)
@@ -238,7 +231,6 @@ def read_step_times(run_dir: Path, rank: int) -> list[StepTime]:
 # The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches.
 #
 # Rank 0 writes the file of a run before the training starts. So the record contains the search even if the run fails.
-
 
 FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
 """Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""
@@ -280,10 +272,6 @@ class MicroBatchSearch:
     def read(cls, path: Path) -> MicroBatchSearch | None:
         """Read a search; None if the file is missing or damaged."""
         return read_dataclass(cls, path)
-
-    def with_candidates(self, candidates: Sequence[TriedSize]) -> MicroBatchSearch:
-        """Return a copy with other candidates."""
-        return replace(self, candidates=list(candidates))
 
 
 def describe_search(search: MicroBatchSearch) -> str:

@@ -44,12 +44,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
-    """Return which disk is full, and what to do.
-
-    Args:
-        error: The error. It may name the file that could not be written.
-        free: Free bytes of its disk at the time of the error.
-    """
+    """Return which disk is full, and what to do."""
     named = error.filename if isinstance(error, OSError) else None
     folder = None if named is None else Path(os.fsdecode(named)).parent
     if folder is not None:
@@ -119,7 +114,6 @@ def print_despite_full_disk(text: str) -> None:
 
 
 # Why a run failed, as one line: the error of its record, shortened to what a reader needs.
-
 
 MAX_MESSAGE = 300
 """Characters of an error message on the screen. The record and the log have the whole message."""
@@ -193,7 +187,6 @@ def _without_own_type(line: str, name: str) -> str:
 # Errors that mean that memory is full, and texts about ``error.memory`` of a record.
 #
 # ``error.memory`` has what was in GPU memory when an allocation failed, and what would fit.
-
 
 PARTS_WITHOUT_LABEL = ("unknown", "rest")
 """Parts that a text about a tensor leaves out: they explain nothing."""
@@ -337,7 +330,6 @@ def _missing_energy(record: RunRecord, *, on_cpu: bool) -> str:
 
 
 # Name of a model in tables and messages. It shows that a run used a small stand-in.
-
 
 STAND_IN = "stand-in for"
 

@@ -181,8 +181,7 @@ class Strategy(StepTraits, MemoryTraits, ABC):
 def load_strategy(config: Config) -> Strategy:
     """Return the strategy of a configuration.
 
-    Raises:
-        ConfigError: ``strategy._target_`` is not a Strategy, or lacks a method.
+    Raise ConfigError if ``strategy._target_`` is not a Strategy, or lacks a method.
     """
     return _make_strategy(config.strategy._target_)
 
@@ -203,13 +202,8 @@ def _make_strategy(target: str) -> Strategy:
 def recorded_strategy(config: Settings, trusted: Sequence[str] = ()) -> Strategy | None:
     """Return the strategy of a record's configuration; None for a custom one that is not trusted.
 
-    A record may come from somebody else, so no code is imported because a record names it.
-
-    Args:
-        trusted: Packages that the user trusts, whose classes may be imported.
-
-    Raises:
-        ConfigError: A class of a trusted package is not a Strategy, or cannot be imported.
+    A record may come from somebody else, so no code is imported because a record names it. Raise ConfigError if a class
+    of a trusted package is not a Strategy, or cannot be imported.
     """
     name, target = setting(config, "strategy.name"), setting(config, "strategy._target_")
     for shipped_name, kind in shipped_strategies().items():
@@ -237,7 +231,6 @@ def shipped_strategies() -> Mapping[str, type[Strategy]]:
 # Values of ``kernels=fast`` that several strategies share.
 #
 # A CPU compiles for minutes and gains little, so nothing is compiled there. Compilation is for GPUs.
-
 
 FUSED_ADAMW = "FusedAdamW"
 """Class of the optimizer of ``train.fused_update``, as in ``built.optimizer`` of a record."""

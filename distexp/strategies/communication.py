@@ -149,11 +149,7 @@ def segments_before(items: Sequence[Item], phase: str, micro_batch: int, share: 
 
 
 def insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str) -> list[Item]:
-    """Insert all-reduces into a backward pass: each bucket is ready after its share of the parameters.
-
-    Args:
-        items: Items of the step; changed in place.
-    """
+    """Insert all-reduces into a backward pass: each bucket is ready after its share of the parameters."""
     done, total = 0, sum(buckets) or 1
     for size in buckets:
         done += size

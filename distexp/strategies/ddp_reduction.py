@@ -56,10 +56,6 @@ def set_reduction(
 ) -> MasterReduction | None:
     """Set the hook of DDP, unless it reduces in its own way.
 
-    Args:
-        communication: ``fp32`` or ``bf16``.
-        weights: the 16-bit copies that DDP sees, if the gradients of fp32 weights are to be reduced.
-
     Returns:
         The state of the hook that reduces the gradients of fp32 weights; None for another one.
     """
@@ -127,10 +123,6 @@ def _reduce_masters(state: MasterReduction, bucket: GradBucket, reduce: Any) -> 
 
 def add_to_masters(masters: list[nn.Parameter], gradients: list[Tensor], buffer: Tensor) -> Tensor:
     """Add the gradients of a bucket to those of the fp32 weights, which become views of the result.
-
-    Args:
-        masters: the fp32 weights of the bucket.
-        gradients: their gradients of one micro-batch, as views of ``buffer``.
 
     Returns:
         A flat fp32 tensor in the layout of the bucket.

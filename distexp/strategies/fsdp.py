@@ -203,7 +203,6 @@ def _replicas_errors(config: Config) -> Iterator[str]:
 
 # Prefetching of FSDP: how many units are gathered ahead of the one that computes.
 
-
 TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
 """Number of blocks that torch prefetches by default."""
 

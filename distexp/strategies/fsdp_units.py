@@ -103,10 +103,8 @@ def _embedding_units(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[
 def _check_shared_weights(model: nn.Module, blocks: NamedModules, wrap: str) -> None:
     """Check that each weight of a block belongs to modules of this block only.
 
-    FSDP would replace the weight in the block, and the other module would keep the old one.
-
-    Raises:
-        ConfigError: a module outside of a block has the same weight.
+    FSDP would replace the weight in the block, and the other module would keep the old one. Raise ConfigError if a
+    module outside of a block has the same weight.
     """
     owners: dict[nn.Parameter, NamedModules] = {}
     for name, module in model.named_modules():
@@ -126,11 +124,7 @@ def _check_shared_weights(model: nn.Module, blocks: NamedModules, wrap: str) -> 
 def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
     """Return the blocks of a unit, or ``auto``. Nested blocks are one unit each.
 
-    Args:
-        is_nested: whether some blocks are in other blocks.
-
-    Raises:
-        ConfigError: a unit shall have several blocks that are nested.
+    Raise ConfigError if a unit shall have several blocks that are nested.
     """
     size = config.fsdp.blocks_per_unit or 1
     if not is_nested:

@@ -102,7 +102,6 @@ def _update_on_gpu(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
 #
 # The weights are cut into chunks, one for each program of the kernel. A program finds its tensors by their addresses.
 
-
 CHUNK = 8192
 """Weights that one program updates. On an H200, 4,096 to 65,536 take the same time within 4 %."""
 
@@ -212,7 +211,6 @@ def adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (triton)
 
 
 # What an optimizer step does to one weight, for the kernel of ``train.fused_update``.
-
 
 ALIGNMENT = 16
 """Bytes that a GPU loads at once for a thread, if the address is a multiple of it."""

@@ -18,12 +18,7 @@ MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "f
 
 
 def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
-    """Return the parameters, gradients and optimizer states of this rank.
-
-    Args:
-        module: The wrapped module. DeepSpeed's engine keeps flat buffers of its own.
-        optimizer: Torch's optimizer, or what wraps it; None if there is none.
-    """
+    """Return the parameters, gradients and optimizer states of this rank."""
     parameters = list(module.parameters())
     masters = [*_masters(optimizer), *_updated_elsewhere(optimizer, parameters)]
     return ModelTensors(

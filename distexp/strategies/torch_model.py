@@ -280,11 +280,7 @@ def describe(
     strategy: str,
     engine: str = "native",
 ) -> Built:
-    """Return what was built of a PyTorch module, read from the live objects.
-
-    Args:
-        autocast_dtype: dtype of autocast; None without autocast.
-    """
+    """Return what was built of a PyTorch module, read from the live objects."""
     parameters = list(module.parameters())
     return Built(
         strategy=strategy,

@@ -101,8 +101,7 @@ class StepTraits:
     def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> StepCommunication:
         """Return the same for a run that has ended, with what it built.
 
-        Raises:
-            ConfigError: The directory lacks a file that is needed.
+        Raise ConfigError if the directory lacks a file that is needed.
         """
         return self.communication(config)
 
@@ -124,7 +123,6 @@ def common_values(config: Settings) -> dict[str, Any]:
 #
 # The constants of the strategies are from the same records as those in ``hardware/facts.yaml``.
 # ``tests/plan/test_overheads.py`` compares them with these records.
-
 
 GPU_ERROR_BOUND = 0.05
 """Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""

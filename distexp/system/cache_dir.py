@@ -18,10 +18,8 @@ from distexp.system.files import remove
 def cache_dir() -> Path:
     """Return the cache directory.
 
-    ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``.
-
-    Raises:
-        ConfigError: the user has no home directory, as in some containers.
+    ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``. Raise ConfigError if the user has no
+    home directory, as in some containers.
     """
     configured = os.environ.get("DISTEXP_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -42,9 +40,6 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
             format version and identify the inputs.
         build: writes the file or folder to the path it gets. That is a temporary sibling of ``path``,
             renamed when complete, so a killed process never leaves a partial result.
-
-    Returns:
-        ``path``, which exists now.
 
     Raises:
         ConfigError: the cache directory is not writable.
@@ -102,7 +97,6 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool
 # Without it, huggingface_hub retries the first file for half a minute, transformers retries the next one, and each
 # retry is a line in the log. In offline mode the libraries read their local cache at once.
 
-
 CONNECT_TIMEOUT_S = 3.0
 """Timeout of one connection attempt; a host may have four addresses. A slow response is not an error."""
 
@@ -114,11 +108,7 @@ CONNECTION_ERRORS = {"ConnectError", "ConnectTimeout"}
 
 
 def offline_if_unreachable(source: str) -> None:
-    """Switch the Hugging Face libraries to offline mode if the Hub is needed but cannot be reached.
-
-    Args:
-        source: Hub id or local folder that will be read. A local folder needs no Hub.
-    """
+    """Switch the Hugging Face libraries to offline mode if the Hub is needed but cannot be reached."""
     if not Path(source).expanduser().exists():
         _go_offline_if_unreachable()
 

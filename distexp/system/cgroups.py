@@ -219,7 +219,6 @@ def cpu_count() -> int:
 
 # Sessions of NVML, the library that reports the state of NVIDIA GPUs.
 
-
 BUSY_MIB = 2048
 """A GPU with more memory in use counts as busy. The driver keeps several hundred MiB; a training takes GiB."""
 
@@ -232,8 +231,7 @@ class NvmlUnavailableError(RuntimeError):
 def nvml_session() -> Iterator[Any]:
     """Initialize NVML, yield the module ``pynvml``, and shut NVML down. Sessions may be nested.
 
-    Raises:
-        NvmlUnavailableError: NVML cannot be initialized, for example because there is no driver.
+    Raise NvmlUnavailableError if NVML cannot be initialized, for example because there is no driver.
     """
     import pynvml
 

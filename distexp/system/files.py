@@ -38,8 +38,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 def create_atomically(folder: Path) -> Iterator[Path]:
     """Yield a temporary path, and rename it to a folder that must not exist when the block ends.
 
-    Raises:
-        OSError: at the end of the block, if another process has created the folder.
+    Raise OSError at the end of the block, if another process has created the folder.
     """
     with _temporary(folder) as temporary:
         yield temporary
@@ -85,8 +84,7 @@ def flush_names(folder: Path) -> None:
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading that another program may have made. A pipe or a device might never end.
 
-    Raises:
-        OSError: if the file cannot be opened, or is a folder, a pipe or a device.
+    Raise OSError if the file cannot be opened, or is a folder, a pipe or a device.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -96,7 +94,6 @@ def open_file(path: Path) -> BinaryIO:
 
 
 # JSON files that a crash never leaves half written, and that another program may have changed.
-
 
 MAX_JSON_MB = 256
 """Size of the largest JSON file that is read. A record with thousands of ranks has a few MB."""
@@ -117,9 +114,8 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file. NaN and infinity become None.
 
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is not JSON, or contains a number that no distexp writes, or is larger than MAX_JSON_MB.
+    Raise OSError if the file cannot be read, or ValueError if it is not JSON, or contains a number that no distexp
+    writes, or is larger than MAX_JSON_MB.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size / MIB
@@ -142,10 +138,8 @@ def read_or_none(path: Path, *keys: str) -> Any:
 def parse_json(text: str) -> Any:
     """Parse JSON from a file that another program may have written.
 
-    Control characters become visible, because a terminal would obey them.
-
-    Raises:
-        ValueError: if it is not JSON, or contains a number that no distexp writes.
+    Control characters become visible, because a terminal would obey them. Raise ValueError if it is not JSON, or
+    contains a number that no distexp writes.
     """
     try:
         content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
@@ -178,7 +172,6 @@ def nan_to_none(content: Any) -> Any:
 
 # Files of JSON lines: writing, reading, and following one that grows.
 
-
 END_BYTES = 4096
 """Size of the part at the end of a file in which its last line is searched."""
 
@@ -194,10 +187,8 @@ def append_line(file: TextIO, content: Entry) -> None:
 def read_entries(path: Path) -> list[Entry]:
     """Read the entries of a file; a missing file has none.
 
-    A torn line is left out. A killed writer leaves one at the end, or before the lines of the next writer.
-
-    Raises:
-        OSError: if the file exists and cannot be read.
+    A torn line is left out. A killed writer leaves one at the end, or before the lines of the next writer. Raise
+    OSError if the file exists and cannot be read.
     """
     try:
         with open_file(path) as file:
@@ -233,11 +224,7 @@ class Tail:
         self._offset = 0
 
     def read_lines(self) -> list[str]:
-        """Read the new whole lines; none if there is no file.
-
-        Raises:
-            OSError: if the file exists and cannot be read.
-        """
+        """Read the new whole lines; none if there is no file. Raise OSError if the file exists and cannot be read."""
         try:
             with open_file(self.path) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -269,7 +256,6 @@ def _parse(lines: Iterable[str]) -> list[Entry]:
 
 
 # Text from files without characters that a terminal would obey.
-
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that change the state of a terminal or the direction of a text, or that no file can contain."""

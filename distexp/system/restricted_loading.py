@@ -51,8 +51,7 @@ METADATA_CLASSES = frozenset(
 class DataReader(FileSystemReader):
     """A reader of torch.distributed.checkpoint whose metadata may contain no code.
 
-    Raises:
-        ConfigError: the metadata names another class or function.
+    Raise ConfigError if the metadata names another class or function.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,11 +75,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows only the classes of metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of metadata.
-
-        Raises:
-            UnpicklingError: the name is another one.
-        """
+        """Return a class of metadata. Raise UnpicklingError if the name is another one."""
         full_name = f"{module}.{name}"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or full_name in METADATA_CLASSES:
@@ -92,8 +87,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def weights_only_loading(folder: Path) -> Iterator[None]:
     """Make ``torch.load`` accept only tensors and plain values.
 
-    Raises:
-        ConfigError: a file of the checkpoint contains another class or function.
+    Raise ConfigError if a file of the checkpoint contains another class or function.
     """
     with variable_set(FORCE_VARIABLE, "1"), refused_as_config_error(folder):
         yield
@@ -101,11 +95,7 @@ def weights_only_loading(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def refused_as_config_error(path: Path) -> Iterator[None]:
-    """Raise the refusals of an unpickler as ConfigError.
-
-    Args:
-        path: the file or the folder that is read, for the message.
-    """
+    """Raise the refusals of an unpickler as ConfigError."""
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:

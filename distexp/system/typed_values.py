@@ -23,10 +23,7 @@ def parse_dataclass(kind: type[DataclassType], raw: Any) -> DataclassType:
     """Make a dataclass from the keys that it knows; a newer distexp may have added others.
 
     A field may be a dataclass itself, or a list or tuple of them. In a union of dataclasses, ``type`` names the class.
-
-    Raises:
-        ValueError: if a value has another type.
-        TypeError: if a key without a default is missing.
+    Raise ValueError if a value has another type, or TypeError if a key without a default is missing.
     """
     if not isinstance(raw, dict):
         raise ValueError(f"{kind.__name__} is {_shown(raw)} and not an object")
@@ -211,7 +208,6 @@ def texts_of(entry: Mapping[str, Any], key: str) -> list[str]:
 
 # Values of a record's entries for each GPU, rank or node.
 
-
 UNCOUNTED_CPU_PHASES = frozenset({"search", "profile", "done"})
 """Phases that do not count for CPU memory.
 
@@ -223,8 +219,7 @@ memory that they shared may count several times.
 def device_values(entries: Iterable[Mapping[str, Any]] | None, key: str) -> list[float]:
     """Return the measured values of a key in entries such as ``memory["gpu"]``.
 
-    Raises:
-        TypeError, ValueError: if a value is not a number.
+    Raise TypeError or ValueError if a value is not a number.
     """
     return [float(entry[key]) for entry in entries or () if entry.get(key) is not None]
 

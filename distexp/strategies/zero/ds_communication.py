@@ -57,8 +57,7 @@ class ZeroOptions:
 def read_zero_options(run_dir: Path) -> ZeroOptions:
     """Return the options that DeepSpeed had in a run.
 
-    Raises:
-        ConfigError: The run directory has no readable ds_config.json.
+    Raise ConfigError if the run directory has no readable ds_config.json.
     """
     try:
         content = read_json(run_dir / DS_CONFIG)["zero_optimization"]
@@ -267,9 +266,6 @@ def gathers_of_micro_batch(
     """Return the all-gathers of a micro-batch, in the order of their launches.
 
     The backward pass is taken to use the modules in the reverse order.
-
-    Args:
-        modules: Positions of the parameters of each module, in the order of the forward pass.
     """
     order = [*modules, *reversed(modules)]
     fetcher = _Fetcher(order, elements, options)

@@ -130,11 +130,7 @@ def read_or_empty(path: str | None) -> dict[str, Any]:
 
 
 def read_file(path: str | None) -> dict[str, Any]:
-    """Return the content of a ds_config file; empty if there is none.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
+    """Return the content of a ds_config file; empty if there is none. Raise ValueError if it is not a JSON object."""
     if path is None or not Path(path).is_file():
         return {}
     settings = json.loads(Path(path).read_text())
@@ -144,7 +140,6 @@ def read_file(path: str | None) -> dict[str, Any]:
 
 
 # Sizes of DeepSpeed's buckets that fit the model, for keys that the user left open.
-
 
 MIN_BUCKET_ELEMENTS = 5_000_000
 MAX_BUCKET_ELEMENTS = 500_000_000

@@ -150,11 +150,7 @@ def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> t
 
 
 def describe(engine: Any, *, trainer: str = "native") -> Built:
-    """Return what was built, read from a deepspeed.DeepSpeedEngine.
-
-    Args:
-        trainer: the value of ``engine``, for the record.
-    """
+    """Return what was built, read from a deepspeed.DeepSpeedEngine."""
     stage = engine.zero_optimization_stage()
     parameters = list(engine.module.parameters())
     world = dist.get_world_size(engine.seq_data_parallel_group)
@@ -251,7 +247,6 @@ def _reset_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 # Strategies that compute with weights in 16 bits, and models whose buffers in fp32 do not fit them.
-
 
 OTHER_TYPES = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
 """In the messages of torch about operands of different types."""

@@ -118,7 +118,6 @@ class DeepSpeedModel:
 # of parameters. So the CPU starts the kernels of an update after the GPU has finished the backward pass, and the GPU
 # waits for them. Here a few kernels compute the norm of a group, and the CPU reads nothing.
 
-
 EPSILON = 1e-6
 """Added to the norm before clipping, as DeepSpeed does."""
 
@@ -126,8 +125,7 @@ EPSILON = 1e-6
 def avoid_waits(optimizer: Any) -> None:
     """Replace the clipping of a DeepSpeedZeroOptimizer without offload and without a loss scale.
 
-    Raises:
-        RuntimeError: the optimizer is another one, or this version of DeepSpeed does not clip with these methods.
+    Raise RuntimeError if the optimizer is another one, or this version of DeepSpeed does not clip with these methods.
     """
     replaced: dict[str, Callable[..., Any]] = {"get_grad_norm_direct": gradient_norm, "unscale_and_clip_grads": clip}
     known = isinstance(optimizer, DeepSpeedZeroOptimizer) and all(hasattr(optimizer, name) for name in replaced)

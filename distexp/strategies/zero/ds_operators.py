@@ -53,8 +53,7 @@ def needed_operators(config: Config) -> tuple[str, ...]:
 def main() -> None:
     """Compile the operators named on the command line; print a line for each step.
 
-    Raises:
-        RuntimeError: if an operator cannot be compiled.
+    Raise RuntimeError if an operator cannot be compiled.
     """
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -141,7 +140,6 @@ def _print(*parts: str) -> None:
 
 # The folder in which PyTorch builds one C++ operator: locks and files that an earlier build has left.
 
-
 BATON = "lock"
 """File with which PyTorch locks the build of an extension. A killed process leaves it, and all later builds wait."""
 
@@ -160,11 +158,7 @@ LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overla
 
 
 def wait_for_baton(folder: Path, report: Callable[[Path], None]) -> None:
-    """Wait until no other program builds in a folder. Remove the lock of a program that was killed.
-
-    Args:
-        report: called once with the path of the lock, before the first wait.
-    """
+    """Wait until no other program builds in a folder. Remove the lock of a program that was killed."""
     baton, reported = folder / BATON, False
     while baton.exists():
         if is_abandoned(baton):
