@@ -59,16 +59,14 @@ class Batch:
     Attributes:
         inputs: keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape
             (batch, length), or ``images`` of shape (batch, 3, height, width).
-        labels: shape (batch, length) or (batch,); IGNORE if a position has no target.
-        num_tokens: input tokens of these samples without padding; 0 for images.
         num_token_pairs: sum of the squares of their lengths. 0: unknown, then equal lengths are assumed for FLOPs.
     """
 
     inputs: dict[str, Tensor]
-    labels: Tensor
+    labels: Tensor  # shape (batch, length) or (batch,); IGNORE if a position has no target
     num_samples: int
     num_targets: int
-    num_tokens: int
+    num_tokens: int  # input tokens of these samples without padding; 0 for images
     num_token_pairs: int = 0
 
     @property
@@ -113,19 +111,16 @@ class TaskData:
     """The data of a task, and the properties that a model needs.
 
     Attributes:
-        task: ``causal_lm`` or ``image_classification``.
-        tokenizer: a ``distexp.data.tokenization.Tokenizer``; None for images.
-        tokenizer_name: ``byte(1024)``, or the name or path of a Hugging Face tokenizer.
         notes: messages for the user, for example about examples that were left out.
     """
 
-    task: str
+    task: str  # ``causal_lm`` or ``image_classification``
     train: Samples
     evaluation: Samples
     collate: Callable[[Sequence[Sample]], Batch]
     num_classes: int
-    tokenizer: Any = None
-    tokenizer_name: str | None = None
+    tokenizer: Any = None  # a ``distexp.data.tokenization.Tokenizer``; None for images
+    tokenizer_name: str | None = None  # ``byte(1024)``, or the name or path of a Hugging Face tokenizer
     notes: list[str] = field(default_factory=list)
 
 
@@ -249,25 +244,17 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of batches. Those of tokens are 0 for images.
-
-    Attributes:
-        tokens: their tokens, without padding.
-        positions: their tokens, with padding.
-        position_pairs: sum of the squares of the lengths of the rows.
-        visited_pairs: those of ``position_pairs`` in blocks that flex attention does not skip on a GPU.
-        head_tokens: tokens whose logits are computed.
-    """
+    """Sizes of batches. Those of tokens are 0 for images."""
 
     samples: int = 0
-    tokens: int = 0
+    tokens: int = 0  # their tokens, without padding
     token_pairs: int = 0
     targets: int = 0
     rows: int = 0
-    positions: int = 0
-    position_pairs: int = 0
-    visited_pairs: int = 0
-    head_tokens: int = 0
+    positions: int = 0  # their tokens, with padding
+    position_pairs: int = 0  # sum of the squares of the lengths of the rows
+    visited_pairs: int = 0  # those of ``position_pairs`` in blocks that flex attention does not skip on a GPU
+    head_tokens: int = 0  # tokens whose logits are computed
 
     def __add__(self, other: Workload) -> Workload:
         return Workload(*map(sum, zip(astuple(self), astuple(other), strict=True)))

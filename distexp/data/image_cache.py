@@ -37,15 +37,11 @@ class CachedImages:
 
     A sample has ``labels`` and its ``windows``: the ``Window`` of its augmentation as a tensor. With a cache in CPU
     memory it also has its pixels, otherwise its index.
-
-    Attributes:
-        pixels: uint8, shape (images, 3, stored size, stored size).
-        on_device: whether the pixels are on the device of the training.
     """
 
     files: ImageFiles
-    pixels: Tensor
-    on_device: bool
+    pixels: Tensor  # uint8, shape (images, 3, stored size, stored size)
+    on_device: bool  # whether the pixels are on the device of the training
 
     def __len__(self) -> int:
         return len(self.files)

@@ -63,16 +63,14 @@ class ImageFiles:
     only, not on the number of workers or the reading order.
 
     Attributes:
-        root: folder that ``files`` are relative to.
-        size: width and height of the samples in pixels; other images are resized.
         epoch: current epoch. It is in shared memory because persistent loader workers have a copy of
             everything else.
     """
 
-    root: Path
+    root: Path  # folder that ``files`` are relative to
     files: tuple[str, ...]
     classes: tuple[int, ...]
-    size: int
+    size: int  # width and height of the samples in pixels; other images are resized
     augment: bool
     seed: int
     epoch: Tensor = field(default_factory=_shared_zero)

@@ -35,17 +35,12 @@ from distexp.system.torch_internals.annotations import DATA, annotate, annotate_
 
 @dataclass(frozen=True)
 class StepData:
-    """This rank's micro-batches of one optimizer step.
-
-    Attributes:
-        normalizer: number of targets of the step over all ranks; a scalar on the device.
-        wait_s: seconds that this rank waited for its data. The wait for the device is not part of it.
-    """
+    """This rank's micro-batches of one optimizer step."""
 
     micro_batches: list[Batch]
-    normalizer: Tensor
+    normalizer: Tensor  # number of targets of the step over all ranks; a scalar on the device
     num_samples: int
-    wait_s: float = 0.0
+    wait_s: float = 0.0  # seconds that this rank waited for its data. The wait for the device is not part of it.
     workload: Workload = field(default_factory=Workload)
 
 
@@ -95,14 +90,10 @@ class ShardedLoader:
         data: data of the task; its ``collate`` makes the batches.
         num_workers: loader processes of this rank; 0: this process reads the samples.
         lengths: tokens of each sample, see ShardedBatchSampler.
-
-    Attributes:
-        stop_requested: whether this rank has a request to stop; called once a step.
-        on_batch: called after each batch that was read, before anything that waits for other ranks.
     """
 
-    stop_requested: Callable[[], bool]
-    on_batch: Callable[[], None]
+    stop_requested: Callable[[], bool]  # whether this rank has a request to stop; called once a step
+    on_batch: Callable[[], None]  # called after each batch that was read, before anything that waits for other ranks
 
     def __init__(
         self,

@@ -30,16 +30,13 @@ class Example:
     """One question with its context and answers.
 
     Texts have no line breaks and no repeated spaces. The first answer is the training target.
-
-    Attributes:
-        misplaced: what is wrong with the position of an answer in the context, or None.
     """
 
     id: str
     question: str
     context: str
     answers: tuple[str, ...]
-    misplaced: str | None = None
+    misplaced: str | None = None  # what is wrong with the position of an answer in the context, or None
 
 
 @dataclass(frozen=True)
@@ -82,17 +79,11 @@ def _count(name: str, splits: Mapping[str, TokenizationCounts]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class QASamples(TokenSamples):
-    """Tokenized examples with the reference answers that score generated ones.
+    """Tokenized examples with the reference answers that score generated ones."""
 
-    Attributes:
-        references: accepted answers of each sample; empty for a training set.
-        ids: ids of the questions; empty for a training set.
-        too_long: questions of an evaluation set that were left out, because question and answer are too long.
-    """
-
-    references: tuple[tuple[str, ...], ...]
-    ids: tuple[str, ...]
-    too_long: int = 0
+    references: tuple[tuple[str, ...], ...]  # accepted answers of each sample; empty for a training set
+    ids: tuple[str, ...]  # ids of the questions; empty for a training set
+    too_long: int = 0  # questions of an evaluation set that were left out, because question and answer are too long
 
     def prompt(self, index: int) -> TokenIds:
         """Return the token ids of a sample up to ``Answer:``, shape (prompt length,)."""

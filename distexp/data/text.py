@@ -26,16 +26,11 @@ class TokenSamples:
 
     A sample is ``input_ids`` and ``labels`` of shape (length,); the labels of the prompt are IGNORE. All
     sequences are in one array. It may be a memory-mapped file, which the workers of a node share.
-
-    Attributes:
-        tokens: all sequences, shape (total tokens,).
-        ends: one past the last token of each sequence, shape (samples,).
-        prompt_lengths: tokens of each prompt, shape (samples,).
     """
 
-    tokens: NDArray[np.int32]
-    ends: NDArray[np.int64]
-    prompt_lengths: NDArray[np.int32]
+    tokens: NDArray[np.int32]  # all sequences, shape (total tokens,)
+    ends: NDArray[np.int64]  # one past the last token of each sequence, shape (samples,)
+    prompt_lengths: NDArray[np.int32]  # tokens of each prompt, shape (samples,)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -72,17 +67,12 @@ class TextCollate:
 
     A causal LM predicts ``labels[:, 1:]``, so the first label of a sequence is never a target. Packed rows keep their
     positions, and have no attention mask: their padding counts as another sample.
-
-    Attributes:
-        length: tokens of every batch; None: the longest sequence of each batch.
-        multiple: without ``length``, batches are padded to a multiple of it.
-        limit: without ``length``, most tokens of a batch.
     """
 
     pad_id: int
-    length: int | None
-    multiple: int = 1
-    limit: int | None = None
+    length: int | None  # tokens of every batch; None: the longest sequence of each batch
+    multiple: int = 1  # without ``length``, batches are padded to a multiple of it
+    limit: int | None = None  # without ``length``, most tokens of a batch
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Pad and stack samples; labels have shape (batch, length)."""

@@ -35,13 +35,9 @@ TokenIds = NDArray[np.int32]
 
 
 class Tokenizer(Protocol):
-    """Interface of tokenizers for data sets and evaluation.
+    """Interface of tokenizers for data sets and evaluation."""
 
-    Attributes:
-        name: ``byte(1024)``, or the name or path it was loaded from.
-    """
-
-    name: str
+    name: str  # ``byte(1024)``, or the name or path it was loaded from
     size: int
     eos_id: int
     pad_id: int

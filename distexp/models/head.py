@@ -33,15 +33,13 @@ class HeadRequest:
     """What the forward pass of a model requests from its head.
 
     Attributes:
-        positions: tokens to select, as indices into batch x length; None: all.
-        labels: labels of the selected tokens, shape (batch, length); None: return logits.
         counts: ``calls`` of the head in this forward pass. It is a dict, because dynamo of torch 2.13 loses changes of
             attributes after flex attention.
     """
 
     shape: tuple[int, ...] = ()
-    positions: Tensor | None = None
-    labels: Tensor | None = None
+    positions: Tensor | None = None  # tokens to select, as indices into batch x length; None: all
+    labels: Tensor | None = None  # labels of the selected tokens, shape (batch, length); None: return logits
     counts: dict[str, int] = field(default_factory=lambda: {"calls": 0})
 
     @property

@@ -23,15 +23,8 @@ class MemorySample:
     """One device at one time. A value that could not be read is None, never 0.
 
     Attributes:
-        phase: Phase of the run; empty if unknown.
-        kind: ``gpu`` or ``cpu``.
-        used_mib: On a GPU: what all its users hold. On the CPU: what the process tree holds.
-        utilization_pct: Percent of the device, or of all cores that the node may use.
-        job_mib: This job's part of a GPU's memory, if NVML reports it.
         energy_j: Of a GPU its own counter, which starts at an arbitrary value. On the CPU, the run's part since the
             first sample.
-        source: How the memory was read. It marks the samples of a less exact method.
-        other_mib: Other jobs' part of a GPU's memory, if NVML reports it.
         clock_reasons: Why the clock of a GPU is not higher, as bits of NVML's ``nvmlClocksEventReasons``.
         pcie_pct: Rate of a GPU's PCIe link, in percent of its maximum. It is read in some samples only.
         ecc_errors: Uncorrected memory errors of a GPU since the driver was loaded, in some samples only.
@@ -39,18 +32,18 @@ class MemorySample:
     """
 
     unix_time_s: float
-    phase: str
-    kind: str
+    phase: str  # phase of the run; empty if unknown
+    kind: str  # ``gpu`` or ``cpu``
     index: int
-    used_mib: float | None
+    used_mib: float | None  # On a GPU: what all its users hold. On the CPU: what the process tree holds.
     total_mib: float | None = None
-    utilization_pct: float | None = None
+    utilization_pct: float | None = None  # percent of the device, or of all cores that the node may use
     power_w: float | None = None
-    job_mib: float | None = None
+    job_mib: float | None = None  # this job's part of a GPU's memory, if NVML reports it
     energy_j: float | None = None
-    source: str = ""
+    source: str = ""  # How the memory was read. It marks the samples of a less exact method.
     compiler_mib: float | None = None
-    other_mib: float | None = None
+    other_mib: float | None = None  # other jobs' part of a GPU's memory, if NVML reports it
     sm_clock_mhz: float | None = None
     clock_reasons: float | None = None
     pcie_pct: float | None = None

@@ -59,13 +59,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class StoredForecast:
-    """The forecast of one size.
-
-    Attributes:
-        created_at: ISO 8601, UTC.
-        beyond: How far the size is beyond the measured range; empty inside of it.
-        what_if: Options for another machine, which later runs do not share; empty without them.
-    """
+    """The forecast of one size."""
 
     nodes: int
     workers_per_node: int
@@ -76,9 +70,9 @@ class StoredForecast:
     step_time_s: float
     low_s: float
     high_s: float
-    created_at: str = ""
-    beyond: str = ""
-    what_if: str = ""
+    created_at: str = ""  # ISO 8601, UTC
+    beyond: str = ""  # how far the size is beyond the measured range; empty inside of it
+    what_if: str = ""  # options for another machine, which later runs do not share; empty without them
 
     @property
     def workers(self) -> int:
@@ -148,19 +142,13 @@ MIN_FORECASTS = 3
 
 @dataclass(frozen=True)
 class ForecastError:
-    """A forecast next to the measured step of the same training at this size.
-
-    Attributes:
-        inside: Whether the measured duration was in the interval.
-        subject: Profiled run and size of the forecast. Empty: unknown.
-        measured_at: Start of the measured run, ISO 8601. Empty: unknown.
-    """
+    """A forecast next to the measured step of the same training at this size."""
 
     forecast_s: float
     measured_s: float
-    inside: bool
-    subject: str = ""
-    measured_at: str = ""
+    inside: bool  # whether the measured duration was in the interval
+    subject: str = ""  # Profiled run and size of the forecast. Empty: unknown.
+    measured_at: str = ""  # Start of the measured run, ISO 8601. Empty: unknown.
 
     @property
     def relative(self) -> float:

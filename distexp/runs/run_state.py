@@ -25,19 +25,13 @@ ACTIVE = ("pending", "running", "ending", "unknown")
 
 @dataclass(frozen=True)
 class RunState:
-    """State of one run.
-
-    Attributes:
-        job: The Slurm job as ARRAY_INDEX; None for a run that is not on Slurm.
-        state: One of ACTIVE, "no record", or the status of the record.
-        reason: Why the run is waiting, or why it did not complete.
-    """
+    """State of one run."""
 
     number: int
     directory: Path
-    job: str | None
-    state: str
-    reason: str = ""
+    job: str | None  # the Slurm job as ARRAY_INDEX; None for a run that is not on Slurm
+    state: str  # one of ACTIVE, "no record", or the status of the record
+    reason: str = ""  # why the run is waiting, or why it did not complete
     nodes: str = ""
     record: RunRecord | None = None
 

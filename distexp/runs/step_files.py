@@ -29,20 +29,14 @@ class Segment:
 
     The device ends at ``max(free + device_s, launched + tail_s)``. ``free`` is the end of the earlier work of the
     device, and ``launched`` is the start of the segment on the CPU. Without a GPU only ``host_s`` counts.
-
-    Attributes:
-        micro_batch: Number of the micro-batch, from 0. That of the optimizer is the last one.
-        host_s: Time of the CPU, without waiting for the device or for collectives.
-        tail_s: Time from the start of the segment on the CPU to its end, on a device that was idle before.
-        tail_half_s: The same if the CPU took half of the time.
     """
 
     phase: str
-    micro_batch: int
-    host_s: float
+    micro_batch: int  # Number of the micro-batch, from 0. That of the optimizer is the last one.
+    host_s: float  # time of the CPU, without waiting for the device or for collectives
     device_s: float = 0.0
-    tail_s: float = 0.0
-    tail_half_s: float = 0.0
+    tail_s: float = 0.0  # time from the start of the segment on the CPU to its end, on a device that was idle before
+    tail_half_s: float = 0.0  # the same if the CPU took half of the time
     launches: int = 0
     waits: bool = False
 
@@ -54,24 +48,20 @@ class Collective:
     Attributes:
         bytes: Size as in nccl-tests: the buffer of an all-reduce, the full tensor of an all-gather or reduce-scatter.
             None: the trace does not contain it.
-        axis: ``all`` workers, or the ``shard`` or ``replicate`` axis of the mesh.
-        host_s: Time of the CPU since the last item, up to the launch.
         transfer_s: Measured duration without waiting for other ranks. None: not executed, because the run had one
             worker.
-        awaited: ``next``: the next segment waits for it. ``optimizer``: the optimizer waits for it.
-        ahead: Number of later collectives of this kind and phase that are launched before the segment that waits.
     """
 
     kind: str
     bytes: int | None
     ranks: int
-    axis: str
+    axis: str  # ``all`` workers, or the ``shard`` or ``replicate`` axis of the mesh
     phase: str
     micro_batch: int
-    host_s: float = 0.0
+    host_s: float = 0.0  # time of the CPU since the last item, up to the launch
     transfer_s: float | None = None
-    awaited: str = NEXT
-    ahead: int = 0
+    awaited: str = NEXT  # ``next``: the next segment waits for it. ``optimizer``: the optimizer waits for it.
+    ahead: int = 0  # number of later collectives of this kind and phase that are launched before the segment that waits
     segments_ahead: int = 0
     after_compute: bool = True
 
@@ -92,8 +82,6 @@ class StepModel:
     """The median profiled step of rank 0.
 
     Attributes:
-        micro_batches: Micro-batches of a step. The items have at most three of them: the first, one other, the last.
-        units: Parameters of the model. Empty: unknown.
         bucket_elements: Elements of the buckets of DDP, in the order of their reduction. Empty: no DDP.
         group_elements: Elements of each parameter in each group of the optimizer, not divided over workers.
         modules: Positions, in the parameters of all units, of those that each module itself has. In the order of the
@@ -103,11 +91,11 @@ class StepModel:
     on_gpu: bool
     workers: int
     nodes: int
-    micro_batches: int
+    micro_batches: int  # Micro-batches of a step. The items have at most three of them: the first, one other, the last.
     step_s: float
     step_s_by_rank: tuple[tuple[float, ...], ...]
     items: tuple[Item, ...]
-    units: tuple[Parameters, ...] = ()
+    units: tuple[Parameters, ...] = ()  # Parameters of the model. Empty: unknown.
     bucket_elements: tuple[int, ...] = ()
     group_elements: tuple[tuple[int, ...], ...] = ()
     modules: tuple[tuple[int, ...], ...] = ()
@@ -196,16 +184,11 @@ COLUMNS = ("step", "microseconds", "watched")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Duration of an ordinary step.
+    """Duration of an ordinary step."""
 
-    Attributes:
-        step: Number among the measured steps, from 0.
-        watched: Whether the rank measured in this step how long it waits for other ranks.
-    """
-
-    step: int
+    step: int  # number among the measured steps, from 0
     seconds: float
-    watched: bool
+    watched: bool  # whether the rank measured in this step how long it waits for other ranks
 
 
 def write_step_times(run_dir: Path, rank: int, steps: Iterable[StepTime]) -> None:

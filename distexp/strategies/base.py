@@ -104,17 +104,15 @@ class Strategy(StepTraits, MemoryTraits, ABC):
 
     Attributes:
         requires: what must work on the machine: COMMUNICATION between workers, and names of libraries.
-        compile_scopes: supported values of ``train.compile``.
-        fixes_accumulation: whether ``setup`` fixes the number of micro-batches per step.
         hf_adapter: dotted name of the HFAdapter class for ``engine=hf_trainer``; None if that is not supported.
     """
 
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)
-    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)
+    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)  # supported values of ``train.compile``
     casts_once_per_step: ClassVar[bool] = False
     fuses_update: ClassVar[bool] = False
     keeps_channels_last: ClassVar[bool] = False
-    fixes_accumulation: ClassVar[bool] = False
+    fixes_accumulation: ClassVar[bool] = False  # whether ``setup`` fixes the number of micro-batches per step
     hf_adapter: ClassVar[str | None] = None
 
     @classmethod

@@ -37,13 +37,12 @@ class StepCommunication:
     gradients once per step.
 
     Attributes:
-        offloads: Whether the optimizer states are in CPU memory, so that the CPU updates the weights.
         is_planned: Whether ``plan`` knows the collectives before a run on several workers shows them.
     """
 
     weight_bytes: int = 4
     gradient_bytes: int = 4
-    offloads: bool = False
+    offloads: bool = False  # whether the optimizer states are in CPU memory, so that the CPU updates the weights
 
     is_planned: ClassVar[bool] = False
 
@@ -244,17 +243,11 @@ def build_mesh(config: Config, context: Context) -> DeviceMesh:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPCommunication(StepCommunication):
-    """The collectives of a step with FSDP, which reduces gradients in fp32.
+    """The collectives of a step with FSDP, which reduces gradients in fp32."""
 
-    Attributes:
-        sharding: ``fsdp.sharding``.
-        replicas: ``fsdp.replicas``.
-        backward_prefetch: ``fsdp.backward_prefetch``.
-    """
-
-    sharding: Sharding = Sharding.FULL_SHARD
-    replicas: int | None = None
-    backward_prefetch: int = 1
+    sharding: Sharding = Sharding.FULL_SHARD  # ``fsdp.sharding``
+    replicas: int | None = None  # ``fsdp.replicas``
+    backward_prefetch: int = 1  # ``fsdp.backward_prefetch``
 
     is_planned: ClassVar[bool] = True
 

@@ -218,28 +218,18 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """The tensors of one weight, which have the same shape and strides, and the constants of AdamW in this step.
+    """The tensors of one weight, which have the same shape and strides, and the constants of AdamW in this step."""
 
-    Attributes:
-        weight: fp32; is changed.
-        gradient: fp32 or bf16, before clipping.
-        exp_avg: mean of the gradients, fp32; is changed.
-        exp_avg_sq: mean of their squares, fp32; is changed.
-        copy: becomes the rounded weight, bf16; None: there is no copy.
-        weight_decay: of AdamW, before it is multiplied by the learning rate.
-        step: number of this step, from 1 on, on the CPU, shape ().
-    """
-
-    weight: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    copy: Tensor | None
+    weight: Tensor  # fp32; is changed
+    gradient: Tensor  # fp32 or bf16, before clipping
+    exp_avg: Tensor  # mean of the gradients, fp32; is changed
+    exp_avg_sq: Tensor  # mean of their squares, fp32; is changed
+    copy: Tensor | None  # becomes the rounded weight, bf16; None: there is no copy
     learning_rate: float
-    weight_decay: float
+    weight_decay: float  # of AdamW, before it is multiplied by the learning rate
     betas: tuple[float, float]
     eps: float
-    step: Tensor
+    step: Tensor  # number of this step, from 1 on, on the CPU, shape ()
 
     def addresses(self) -> list[int]:
         """Return the addresses of the tensors, in the order of the kernel."""

@@ -97,21 +97,16 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """Tensors of a distributed model on this rank. Views of one storage count once.
-
-    Attributes:
-        bucket_sizes: bytes of the buckets that only the library can reach.
-        vocabulary: size of the vocabulary; None for image models.
-    """
+    """Tensors of a distributed model on this rank. Views of one storage count once."""
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     optimizer_states: Sequence[Tensor]
     buffers: Sequence[Tensor] = ()
     communication: Sequence[Tensor] = ()
-    bucket_sizes: Sequence[int] = ()
+    bucket_sizes: Sequence[int] = ()  # bytes of the buckets that only the library can reach
     names: Mapping[int, str] = field(default_factory=dict)
-    vocabulary: int | None = None
+    vocabulary: int | None = None  # size of the vocabulary; None for image models
 
 
 ReadTensors = Callable[[], ModelTensors]

@@ -45,16 +45,14 @@ class StepTraits:
     """What forecasts and searches ask a strategy.
 
     Attributes:
-        is_reference: Whether the losses of the others are compared with those of this strategy.
         complexity: Number that is smaller for a simpler strategy, which a search prefers among equal ones.
-        max_workers: Most workers; None for any number.
         option_group: Config group of its main option. An override of this group chooses the strategy too.
         lighter: For a strategy without such a group, the override that chooses what needs less memory, as in Option.
     """
 
-    is_reference: ClassVar[bool] = False
+    is_reference: ClassVar[bool] = False  # whether the losses of the others are compared with those of this strategy
     complexity: ClassVar[int] = CUSTOM_COMPLEXITY
-    max_workers: ClassVar[int | None] = None
+    max_workers: ClassVar[int | None] = None  # most workers; None for any number
     section: ClassVar[str] = ""
     option_group: ClassVar[str] = ""
     option_key: ClassVar[str] = ""
@@ -133,15 +131,10 @@ ADAMW_STATES = 20
 
 @dataclass(frozen=True)
 class CpuMemory:
-    """Memory of a worker on CPUs.
+    """Memory of a worker on CPUs."""
 
-    Attributes:
-        worker_mib: What each worker has of Python and the libraries for itself.
-        reserve: Factor for tensors that are allocated in each step: what the C library keeps, and buffers of Gloo.
-    """
-
-    worker_mib: float
-    reserve: float
+    worker_mib: float  # what each worker has of Python and the libraries for itself
+    reserve: float  # factor for tensors that are allocated in each step: what the C library keeps, and buffers of Gloo
 
 
 UNMEASURED_ON_CPUS = CpuMemory(60.0, reserve=2.3)
@@ -187,15 +180,13 @@ class MemoryTraits:
         cpu_memory: Measured memory of a worker on CPUs. None: not measured, so there is no verdict.
         accumulates_whole_gradients: Whether each worker keeps gradients of the whole model between micro-batches,
             although it keeps a share of them after the last one.
-        operator_problem: What is not possible if no C++ compiler works.
-        setup_note: Sentence of the report if the CPU memory had its peak during setup.
     """
 
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None
     accumulates_whole_gradients: ClassVar[bool] = False
-    operator_problem: ClassVar[str] = ""
-    setup_note: ClassVar[str] = ""
+    operator_problem: ClassVar[str] = ""  # what is not possible if no C++ compiler works
+    setup_note: ClassVar[str] = ""  # sentence of the report if the CPU memory had its peak during setup
 
     def overhead_mib(self, config: Config) -> dict[str, float]:
         """Return the MiB per GPU that NVML reports beyond torch's reserved memory, by part."""

@@ -36,17 +36,15 @@ class ZeroOptions:
     """The section ``zero_optimization`` of a ds_config, as far as it matters here. The defaults are DeepSpeed's.
 
     Attributes:
-        overlap_comm: Whether reductions overlap with the backward pass. None: at stage 3 only.
         stage3_param_persistence_threshold: Elements up to which a parameter is kept whole between two updates.
-        stage3_max_live_parameters: Elements that are gathered, from which no more are gathered ahead.
         stage3_max_reuse_distance: Elements up to the next use of a parameter, below which it is not released.
     """
 
-    overlap_comm: bool | None = None
+    overlap_comm: bool | None = None  # Whether reductions overlap with the backward pass. None: at stage 3 only.
     reduce_bucket_size: int = 500_000_000
     stage3_prefetch_bucket_size: int = 50_000_000
     stage3_param_persistence_threshold: int = 100_000
-    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_live_parameters: int = 1_000_000_000  # elements that are gathered, from which no more are gathered ahead
     stage3_max_reuse_distance: int = 1_000_000_000
 
     def overlaps(self, stage: int) -> bool:
