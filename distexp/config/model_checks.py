@@ -62,7 +62,6 @@ def model_errors(model: ModelConfig) -> list[str]:
         *unused_key_errors("model", model),
         *_missing_values(model),
         *_source_errors(model),
-        *_head_errors(model),
         *_attention_errors(model),
     ]
 
@@ -105,6 +104,9 @@ def _source_errors(model: ModelConfig) -> Iterator[str]:
 
 
 def _attention_errors(model: ModelConfig) -> Iterator[str]:
+    hidden, heads = model.hidden_size, model.num_heads
+    if hidden and heads and heads > 0 and hidden % heads:
+        yield f"model.hidden_size={hidden} must be a multiple of model.num_heads={heads}: change one of them"
     supported = ATTENTIONS.get(model._target_)
     if supported is not None and model.attention not in supported:
         yield (
@@ -116,12 +118,6 @@ def _attention_errors(model: ModelConfig) -> Iterator[str]:
             f"model.attention=flex has no dropout, but model.dropout={model.dropout}: use model.dropout=0, or "
             "model.attention=sdpa"
         )
-
-
-def _head_errors(model: ModelConfig) -> Iterator[str]:
-    hidden, heads = model.hidden_size, model.num_heads
-    if hidden and heads and heads > 0 and hidden % heads:
-        yield f"model.hidden_size={hidden} must be a multiple of model.num_heads={heads}: change one of them"
 
 
 # Checks of sizes that must fit together, without importing torch.
@@ -152,28 +148,18 @@ def check_samples_per_rank(
     if micro_batch_size <= per_rank:
         return None
     share = f"{per_rank} {unit if per_rank > 1 else unit[:-1]}"
-    hint = (
-        _fitting_sizes(samples, workers, micro_batch_size)
-        if global_batch is None
-        else _divisor(global_batch // workers, per_rank)
-    )
+    if global_batch is None:
+        # The largest micro-batch for these workers, or the most workers for this micro-batch.
+        most = (samples - 1) // max(1, micro_batch_size - 1)
+        fewer = f" at most {most} worker{'s' if most > 1 else ''}," if most else ""
+        hint = f"train.micro_batch_size={per_rank},{fewer} or "
+    else:
+        divisor = max(divisors(global_batch // workers, per_rank), default=None)
+        hint = f"train.micro_batch_size={divisor}, or " if divisor else ""
     return (
         f"train.micro_batch_size={micro_batch_size} is more than the {share} of each worker ({samples} {unit}, "
         f"{workers} workers): use {hint}a larger dataset.train_size"
     )
-
-
-def _fitting_sizes(samples: int, workers: int, micro_batch_size: int) -> str:
-    """Return the largest micro-batch for these workers, and the most workers for this micro-batch, as alternatives."""
-    most = (samples - 1) // max(1, micro_batch_size - 1)
-    fewer = f" at most {most} worker{'s' if most > 1 else ''}," if most else ""
-    return f"train.micro_batch_size={-(-samples // workers)},{fewer} or "
-
-
-def _divisor(whole: int, largest: int) -> str:
-    """Return the largest micro-batch up to a limit that divides the samples of a worker, as an alternative."""
-    divisor = max(divisors(whole, largest), default=None)
-    return f"train.micro_batch_size={divisor}, or " if divisor else ""
 
 
 def several_lengths(dataset: DatasetConfig) -> str:
@@ -233,11 +219,7 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 
 def with_micro_batch(config: Config, size: int, accumulation: int | None = None) -> Config:
-    """Return a configuration with a micro-batch size.
-
-    Args:
-        accumulation: micro-batches per optimizer step; None: as many as give the global batch size.
-    """
+    """Return a configuration with a micro-batch size, and by default as many as give the global batch size."""
     steps = samples_per_worker(config) // size if accumulation is None else accumulation
     return replace(config, train=replace(config.train, micro_batch_size=size, gradient_accumulation_steps=steps))
 

@@ -12,38 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.config.keys import check_values, conf_dir
+from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.kernels import check_speed_options, choose_kernels
-from distexp.resolve.resources import (
-    check_device,
-    check_strategy,
-    check_trainer,
-    decide_resources,
-    make_paths_absolute,
-    set_strategy_defaults,
-)
-from distexp.resolve.scaling_rules import (
-    apply_scaling,
-    check_exercise_device,
-    set_accumulation,
-    shrink_global_batch,
-    shrink_to_scale,
-)
-from distexp.resolve.section_checks import (
-    check_checkpoint,
-    check_cluster_keys,
-    check_dataset_files,
-    check_dataset_keys,
-    check_files,
-    check_lengths,
-    check_model_files,
-    check_model_keys,
-    check_plan,
-    check_sizes,
-    check_targets,
-    check_task,
-    check_tokenizer_files,
-    check_tracker,
-)
 
 # The typed form of a composed configuration: dataclasses instead of the nodes of OmegaConf.
 
@@ -146,40 +116,40 @@ Step = Callable[[Config], Iterable[str]]
 
 SECTION_CHECKS: tuple[Step, ...] = (
     check_values,
-    check_targets,
-    check_model_keys,
-    check_dataset_keys,
-    check_cluster_keys,
+    section_checks.check_targets,
+    section_checks.check_model_keys,
+    section_checks.check_dataset_keys,
+    section_checks.check_cluster_keys,
 )
 """Checks of each section by itself. Their errors are raised before anything is decided."""
 
 DECISIONS: tuple[Step, ...] = (
-    shrink_to_scale,
-    make_paths_absolute,
-    decide_resources,
-    set_strategy_defaults,  # needs the device
+    scaling_rules.shrink_to_scale,
+    resources.make_paths_absolute,
+    resources.decide_resources,
+    resources.set_strategy_defaults,  # needs the device
     choose_kernels,  # needs the options of the strategy
-    apply_scaling,  # needs the number of workers
-    shrink_global_batch,  # needs the number of workers
-    set_accumulation,  # needs the scaled micro-batch
+    scaling_rules.apply_scaling,  # needs the number of workers
+    scaling_rules.shrink_global_batch,  # needs the number of workers
+    scaling_rules.set_accumulation,  # needs the scaled micro-batch
     choose_profile_steps,
 )
 """Steps that set what the user left open. Each one relies on those before it."""
 
 CROSS_CHECKS: tuple[Step, ...] = (
-    check_task,
-    check_lengths,
-    check_sizes,
-    check_files,
-    check_dataset_files,
-    check_model_files,
-    check_tokenizer_files,
-    check_checkpoint,
-    check_tracker,
-    check_plan,
-    check_device,
-    check_strategy,
-    check_trainer,
+    section_checks.check_task,
+    section_checks.check_lengths,
+    section_checks.check_sizes,
+    section_checks.check_files,
+    section_checks.check_dataset_files,
+    section_checks.check_model_files,
+    section_checks.check_tokenizer_files,
+    section_checks.check_checkpoint,
+    section_checks.check_tracker,
+    section_checks.check_plan,
+    resources.check_device,
+    resources.check_strategy,
+    resources.check_trainer,
     check_speed_options,
 )
 """Checks of several sections together. Their errors are raised together with those of the decisions."""
@@ -195,7 +165,7 @@ def resolve(composed: DictConfig, choices: Choices) -> Config:
     try:
         run_steps(config, (*DECISIONS, *CROSS_CHECKS))
     except ConfigError:
-        run_steps(config, (check_exercise_device,))  # scale=tiny also sets the precision and the data
+        run_steps(config, (scaling_rules.check_exercise_device,))  # scale=tiny also sets the precision and the data
         raise
     return config
 

@@ -201,8 +201,7 @@ GENERATED = (500, 32)
 def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
     """Return the bytes that ``dataset.cache`` needs, if all images are as large as the first one.
 
-    Returns:
-        The bytes, or None if the folder cannot be read, which another check reports.
+    They are None if the folder cannot be read, which another check reports.
     """
     images = GENERATED if dataset.root is None else _measure_folder(dataset.root)
     if images is None:
@@ -239,13 +238,9 @@ NORM_VECTORS = 2
 
 
 def parameter_count(model: ModelConfig, layers: int | None = None) -> int | None:
-    """Return the number of parameters; a shared weight counts once.
+    """Return the number of parameters, on request with another number of layers; a shared weight counts once.
 
-    Args:
-        layers: number of layers to count instead of ``model.num_layers``.
-
-    Returns:
-        None for an unknown architecture, or if the vocabulary is that of the tokenizer.
+    It is None for an unknown architecture, or if the vocabulary is that of the tokenizer.
     """
     depth, hidden = layers or model.num_layers, model.hidden_size
     if model.vocab_size is None or hidden is None or depth is None or model.init != "random":

@@ -157,7 +157,9 @@ def shorten_message(error: RunError, limit: int = MAX_MESSAGE) -> str:
     starts = [position for position, line in enumerate(lines) if TRACEBACK in line]
     if starts:
         inner = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
-        text = _without_own_type(_first_statement(inner or lines), error.type)
+        text = _first_statement(inner or lines)
+        if found := EXCEPTION_LINE.fullmatch(text):  # Leave out the module, and a class that the record names.
+            text = found[2] if found[1] == error.type else f"{found[1]}: {found[2]}"
     elif error.type == "ConfigError":
         return error.message
     else:
@@ -174,14 +176,6 @@ def _first_statement(lines: Sequence[str]) -> str:
             break
         taken.append(line.strip())
     return " ".join(taken)
-
-
-def _without_own_type(line: str, name: str) -> str:
-    """Return the last line of a traceback without its module, and without its class if that is ``name``."""
-    found = EXCEPTION_LINE.fullmatch(line)
-    if found is None:
-        return line
-    return found[2] if found[1] == name else f"{found[1]}: {found[2]}"
 
 
 # Errors that mean that memory is full, and texts about ``error.memory`` of a record.
@@ -284,26 +278,15 @@ def describe_straggler(entry: Mapping[str, Any]) -> str:
 
     For example: ``Rank 3 (GPU 3 of node07) is 12% slower: its SM clock is 1,200 MHz, that of the others 1,755 MHz``.
     """
-    rank, place = f"Rank {entry.get('rank')}", _place(entry)
-    subject = f"{rank} ({place})" if place else rank
-    evidence = "; ".join(texts_of(entry, "evidence"))
-    return f"{subject} {_problem(entry)}: {evidence}" if evidence else f"{subject} {_problem(entry)}"
-
-
-def _place(entry: Mapping[str, Any]) -> str:
-    """Return GPU and host of a rank, as far as they are known: ``GPU 3 of node07``."""
-    gpu, host = entry.get("gpu"), entry.get("host")
-    parts = [None if gpu is None else f"GPU {gpu}", None if host is None else str(host)]
-    return " of ".join(filter(None, parts))
-
-
-def _problem(entry: Mapping[str, Any]) -> str:
-    """Return by how much a rank is slower: ``is 12% slower``; without a number ``has a problem``."""
-    slower_pct = number_of(entry, "slower_by_pct")
+    gpu, host, slower_pct = entry.get("gpu"), entry.get("host"), number_of(entry, "slower_by_pct")
+    place = " of ".join(filter(None, [None if gpu is None else f"GPU {gpu}", None if host is None else str(host)]))
+    text = f"Rank {entry.get('rank')}" + (f" ({place})" if place else "")
     if slower_pct is None:
-        return "has a problem"
-    up_to = "up to " if entry.get("is_upper_bound") is True else ""
-    return f"is {up_to}{slower_pct:.0f}% slower"
+        text += " has a problem"
+    else:
+        text += f" is {'up to ' if entry.get('is_upper_bound') is True else ''}{slower_pct:.0f}% slower"
+    evidence = "; ".join(texts_of(entry, "evidence"))
+    return f"{text}: {evidence}" if evidence else text
 
 
 # Why a run has no price or no CO2e, although the user set what they are computed from.
@@ -318,15 +301,9 @@ def missing_costs(record: RunRecord) -> Iterator[str]:
     if on_cpu and cluster.get("price_per_gpu_hour") is not None:
         yield "no price: cluster.price_per_gpu_hour is for GPUs, and the run used CPUs"
     if cluster.get("gco2_per_kwh") is not None and energy.get("co2e_g") is None:
-        yield f"no CO2e: {_missing_energy(record, on_cpu=on_cpu)}"
-
-
-def _missing_energy(record: RunRecord, *, on_cpu: bool) -> str:
-    """Return why the energy is unknown."""
-    if (record.config.get("measure") or {}).get("enabled") is False:
-        return "measure.enabled=false"
-    device = "CPUs (RAPL; on most systems only root can read it)" if on_cpu else "GPUs (NVML)"
-    return f"the energy of the {device} is unknown"
+        device = "CPUs (RAPL; on most systems only root can read it)" if on_cpu else "GPUs (NVML)"
+        is_off = (record.config.get("measure") or {}).get("enabled") is False
+        yield f"no CO2e: {'measure.enabled=false' if is_off else f'the energy of the {device} is unknown'}"
 
 
 # Name of a model in tables and messages. It shows that a run used a small stand-in.

@@ -72,18 +72,11 @@ class DistributedModel(EvaluableModel, Protocol):
         """
 
     def step(self, learning_rate: float) -> Tensor:
-        """Clip the gradients, update the weights, clear the gradients.
-
-        Returns:
-            The global gradient norm before clipping.
-        """
+        """Clip the gradients, update the weights, clear the gradients; return the global norm before clipping."""
 
     @property
     def checkpoint_format(self) -> str:
-        """Return the checkpoint format.
-
-        A checkpoint loads only into a model with an equal value.
-        """
+        """Return the checkpoint format. A checkpoint loads only into a model with an equal value."""
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer state and loss scale into a new folder; a collective."""
@@ -117,20 +110,14 @@ class Strategy(StepTraits, MemoryTraits, ABC):
 
     @classmethod
     def own_hf_adapter(cls) -> str | None:
-        """Return ``hf_adapter`` if this class itself sets it.
-
-        A subclass does not inherit it, because it may distribute the model in another way.
-        """
+        """Return ``hf_adapter`` if this class itself sets it. A subclass may distribute the model in another way."""
         return vars(cls).get("hf_adapter")
 
     def set_defaults(self, config: Config) -> None:
         """Set the options of this strategy that the user left open."""
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
-        """Return the values of ``kernels=fast`` for this strategy, by key, as ``{"train.compile": "blocks"}``.
-
-        They are used for keys that the user left open.
-        """
+        """Return the values of ``kernels=fast`` for keys that the user left open: ``{"train.compile": "blocks"}``."""
         return {}
 
     def validate(self, config: Config) -> list[str]:
@@ -234,11 +221,8 @@ FUSED_ADAMW = "FusedAdamW"
 """Class of the optimizer of ``train.fused_update``, as in ``built.optimizer`` of a record."""
 
 FAST_BUCKET_MB = 250.0
-"""Size of DDP's buckets if the model is compiled.
-
-Dynamo splits the graph at the ends of the buckets. So large buckets make few graphs. With the default of 25 MB, each
-block of BLOOM-560m would be a graph.
-"""
+"""Size of DDP's buckets if the model is compiled. Dynamo splits the graph at the ends of the buckets: large ones make
+few graphs. With the default of 25 MB, each block of BLOOM-560m would be a graph."""
 
 
 def whole_model_values(config: Config) -> dict[str, Any]:

@@ -37,11 +37,7 @@ class DDPCommunication(StepCommunication):
     first_bucket_bytes: float = FIRST_BUCKET_MB * MIB
 
     is_planned: ClassVar[bool] = True
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Return False: each worker updates all weights."""
-        return False
+    shards_optimizer: ClassVar[bool] = False
 
     def buckets(self, model: StepModel) -> list[int]:
         """Return the bytes of the buckets, in the order in which they are reduced.

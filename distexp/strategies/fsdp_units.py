@@ -61,7 +61,8 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
             "fsdp.wrap to class names of its modules",
             flush=True,
         )
-    depths = _nesting_depths([name for name, _ in named_blocks])
+    names = [name for name, _ in named_blocks]
+    depths = [sum(name.startswith(f"{other}.") for other in names) for name in names]  # how many contain each block
     groups = group_blocks(blocks, blocks_per_unit(config, is_nested=any(depths)))
     units = [Unit(group) for group in (_deepest_first(groups, depths) if any(depths) else groups)]
     units += [*_embedding_units(model, blocks), Unit([model], is_needed_first=bool(blocks))]
@@ -135,11 +136,6 @@ def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
             f"fsdp.wrap={config.fsdp.wrap}: use fsdp.blocks_per_unit=1, or name the outer class alone"
         )
     return 1
-
-
-def _nesting_depths(names: Sequence[str]) -> list[int]:
-    """Return how many of the other modules contain each module, by their dotted names."""
-    return [sum(name.startswith(f"{other}.") for other in names) for name in names]
 
 
 def _deepest_first(groups: Sequence[list[nn.Module]], depths: Sequence[int]) -> list[list[nn.Module]]:

@@ -73,11 +73,7 @@ HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 @contextmanager
 def keep_hyperparameters(optimizer: Any) -> Iterator[None]:
-    """Restore the hyperparameters of an optimizer after the block, which loads the state of another run.
-
-    Args:
-        optimizer: torch's, or a wrapper with ``param_groups``. Torch replaces the groups when it loads a state.
-    """
+    """Restore the hyperparameters of an optimizer after the block, which loads the state of another run."""
     saved = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, saved, strict=True):

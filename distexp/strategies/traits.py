@@ -237,12 +237,7 @@ class MemoryTraits:
         return False
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
-        """Yield options of this strategy that would reduce a bottleneck.
-
-        Args:
-            bottleneck: ``launch_idle``, ``exposed_communication``, ``data_wait``, ``optimizer``, ``host`` or
-                ``compute``.
-        """
+        """Yield options against launch_idle, exposed_communication, data_wait, optimizer, host or compute."""
         yield from ()
 
     def memory_note(self, config: Config) -> str:

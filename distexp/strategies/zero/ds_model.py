@@ -141,24 +141,14 @@ def avoid_waits(optimizer: Any) -> None:
 def gradient_norm(optimizer: Any, gradients: Iterable[Tensor], parameters: object, norm_type: float = 2) -> Tensor:
     """Return the L2 norm of the gradients of a group over all ranks; a collective.
 
-    DeepSpeed replaces a norm that is infinite or no number by -1 here. This does not.
-
-    Args:
-        gradients: the partition of this rank, any shapes.
-        parameters: not used.
-        norm_type: 2.
-
-    Returns:
-        A scalar in fp32.
+    It is a scalar in fp32. DeepSpeed replaces a norm that is infinite or no number by -1 here. This does not.
     """
     tensors = list(gradients)
-    total = _sum_of_squares(tensors, norm_type) if tensors else torch.zeros((), device=optimizer.device)
+    total = torch.zeros((), device=optimizer.device)
+    if tensors:
+        total = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=torch.float32)).square().sum()
     comm.all_reduce(total, group=optimizer.dp_process_group)
     return total.sqrt()
-
-
-def _sum_of_squares(tensors: list[Tensor], norm_type: float) -> Tensor:
-    return torch.stack(torch._foreach_norm(tensors, norm_type, dtype=torch.float32)).square().sum()
 
 
 def clip(optimizer: Any, gradients: Iterable[Tensor], norm: Tensor) -> None:
