@@ -108,11 +108,7 @@ def to_device(samples: Samples, batch: Batch, device: torch.device) -> Batch:
 
 @dataclass(frozen=True)
 class TaskData:
-    """The data of a task, and the properties that a model needs.
-
-    Attributes:
-        notes: messages for the user, for example about examples that were left out.
-    """
+    """The data of a task, and the properties that a model needs."""
 
     task: str  # ``causal_lm`` or ``image_classification``
     train: Samples
@@ -121,7 +117,7 @@ class TaskData:
     num_classes: int
     tokenizer: Any = None  # a ``distexp.data.tokenization.Tokenizer``; None for images
     tokenizer_name: str | None = None  # ``byte(1024)``, or the name or path of a Hugging Face tokenizer
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # for the user, for example about examples that were left out
 
 
 # Checks of the object that a dataset returns.

@@ -61,10 +61,7 @@ class ImageFiles:
     A sample is ``images`` of shape (3, size, size), uint8 pixels from 0 to 255, and its class as
     ``labels``, a scalar. The augmentation is a random crop and flip. It depends on seed, epoch and index
     only, not on the number of workers or the reading order.
-
-    Attributes:
-        epoch: current epoch. It is in shared memory because persistent loader workers have a copy of
-            everything else.
+    The epoch is in shared memory, because persistent loader workers have a copy of everything else.
     """
 
     root: Path  # folder that ``files`` are relative to
@@ -109,13 +106,9 @@ class ImageFiles:
 
 
 def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
-    """Decode an image file of any color mode to RGB pixels.
+    """Decode an image file of any color mode to RGB pixels, shape (size, size, 3); of its own size if that is None.
 
-    Returns:
-        Pixels of shape (size, size, 3), or (height, width, 3) of the file if the size is None.
-
-    Raises:
-        DataError: the file is missing, damaged or not an image.
+    Raise DataError if the file is missing, damaged or not an image.
     """
     try:
         with Image.open(path, formats=FORMATS) as file:
@@ -155,14 +148,10 @@ class ImageBatch(Batch):
 
 
 def normalize_pixels(pixels: Tensor) -> Tensor:
-    """Convert pixels from 0 to 255 to normalized images, as a ResNet expects them.
+    """Convert pixels from 0 to 255, of any data type, to normalized float32 images, as a ResNet expects them.
 
-    Args:
-        pixels: shape (batch, 3, height, width), of any data type.
-
-    Returns:
-        float32 images of the same shape in the channels-last memory format, which makes convolutions
-        on GPUs fastest. The activations of the model then have this format too.
+    The shape (batch, 3, height, width) stays. The memory format is channels-last, which makes convolutions on GPUs
+    fastest. The activations of the model then have this format too.
     """
     mean, std = channel_statistics(pixels.device)
     images = pixels.to(torch.float32, memory_format=torch.channels_last)
@@ -171,10 +160,7 @@ def normalize_pixels(pixels: Tensor) -> Tensor:
 
 @cache
 def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return MEAN and STD on a device, shape (3, 1, 1).
-
-    They are cached because each copy would block the host.
-    """
+    """Return MEAN and STD on a device, shape (3, 1, 1). They are cached because each copy would block the host."""
     mean, std = (torch.tensor(numbers, device=device)[:, None, None] for numbers in (MEAN, STD))
     return mean, std
 
@@ -231,15 +217,10 @@ class DecodeJob:
 
 
 def decode_once(images: ImageFiles) -> Tensor:
-    """Return all images of a dataset without augmentation, decoded at the first use.
+    """Return all images of a dataset without augmentation, decoded at the first use: uint8, (images, 3, size, size).
 
-    Returns:
-        uint8 pixels, shape (images, 3, size, size). They are a memory-mapped file, so the processes of a node share
-        one copy in memory.
-
-    Raises:
-        ConfigError: the cache directory has not enough space.
-        DataError: an image is missing, damaged or not an image.
+    They are a memory-mapped file, so the processes of a node share one copy in memory. Raise ConfigError if the cache
+    directory has not enough space, and DataError if an image is missing, damaged or not an image.
     """
     path = build_once(cache_dir() / f"{FORMAT}-{_fingerprint(images)}.npy", partial(_build, images))
     # Copy-on-write, because torch warns about arrays that cannot be written to.

@@ -74,15 +74,6 @@ class StopFlag:
             raise StopRequestedError
 
 
-@dataclass(frozen=True)
-class _Prefetched:
-    """Batches that the loader's workers are reading already."""
-
-    epoch: int
-    steps: range
-    batches: Iterator[Batch]
-
-
 class ShardedLoader:
     """Loader of optimizer steps for one rank, on its device.
 
@@ -110,7 +101,8 @@ class ShardedLoader:
         self.samples, self.sharding, self.device, self.task = samples, sharding, device, data.task
         self.stop_requested = lambda: False
         self.on_batch = lambda: None
-        self._prefetched: _Prefetched | None = None
+        # Epoch, steps and batches that the loader's workers are reading already.
+        self._prefetched: tuple[int, range, Iterator[Batch]] | None = None
         # One flag for all epochs: the first step of an epoch reads what the last one of the previous epoch recorded.
         self._stop = StopFlag(device)
         # DataLoader draws the seeds of its workers from this generator, so the global RNG state is untouched.
@@ -138,14 +130,11 @@ class ShardedLoader:
         return self.task == "image_classification"
 
     def prefetch(self, epoch: int, steps: range) -> None:
-        """Start loading the first batches of ``steps`` in the loader's workers.
-
-        The previous epoch must be finished.
-        """
+        """Start loading the first batches of ``steps`` in the loader's workers, after the end of the previous epoch."""
         self.sampler.epoch, self.sampler.steps = epoch, steps
         self._generator.manual_seed(self.sampler.seed + epoch)
         self._padded.set_epoch(epoch)
-        self._prefetched = _Prefetched(epoch, steps, iter(self._loader))
+        self._prefetched = (epoch, steps, iter(self._loader))
 
     def iter_steps(self, epoch: int, steps: range | None = None) -> Iterator[StepData]:
         """Yield the steps of an epoch, or a range of them.
@@ -175,10 +164,10 @@ class ShardedLoader:
 
     def _take_prefetched(self, epoch: int, steps: range) -> Iterator[Batch]:
         """Return the batches of some steps, which may have been prefetched."""
-        if self._prefetched is None or (self._prefetched.epoch, self._prefetched.steps) != (epoch, steps):
+        if self._prefetched is None or self._prefetched[:2] != (epoch, steps):
             self.prefetch(epoch, steps)
         assert self._prefetched is not None
-        batches, self._prefetched = self._prefetched.batches, None
+        (_, _, batches), self._prefetched = self._prefetched, None
         return batches
 
     def _count_samples(self, epoch: int, steps: range) -> list[int]:

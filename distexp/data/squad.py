@@ -176,17 +176,6 @@ def _from_rows(rows: Any) -> list[Example]:
     return examples
 
 
-def _check_positions(examples: Sequence[Example], name: str, source: str) -> None:
-    """Raise ConfigError if an answer is not at its position in the context, because then the file is damaged."""
-    wrong = [example for example in examples if example.misplaced is not None]
-    if wrong:
-        first = wrong[0]
-        raise ConfigError(
-            f"{source}: {len(wrong)} of {len(examples)} {name} have a wrong {START}. The first is question {first.id}: "
-            f"{first.misplaced}. Correct the positions, or remove all {START} from the data"
-        )
-
-
 def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Sequence[Example]:
     """Return the first examples of a split, as many as its size in ``dataset``, with checked positions."""
     count, size, name = len(examples), getattr(dataset, f"{key}_size"), f"{SPLITS[key]} examples"
@@ -198,21 +187,20 @@ def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Se
             f"dataset.{key}_size={size} is more than the {count} {name} of the data: "
             f"set at most {count}, or null for all"
         )
-    _check_positions(examples[:size], name, source)
-    return examples[:size]
+    selected = examples[:size]
+    wrong = [example for example in selected if example.misplaced is not None]
+    if wrong:  # The file is damaged.
+        raise ConfigError(
+            f"{source}: {len(wrong)} of {len(selected)} {name} have a wrong {START}. The first is question "
+            f"{wrong[0].id}: {wrong[0].misplaced}. Correct the positions, or remove all {START} from the data"
+        )
+    return selected
 
 
 def _tokenize_split(
     key: str, examples: Sequence[Example], dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
 ) -> tuple[QASamples, TokenizationCounts]:
-    """Tokenize the selected examples of a split.
-
-    Returns:
-        The samples, and the numbers of examples that were cut or left out.
-
-    Raises:
-        ConfigError: the split has fewer examples than requested, or none is usable.
-    """
+    """Return the tokenized samples of a split, and the numbers of examples that were cut or left out."""
     selected = _select(key, examples, dataset)
     samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=key == "eval")
     if not len(samples):

@@ -30,11 +30,7 @@ TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a truth v
 
 
 def load_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not JSON. The message starts with the path.
-    """
+    """Return the content of a JSON file. Raise ConfigError, which starts with the path, if it is none."""
     try:
         with path.open(encoding="utf-8") as file:
             return json.load(file)
@@ -85,22 +81,15 @@ def _find_error(path: str, _changed_at: int) -> str | None:
         return str(error)
     if reason := find_format_error(content):
         return format_error(path, reason)
-    questions = list(_questions(content))
+    paragraphs = [paragraph for article in content["data"] for paragraph in article["paragraphs"]]
+    questions = [question for paragraph in paragraphs for question in paragraph["qas"]]
     if not questions:
         return no_examples(path, "examples")
-    return None if any(map(_has_answer, questions)) else no_answers(path)
-
-
-def _questions(content: Any) -> Iterator[Any]:
-    """Yield the questions of a file in the format."""
-    for article in content["data"]:
-        for paragraph in article["paragraphs"]:
-            yield from paragraph["qas"]
-
-
-def _has_answer(question: Any) -> bool:
-    """Return whether an answer of a question has more than spaces."""
-    return any(answer["text"].strip() for answer in question["answers"])
+    return (
+        None
+        if any(answer["text"].strip() for question in questions for answer in question["answers"])
+        else no_answers(path)
+    )
 
 
 def no_examples(source: str, examples: str) -> str:

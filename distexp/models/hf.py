@@ -114,10 +114,7 @@ def _check_no_attention_dropout(config: Any, model: ModelConfig) -> None:
 
 
 def _set_dropout(config: Any, model: ModelConfig) -> None:
-    """Set one dropout rate for embeddings, attention and residuals.
-
-    The names of these settings differ between architectures.
-    """
+    """Set one dropout rate for embeddings, attention and residuals, whose names differ between architectures."""
     text = config.get_text_config()
     rates = [name for name, value in text.to_dict().items() if name.endswith(DROPOUT_ENDINGS) and _is_number(value)]
     if not rates and model.dropout:
@@ -135,10 +132,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_bidirectional(built: nn.Module) -> bool:
-    """Return whether all attention modules are declared as not causal.
-
-    This is the case for an encoder with a language model head.
-    """
+    """Return whether all attention modules are declared as not causal, as in an encoder with a language model head."""
     is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
     return bool(is_causal) and not any(is_causal)
 
@@ -154,14 +148,9 @@ def _not_causal_message(model: ModelConfig, config: Any) -> str:
 
 
 def read_config(key: str, source: str) -> Any:
-    """Read the configuration of a model.
+    """Read the configuration of a model from a hub id, or from a folder written by ``save_pretrained``.
 
-    Args:
-        key: key that has the source, for messages: model.name or model.path.
-        source: a hub id, or a folder written by ``save_pretrained``.
-
-    Raises:
-        ConfigError: there is no configuration, or transformers does not support it.
+    Raise ConfigError, which names the key of the source, if there is none, or transformers does not support it.
     """
     from transformers import AutoConfig
 
@@ -173,15 +162,9 @@ def read_config(key: str, source: str) -> Any:
 
 
 def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Module:
-    """Build a model with pretrained weights, in fp32 and in training mode.
+    """Build a model with pretrained weights and a configuration of ``read_config``, in fp32 and in training mode.
 
-    Args:
-        model_class: class with a method ``from_pretrained``.
-        source: a hub id, or a folder written by ``save_pretrained``.
-        config: configuration of the model, from ``read_config``.
-
-    Raises:
-        ConfigError: weights are missing or damaged, have other shapes, or contain code.
+    Raise ConfigError if weights are missing or damaged, have other shapes, or contain code.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -252,12 +235,8 @@ def save_model(
 ) -> None:
     """Collect the weights on rank 0, and write them to ``run_dir/model``.
 
-    This is a collective. The weights are in rank 0's CPU memory until they are written.
-
-    Args:
-        weights: whole parameters and buffers by name, one at a time. Every rank must consume all of them.
-        build: builds the model; called on the meta device.
-        data: data of the task; its tokenizer is written with the weights.
+    This is a collective: every rank must consume all ``weights``, which are whole parameters and buffers by name. They
+    are in rank 0's CPU memory until they are written. ``build`` is called on the meta device.
     """
     state = _collect(weights, rank)
     if rank != 0:

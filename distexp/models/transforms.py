@@ -147,13 +147,9 @@ def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, altern
 def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
     """Find the repeated blocks of a model, in forward order; ``auto`` finds none in a model without them.
 
-    Args:
-        wrap: class names separated by commas, or ``auto``. ``auto`` finds the classes in
-            ``_no_split_modules`` of transformers, or else the members of containers whose members have the
-            same class. Of several such classes, it takes the one with the most parameters.
-
-    Raises:
-        ConfigError: the model has no module of these classes.
+    ``wrap`` has class names separated by commas, or is ``auto``. That finds the classes in ``_no_split_modules`` of
+    transformers, or else the members of containers whose members have the same class. Of several such classes, it
+    takes the one with the most parameters. Raise ConfigError if the model has no module of the named classes.
     """
     if wrap != "auto":
         return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
@@ -278,9 +274,7 @@ def dropout_rates(model: nn.Module) -> dict[str, float]:
 def checkpointed(block: nn.Module, forward: Callable[..., Any], *, in_graph: bool) -> Callable[..., Any]:
     """Return a function that computes a block and recomputes its activations in the backward pass.
 
-    Args:
-        in_graph: whether the result becomes part of a larger compiled graph. There torch updates the running
-            statistics of batch norms once by itself.
+    In a larger compiled graph, torch updates the running statistics of batch norms once by itself.
     """
     norms = [] if in_graph else [module for module in block.modules() if isinstance(module, _BatchNorm)]
     options: dict[str, Any] = {"context_fn": partial(_contexts, norms)} if norms else {}
@@ -305,8 +299,6 @@ def _unchanged_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
 
 # Memory format of convolution weights, for ``train.channels_last``.
 
-CONVOLUTION_AXES = 4
-
 
 def set_memory_format(model: nn.Module, config: Config) -> None:
     """Convert the weights of convolutions to channels-last, if ``train.channels_last=true``.
@@ -319,7 +311,7 @@ def set_memory_format(model: nn.Module, config: Config) -> None:
 
 def read_memory_format(model: nn.Module) -> bool | None:
     """Return whether the weights of convolutions are channels-last; None if the model has none on this worker."""
-    weights = [parameter for parameter in model.parameters() if parameter.dim() == CONVOLUTION_AXES]
+    weights = [parameter for parameter in model.parameters() if parameter.dim() == 4]
     # With one pixel, as with one channel, both formats are the same.
     distinct = [weight for weight in weights if weight.shape[1] > 1 and weight.shape[2:].numel() > 1]
     return all(weight.is_contiguous(memory_format=torch.channels_last) for weight in distinct) if distinct else None

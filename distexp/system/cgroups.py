@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distexp.system.units import MIB
 
@@ -20,18 +20,8 @@ OOM_FILES = {1: ("memory.oom_control",), 2: ("memory.events.local", "memory.even
 """Files with the number of killed processes, by version. ``memory.events`` also counts those of cgroups below."""
 
 
-class _MemoryFiles(NamedTuple):
-    """Names of the files with the limit and the used bytes of a cgroup."""
-
-    limit: str
-    used: str
-
-
-MEMORY_FILES = {
-    1: _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    2: _MemoryFiles("memory.max", "memory.current"),
-}
-"""Files of a cgroup by version."""
+MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+"""Files with the limit and the used bytes of a cgroup, by version."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,7 @@ def memory_limits(pid: int | str = "self") -> Iterator[int]:
     """Yield the memory limits in bytes of a process's cgroup and of all its parents."""
     for cgroup in memory_cgroups(pid):
         for folder in cgroup.folders():
-            limit = _read_bytes(folder / MEMORY_FILES[cgroup.version].limit)
+            limit = _read_bytes(folder / MEMORY_FILES[cgroup.version][0])
             if limit is not None:
                 yield limit
 
@@ -103,23 +93,19 @@ def available_memory(pid: int | str = "self") -> int:
 
     What the kernel can reclaim, as cached files, counts as free.
     """
-    return max(0, min([_read_meminfo("MemAvailable"), *_free_in_cgroups(pid)]))
+    free = [_read_meminfo("MemAvailable")]
+    for cgroup in memory_cgroups(pid):
+        for folder in cgroup.folders():
+            limit, used = (_read_bytes(folder / name) for name in MEMORY_FILES[cgroup.version])
+            if limit is not None:
+                free.append(limit - max(0, (used or 0) - _reclaimable(folder / "memory.stat")))
+    return max(0, min(free))
 
 
 def _read_meminfo(name: str) -> int:
     """Return a size of the machine's memory in bytes."""
     text = Path("/proc/meminfo").read_text()
     return int(text.split(f"{name}:")[1].split()[0]) * 1024
-
-
-def _free_in_cgroups(pid: int | str) -> Iterator[int]:
-    """Yield the bytes that are free below each memory limit of a process."""
-    for cgroup in memory_cgroups(pid):
-        names = MEMORY_FILES[cgroup.version]
-        for folder in cgroup.folders():
-            limit, used = _read_bytes(folder / names.limit), _read_bytes(folder / names.used)
-            if limit is not None:
-                yield limit - max(0, (used or 0) - _reclaimable(folder / "memory.stat"))
 
 
 def _reclaimable(path: Path) -> int:
@@ -151,10 +137,9 @@ def _read_quota(folder: Path, version: int) -> float | None:
 
 
 def oom_kills() -> dict[str, int]:
-    """Return how many processes the kernel has killed for lack of memory, on this machine and in this cgroup.
+    """Return how many processes the kernel has killed for lack of memory since boot, by ``machine`` and ``cgroup``.
 
-    Returns:
-        Counters ``machine`` and ``cgroup`` since boot; one that cannot be read is absent.
+    A counter that cannot be read is absent.
     """
     files = [cgroup.folder / name for cgroup in memory_cgroups() for name in OOM_FILES[cgroup.version]]
     in_cgroup = next((count for path in files if (count := _read_counter(path)) is not None), None)

@@ -153,11 +153,7 @@ class WatchedProcess(Protocol):
 
 
 def end_tree(process: WatchedProcess, grace_s: float) -> None:
-    """End a child process and all its descendants, and wait for their end.
-
-    Args:
-        grace_s: Seconds between SIGTERM for the child and SIGKILL for every process that is left.
-    """
+    """End a child process and all its descendants by SIGTERM, after some seconds by SIGKILL, and wait for their end."""
     family = _terminate(process, grace_s)
     left = [member for member in family if _is_alive(member)]
     for member in left:
