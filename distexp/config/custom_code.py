@@ -21,10 +21,7 @@ TRACEBACK_HINT = "HYDRA_FULL_ERROR=1 prints the traceback"
 
 
 def check_callable(found: object, source: str) -> None:
-    """Check that the object that a ``_target_`` names can be called.
-
-    Raise ConfigError if it is no function or class.
-    """
+    """Raise ConfigError if the object that a ``_target_`` names cannot be called."""
     if not callable(found):
         raise ConfigError(
             f"{source} is {describe_type(found)}, which cannot be called: name a function or class, as in {PAGE}"
@@ -32,10 +29,7 @@ def check_callable(found: object, source: str) -> None:
 
 
 def check_members(found: object, protocol: type, source: str) -> None:
-    """Check that a returned object has all methods and properties of a protocol.
-
-    Raise ConfigError if it is None or a class, or with the missing names.
-    """
+    """Raise ConfigError if a returned object lacks methods or properties of a protocol, or is None or a class."""
     if found is None or isinstance(found, type):
         raise ConfigError(_unexpected(found, protocol, source))
     missing = [name for name in _members(protocol) if not _has(found, name)]
@@ -44,10 +38,7 @@ def check_members(found: object, protocol: type, source: str) -> None:
 
 
 def check_not_abstract(kind: object, base: type, source: str) -> None:
-    """Check that a class implements all abstract methods of its base class.
-
-    Raise ConfigError with the missing names.
-    """
+    """Raise ConfigError if a class lacks abstract methods of its base class."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"{source} lacks {_lacking(missing, base)}")
@@ -134,23 +125,12 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_place(error: BaseException) -> str:
-    """Return the innermost line outside of Python, torch, triton and distexp.
-
-    Returns:
-        For example ``transformers/modeling.py:12``; empty if there is none.
-    """
+    """Return the innermost line outside of Python, torch, triton and distexp: ``transformers/modeling.py:12``."""
     return _innermost(_places(error))
 
 
 def custom_code_place(error: BaseException, trusted: Collection[str]) -> str:
-    """Return the innermost line of custom code.
-
-    Args:
-        trusted: Packages that are custom code even if they are installed.
-
-    Returns:
-        For example ``my_package/model.py:12``; empty if there is none.
-    """
+    """Return the innermost line of custom code, also if ``trusted`` packages are installed; empty if there is none."""
     return _innermost((path, line) for path, line in _places(error) if _installed_package(path) in ("", *trusted))
 
 
@@ -198,10 +178,7 @@ def check_target(target: str, trusted: Sequence[str]) -> str | None:
 
 
 def locate(target: str) -> Any:
-    """Import a dotted name and return the function or class.
-
-    Raise ConfigError if the name cannot be imported, or names something else.
-    """
+    """Import a dotted name and return the function or class. Raise ConfigError if that is not possible."""
     module, _, name = target.rpartition(".")
     try:
         with shorten_errors(target, "its import"):

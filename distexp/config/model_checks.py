@@ -15,16 +15,11 @@ from omegaconf import OmegaConf
 from distexp.config import Config, ConfigError, DatasetConfig, ModelConfig
 from distexp.config.keys import conf_dir, options_of, value_errors
 
-COMMON_KEYS = frozenset({"_target_", "name", "task", "init", "keys"})
-"""Keys of every option."""
-
 ATTENTIONS = {
     "distexp.models.bloom.build": ("auto", "eager", "sdpa", "flex"),
     "distexp.models.gpt.build": ("auto", "sdpa", "flex"),
 }
 """Values of ``model.attention`` for models that do not support all."""
-
-NULLABLE_KEYS = ("path", "tokenizer", "vocab_size", "dropout")
 
 
 def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[str]:
@@ -38,7 +33,9 @@ def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[
         f"{group}.{key}={getattr(section, key)} is not a key of {group}={section.name}: "
         + (_dataset_hint(section, key) or f"leave it out. Its keys: {available}")
         for key in vars(unset)
-        if key not in COMMON_KEYS and key not in section.keys and getattr(section, key) != getattr(unset, key)
+        if key not in ("_target_", "name", "task", "init", "keys")
+        and key not in section.keys
+        and getattr(section, key) != getattr(unset, key)
     ]
 
 
@@ -74,10 +71,7 @@ def validate_model(model: ModelConfig) -> None:
 
 
 def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
-    """Return the rows of the embedding: ``model.vocab_size``, or the size of the tokenizer.
-
-    Raise ConfigError if the tokenizer has more entries than the embedding has rows.
-    """
+    """Return the rows of the embedding. Raise ConfigError if they are fewer than the entries of the tokenizer."""
     if model.vocab_size is None:
         return num_classes
     if num_classes > model.vocab_size:
@@ -90,7 +84,11 @@ def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
 
 def _missing_values(model: ModelConfig) -> Iterator[str]:
     for key in model.keys:
-        if key in vars(model) and key not in NULLABLE_KEYS and getattr(model, key) is None:
+        if (
+            key in vars(model)
+            and key not in ("path", "tokenizer", "vocab_size", "dropout")
+            and getattr(model, key) is None
+        ):
             yield f"model.{key} is null, but model={model.name} needs a value: set it"
 
 

@@ -134,23 +134,15 @@ def suggest_command(name: str, directory: Path) -> str:
 SIMPLE = re.compile(r"[\w./@+~]+=[\w./+-]+", re.ASCII)
 """An override without quotes, brackets and commas, which needs no check."""
 
-SPECIAL = frozenset('"$`\\!\n')
-"""Characters that bash does not read literally inside of double quotes."""
-
 
 def copyable_command(overrides: Iterable[str], *, command: str = "distexp", may_sweep: bool = False) -> str:
-    """Return a command line that bash splits into a command and its overrides.
-
-    Args:
-        command: The command, such as ``distexp plan``.
-        may_sweep: Whether commas may separate several values. The overrides of a run have one value each.
-    """
+    """Return a command line that bash splits into a command and its overrides; ``may_sweep``: with several values."""
     return " ".join([command, *(shell_quote(copyable_override(text, may_sweep=may_sweep)) for text in overrides)])
 
 
 def shell_quote(text: str) -> str:
     """Return a text as bash needs it, in double quotes if it has single ones and bash reads it unchanged."""
-    return f'"{text}"' if "'" in text and not SPECIAL & set(text) else shlex.quote(text)
+    return f'"{text}"' if "'" in text and not set('"$`\\!\n') & set(text) else shlex.quote(text)
 
 
 def copyable_override(text: str, *, may_sweep: bool = False) -> str:
@@ -222,10 +214,8 @@ def _quote_for_hydra(value: str) -> str:
 
 # Lists and counts in messages: ``a, b and 3 more``, ``2 runs``, ``runs 0-5, 8``.
 
-MAX_ITEMS = 8
 
-
-def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
+def join_first(items: Iterable[str], limit: int = 8) -> str:
     """Join the first items with commas and count the others: ``a, b and 3 more``."""
     known = list(items)
     rest = len(known) - limit
@@ -233,10 +223,7 @@ def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
 
 
 def format_ids(numbers: Sequence[int]) -> str:
-    """Join run numbers: ``0-5, 8, 9``.
-
-    Three or more consecutive numbers become a range.
-    """
+    """Join run numbers: ``0-5, 8, 9``. Three or more consecutive numbers become a range."""
     blocks = _consecutive(numbers)
     return join_first(
         text for block in blocks for text in ([f"{block[0]}-{block[-1]}"] if len(block) > 2 else map(str, block))

@@ -146,10 +146,7 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
 
 
 def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
-    """Check that the sets of a run have samples.
-
-    Raise ConfigError if the training set is empty, or the evaluation set of a run that evaluates.
-    """
+    """Raise ConfigError if the training set has no samples, or the evaluation set of a run that evaluates."""
     left_out = f" ({'; '.join(data.notes)})" if data.notes else ""
     if not len(data.train):
         raise ConfigError(f"the training set has no sample{left_out}: correct the data, or choose other data")

@@ -31,8 +31,6 @@ STD = (0.229, 0.224, 0.225)
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 """Formats that are read. Pillow passes others, such as EPS, to an interpreter, also in a file with another ending."""
 
-MAX_16_BIT = 2**16 - 1
-
 CROP_PADDING_DIVISOR = 8
 """Augmentation pads an image by 1/8 of its size on every side before the random crop."""
 
@@ -106,10 +104,7 @@ class ImageFiles:
 
 
 def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
-    """Decode an image file of any color mode to RGB pixels, shape (size, size, 3); of its own size if that is None.
-
-    Raise DataError if the file is missing, damaged or not an image.
-    """
+    """Decode an image file to RGB pixels, shape (size, size, 3), or of its own size for None. Raise DataError."""
     try:
         with Image.open(path, formats=FORMATS) as file:
             image = _with_eight_bits(file).convert("RGB")
@@ -121,14 +116,11 @@ def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
 
 
 def _with_eight_bits(image: Image.Image) -> Image.Image:
-    """Return a gray image of 16 bits with 8 bits, because Pillow would make its bright pixels white.
-
-    Raise ValueError if the pixels have more bits, or are not integers.
-    """
+    """Return a gray image of 16 bits with 8, because Pillow makes bright pixels white. Raise ValueError for others."""
     if not image.mode.startswith(("I", "F")):
         return image
     pixels = np.asarray(image)
-    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > MAX_16_BIT:
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() >= 2**16:
         raise ValueError(f"its pixels are {pixels.dtype} and not 8 or 16 bits")
     return Image.fromarray((pixels >> 8).astype(np.uint8))
 
@@ -306,10 +298,7 @@ def _run(jobs: list[DecodeJob]) -> Iterator[int]:
 
 
 def _decode(job: DecodeJob) -> int:
-    """Decode the images of a job, write them and return their number.
-
-    Raise OtherSizeError if an image has another size, and the job does not resize.
-    """
+    """Decode the images of a job, write them and return their number. Raise OtherSizeError."""
     pixels: NDArray[np.uint8] = np.empty((len(job.names), CHANNELS, job.size, job.size), dtype=np.uint8)
     for position, name in enumerate(job.names):
         image = decode_image(job.root / name, job.size if job.resize else None)

@@ -22,8 +22,6 @@ from distexp.system.cache_dir import build_once, cache_dir
 FORMAT = "tokens-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""
 
-ARRAYS = ("tokens", "ends", "prompt_lengths")
-
 
 @dataclass(frozen=True)
 class Example:
@@ -111,12 +109,7 @@ def tokenizer_corpus(examples: Iterable[Example]) -> Iterator[str]:
 def tokenize_examples(
     examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, *, keep_references: bool
 ) -> tuple[QASamples, TokenizationCounts]:
-    """Tokenize examples, or read their tokens from the cache.
-
-    Args:
-        examples: in the order of the samples. Unusable examples are left out and counted.
-        max_length: limit for prompt, answer and end token together, in tokens.
-    """
+    """Tokenize examples, or read their tokens from the cache. Unusable examples are left out and counted."""
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eos_id} {max_length}".encode())
     for example in examples:
         parts = ("", example.question, example.context, *example.answers[:1])
@@ -124,7 +117,7 @@ def tokenize_examples(
     key = digest.hexdigest()[:24]
     write = partial(_write_tokens, examples=examples, tokenizer=tokenizer, max_length=max_length)
     folder = build_once(cache_dir() / f"{FORMAT}-{key}", write)
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "ends", "prompt_lengths")}
     kept = np.load(folder / "kept.npy").tolist() if keep_references else []
     counts = TokenizationCounts(**json.loads((folder / "counts.json").read_text()))
     samples = QASamples(

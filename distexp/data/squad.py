@@ -27,17 +27,10 @@ SPLITS = {"train": "training", "eval": "evaluation"}
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Load questions with answers as training data for a causal LM.
+    """Load questions with answers as training data for a causal LM, the first ones if a size is set.
 
-    Args:
-        dataset: ``train_path`` and ``eval_path``, or ``path`` if they are null; ``train_size`` and
-            ``eval_size``, the number of examples to take from the start; ``max_length`` in tokens.
-        model: its tokenizer. A byte tokenizer is trained on the whole training set, so it does not depend
-            on ``train_size``.
-        seed: unused, because nothing here is random.
-
-    Raises:
-        ConfigError: the data cannot be found or read, or has fewer examples than requested.
+    A byte tokenizer is trained on the whole training set, so it does not depend on ``train_size``. Raise ConfigError if
+    the data cannot be found or read, or has fewer examples than requested. ``seed`` is not used: nothing is random.
     """
     max_length = sequence_length(dataset, model)
     training, evaluation = read_examples(dataset)
@@ -75,10 +68,7 @@ def read_examples(dataset: DatasetConfig) -> tuple[list[Example], list[Example]]
 
 
 def read_file(path: Path) -> list[Example]:
-    """Read the questions of an official SQuAD v1.1 file, in the order of the file.
-
-    Raise ConfigError if the file is missing or has another format.
-    """
+    """Read the questions of an official SQuAD v1.1 file in their order. Raise ConfigError for another file."""
     content = load_json(path)
     try:
         return list(_from_articles(content))

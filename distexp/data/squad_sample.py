@@ -46,12 +46,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
 
 def sample_file(split: str, questions: int) -> Path:
-    """Return the file of a split from the cache, and generate it on first use.
-
-    Args:
-        split: ``train`` or ``dev``.
-        questions: number of questions. A larger file starts with the questions of a smaller one.
-    """
+    """Return the file of a split, generated on first use. A larger file starts with the questions of a smaller one."""
     path = cache_dir() / f"{FORMAT}-{split}-{questions}.json"
     return build_once(path, partial(_write, split=split, questions=questions))
 

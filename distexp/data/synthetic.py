@@ -38,10 +38,7 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class RandomImages:
-    """Random images of shape (3, size, size) with random classes.
-
-    They are generated on access.
-    """
+    """Random images of shape (3, size, size) with random classes, generated on access."""
 
     samples: int
     size: int
@@ -59,16 +56,9 @@ class RandomImages:
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Return random samples for the task of the model.
+    """Return random samples for the task of the model. Raise ConfigError if a size that the task needs is null.
 
-    A sample depends on ``seed`` and its index only.
-
-    Args:
-        dataset: train_size and eval_size; max_length (tokens), or image_size (pixels) and num_classes.
-        seed: seed of the training set; the evaluation set uses ``seed + 1``.
-
-    Raises:
-        ConfigError: a size that the task needs is null.
+    A sample depends on ``seed`` and its index only. The evaluation set uses ``seed + 1``.
     """
     train_size = _require("dataset.train_size", dataset.train_size)
     eval_size = _require("dataset.eval_size", dataset.eval_size)

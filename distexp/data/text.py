@@ -51,10 +51,7 @@ class TokenSamples:
 
 
 def sample_lengths(samples: Samples) -> NDArray[np.int64]:
-    """Return the tokens of each sample, shape (samples,).
-
-    Samples without an attribute ``lengths`` are read.
-    """
+    """Return the tokens of each sample, shape (samples,). Samples without an attribute ``lengths`` are read."""
     lengths = getattr(samples, "lengths", None)
     if lengths is None:
         lengths = [len(samples[index]["input_ids"]) for index in range(len(samples))]
@@ -152,10 +149,7 @@ def _pads_before_tokens(mask: Tensor) -> bool:
 
 
 def check_text_collate(data: TaskData, key: str) -> TextCollate:
-    """Return the collate function of the data.
-
-    Raise ConfigError if it is not a TextCollate, which ``dataset.packing`` and ``dataset.bucketing`` need.
-    """
+    """Return the collate function of the data. Raise ConfigError if it is not a TextCollate."""
     if not isinstance(data.collate, TextCollate):
         raise ConfigError(
             f"dataset.{key}=true needs data whose collate is a distexp.data.text.TextCollate, but it is "
@@ -189,10 +183,7 @@ def _mask(lengths: Sequence[int], length: int) -> NDArray[np.bool_]:
 
 
 def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
-    """Return ``dataset.max_length``, or ``model.seq_length`` if it is null.
-
-    Raise ConfigError if both are null, or the length exceeds the positions of the model.
-    """
+    """Return ``dataset.max_length``, or ``model.seq_length`` if it is null. Raise ConfigError if it does not fit."""
     length = dataset.max_length or model.seq_length
     if length is None:
         raise ConfigError("dataset.max_length is null, but text data needs a maximum length: set it, in tokens")
@@ -249,10 +240,7 @@ class PackedSamples:
 
 
 def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
-    """Return a copy of ``data`` with packed training samples and a note about them.
-
-    Raise ConfigError if the collate function of the data cannot pad rows, or a sample is longer than a row.
-    """
+    """Return a copy of ``data`` with packed training samples and a note. Raise ConfigError if they do not fit."""
     check_text_collate(data, "packing")
     lengths = sample_lengths(data.train)
     if (longest := int(lengths.max())) > length:
@@ -267,17 +255,10 @@ def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
 
 
 def assign_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
-    """Assign samples to rows: the longest first, each to the fullest row that has room.
+    """Assign samples to rows, the longest first, each to the fullest row with room; return their indices by row.
 
-    This is best-fit decreasing bin packing (Johnson, *Near-Optimal Bin Packing Algorithms*, MIT 1973).
-
-    Args:
-        lengths: tokens of each sample, at most ``capacity``.
-        capacity: most tokens of a row.
-        seed: seed of the order of samples of the same length.
-
-    Returns:
-        Indices of the samples in each row.
+    This is best-fit decreasing bin packing (Johnson, *Near-Optimal Bin Packing Algorithms*, MIT 1973). ``seed`` orders
+    samples of the same length.
     """
     shuffled = np.random.default_rng(seed).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]

@@ -159,10 +159,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def train_byte_tokenizer(texts: Iterable[str], max_size: int) -> ByteTokenizer:
-    """Train a byte-level BPE of at most ``max_size`` entries, or read it from the cache.
-
-    Raise ConfigError if ``max_size`` is below the number of bytes and special tokens.
-    """
+    """Train a byte-level BPE of at most ``max_size`` entries, or read it. Raise ConfigError if that is too small."""
     if max_size < MIN_VOCAB_SIZE:
         raise ConfigError(
             f"model.vocab_size={max_size} is too small for model.tokenizer=byte, which has all 256 bytes and "

@@ -31,17 +31,10 @@ PRELOAD = ("transformers.models.bloom.modeling_bloom",)
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a BloomForCausalLM.
+    """Build a BloomForCausalLM. Raise ConfigError if a value is invalid, or the weights cannot be read.
 
-    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary).
-    On the meta device, no weights are read.
-
-    Args:
-        model: init; path of the weights if init=pretrained; hidden_size, num_layers, num_heads, dropout, attention;
-            vocab_size, where null means the size of the tokenizer or of the pretrained weights.
-
-    Raises:
-        ConfigError: a value is invalid for BLOOM, or the weights cannot be read.
+    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary). A null
+    vocab_size is that of the tokenizer or of the pretrained weights. On the meta device, no weights are read.
     """
     validate_model(model)
     from transformers.models.bloom import BloomForCausalLM

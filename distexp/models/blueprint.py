@@ -16,9 +16,6 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 
-TensorOwner = tuple[nn.Module, str]
-"""A module, and the attribute that has the tensor."""
-
 
 class Blueprint:
     """A model on the meta device whose modules can be materialized one at a time.
@@ -48,7 +45,8 @@ class Blueprint:
         self._weights_key = weights_key and f"{weights_key} {_shapes(self.model)}"
         self._weights = self._initial_weights(build)
         self._names = {id(tensor): name for name, tensor in _named_tensors(self.model)}
-        self._owners: dict[int, list[TensorOwner]] = defaultdict(list)  # tied weights have several owners
+        # Modules and attributes that have a tensor; tied weights have several.
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in self.model.modules():
             for attribute, tensor in _direct_tensors(module):
                 self._owners[id(tensor)].append((module, attribute))
@@ -73,11 +71,9 @@ class Blueprint:
                     self._replace(tensor)
 
     def get_tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return a whole parameter or buffer on this worker's device; a collective.
+        """Return a whole parameter or buffer on this worker's device, with shape and type of ``like``; a collective.
 
-        Args:
-            name: name in ``named_parameters`` or ``named_buffers``; the first one of a tied weight.
-            like: tensor with the same shape and type; may be on the meta device.
+        A tied weight has the first of its names.
         """
         device = self._context.device
         if name in self._weights:

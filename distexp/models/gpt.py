@@ -236,15 +236,7 @@ def _rename_for_gpt2(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a GPT.
-
-    Args:
-        model: hidden_size, num_layers, num_heads, ff_dim, seq_length, tie_embeddings, dropout; vocab_size,
-            where null means the size of the tokenizer.
-
-    Raises:
-        ConfigError: a value is invalid for this architecture.
-    """
+    """Build a GPT. A null vocab_size is the size of the tokenizer. Raise ConfigError if a value is invalid."""
     validate_model(model)
     sizes = {
         "hidden": model.hidden_size,

@@ -94,10 +94,7 @@ class HeadForward:
 
 
 def adapt_head(model: nn.Module, train: TrainConfig) -> None:
-    """Extend the head of a model, if ``train.logits`` or ``train.loss`` requests it.
-
-    Raise ConfigError if the model does not return its head, or a chunked loss needs a linear one.
-    """
+    """Extend the head of a model, if the options request it. Raise ConfigError if the model does not support that."""
     if train.logits != "targets" and train.loss != "chunked":
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -21,26 +21,12 @@ from distexp.system.restricted_loading import refused_as_config_error
 PRELOAD = ("transformers",)
 """Imported once for all workers of a node."""
 
-IMPLEMENTATIONS = {"flex": "flex_attention", "flash": "flash_attention_2"}
-"""Names in transformers of the values of ``model.attention``, if they differ."""
-
-ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-"""Names of the dropout of the attention weights in configurations of transformers."""
-
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a causal LM.
+    """Build a causal LM. Raise ConfigError if it does not exist, is none, or has fewer embeddings than the tokenizer.
 
-    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary).
-    On the meta device, no weights are read.
-
-    Args:
-        model: name, a hub id or a folder; init, pretrained or random; dropout, where null means the
-            architecture's default; attention.
-
-    Raises:
-        ConfigError: the model does not exist, is not a causal LM, or has fewer embeddings than the
-            tokenizer has entries.
+    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary). A null
+    dropout is that of the architecture. On the meta device, no weights are read.
     """
     validate_model(model)
     from transformers import AutoModelForCausalLM
@@ -82,15 +68,12 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
 
 
 def _set_attention(config: Any, model: ModelConfig) -> None:
-    """Set the implementation of the attention, after a model without weights was built with it.
-
-    Raise ConfigError if the architecture or the machine does not support it.
-    """
+    """Set the implementation of the attention, after a model was built with it. Raise ConfigError if that fails."""
     from transformers import AutoModelForCausalLM
 
     if model.attention == "flex":
         _check_no_attention_dropout(config, model)
-    implementation = IMPLEMENTATIONS.get(model.attention, model.attention)
+    implementation = {"flex": "flex_attention", "flash": "flash_attention_2"}.get(model.attention, model.attention)
     try:
         config._attn_implementation = implementation
         with torch.device("meta"):
@@ -105,7 +88,7 @@ def _set_attention(config: Any, model: ModelConfig) -> None:
 
 def _check_no_attention_dropout(config: Any, model: ModelConfig) -> None:
     text = config.get_text_config()
-    for name in ATTENTION_DROPOUTS:
+    for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
         if value := getattr(text, name, 0):
             raise ConfigError(
                 f"model.attention=flex has no dropout, but {name}={value} in model.name={model.name}: set "

@@ -150,14 +150,10 @@ def _shrink(config: Any) -> Any:
 
 
 def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward pass.
+    """Count the floating point operations of one forward pass. A multiply-add counts as two.
 
-    A multiply-add counts as two.
-
-    Args:
-        model: a copy on the meta device, which takes no memory and no time. Do not use it afterwards,
-            because its attention implementation is changed.
-        inputs: its keyword arguments, on any device; only the shapes matter.
+    The model is a copy on the meta device, which takes no memory and no time. Do not use it afterwards, because its
+    attention implementation is changed. Of the inputs only the shapes matter.
     """
     with torch.no_grad():
         return _count_flops(lambda: _run_on_meta(model, inputs))

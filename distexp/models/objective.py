@@ -44,11 +44,7 @@ def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
-    """Count the targets among the ``choices`` largest logits (top-k accuracy).
-
-    Returns:
-        An integer scalar, at most ``batch.num_targets``. With fewer classes than ``choices``, all targets count.
-    """
+    """Count the targets among the ``choices`` largest logits, or among fewer classes (top-k accuracy); a scalar."""
     task = "causal_lm" if batch.labels.dim() == 2 else "image_classification"
     logits, labels = _align(task, outputs, batch)
     with torch.no_grad():
@@ -58,10 +54,7 @@ def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
 
 
 def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64.
-
-    Text has no accuracy, see ``partial_metrics``; its hits are 0.
-    """
+    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64. The hits of text are 0."""
     loss = loss_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
     sums[0] = loss.detach()
@@ -72,25 +65,17 @@ def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
-    """Return a micro-batch's part of the step's mean loss and accuracy, shape (2,).
+    """Return a micro-batch's part of the step's mean loss and accuracy, shape (2,); ``loss`` is divided already.
 
     The sum over micro-batches and ranks is the step's mean. The accuracy of text is 0, because an argmax
     over the vocabulary would cost about as much as the loss.
-
-    Args:
-        task: see ``loss_sum``.
-        outputs: see ``loss_sum``.
-        loss: its loss, divided by ``normalizer``.
     """
     hits = count_correct(outputs, batch) if task == "image_classification" else torch.zeros_like(loss)
     return torch.stack([loss.detach(), hits.detach() / normalizer])
 
 
 def get_logits(outputs: Any) -> Tensor:
-    """Return the outputs of a model if they are a tensor, otherwise their ``logits``.
-
-    Raise ConfigError if they are neither.
-    """
+    """Return the outputs of a model if they are a tensor, otherwise their ``logits``, or raise ConfigError."""
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
         raise ConfigError(

@@ -15,16 +15,10 @@ STANDARD_WIDTH = 64
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a ResNet.
+    """Build a ResNet, from ``images`` (batch, 3, height, width) to logits (batch, classes).
 
-    It maps ``images`` (batch, 3, height, width) to logits (batch, classes).
-
-    Args:
-        model: width, the channels of the first stage, doubled in each next stage; depths, the blocks of the
-            four stages; bottleneck, whether a block has three convolutions instead of two.
-
-    Raises:
-        ConfigError: a value is invalid for a ResNet.
+    ``width`` has the channels of the first stage, doubled in each next stage; ``depths`` the blocks of the four stages.
+    A ``bottleneck`` block has three convolutions instead of two. Raise ConfigError if a value is invalid.
     """
     validate_model(model)
     assert model.width is not None, "validate_model checks this"

@@ -131,10 +131,7 @@ NamedModules = list[tuple[str, nn.Module]]
 
 
 def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, alternative: str) -> NamedModules:
-    """Find the repeated blocks of a model, in forward order.
-
-    Raise ConfigError if the model has no module of these classes, or no repeated blocks.
-    """
+    """Find the repeated blocks of a model, in forward order. Raise ConfigError if it has none."""
     blocks = find_units(model, wrap)
     if not blocks:
         raise ConfigError(
@@ -236,10 +233,7 @@ DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
 
 
 def check_dropout(model: nn.Module, config: Config) -> None:
-    """Check that no activation budget recomputes dropout: torch would draw other numbers (pytorch issue 190758).
-
-    Raise ConfigError if the model has dropout, and ``train.activation_budget`` is below 1.
-    """
+    """Raise ConfigError if an activation budget recomputes dropout: torch would draw other numbers (issue 190758)."""
     budget = config.train.activation_budget
     if budget is None or budget >= 1:
         return

@@ -31,10 +31,7 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def to_dataclasses(composed: DictConfig) -> Config:
-    """Convert a composed configuration to dataclasses.
-
-    Raise ConfigError if a key is unknown, a mandatory value is missing, or a reference cannot be resolved.
-    """
+    """Convert a composed configuration to dataclasses. Raise ConfigError for a wrong key, value or reference."""
     unknown = sorted({*_unknown_keys(composed, Config)} - {"hydra"})
     if unknown:
         raise ConfigError([f"{key} is not a key of the configuration: leave it out" for key in unknown])
@@ -156,10 +153,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
 
 
 def resolve(composed: DictConfig, choices: Choices) -> Config:
-    """Return the typed configuration with every open value decided and all checks passed.
-
-    Raise ConfigError with all errors of a stage.
-    """
+    """Return the typed configuration with every open value decided, or raise ConfigError with the errors of a stage."""
     config = to_dataclasses(composed)
     run_steps(config, (*SECTION_CHECKS, partial(check_implied_strategy, choices=choices)))
     try:

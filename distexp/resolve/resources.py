@@ -52,18 +52,12 @@ Traits = TypeVar("Traits", bound=LauncherTraits)
 
 
 def launcher_traits(config: Config) -> LauncherTraits:
-    """Return what the launcher of a configuration states about its machines.
-
-    Raise ConfigError if ``cluster._target_`` is not a launcher, or is in a package that is not trusted.
-    """
+    """Return what the launcher of a configuration states about its machines. Raise ConfigError as ``find_launcher``."""
     return find_launcher(config.cluster._target_, config.trusted_packages, LauncherTraits)  # type: ignore[type-abstract]
 
 
 def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Traits:
-    """Return the launcher with a dotted name.
-
-    Raise ConfigError if it is not a launcher, or is in a package that is not trusted.
-    """
+    """Return the launcher with a dotted name. Raise ConfigError if it is none, or not trusted."""
     if error := check_target(target, trusted):
         raise ConfigError(error)
     launcher = _make(target)
@@ -131,10 +125,7 @@ def needs_one_worker(config: Config) -> bool:
 
 
 def _checked_messages(returned: Any, target: str) -> list[str]:
-    """Return what ``validate`` of a custom class returned, if it is a list of messages.
-
-    Raise ConfigError if it is something else.
-    """
+    """Return what ``validate`` of a custom class returned, or raise ConfigError if it is no list of messages."""
     if isinstance(returned, list) and all(isinstance(message, str) for message in returned):
         return returned
     raise ConfigError(
@@ -168,8 +159,6 @@ def check_device(config: Config) -> Iterator[str]:
 
 # Absolute paths: a worker may start in another directory than the command.
 
-BUILT_IN_TOKENIZERS = ("auto", "byte")
-
 
 def make_paths_absolute(config: Config) -> list[str]:
     """Make all paths absolute; a value that may be a hub id only if the path exists. Return no errors."""
@@ -178,7 +167,7 @@ def make_paths_absolute(config: Config) -> list[str]:
         kinds[f"model.{weights_source_key(config.model)}"] = "hub"
     for key, kind in kinds.items():
         value = get_value(config, key)
-        if not kind or value is None or (kind == "hub" and value in BUILT_IN_TOKENIZERS):
+        if not kind or value is None or (kind == "hub" and value in ("auto", "byte")):
             continue
         path = os.path.abspath(os.path.expanduser(value))
         if kind != "hub" or os.path.exists(path):
@@ -199,10 +188,7 @@ GENERATED = (500, 32)
 
 
 def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
-    """Return the bytes that ``dataset.cache`` needs, if all images are as large as the first one.
-
-    They are None if the folder cannot be read, which another check reports.
-    """
+    """Return the bytes for ``dataset.cache``, by the size of the first image; None if the folder cannot be read."""
     images = GENERATED if dataset.root is None else _measure_folder(dataset.root)
     if images is None:
         return None

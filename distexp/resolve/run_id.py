@@ -25,15 +25,9 @@ IRRELEVANT = (
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device")
 """Keys of ``cluster`` that determine the training."""
 
-IRRELEVANT_TRAIN_KEYS = ("checkpoint_every", "profile_steps", "micro_batch_search_s")
-"""Keys of ``train`` that are not part of the id."""
-
 
 def run_id(config: Config) -> str:
-    """Return the run id: 12 hexadecimal digits, a hash of everything that determines the training.
-
-    Local datasets and models count by content, not by path.
-    """
+    """Return the run id: 12 hexadecimal digits, a hash of the training with the content of local files."""
     text = json.dumps(_training_settings(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -53,7 +47,7 @@ def _training_settings(config: Config) -> dict[str, Any]:
     train = settings["train"]
     # A searched micro-batch is no part of the id, so that all machines give one id. Then the global batch is one.
     for key in (
-        *IRRELEVANT_TRAIN_KEYS,
+        *("checkpoint_every", "profile_steps", "micro_batch_search_s"),
         ("gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"),
     ):
         train.pop(key, None)

@@ -204,12 +204,6 @@ def multiples_near(total: int, factor: int) -> str:
 MIN_HEAD_WIDTH = 4
 MIN_CHANNELS = 8
 
-USED_AT_FULL_SCALE = ("name", "workers", "workers_per_node")
-"""Keys of ``scale`` with an effect on runs that are not shrunk."""
-
-SAMPLE_KEYS = ("num_workers",)
-"""Keys that a generated dataset sets itself. It needs no loader processes."""
-
 
 def shrink_to_scale(config: Config) -> list[str]:
     """Apply the limits of the scale, and return an error if the model has no sizes to shrink."""
@@ -217,7 +211,7 @@ def shrink_to_scale(config: Config) -> list[str]:
         return [
             f"scale.{key}={value} has no effect with scale={config.scale.name}: add scale=tiny, or leave it out"
             for key, value in vars(config.scale).items()
-            if key not in USED_AT_FULL_SCALE and value is not None
+            if key not in ("name", "workers", "workers_per_node") and value is not None  # these have an effect then too
         ]
     errors = _shrink_model(config)
     _replace_by_sample(config)
@@ -300,7 +294,7 @@ def _replace_by_sample(config: Config) -> None:
     typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
     config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
     for key in config.dataset.keys:
-        if key not in SAMPLE_KEYS:
+        if key not in ("num_workers",):  # a generated dataset sets it itself
             setattr(config.dataset, key, getattr(original, key))
 
 

@@ -181,16 +181,13 @@ def _check_kind_of_memory(config: Config) -> Iterator[str]:
 TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers whose name is that of an optional library."""
 
-TRACKER_KEYS = {"online": "wandb", "uri": "mlflow"}
-"""Keys of ``tracker`` that only one tracker has."""
-
 
 def check_tracker(config: Config) -> Iterator[str]:
     """Yield an error for a missing library, and for each key of another tracker."""
     tracker = config.tracker
     if tracker._target_ is not None and tracker.name in TRACKER_LIBRARIES and find_spec(tracker.name) is None:
         yield f"tracker={tracker.name} needs its library: pip install {tracker.name}, or choose tracker=none"
-    for key, owner in TRACKER_KEYS.items():
+    for key, owner in {"online": "wandb", "uri": "mlflow"}.items():
         value = getattr(tracker, key)
         if value and tracker.name in {*TRACKER_LIBRARIES, "none"} - {owner}:
             yield (
@@ -206,17 +203,8 @@ EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
 TINYIMAGENET = "distexp.data.tinyimagenet."
 """Start of the targets of datasets that read a folder of TinyImageNet."""
 
-TINYIMAGENET_FILES = ("wnids.txt", "train", "val/val_annotations.txt")
-"""Files and folders of the official archive of TinyImageNet that a run reads."""
-
 SQUAD = "distexp.data.squad"
 """Start of the targets of datasets that need a tokenizer."""
-
-SQUAD_FILES = "distexp.data.squad.load"
-"""Target of the dataset that reads JSON files of SQuAD."""
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
-"""Files of which a folder with a tokenizer has at least one."""
 
 
 def check_files(config: Config) -> Iterator[str]:
@@ -237,7 +225,8 @@ def check_dataset_files(config: Config) -> Iterator[str]:
     if dataset.root is None and "root" in dataset.keys and same_task(config):
         yield f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet"
     if dataset.root is not None and os.path.isdir(dataset.root) and dataset._target_.startswith(TINYIMAGENET):
-        missing_files = [name for name in TINYIMAGENET_FILES if not os.path.exists(os.path.join(dataset.root, name))]
+        needed = ("wnids.txt", "train", "val/val_annotations.txt")
+        missing_files = [name for name in needed if not os.path.exists(os.path.join(dataset.root, name))]
         if missing_files:
             yield (
                 f"dataset.root={dataset.root} contains no {', '.join(missing_files)}: set it to the top folder of the "
@@ -248,7 +237,7 @@ def check_dataset_files(config: Config) -> Iterator[str]:
     if len(given) == 1:
         (missing,) = set(pair) - set(given)
         yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
-    if config.dataset._target_ == SQUAD_FILES:
+    if config.dataset._target_ == "distexp.data.squad.load":
         for key, path in pair.items():
             if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
                 yield f"{key}={error}"  # an error starts with the path
@@ -288,7 +277,8 @@ def check_tokenizer_files(config: Config) -> Iterator[str]:
     if source == "auto":
         source = (weights_source(model) if loads_from_source(model) else None) or "byte"
     folder = Path(source)
-    if folder.is_absolute() and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
+    if folder.is_absolute() and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
         yield (
             f"model.tokenizer={model.tokenizer} needs a tokenizer in {source}, which contains none: "
             "set it to byte, a hub id, or a folder with a tokenizer"

@@ -209,10 +209,7 @@ def read_agent(run_dir: Path) -> Owner | None:
 
 
 def wait_for_agent(run_dir: Path) -> str | None:
-    """Wait for the agent of a launcher that was killed; return which process it is if it does not end.
-
-    It ends its workers and writes the record of its attempt.
-    """
+    """Wait for the agent of a launcher that was killed; return which process it is if it does not end."""
     deadline = time.monotonic() + AGENT_TIMEOUT_S
     while (agent := read_agent(run_dir)) is not None and agent.is_alive:
         if time.monotonic() > deadline:
@@ -226,12 +223,9 @@ def wait_for_agent(run_dir: Path) -> str | None:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[str | None]:
-    """Hold the lock of a run directory during the block.
+    """Hold the lock of a run directory during the block; yield None, or which process has the lock.
 
     The system frees it if this process dies. File systems without locks are used without.
-
-    Yields:
-        None, or which process has the lock.
     """
     with _locked(directory / LOCK) as owner:
         yield owner

@@ -98,10 +98,7 @@ class PhaseTail:
 
 
 def read_phase_events(path: Path) -> list[PhaseEvent]:
-    """Read the phase events of a file in the order of time; a missing file has none.
-
-    Raise OSError if the file exists and cannot be read.
-    """
+    """Read the phase events of a file in the order of time, or raise OSError; a missing file has none."""
     return phase_events_of(read_entries(path))
 
 

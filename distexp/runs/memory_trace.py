@@ -136,10 +136,7 @@ def is_memory_trace(header: str) -> bool:
 
 
 def read_memory_trace(path: Path) -> MemoryTrace:
-    """Read a memory trace, complete or still being written.
-
-    Raise OSError if the file cannot be read, or ValueError if it is not a memory trace.
-    """
+    """Read a memory trace, complete or still being written. Raise OSError or ValueError if that is not possible."""
     lines, notes = read_whole_lines(path)
     if not lines or not is_memory_trace(lines[0]):
         raise ValueError(f"{path} is not a memory trace: expected a first line {','.join(COLUMNS)}")
@@ -254,10 +251,7 @@ def _sharded_states(built: Built, moments: float) -> States:
 
 
 def _zero_states(built: Built, stage: int, moments: float) -> States:
-    """Return the states of a ZeRO stage.
-
-    From stage 2 on, an offloaded optimizer takes its gradients along.
-    """
+    """Return the states of a ZeRO stage."""
     shards, on_cpu = built.mesh[1], built.offload.split("+")
     half = built.param_dtype in ("bfloat16", "float16")
     value, states = (BYTES_PER_VALUE / 2, BYTES_PER_VALUE + moments) if half else (BYTES_PER_VALUE, moments)

@@ -99,10 +99,7 @@ def cap_efficiency(high: float, efficiency: float) -> float:
 
 
 def write_forecasts(run_dir: Path, forecasts: Sequence[StoredForecast]) -> None:
-    """Add forecasts to those of a run. A new one replaces that of the same size.
-
-    Raise OSError if the run directory is not writable.
-    """
+    """Add forecasts to those of a run, in place of those of the same size. Raise OSError if that is not possible."""
     kept = [old for old in read_forecasts(run_dir) if not any(old.same_size(new) for new in forecasts)]
     ordered = sorted([*kept, *forecasts], key=lambda forecast: (forecast.workers, forecast.nodes))
     write_json(run_dir / FORECAST, {"schema": SCHEMA, "forecasts": [asdict(forecast) for forecast in ordered]})

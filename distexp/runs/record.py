@@ -102,10 +102,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """Read a record or a result.
-
-        Raise ValueError if the file is missing, torn, not a record, or of another schema.
-        """
+        """Read a record or a result. Raise ValueError if it is missing, torn, not a record, or of another schema."""
         try:
             raw = read_json(path)
         except (OSError, ValueError) as error:
@@ -194,10 +191,7 @@ def _by_run_number(path: Path) -> tuple[str, int, str]:
 
 
 def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
-    """Return the newest sweep below ``multirun_outputs/``, and print which one it is to stderr.
-
-    Raise ConfigError if there is none.
-    """
+    """Return the newest sweep in ``multirun_outputs/``, or raise ConfigError; print which one it is to stderr."""
     files = sorted(_command_files(Path(OUTPUTS)), key=_modified, reverse=True)
     # A damaged file is of none.
     newest = next((file for file in files if read_or_none(file, "command") not in leave_out), None)

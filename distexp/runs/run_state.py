@@ -151,11 +151,7 @@ POLL_S = 1.0
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
-    """Ask the workers of a run to write a checkpoint after their current step, and to end.
-
-    Args:
-        reason: ``time_limit``, ``preemption``, or the name of a signal.
-    """
+    """Ask the workers of a run to write a checkpoint and to end because of a time limit, a preemption or a signal."""
     write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
 
 

@@ -51,10 +51,7 @@ class RunSpec:
 
     @classmethod
     def read(cls, directory: Path) -> RunSpec:
-        """Read the ``spec.json`` of a run directory.
-
-        Raise OSError if the file cannot be read, or ValueError if it is not the specification of a run.
-        """
+        """Read the ``spec.json`` of a run directory, or raise OSError, or ValueError if it is damaged."""
         try:
             with open_file(directory / SPEC) as file:
                 raw = json.load(file)
@@ -65,10 +62,7 @@ class RunSpec:
 
 
 def parse_config(values: Any) -> Config:
-    """Return the configuration with some values, as dataclasses.
-
-    Raise OmegaConfBaseException if a key or a type does not match the schema.
-    """
+    """Return a configuration as dataclasses. Raise OmegaConfBaseException if it does not match the schema."""
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 
 

@@ -149,12 +149,10 @@ SUMMARY_SCHEMA = 1
 
 
 def write_profile_summary(run_dir: Path, ranks: Sequence[dict[str, Any]], steps: int) -> None:
-    """Write the lanes of all ranks.
+    """Write the lanes of the median step of ``steps`` profiled ones, of all ranks.
 
-    Args:
-        ranks: For each rank ``rank``, ``step_ms`` and ``lanes``. Each lane has ``name`` and ``spans``: start and end
-            in milliseconds since the start of the step, and a label. The file has the index of the label.
-        steps: Number of profiled steps. The file has the lanes of the median one.
+    Each rank has ``rank``, ``step_ms`` and ``lanes``. A lane has ``name`` and ``spans``: start and end in milliseconds
+    since the start of the step, and a label. The file has the index of the label.
     """
     labels: dict[str, int] = {}
     numbered = [{**rank, "lanes": [_number_labels(lane, labels) for lane in rank["lanes"]]} for rank in ranks]

@@ -118,11 +118,6 @@ def print_despite_full_disk(text: str) -> None:
 MAX_MESSAGE = 300
 """Characters of an error message on the screen. The record and the log have the whole message."""
 
-TRACEBACK = "Traceback (most recent call last)"
-
-EXCEPTION_LINE = re.compile(r"(?:\w+\.)*(\w+): (.+)")
-"""Last line of a traceback: class with its module, and message."""
-
 TORCH_CHECK = re.compile(r"\[enforce fail at [^\]]*\]\s*(?:err == 0)?\.?\s*")
 """Source line of a check of torch, at the start of its message."""
 
@@ -154,11 +149,12 @@ def shorten_message(error: RunError, limit: int = MAX_MESSAGE) -> str:
     A ConfigError is a list of short messages already.
     """
     lines = [line.rstrip() for line in error.message.splitlines() if line.strip()]
-    starts = [position for position, line in enumerate(lines) if TRACEBACK in line]
+    starts = [position for position, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     if starts:
         inner = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
         text = _first_statement(inner or lines)
-        if found := EXCEPTION_LINE.fullmatch(text):  # Leave out the module, and a class that the record names.
+        # Leave out the module, and a class that the record names.
+        if found := re.fullmatch(r"(?:\w+\.)*(\w+): (.+)", text):
             text = found[2] if found[1] == error.type else f"{found[1]}: {found[2]}"
     elif error.type == "ConfigError":
         return error.message
@@ -181,9 +177,6 @@ def _first_statement(lines: Sequence[str]) -> str:
 # Errors that mean that memory is full, and texts about ``error.memory`` of a record.
 #
 # ``error.memory`` has what was in GPU memory when an allocation failed, and what would fit.
-
-PARTS_WITHOUT_LABEL = ("unknown", "rest")
-"""Parts that a text about a tensor leaves out: they explain nothing."""
 
 MAX_TENSORS = 3
 """Largest tensors in a text; the record has more."""
@@ -255,7 +248,7 @@ def describe_advice(memory: Mapping[str, Any]) -> str:
 def _describe_tensor(entry: Mapping[str, Any]) -> str:
     count, part = entry.get("count"), entry.get("part")
     times = f"{count} x " if isinstance(count, int) and count > 1 else ""
-    label = f" ({str(part).replace('_', ' ')})" if part and part not in PARTS_WITHOUT_LABEL else ""
+    label = f" ({str(part).replace('_', ' ')})" if part and part not in ("unknown", "rest") else ""
     return f"{times}{_format_mib(entry, 'mib')} MiB {entry.get('line') or 'without a name'}{label}"
 
 
@@ -312,10 +305,7 @@ STAND_IN = "stand-in for"
 
 
 def model_label(name: str, scale: str) -> str:
-    """Return a model's name; ``tiny stand-in for bloom_560m`` if its sizes were made small.
-
-    A local folder is shown by its last part.
-    """
+    """Return the end of a model's name or folder; ``tiny stand-in for bloom_560m`` if its sizes were made small."""
     short = Path(name).name if Path(name).is_absolute() else name
     return short if scale == "full" or short.endswith(f"_{scale}") else f"{scale} {STAND_IN} {short}"
 

@@ -82,10 +82,7 @@ class DistributedModel(EvaluableModel, Protocol):
         """Write weights, optimizer state and loss scale into a new folder; a collective."""
 
     def load(self, folder: Path) -> None:
-        """Read what a model with the same ``checkpoint_format`` saved; a collective.
-
-        Call it before the first step. The hyperparameters of this run are kept.
-        """
+        """Read what a model with the same ``checkpoint_format`` saved, except its hyperparameters; a collective."""
 
 
 COMMUNICATION = "communication"
@@ -164,10 +161,7 @@ class Strategy(StepTraits, MemoryTraits, ABC):
 
 
 def load_strategy(config: Config) -> Strategy:
-    """Return the strategy of a configuration.
-
-    Raise ConfigError if ``strategy._target_`` is not a Strategy, or lacks a method.
-    """
+    """Return the strategy of a configuration. Raise ConfigError if the class is none, or lacks a method."""
     return _make_strategy(config.strategy._target_)
 
 

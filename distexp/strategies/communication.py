@@ -116,10 +116,7 @@ def work(item: Item) -> float:
 
 
 def insert(items: list[Item], new: Collective, share: float) -> None:
-    """Insert a collective into the pass of its micro-batch, after this share of the work of the pass.
-
-    Later calls with the same share insert after earlier ones.
-    """
+    """Insert a collective into its pass after this share of its work, and after earlier ones with the same share."""
     inside = [i for i, item in enumerate(items) if (item.phase, item.micro_batch) == (new.phase, new.micro_batch)]
     if not inside:
         items.append(new)
@@ -148,7 +145,7 @@ def segments_before(items: Sequence[Item], phase: str, micro_batch: int, share: 
 
 
 def insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str) -> list[Item]:
-    """Insert all-reduces into a backward pass: each bucket is ready after its share of the parameters."""
+    """Insert all-reduces into a backward pass in place: each bucket is ready after its share of the parameters."""
     done, total = 0, sum(buckets) or 1
     for size in buckets:
         done += size

@@ -49,11 +49,7 @@ class MasterReduction:
 def set_reduction(
     wrapped: DistributedDataParallel, communication: str, weights: StepWeights | None
 ) -> MasterReduction | None:
-    """Set the hook of DDP, unless it reduces in its own way.
-
-    Returns:
-        The state of the hook that reduces the gradients of fp32 weights; None for another one.
-    """
+    """Set the hook of DDP, if needed. Return its state if it reduces the gradients of fp32 weights."""
     if weights is not None:
         state = MasterReduction(wrapped.process_group, weights)
         wrapped.register_comm_hook(state, reduce_masters_in_bf16 if communication == "bf16" else reduce_masters_in_fp32)
@@ -117,11 +113,7 @@ def _reduce_masters(state: MasterReduction, bucket: GradBucket, reduce: Any) -> 
 
 
 def add_to_masters(masters: list[nn.Parameter], gradients: list[Tensor], buffer: Tensor) -> Tensor:
-    """Add the gradients of a bucket to those of the fp32 weights, which become views of the result.
-
-    Returns:
-        A flat fp32 tensor in the layout of the bucket.
-    """
+    """Add the gradients of a bucket to those of the fp32 weights, which become views of the flat result."""
     flat = buffer.to(torch.float32, copy=True)
     for master, gradient in zip(masters, gradients, strict=True):
         offset = gradient.storage_offset() - buffer.storage_offset()
@@ -143,13 +135,10 @@ def add_to_masters(masters: list[nn.Parameter], gradients: list[Tensor], buffer:
 
 
 class StepWeights:
-    """The copies that a module computes with, in place of its fp32 weights.
+    """The copies that a module computes with, in place of its fp32 weights. They become its parameters.
 
     Batch norms keep their fp32 weights, because their statistics are in fp32 too. A weight that several modules share
     has one copy, which they share.
-
-    Args:
-        module: the module, before DDP wraps it. Afterwards it has the copies as parameters.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:

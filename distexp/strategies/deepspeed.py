@@ -150,10 +150,7 @@ class DeepSpeed(Strategy):
         return LAUNCH_FACTORS[config.deepspeed.zero_stage or 0]
 
     def overlaps_communication(self, config: Config) -> bool:
-        """Return ``deepspeed.overlap_comm``.
-
-        Stage 3 overlaps by default too, but hides little: measured runs are slower than at stage 2.
-        """
+        """Return ``deepspeed.overlap_comm``. Stage 3 overlaps by default too, but is slower than stage 2."""
         return config.deepspeed.overlap_comm
 
     def communication(self, config: Settings) -> ZeroCommunication:
@@ -256,13 +253,12 @@ class DeepSpeed(Strategy):
 
     def memory_note(self, config: Config) -> str:
         """Explain the gradients and states of a stage that partitions them."""
-        return ZERO_NOTE if config.deepspeed.zero_stage else ""
-
-
-ZERO_NOTE = (
-    "ZeRO frees the other gradients before the update, also with stage 1. Its optimizer states have a copy of the "
-    "parameters."
-)
+        if not config.deepspeed.zero_stage:
+            return ""
+        return (
+            "ZeRO frees the other gradients before the update, also with stage 1. Its optimizer states have a copy of "
+            "the parameters."
+        )
 
 
 def _fewer_gathers(step: ProfiledStep) -> Iterator[Advice]:

@@ -123,10 +123,7 @@ def _check_shared_weights(model: nn.Module, blocks: NamedModules, wrap: str) -> 
 
 
 def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
-    """Return the blocks of a unit, or ``auto``. Nested blocks are one unit each.
-
-    Raise ConfigError if a unit shall have several blocks that are nested.
-    """
+    """Return the blocks of a unit, or ``auto``. Nested blocks are one unit each; raise ConfigError for several."""
     size = config.fsdp.blocks_per_unit or 1
     if not is_nested:
         return size
@@ -147,8 +144,7 @@ def _deepest_first(groups: Sequence[list[nn.Module]], depths: Sequence[int]) -> 
 def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.Module]]:
     """Split the blocks, in forward order, into groups that FSDP shards as one unit.
 
-    Args:
-        size: blocks of a group. ``auto``: as many as have MIN_UNIT_PARAMETERS together, at most all.
+    For ``auto`` they have as many as have MIN_UNIT_PARAMETERS together, at most all.
     """
     if not blocks:
         return []
@@ -162,14 +158,9 @@ def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.M
 
 
 def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:
-    """Return how FSDP distributed a model, read from its parameters and units.
+    """Return how FSDP distributed a model, read from its parameters and units, or raise RuntimeError.
 
-    Args:
-        inner: the blocks, or the model if it has none. They show whether parameters are resharded after the forward
-            pass.
-
-    Raises:
-        RuntimeError: parameters were left unsharded.
+    The blocks, or the model without any, show whether parameters are resharded after the forward pass.
     """
     units = [members[0] for members in group_by_fsdp_unit(model)]
     parameters = list(model.parameters())

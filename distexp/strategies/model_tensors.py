@@ -13,9 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.models.introspection import find_embeddings
 from distexp.system.torch_internals.collectives import ddp_bucket_sizes
 
-MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
-"""Attributes with the fp32 masters of DeepSpeed's optimizers: stages 1 and 2, stage 3, and fp16 at stage 0."""
-
 
 def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
     """Return the parameters, gradients and optimizer states of this rank."""
@@ -55,7 +52,8 @@ def _vocabulary(module: nn.Module) -> int | None:
 
 
 def _masters(optimizer: Any) -> Iterator[Tensor]:
-    for name in MASTERS:
+    # Of DeepSpeed's optimizers for stages 1 and 2, for stage 3, and for fp16 at stage 0.
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat"):
         yield from _tensors_in(getattr(optimizer, name, None))
 
 

@@ -97,10 +97,7 @@ class StepTraits:
         return None if shards is None else not shards
 
     def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> StepCommunication:
-        """Return the same for a run that has ended, with what it built.
-
-        Raise ConfigError if the directory lacks a file that is needed.
-        """
+        """Return the same for a run that has ended, with what it built. Raise ConfigError if a file is missing."""
         return self.communication(config)
 
 

@@ -137,10 +137,7 @@ def _read_quota(folder: Path, version: int) -> float | None:
 
 
 def oom_kills() -> dict[str, int]:
-    """Return how many processes the kernel has killed for lack of memory since boot, by ``machine`` and ``cgroup``.
-
-    A counter that cannot be read is absent.
-    """
+    """Return how many processes the kernel has killed for memory since boot: ``machine`` and ``cgroup``, if known."""
     files = [cgroup.folder / name for cgroup in memory_cgroups() for name in OOM_FILES[cgroup.version]]
     in_cgroup = next((count for path in files if (count := _read_counter(path)) is not None), None)
     counters = {"machine": _read_counter(Path("/proc/vmstat")), "cgroup": in_cgroup}
@@ -214,10 +211,7 @@ class NvmlUnavailableError(RuntimeError):
 
 @contextmanager
 def nvml_session() -> Iterator[Any]:
-    """Initialize NVML, yield the module ``pynvml``, and shut NVML down. Sessions may be nested.
-
-    Raise NvmlUnavailableError if NVML cannot be initialized, for example because there is no driver.
-    """
+    """Initialize NVML, yield ``pynvml``, and shut NVML down; may be nested. Raise NvmlUnavailableError without it."""
     import pynvml
 
     try:

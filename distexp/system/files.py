@@ -36,10 +36,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def create_atomically(folder: Path) -> Iterator[Path]:
-    """Yield a temporary path, and rename it to a folder that must not exist when the block ends.
-
-    Raise OSError at the end of the block, if another process has created the folder.
-    """
+    """Yield a temporary path, and rename it to a new folder when the block ends. Raise OSError if that exists."""
     with _temporary(folder) as temporary:
         yield temporary
         temporary.rename(folder)
@@ -82,10 +79,7 @@ def flush_names(folder: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading that another program may have made. A pipe or a device might never end.
-
-    Raise OSError if the file cannot be opened, or is a folder, a pipe or a device.
-    """
+    """Open a file for reading that another program may have made. Raise OSError for a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

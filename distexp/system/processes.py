@@ -257,20 +257,13 @@ def message_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send a message, with open files for the other process.
-
-    Raise OSError if the other process has closed its socket.
-    """
+    """Send a message, with open files for the other process. Raise OSError if that has closed its socket."""
     # No SIGPIPE: the caller handles the error.
     socket.send_fds(channel, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL)
 
 
 def receive(channel: socket.socket) -> Received:
-    """Wait for a message.
-
-    Raise BlockingIOError if no message is there, and the socket does not block, or TimeoutError if no message has
-    arrived within the timeout of the socket.
-    """
+    """Wait for a message. Raise BlockingIOError or TimeoutError if there is none in time."""
     try:
         content, descriptors, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_DESCRIPTORS)
     except ConnectionResetError:

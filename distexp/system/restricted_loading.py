@@ -21,12 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from distexp.exceptions import ConfigError
 from distexp.system.environment_variables import variable_set
 
-FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Environment variable that makes every ``torch.load`` use ``weights_only=True``, in libraries too."""
-
-METADATA = ".metadata"
-"""The file of a checkpoint that torch.distributed.checkpoint unpickles."""
-
 METADATA_CLASSES = frozenset(
     {
         "collections.OrderedDict",
@@ -49,14 +43,11 @@ METADATA_CLASSES = frozenset(
 
 
 class DataReader(FileSystemReader):
-    """A reader of torch.distributed.checkpoint whose metadata may contain no code.
-
-    Raise ConfigError if the metadata names another class or function.
-    """
+    """A reader of torch.distributed.checkpoint that refuses metadata with code by ConfigError."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        path = folder / METADATA
+        path = folder / ".metadata"
         with refused_as_config_error(path):
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
             if not isinstance(metadata, Metadata):
@@ -85,11 +76,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @contextmanager
 def weights_only_loading(folder: Path) -> Iterator[None]:
-    """Make ``torch.load`` accept only tensors and plain values.
-
-    Raise ConfigError if a file of the checkpoint contains another class or function.
-    """
-    with variable_set(FORCE_VARIABLE, "1"), refused_as_config_error(folder):
+    """Make ``torch.load`` accept only tensors and plain values. Raise ConfigError if a checkpoint has others."""
+    with variable_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"), refused_as_config_error(folder):
         yield
 
 

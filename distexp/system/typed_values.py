@@ -16,8 +16,6 @@ DataclassType = TypeVar("DataclassType")
 MEASURED = ("_mib", "_pct", "_j")
 """Ends of the keys whose values are numbers in the entries of devices."""
 
-DEVICE_KEYS = ("node", "index", "rank")
-
 
 def parse_dataclass(kind: type[DataclassType], raw: Any) -> DataclassType:
     """Make a dataclass from the keys that it knows; a newer distexp may have added others.
@@ -82,7 +80,7 @@ def _entry_errors(entry: Any) -> Iterator[str]:
     for key, value in entry.items():
         if isinstance(value, dict):
             yield from _entry_errors(value)
-        elif (key.endswith(MEASURED) or key in DEVICE_KEYS) and not matches(value, float | None):
+        elif (key.endswith(MEASURED) or key in ("node", "index", "rank")) and not matches(value, float | None):
             yield f"has {key}={_shown(value)}"
 
 
@@ -217,10 +215,7 @@ memory that they shared may count several times.
 
 
 def device_values(entries: Iterable[Mapping[str, Any]] | None, key: str) -> list[float]:
-    """Return the measured values of a key in entries such as ``memory["gpu"]``.
-
-    Raise TypeError or ValueError if a value is not a number.
-    """
+    """Return the measured values of a key in entries such as ``memory["gpu"]``. Raise TypeError or ValueError."""
     return [float(entry[key]) for entry in entries or () if entry.get(key) is not None]
 
 

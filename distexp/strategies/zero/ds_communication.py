@@ -53,10 +53,7 @@ class ZeroOptions:
 
 
 def read_zero_options(run_dir: Path) -> ZeroOptions:
-    """Return the options that DeepSpeed had in a run.
-
-    Raise ConfigError if the run directory has no readable ds_config.json.
-    """
+    """Return the options that DeepSpeed had in a run. Raise ConfigError without a readable ds_config.json."""
     try:
         content = read_json(run_dir / DS_CONFIG)["zero_optimization"]
         known = {spec.name for spec in fields(ZeroOptions)}
@@ -261,10 +258,7 @@ def persistent_parameters(elements: Sequence[int], options: ZeroOptions) -> list
 def gathers_of_micro_batch(
     modules: Sequence[Sequence[int]], elements: Sequence[int], options: ZeroOptions
 ) -> list[Gather]:
-    """Return the all-gathers of a micro-batch, in the order of their launches.
-
-    The backward pass is taken to use the modules in the reverse order.
-    """
+    """Return the all-gathers of a micro-batch in order. The backward pass is taken to use modules in reverse order."""
     order = [*modules, *reversed(modules)]
     fetcher = _Fetcher(order, elements, options)
     for position in range(len(order)):

@@ -153,15 +153,9 @@ MAX_PERSISTENT_ELEMENTS = 100_000
 
 
 def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict[str, int]:
-    """Set bucket sizes that the user left open to a sixteenth of the model.
+    """Set bucket sizes that the user left open in an ``effective_config`` to a sixteenth of the model; return them.
 
     DeepSpeed's default of 500 million elements can take more memory than a stage saves on a model of that size.
-
-    Args:
-        settings: the result of ``effective_config``; changed in place.
-
-    Returns:
-        The keys and values that were set.
     """
     zero = settings["zero_optimization"]
     fitting = _fitting_sizes(zero["stage"], parameters, largest)

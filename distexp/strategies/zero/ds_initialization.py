@@ -66,10 +66,7 @@ def checkpoint_classes() -> list[Any]:
 
 
 def keeps_plain_gradients(config: Config) -> bool:
-    """Return whether gradients stay in ``.grad``: at stage 0 with fp32 weights.
-
-    DeepSpeed clips them without storing their norm.
-    """
+    """Return whether gradients stay in ``.grad``, whose norm DeepSpeed does not store: at stage 0 with fp32 weights."""
     return config.deepspeed.zero_stage == 0 and not in_16_bits(config)
 
 
@@ -105,10 +102,7 @@ def in_16_bits(config: Config) -> bool:
 
 
 def initialize_weights(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
-    """Initialize the weights in DeepSpeed's precision.
-
-    At stage 3 each module is partitioned at once, so that the whole model is never in memory.
-    """
+    """Initialize the weights in DeepSpeed's precision. Stage 3 partitions each module at once, to save memory."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -248,9 +242,6 @@ def _reset_states(optimizer: torch.optim.Optimizer) -> None:
 
 # Strategies that compute with weights in 16 bits, and models whose buffers in fp32 do not fit them.
 
-OTHER_TYPES = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
-"""In the messages of torch about operands of different types."""
-
 
 def wrapper_casts_weights(config: Config) -> bool:
     """Return whether FSDP or DeepSpeed casts the weights to 16 bits, in place of autocast or copies."""
@@ -271,7 +262,8 @@ def explained_buffer_types(model: nn.Module, config: Config) -> Iterator[None]:
     except RuntimeError as error:
         casts = wrapper_casts_weights(config) or config.train.compute_weights == "step"
         names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
-        if not casts or not names or not OTHER_TYPES.search(str(error)):
+        other_types = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
+        if not casts or not names or not other_types.search(str(error)):
             raise
         shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
         raise ConfigError(

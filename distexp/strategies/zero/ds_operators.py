@@ -24,8 +24,6 @@ from distexp.strategies.zero.ds_config import get_nested, read_or_empty
 from distexp.system.files import read_json, write_json
 
 SHARED_MEMORY, CPU_ADAM, QUANTIZER = "deepspeed_shm_comm", "cpu_adam", "quantizer"
-QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-
 DEFAULT_OPERATORS = {"cpu": (SHARED_MEMORY,), "cuda": (CPU_ADAM,)}
 """Operators that runs with default settings need, by device; on GPUs only those with ``offload=true``."""
 
@@ -45,16 +43,16 @@ def needed_operators(config: Config) -> tuple[str, ...]:
     needed = [] if on_gpu else [SHARED_MEMORY]
     if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":
         needed.append(CPU_ADAM)
-    if on_gpu and any(get_nested(settings, ("zero_optimization", key)) for key in QUANTIZED):
+    if on_gpu and any(
+        get_nested(settings, ("zero_optimization", key))
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    ):
         needed.append(QUANTIZER)
     return tuple(needed)
 
 
 def main() -> None:
-    """Compile the operators named on the command line; print a line for each step.
-
-    Raise RuntimeError if an operator cannot be compiled.
-    """
+    """Compile the operators named on the command line, or raise RuntimeError; print a line for each step."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     names = sys.argv[1:]
