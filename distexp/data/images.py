@@ -174,10 +174,9 @@ def collate_images(samples: Sequence[Sample]) -> ImageBatch:
     return ImageBatch({"images": images}, labels, num_samples=counted, num_targets=counted, num_tokens=0)
 
 
-# Decoded images in one file of the cache directory, so that each image is decoded only once.
-#
-# The file has the size of the image files if they all have one size and it is at most ``dataset.image_size``.
-# Otherwise the images are resized to ``dataset.image_size`` before they are written.
+# Decoded images in one file of the cache directory, so that each image is decoded only once. The file has the size of
+# the image files if they all have one size and it is at most ``dataset.image_size``. Otherwise the images are resized
+# to ``dataset.image_size`` before they are written.
 
 FORMAT = "images-v1"
 CHANNELS = 3

@@ -187,14 +187,11 @@ class ShardedLoader:
         return sum_over_ranks(counts)
 
 
-# Distribution of a data set over ranks: which samples each rank reads in each step.
-#
-# The global batch of a step has the same samples for any number of ranks, so every strategy trains on the same data.
-# If the samples do not divide evenly, padding samples fill the last step. A padding sample is a copy of a real one
-# with all labels set to IGNORE. So every rank has the same number of batches with the same shape, and no sample is
-# dropped or counted twice.
-#
-# A packed row counts as one sample here.
+# Distribution of a data set over ranks: which samples each rank reads in each step. The global batch of a step has the
+# same samples for any number of ranks, so every strategy trains on the same data. If the samples do not divide evenly,
+# padding samples fill the last step. A padding sample is a copy of a real one with all labels set to IGNORE. So every
+# rank has the same number of batches with the same shape, and no sample is dropped or counted twice. A packed row
+# counts as one sample here.
 
 BUCKET_BATCHES = 50
 """Global batches whose samples are sorted by length together, with ``dataset.bucketing=true``."""

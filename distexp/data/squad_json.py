@@ -85,21 +85,14 @@ def _find_error(path: str, _changed_at: int) -> str | None:
     questions = [question for paragraph in paragraphs for question in paragraph["qas"]]
     if not questions:
         return no_examples(path, "examples")
-    return (
-        None
-        if any(answer["text"].strip() for question in questions for answer in question["answers"])
-        else no_answers(path)
-    )
+    if any(answer["text"].strip() for question in questions for answer in question["answers"]):
+        return None
+    return f"{path} has no question with an answer: use data with at least one answer"
 
 
 def no_examples(source: str, examples: str) -> str:
     """Return the error of data without a question."""
     return f"{source} has no {examples}: use data with at least one question"
-
-
-def no_answers(source: str) -> str:
-    """Return the error of a file whose questions have no answers, as those of SQuAD v2.0 that are impossible."""
-    return f"{source} has no question with an answer: use data with at least one answer"
 
 
 class _FormatError(ValueError):

@@ -63,7 +63,15 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     train_size = _require("dataset.train_size", dataset.train_size)
     eval_size = _require("dataset.eval_size", dataset.eval_size)
     if model.task == "causal_lm":
-        return _make_token_data(train_size, eval_size, dataset, model, seed)
+        vocab_size = _require("model.vocab_size", model.vocab_size)
+        length = sequence_length(dataset, model)
+        return TaskData(
+            task=model.task,
+            train=RandomTokens(train_size, length, vocab_size, seed),
+            evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
+            collate=TextCollate(pad_id=0, length=length),
+            num_classes=vocab_size,
+        )
     classes = _require("dataset.num_classes", dataset.num_classes)
     size = _require("dataset.image_size", dataset.image_size)
     return TaskData(
@@ -72,20 +80,6 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
         evaluation=RandomImages(eval_size, size, classes, seed + 1),
         collate=collate_images,
         num_classes=classes,
-    )
-
-
-def _make_token_data(
-    train_size: int, eval_size: int, dataset: DatasetConfig, model: ModelConfig, seed: int
-) -> TaskData:
-    vocab_size = _require("model.vocab_size", model.vocab_size)
-    length = sequence_length(dataset, model)
-    return TaskData(
-        task=model.task,
-        train=RandomTokens(train_size, length, vocab_size, seed),
-        evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
-        collate=TextCollate(pad_id=0, length=length),
-        num_classes=vocab_size,
     )
 
 

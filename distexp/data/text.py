@@ -192,10 +192,8 @@ def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
     return length
 
 
-# Packing: several samples in one row.
-#
-# Rows are the same for any number of workers. Each row has the positions of its samples, by which the model keeps
-# them apart. The rows of all epochs are the same; their order changes.
+# Packing: several samples in one row. Rows are the same for any number of workers. Each row has the positions of its
+# samples, by which the model keeps them apart. The rows of all epochs are the same; their order changes.
 
 
 @dataclass(frozen=True, eq=False)

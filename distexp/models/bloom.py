@@ -95,10 +95,9 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
     return config
 
 
-# BLOOM with SDPA or flex attention.
-#
-# The BLOOM of transformers has only matrix products and a softmax in fp32, which store all attention weights. Its
-# GELU is an autograd function, which the compiler cannot fuse. Here it is torch's GELU with the same approximation.
+# BLOOM with SDPA or flex attention. The BLOOM of transformers has only matrix products and a softmax in fp32, which
+# store all attention weights. Its GELU is an autograd function, which the compiler cannot fuse. Here it is torch's GELU
+# with the same approximation.
 
 
 class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # transformers has no types

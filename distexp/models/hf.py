@@ -39,7 +39,8 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         built = read_weights(AutoModelForCausalLM, "model.name", model.name, config)
     else:
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    if _is_bidirectional(built):
+    is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
+    if is_causal and not any(is_causal):  # an encoder with a language model head
         raise ConfigError(_not_causal_message(model, config))
     if replaces_attention:
         from distexp.models.bloom import use_attention
@@ -62,8 +63,17 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
             f"model.name={model.name}: use a smaller tokenizer, or model.tokenizer=auto for the model's own"
         )
     config.use_cache = False  # training never uses cached keys and values, which take memory
-    if model.dropout is not None:
-        _set_dropout(config, model)
+    if model.dropout is not None:  # one rate for embeddings, attention and residuals, whose names differ
+        text = config.get_text_config()
+        rates = [name for name, value in text.to_dict().items() if name.endswith(DROPOUT_ENDINGS) and _is_number(value)]
+        if not rates and model.dropout:
+            wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
+            raise ConfigError(
+                f"model.dropout={model.dropout:g} is not supported: the configuration of model.name={model.name} "
+                f"({config.model_type}) has no dropout rate ({wanted}): leave model.dropout out"
+            )
+        for name in rates:
+            setattr(text, name, model.dropout)
     return config
 
 
@@ -72,7 +82,13 @@ def _set_attention(config: Any, model: ModelConfig) -> None:
     from transformers import AutoModelForCausalLM
 
     if model.attention == "flex":
-        _check_no_attention_dropout(config, model)
+        text = config.get_text_config()
+        for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
+            if value := getattr(text, name, 0):
+                raise ConfigError(
+                    f"model.attention=flex has no dropout, but {name}={value} in model.name={model.name}: set "
+                    "model.dropout=0, or use model.attention=sdpa"
+                )
     implementation = {"flex": "flex_attention", "flash": "flash_attention_2"}.get(model.attention, model.attention)
     try:
         config._attn_implementation = implementation
@@ -86,38 +102,8 @@ def _set_attention(config: Any, model: ModelConfig) -> None:
         ) from error
 
 
-def _check_no_attention_dropout(config: Any, model: ModelConfig) -> None:
-    text = config.get_text_config()
-    for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
-        if value := getattr(text, name, 0):
-            raise ConfigError(
-                f"model.attention=flex has no dropout, but {name}={value} in model.name={model.name}: set "
-                "model.dropout=0, or use model.attention=sdpa"
-            )
-
-
-def _set_dropout(config: Any, model: ModelConfig) -> None:
-    """Set one dropout rate for embeddings, attention and residuals, whose names differ between architectures."""
-    text = config.get_text_config()
-    rates = [name for name, value in text.to_dict().items() if name.endswith(DROPOUT_ENDINGS) and _is_number(value)]
-    if not rates and model.dropout:
-        wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
-        raise ConfigError(
-            f"model.dropout={model.dropout:g} is not supported: the configuration of model.name={model.name} "
-            f"({config.model_type}) has no dropout rate ({wanted}): leave model.dropout out"
-        )
-    for name in rates:
-        setattr(text, name, model.dropout)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_bidirectional(built: nn.Module) -> bool:
-    """Return whether all attention modules are declared as not causal, as in an encoder with a language model head."""
-    is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
-    return bool(is_causal) and not any(is_causal)
 
 
 def _not_causal_message(model: ModelConfig, config: Any) -> str:

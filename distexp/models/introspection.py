@@ -144,9 +144,8 @@ def _shrink(config: Any) -> Any:
     return small
 
 
-# FLOPs of one pass of a model, counted on the meta device.
-#
-# See also ``distexp.measure.flops``, which derives the FLOPs of a training from these.
+# FLOPs of one pass of a model, counted on the meta device. See also ``distexp.measure.flops``, which derives the FLOPs
+# of a training from these.
 
 
 def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

@@ -96,11 +96,9 @@ def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     raise ValueError(f"task={task} must be causal_lm or image_classification")
 
 
-# Cross entropy of a linear output head, computed in chunks of tokens.
-#
-# The logits of a chunk are freed before those of the next one, so the matrix (tokens, vocabulary) is never in memory.
-# The gradients are computed in the forward pass, as in Liger and in ``linear_cross_entropy`` of torch 2.13. So no
-# matrix product is computed twice.
+# Cross entropy of a linear output head, computed in chunks of tokens. The logits of a chunk are freed before those of
+# the next one, so the matrix (tokens, vocabulary) is never in memory. The gradients are computed in the forward pass,
+# as in Liger and in ``linear_cross_entropy`` of torch 2.13. So no matrix product is computed twice.
 
 
 FP16_SCALE = 256.0

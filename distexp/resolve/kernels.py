@@ -89,9 +89,8 @@ def _model_values(config: Config) -> Mapping[str, Any]:
     return {"train.loss": "chunked"} if config.train.logits == "all" else {"train.logits": "targets"}
 
 
-# Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update.
-#
-# Each one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
+# Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update. Each
+# one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
 
 WHOLE_MODEL = ("model", "graphs")
 """Values of ``train.compile`` that compile the whole model."""

@@ -212,9 +212,8 @@ def _measure_folder(root: str) -> tuple[int, int] | None:
         return None
 
 
-# Number of parameters of a model, computed from its configuration without building it.
-#
-# See also ``distexp.measure.flops``.
+# Number of parameters of a model, computed from its configuration without building it. See also
+# ``distexp.measure.flops``.
 
 GPT, BLOOM = "distexp.models.gpt.build", "distexp.models.bloom.build"
 """Targets of the models whose architecture is known here."""

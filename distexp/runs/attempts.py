@@ -148,10 +148,8 @@ def read_rank_errors(run_dir: Path) -> list[RunError]:
     return [error for _, error in by_time]
 
 
-# Processes behind a local run: ``owner.json`` names its launcher and the agent of its first node.
-#
-# On the same machine, they decide at once whether the run is still running. Elsewhere only the age of the run's files
-# can decide.
+# Processes behind a local run: ``owner.json`` names its launcher and the agent of its first node. On the same machine,
+# they decide at once whether the run is still running. Elsewhere only the age of the run's files can decide.
 
 AGENT_TIMEOUT_S = 30.0
 """Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""

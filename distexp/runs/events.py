@@ -127,10 +127,9 @@ def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> li
     ]
 
 
-# Progress of each rank, so that a hang can name the rank that the others wait for.
-#
-# All ranks pass the same points of the program in the same order: phases, batches and steps. Each rank counts the
-# points that it has passed, in a small file that it overwrites in place. The rank with the lowest count is behind.
+# Progress of each rank, so that a hang can name the rank that the others wait for. All ranks pass the same points of
+# the program in the same order: phases, batches and steps. Each rank counts the points that it has passed, in a small
+# file that it overwrites in place. The rank with the lowest count is behind.
 
 FILE_BYTES = 256
 """Size of the file. It never changes, so that a full disk does not end the training here."""

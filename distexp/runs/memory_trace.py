@@ -193,16 +193,11 @@ def highest_peak(memory: Mapping[str, Any]) -> Entry | None:
     return max(peak_entries(memory), key=lambda entry: float(entry.get("allocated_mib") or 0.0), default=None)
 
 
-# Memory of model states by arithmetic, as in the ZeRO paper.
-#
-# See arXiv:1910.02054, section 5.
-#
-# With Adam a parameter costs 16 bytes. In fp32 these are 4 of weight, 4 of gradient and 8 of moments. Autocast keeps
-# no other copy. With 16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states.
-# Sharded states are divided by the number of workers that share them. Activations and buffers are not included.
-#
-# Everything is read from the ``built`` of a record, never from the name of a strategy, so that custom strategies are
-# treated alike.
+# Memory of model states by arithmetic, as in the ZeRO paper. See arXiv:1910.02054, section 5. With Adam a parameter
+# costs 16 bytes. In fp32 these are 4 of weight, 4 of gradient and 8 of moments. Autocast keeps no other copy. With
+# 16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states. Sharded states are
+# divided by the number of workers that share them. Activations and buffers are not included. Everything is read from
+# the ``built`` of a record, never from the name of a strategy, so that custom strategies are treated alike.
 
 BYTES_PER_VALUE = 4.0
 MOMENTS = {"adamw": 2, "sgd": 1}

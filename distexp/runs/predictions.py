@@ -121,9 +121,8 @@ def _is_valid(raw: Any) -> bool:
     return isinstance(raw, dict) and all(matches(raw.get(name), float) and raw[name] > 0 for name in names)
 
 
-# Errors of the forecasts of a machine: one file in the cache directory for each pair of a forecast and a run.
-#
-# A pair that is seen again replaces its file, so it counts once.
+# Errors of the forecasts of a machine: one file in the cache directory for each pair of a forecast and a run. A pair
+# that is seen again replaces its file, so it counts once.
 
 FOLDER = "forecast-errors"
 

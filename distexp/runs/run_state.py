@@ -138,10 +138,9 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-# Graceful-stop requests: a file in the run directory that rank 0 polls.
-#
-# A file works for workers that are still starting, and for all nodes. The command and its agents write it when they
-# get SIGUSR1 or SIGUSR2. A worker's own SIGUSR1 prints its stacks. SIGTERM ends a run at once.
+# Graceful-stop requests: a file in the run directory that rank 0 polls. A file works for workers that are still
+# starting, and for all nodes. The command and its agents write it when they get SIGUSR1 or SIGUSR2. A worker's own
+# SIGUSR1 prints its stacks. SIGTERM ends a run at once.
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a command or an agent to stop its run after a checkpoint."""

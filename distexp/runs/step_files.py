@@ -209,9 +209,8 @@ def read_step_times(run_dir: Path, rank: int) -> list[StepTime]:
     return [StepTime(int(step), int(duration) / 1e6, watched == "1") for step, duration, watched in rows]
 
 
-# The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches.
-#
-# Rank 0 writes the file of a run before the training starts. So the record contains the search even if the run fails.
+# The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches. Rank 0
+# writes the file of a run before the training starts. So the record contains the search even if the run fails.
 
 FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
 """Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""

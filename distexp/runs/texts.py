@@ -174,9 +174,8 @@ def _first_statement(lines: Sequence[str]) -> str:
     return " ".join(taken)
 
 
-# Errors that mean that memory is full, and texts about ``error.memory`` of a record.
-#
-# ``error.memory`` has what was in GPU memory when an allocation failed, and what would fit.
+# Errors that mean that memory is full, and texts about ``error.memory`` of a record. ``error.memory`` has what was in
+# GPU memory when an allocation failed, and what would fit.
 
 MAX_TENSORS = 3
 """Largest tensors in a text; the record has more."""

@@ -207,9 +207,8 @@ def shipped_strategies() -> Mapping[str, type[Strategy]]:
     return dict(sorted(found.items(), key=lambda item: item[1].complexity))
 
 
-# Values of ``kernels=fast`` that several strategies share.
-#
-# A CPU compiles for minutes and gains little, so nothing is compiled there. Compilation is for GPUs.
+# Values of ``kernels=fast`` that several strategies share. A CPU compiles for minutes and gains little, so nothing is
+# compiled there. Compilation is for GPUs.
 
 FUSED_ADAMW = "FusedAdamW"
 """Class of the optimizer of ``train.fused_update``, as in ``built.optimizer`` of a record."""

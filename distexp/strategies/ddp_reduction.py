@@ -124,14 +124,11 @@ def add_to_masters(masters: list[nn.Parameter], gradients: list[Tensor], buffer:
     return flat
 
 
-# 16-bit copies of the weights for ``train.compute_weights=step``.
-#
-# Under autocast, every micro-batch casts the fp32 weights again. Here the module computes with copies that are
-# refreshed once per optimizer step. The optimizer updates the fp32 weights, and checkpoints and exported models
-# contain them.
-#
-# The gradients of a micro-batch have the type of the copies. They are added to fp32 gradients of the fp32 weights, so
-# that accumulation loses no digits. A copy costs 2 bytes per parameter, and the gradients of one micro-batch 2 more.
+# 16-bit copies of the weights for ``train.compute_weights=step``. Under autocast, every micro-batch casts the fp32
+# weights again. Here the module computes with copies that are refreshed once per optimizer step. The optimizer updates
+# the fp32 weights, and checkpoints and exported models contain them. The gradients of a micro-batch have the type of
+# the copies. They are added to fp32 gradients of the fp32 weights, so that accumulation loses no digits. A copy costs 2
+# bytes per parameter, and the gradients of one micro-batch 2 more.
 
 
 class StepWeights:

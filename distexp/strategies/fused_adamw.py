@@ -95,12 +95,10 @@ def _update_on_gpu(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
     update_weights(updates, scale)
 
 
-# AdamW for many weights in one Triton kernel, which also scales the gradients and casts the new weights.
-#
-# With separate kernels for the cast of bf16 gradients, clipping, AdamW and the copies of the weights, a GPU reads and
-# writes 52 bytes per weight. This kernel reads and writes 28, and the norm of the gradients needs 2 more.
-#
-# The weights are cut into chunks, one for each program of the kernel. A program finds its tensors by their addresses.
+# AdamW for many weights in one Triton kernel, which also scales the gradients and casts the new weights. With separate
+# kernels for the cast of bf16 gradients, clipping, AdamW and the copies of the weights, a GPU reads and writes 52 bytes
+# per weight. This kernel reads and writes 28, and the norm of the gradients needs 2 more. The weights are cut into
+# chunks, one for each program of the kernel. A program finds its tensors by their addresses.
 
 CHUNK = 8192
 """Weights that one program updates. On an H200, 4,096 to 65,536 take the same time within 4 %."""

@@ -112,12 +112,9 @@ def common_values(config: Settings) -> dict[str, Any]:
 
 
 # What a strategy states about its memory, and its advice: predictions, searches, explanations and reports ask it.
-#
-# ``Strategy`` inherits all of it. The defaults are for a custom strategy that states nothing: its step is traced as
-# it is, its memory was not measured, and it has no advice.
-#
-# The constants of the strategies are from the same records as those in ``hardware/facts.yaml``.
-# ``tests/plan/test_overheads.py`` compares them with these records.
+# ``Strategy`` inherits all of it. The defaults are for a custom strategy that states nothing: its step is traced as it
+# is, its memory was not measured, and it has no advice. The constants of the strategies are from the same records as
+# those in ``hardware/facts.yaml``. ``tests/plan/test_overheads.py`` compares them with these records.
 
 GPU_ERROR_BOUND = 0.05
 """Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""

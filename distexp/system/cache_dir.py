@@ -83,10 +83,9 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool
         remove(partial)
 
 
-# Offline mode for the Hugging Face libraries if the Hub cannot be reached.
-#
-# Without it, huggingface_hub retries the first file for half a minute, transformers retries the next one, and each
-# retry is a line in the log. In offline mode the libraries read their local cache at once.
+# Offline mode for the Hugging Face libraries if the Hub cannot be reached. Without it, huggingface_hub retries the
+# first file for half a minute, transformers retries the next one, and each retry is a line in the log. In offline mode
+# the libraries read their local cache at once.
 
 CONNECT_TIMEOUT_S = 3.0
 """Timeout of one connection attempt; a host may have four addresses. A slow response is not an error."""

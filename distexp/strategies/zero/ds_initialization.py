@@ -148,6 +148,9 @@ def describe(engine: Any, *, trainer: str = "native") -> Built:
     stage = engine.zero_optimization_stage()
     parameters = list(engine.module.parameters())
     world = dist.get_world_size(engine.seq_data_parallel_group)
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    name = type(optimizer).__name__
     return Built(
         strategy="deepspeed",
         engine=trainer,
@@ -161,16 +164,9 @@ def describe(engine: Any, *, trainer: str = "native") -> Built:
         compute_dtype=dtype_name(
             engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else parameters[0].dtype
         ),
-        optimizer=_optimizer_name(engine.optimizer),
+        optimizer=name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})",
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
     )
-
-
-def _optimizer_name(optimizer: Any) -> str:
-    """Return the optimizer's name, for example ``DeepSpeedZeroOptimizer(AdamW)``."""
-    inner = getattr(optimizer, "optimizer", None)
-    name = type(optimizer).__name__
-    return name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})"
 
 
 def _offload(engine: Any, stage: int) -> str:
@@ -188,12 +184,10 @@ def _offload(engine: Any, stage: int) -> str:
     return "+".join(offloaded) or "none"
 
 
-# Repairs of DeepSpeed's optimizer for 16 bits at stage 0, and access to its fp32 masters.
-#
-# With fp16, the optimizer of DeepSpeed 0.19 divides the gradients by the loss scale at stage 0, but
-# ``engine.backward`` does not multiply the loss by it, as it does at the other stages. So a model hardly learns. With
-# fp16 and bf16, it runs one step of AdamW or SGD with gradients of 0 to allocate the states. So AdamW's first updates
-# are smaller than those of the other strategies.
+# Repairs of DeepSpeed's optimizer for 16 bits at stage 0, and access to its fp32 masters. With fp16, the optimizer of
+# DeepSpeed 0.19 divides the gradients by the loss scale at stage 0, but ``engine.backward`` does not multiply the loss
+# by it, as it does at the other stages. So a model hardly learns. With fp16 and bf16, it runs one step of AdamW or SGD
+# with gradients of 0 to allocate the states. So AdamW's first updates are smaller than those of the other strategies.
 
 
 def unpartitioned_masters(engine: Any) -> dict[int, Tensor]:

@@ -112,11 +112,10 @@ class DeepSpeedModel:
         return describe(self.module)
 
 
-# Clipping of ZeRO stages 1 and 2 without waits for the GPU, for ``deepspeed.async_update``.
-#
-# DeepSpeed computes the norm of the gradients with two kernels for each parameter, and reads it twice for each group
-# of parameters. So the CPU starts the kernels of an update after the GPU has finished the backward pass, and the GPU
-# waits for them. Here a few kernels compute the norm of a group, and the CPU reads nothing.
+# Clipping of ZeRO stages 1 and 2 without waits for the GPU, for ``deepspeed.async_update``. DeepSpeed computes the norm
+# of the gradients with two kernels for each parameter, and reads it twice for each group of parameters. So the CPU
+# starts the kernels of an update after the GPU has finished the backward pass, and the GPU waits for them. Here a few
+# kernels compute the norm of a group, and the CPU reads nothing.
 
 EPSILON = 1e-6
 """Added to the norm before clipping, as DeepSpeed does."""
