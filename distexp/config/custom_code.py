@@ -20,14 +20,6 @@ PAGE = "https://distexp.github.io/distexp/how-to/extend/"
 TRACEBACK_HINT = "HYDRA_FULL_ERROR=1 prints the traceback"
 
 
-def check_callable(found: object, source: str) -> None:
-    """Raise ConfigError if the object that a ``_target_`` names cannot be called."""
-    if not callable(found):
-        raise ConfigError(
-            f"{source} is {describe_type(found)}, which cannot be called: name a function or class, as in {PAGE}"
-        )
-
-
 def check_members(found: object, protocol: type, source: str) -> None:
     """Raise ConfigError if a returned object lacks methods or properties of a protocol, or is None or a class."""
     if found is None or isinstance(found, type):
@@ -69,15 +61,10 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
 
 def _unexpected(found: object, kind: type, source: str) -> str:
     """Return the message for an object of the wrong class."""
-    expected = _with_article(_public_name(kind))
+    is_builtin = kind.__module__ in ("builtins", "collections.abc")
+    prefix = "" if is_builtin else f"{kind.__module__.removesuffix('.modules.module')}."  # as users import it
+    expected = _with_article(f"{prefix}{kind.__qualname__}")
     return f"{source} returned {describe_type(found)} instead of {expected}: return one, as in {PAGE}"
-
-
-def _public_name(kind: type) -> str:
-    """Return the name of a class under which users import it."""
-    if kind.__module__ in ("builtins", "collections.abc"):
-        return kind.__qualname__
-    return f"{kind.__module__.removesuffix('.modules.module')}.{kind.__qualname__}"
 
 
 def describe_type(found: object) -> str:
@@ -189,7 +176,11 @@ def locate(target: str) -> Any:
         raise
     except (ImportError, AttributeError, ValueError) as error:
         raise _import_error(target, error) from error
-    check_callable(found, f"_target_={target}")
+    if not callable(found):
+        raise ConfigError(
+            f"_target_={target} is {describe_type(found)}, which cannot be called: name a function or class, as in "
+            f"{PAGE}"
+        )
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -224,7 +225,9 @@ def join_first(items: Iterable[str], limit: int = 8) -> str:
 
 def format_ids(numbers: Sequence[int]) -> str:
     """Join run numbers: ``0-5, 8, 9``. Three or more consecutive numbers become a range."""
-    blocks = _consecutive(numbers)
+    # The difference between a number and its position is the same for consecutive numbers.
+    groups = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    blocks = [[number for _, number in group] for _, group in groups]
     return join_first(
         text for block in blocks for text in ([f"{block[0]}-{block[-1]}"] if len(block) > 2 else map(str, block))
     )
@@ -238,15 +241,3 @@ def format_count(count: int, noun: str) -> str:
 def format_runs(numbers: Sequence[int]) -> str:
     """Name runs by number: ``run 3``, ``runs 0-5, 8``."""
     return f"run{'' if len(numbers) == 1 else 's'} {format_ids(numbers)}"
-
-
-def _consecutive(numbers: Sequence[int]) -> Iterator[list[int]]:
-    """Yield blocks of consecutive numbers, in ascending order."""
-    block: list[int] = []
-    for number in sorted(numbers):
-        if block and number != block[-1] + 1:
-            yield block
-            block = []
-        block.append(number)
-    if block:
-        yield block

@@ -147,16 +147,10 @@ def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Token
     (folder / "counts.json").write_text(json.dumps(asdict(encoder.counts())))
 
 
-def _question_text(example: Example) -> str:
-    return f"Question: {example.question} Context:"
-
-
-def _context_text(example: Example) -> str:
-    return f" {example.context}"
-
-
-def _answer_text(example: Example) -> str:
-    return f" {example.answers[0]}"
+def _parts(example: Example) -> tuple[str, str, str]:
+    """Return question, context and answer as they are tokenized; the answer is empty if there is none."""
+    answer = f" {example.answers[0]}" if example.answers else ""
+    return f"Question: {example.question} Context:", f" {example.context}", answer
 
 
 class _ExampleEncoder:
@@ -164,9 +158,10 @@ class _ExampleEncoder:
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._questions = self._encode(_question_text(example) for example in examples)
-        self._contexts = self._encode(_context_text(example) for example in examples)
-        self._answers = self._encode(_answer_text(example) for example in examples if example.answers)
+        parts = [_parts(example) for example in examples]
+        self._questions = self._encode(question for question, _, _ in parts)
+        self._contexts = self._encode(context for _, context, _ in parts)
+        self._answers = self._encode(answer for _, _, answer in parts if answer)
         self._answer_mark = tokenizer.encode_batch([" Answer:"])[0]
         self._end = np.asarray([tokenizer.eos_id], dtype=np.int32)
         self._counts = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
@@ -177,9 +172,9 @@ class _ExampleEncoder:
         if not example.answers:
             self._counts["unanswered"] += 1
             return None
-        question = self._questions[_question_text(example)]
-        context = self._contexts[_context_text(example)]
-        answer = np.concatenate([self._answers[_answer_text(example)], self._end])
+        question_text, context_text, answer_text = _parts(example)
+        question, context = self._questions[question_text], self._contexts[context_text]
+        answer = np.concatenate([self._answers[answer_text], self._end])
         room = self._max_length - len(question) - len(self._answer_mark) - len(answer)
         if room < 0:
             self._counts["left_out"] += 1

@@ -78,7 +78,7 @@ class TextCollate:
             return self._collate_rows(samples, length)
         input_ids = self._input_ids(samples, length)
         labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
-        mask = _mask([len(sample["input_ids"]) for sample in samples], length)
+        mask = np.arange(length) < np.asarray([len(sample["input_ids"]) for sample in samples])[:, np.newaxis]
         is_target = labels[:, 1:] != IGNORE
         has_target = is_target.any(axis=1)
         lengths = mask.sum(axis=1)[has_target]
@@ -175,11 +175,6 @@ def _pad_and_stack(rows: Sequence[Tensor], length: int, value: int) -> NDArray[A
     for target, array in zip(padded, arrays, strict=True):
         target[: len(array)] = array
     return padded
-
-
-def _mask(lengths: Sequence[int], length: int) -> NDArray[np.bool_]:
-    """Return which positions are no padding, shape (rows, length)."""
-    return np.arange(length) < np.asarray(lengths)[:, np.newaxis]
 
 
 def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.config.keys import check_values, conf_dir
+from distexp.config.model_checks import model_errors, unused_key_errors
 from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.kernels import check_speed_options, choose_kernels
 
@@ -114,8 +115,8 @@ Step = Callable[[Config], Iterable[str]]
 SECTION_CHECKS: tuple[Step, ...] = (
     check_values,
     section_checks.check_targets,
-    section_checks.check_model_keys,
-    section_checks.check_dataset_keys,
+    lambda config: model_errors(config.model),
+    lambda config: unused_key_errors("dataset", config.dataset),
     section_checks.check_cluster_keys,
 )
 """Checks of each section by itself. Their errors are raised before anything is decided."""

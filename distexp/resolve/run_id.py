@@ -46,10 +46,8 @@ def _training_settings(config: Config) -> dict[str, Any]:
     _remove_unchanged(settings)
     train = settings["train"]
     # A searched micro-batch is no part of the id, so that all machines give one id. Then the global batch is one.
-    for key in (
-        *("checkpoint_every", "profile_steps", "micro_batch_search_s"),
-        ("gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"),
-    ):
+    size = "gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"
+    for key in ("checkpoint_every", "profile_steps", "micro_batch_search_s", size):
         train.pop(key, None)
     if train["compile"] == "blocks":
         train["compile"] = True  # the same

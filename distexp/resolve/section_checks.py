@@ -19,9 +19,7 @@ from distexp.config.model_checks import (
     check_samples_per_rank,
     check_sequence_length,
     loads_from_source,
-    model_errors,
     searches_micro_batch,
-    unused_key_errors,
     weights_source,
     weights_source_key,
 )
@@ -40,16 +38,6 @@ def check_targets(config: Config) -> Iterator[str]:
         error = check_target(target, config.trusted_packages)
         if error:
             yield error
-
-
-def check_model_keys(config: Config) -> list[str]:
-    """Return the errors of the model section."""
-    return model_errors(config.model)
-
-
-def check_dataset_keys(config: Config) -> list[str]:
-    """Return an error for each key that the dataset does not have."""
-    return unused_key_errors("dataset", config.dataset)
 
 
 def check_cluster_keys(config: Config) -> Iterator[str]:

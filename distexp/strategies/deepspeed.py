@@ -115,7 +115,10 @@ class DeepSpeed(Strategy):
         stage = config.deepspeed.zero_stage
         if stage not in STAGES:
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
-        errors = [*_offload_errors(config), *_overflow_errors(config), *_async_errors(config)]
+        errors = list(_offload_errors(config))
+        if config.deepspeed.check_overflow is False and (error := _unchecked_error(config)):
+            errors.append(f"deepspeed.check_overflow=false {error}")
+        errors += _async_errors(config)
         if config.train.compiled == "blocks" and stage == 3:
             typed = str(config.train.compile).lower()
             errors.append(
@@ -287,11 +290,6 @@ def _offload_errors(config: Config) -> Iterator[str]:
             f"train.optimizer={config.train.optimizer} has no DeepSpeed CPU kernel for offload=true: "
             "set deepspeed.cpu_optimizer=torch or train.optimizer=adamw"
         )
-
-
-def _overflow_errors(config: Config) -> Iterator[str]:
-    if config.deepspeed.check_overflow is False and (error := _unchecked_error(config)):
-        yield f"deepspeed.check_overflow=false {error}"
 
 
 def _async_errors(config: Config) -> Iterator[str]:

@@ -56,7 +56,18 @@ class FSDP(Strategy):
 
     def validate(self, config: Config) -> list[str]:
         """Check that the replicas divide the workers."""
-        return list(_replicas_errors(config))
+        replicas, workers = config.fsdp.replicas, config.cluster.world_size
+        if replicas is not None and sharding_of(config) is not Sharding.HYBRID_SHARD:
+            return [
+                f"fsdp.replicas={replicas} has no effect with sharding={config.fsdp.sharding}: "
+                "leave it out, or choose sharding=hybrid_shard"
+            ]
+        if replicas is not None and (replicas < 1 or workers % replicas):
+            return [
+                f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
+                f"{config.cluster.workers_per_node} = {workers} workers"
+            ]
+        return []
 
     def hf_errors(self, config: Config) -> list[str]:
         """Refuse meshes and prefetch options that accelerate does not support."""
@@ -183,22 +194,6 @@ def _gathers_take_time(step: ProfiledStep) -> bool:
     """Return whether all-gathers take much of the communication, or nothing is known about its kinds."""
     shares = step.collective_shares()
     return not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
-
-
-def _replicas_errors(config: Config) -> Iterator[str]:
-    replicas, workers = config.fsdp.replicas, config.cluster.world_size
-    if replicas is None:
-        return
-    if sharding_of(config) is not Sharding.HYBRID_SHARD:
-        yield (
-            f"fsdp.replicas={replicas} has no effect with sharding={config.fsdp.sharding}: "
-            "leave it out, or choose sharding=hybrid_shard"
-        )
-    elif replicas < 1 or workers % replicas:
-        yield (
-            f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
-            f"{config.cluster.workers_per_node} = {workers} workers"
-        )
 
 
 # Prefetching of FSDP: how many units are gathered ahead of the one that computes.

@@ -99,7 +99,7 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     if origin in (Union, types.UnionType):
         return partial(_fits_one, [_check(argument) for argument in arguments])
     if origin in (list, tuple):
-        return partial(_fits_list, _check_of_item(arguments[0]))
+        return partial(_fits_list, _check(arguments[0] | None if arguments[0] in (int, float) else arguments[0]))
     if origin is dict:
         return partial(_fits_dict, _check(arguments[1]))
     if hint in (int, float):
@@ -127,11 +127,6 @@ def _converter(hint: Any) -> Callable[[Any], Any] | None:
         return lambda value: None if value is None else parse_dataclass(kinds[0], value)
     by_name = {kind.__name__.lower(): kind for kind in kinds}
     return lambda value: parse_dataclass(by_name[value["type"]], value)
-
-
-def _check_of_item(hint: Any) -> Callable[[Any], bool]:
-    """Return the check of the items of a list. A number that was not finite is null."""
-    return _check(hint | None if hint in (int, float) else hint)
 
 
 def _fits_list(fits_item: Callable[[Any], bool], value: Any) -> bool:
@@ -166,11 +161,6 @@ class _Field(NamedTuple):
     convert: Callable[[Any], Any] | None
     is_section: bool
 
-    @classmethod
-    def of(cls, name: str, hint: Any) -> _Field:
-        """Return the field with a name and an annotation."""
-        return cls(name, hint, _check(hint), _converter(hint), is_section=_is_dataclass(hint))
-
 
 def _fields(kind: Any) -> tuple[_Field, ...]:
     """Return the fields of a dataclass. mypy does not take a class for an argument of a cached function."""
@@ -179,8 +169,9 @@ def _fields(kind: Any) -> tuple[_Field, ...]:
 
 @cache
 def _cached_fields(kind: Any) -> tuple[_Field, ...]:
-    hints = get_type_hints(kind)
-    return tuple(_Field.of(known.name, hints[known.name]) for known in fields(kind))
+    all_hints = get_type_hints(kind)
+    hints = [(known.name, all_hints[known.name]) for known in fields(kind)]
+    return tuple(_Field(name, hint, _check(hint), _converter(hint), _is_dataclass(hint)) for name, hint in hints)
 
 
 def _shown(value: Any) -> str:
