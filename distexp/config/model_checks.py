@@ -231,4 +231,3 @@ GENERATED_TRAIN_SIZES = {
     "distexp.data.squad_sample.load": SQUAD_SAMPLE_TRAIN,
     "distexp.data.tinyimagenet_sample.load": TINYIMAGENET_SAMPLE_TRAIN,
 }
-"""Training samples by the ``_target_`` of the dataset."""

@@ -17,7 +17,6 @@ from distexp.config import ConfigError
 from distexp.config.keys import config_groups
 
 OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
-"""Sections to which users add keys."""
 
 
 def is_override(argument: str) -> bool:

@@ -16,7 +16,6 @@ from distexp.config import ConfigError
 from distexp.config.custom_code import PAGE, check_returned, describe_type
 
 COLLATE = "collate of the dataset"
-"""Name of the collate function in messages."""
 
 IGNORE = -100
 """Label that the loss ignores: prompts, padding tokens and padding samples have it."""
@@ -123,7 +122,6 @@ class TaskData:
 # Checks of the object that a dataset returns.
 
 SAMPLES = ("train", "evaluation")
-"""Fields of TaskData that are datasets."""
 
 
 def check_task_data(data: TaskData, task: str, source: str) -> None:

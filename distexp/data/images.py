@@ -186,7 +186,6 @@ IMAGES_PER_JOB = 1024
 
 MAX_PROCESSES = 32
 PROGRESS_S = 5.0
-"""Time between two lines of progress."""
 
 READ_BYTES = 1 << 24
 

@@ -17,7 +17,6 @@ from distexp.system.cache_dir import build_once, cache_dir
 
 FORMAT = "squad-sample-v1"
 PARAGRAPHS = 8
-"""Paragraphs of a full article."""
 
 VILLAGES = ("Almere", "Birkeby", "Corvane", "Dunmore", "Elstow", "Farholt", "Grenna", "Hexley")
 NAMES = ("Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Lena")

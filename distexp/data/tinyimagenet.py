@@ -15,7 +15,6 @@ from distexp.data.base import TaskData
 from distexp.data.images import FORMATS, ImageFiles, collate_images, decode_image
 
 LabeledFiles = list[tuple[str, int]]
-"""Paths relative to the root, with their class."""
 
 ORDER_SEED = 0
 """Seed of the order of files: a subset is the same for every train.seed."""

@@ -136,17 +136,10 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
-    """Load or train the tokenizer of ``model.tokenizer``.
+    """Load or train the tokenizer of ``model.tokenizer``. Raise ConfigError if it does not exist or cannot be used.
 
-    Args:
-        model: its ``tokenizer`` is ``byte``, a hub id, a path, or ``auto``. With ``auto``, the tokenizer
-            comes from the same place as the weights or the architecture. A random model of distexp's own
-            architectures has no such place and gets a byte tokenizer. ``vocab_size`` limits a byte
-            tokenizer; null means 1024.
-        texts: training texts for a byte tokenizer; otherwise not consumed.
-
-    Raises:
-        ConfigError: the tokenizer does not exist or cannot be used.
+    For ``auto``, it comes from the same place as the weights or the architecture. A random model of distexp's own
+    architectures has no such place. It gets a byte tokenizer, trained on the texts, with at most ``vocab_size`` entries.
     """
     if model.tokenizer is None:
         raise ConfigError("model.tokenizer is null, but text data needs one: set byte, auto, or a name or path")

@@ -27,7 +27,6 @@ from distexp.models.attention import (
 from distexp.models.hf import on_meta_device, read_config, read_weights
 
 PRELOAD = ("transformers.models.bloom.modeling_bloom",)
-"""Imported once for all workers of a node."""
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:

@@ -30,16 +30,12 @@ CONSTANT = 4096.5
 
 @dataclass
 class HeadRequest:
-    """What the forward pass of a model requests from its head.
-
-    Attributes:
-        counts: ``calls`` of the head in this forward pass. It is a dict, because dynamo of torch 2.13 loses changes of
-            attributes after flex attention.
-    """
+    """What the forward pass of a model requests from its head."""
 
     shape: tuple[int, ...] = ()
     positions: Tensor | None = None  # tokens to select, as indices into batch x length; None: all
     labels: Tensor | None = None  # labels of the selected tokens, shape (batch, length); None: return logits
+    # Calls of the head. It is a dict, because dynamo of torch 2.13 loses changes of attributes after flex attention.
     counts: dict[str, int] = field(default_factory=lambda: {"calls": 0})
 
     @property

@@ -19,7 +19,6 @@ from distexp.system.files import replace_atomically
 from distexp.system.restricted_loading import refused_as_config_error
 
 PRELOAD = ("transformers",)
-"""Imported once for all workers of a node."""
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:

@@ -95,7 +95,6 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
 # Check that a model keeps the samples of a packed row apart.
 
 TOKENS = 8
-"""Vocabulary of the small model that is tried."""
 
 
 def check_packing(model: nn.Module) -> None:

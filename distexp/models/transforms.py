@@ -127,7 +127,6 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
 
 
 NamedModules = list[tuple[str, nn.Module]]
-"""Modules with their names in ``named_modules``."""
 
 
 def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, alternative: str) -> NamedModules:

@@ -64,7 +64,6 @@ def _unknown_keys(section: DictConfig, schema: Any) -> Iterator[str]:
 
 
 Choices = Mapping[str, str | None]
-"""The chosen option of each config group."""
 
 OVERRIDE = "override /strategy"
 

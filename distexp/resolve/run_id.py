@@ -85,7 +85,6 @@ def _remove_unchanged(settings: dict[str, Any]) -> None:
 # same run id, wherever the data is.
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-"""Endings of files with weights."""
 
 PIECES, PIECE_BYTES = 64, 1 << 16
 """Number of pieces to read of a large file, and the size of a piece."""

@@ -147,7 +147,6 @@ RULES: dict[str, Callable[[Config], list[str]]] = {
     "weak_model": _scale_model,
     "weak_model_workshop": _scale_model_as_workshop,
 }
-"""Rules by the values of ``scaling.name``."""
 
 # Accumulation: the micro-batches of an optimizer step, computed from ``train.global_batch_size``.
 

@@ -122,10 +122,8 @@ def finalize(record: RunRecord) -> None:
 # Error files of a run, which ranks and agents write before they end.
 
 ERROR_HEADING = "this rank ends with an error:"
-"""Line of a rank's log before the error that ends the rank."""
 
 SUBMISSION_REFUSED = "SubmissionRefused"
-"""Type of the error of a run whose job Slurm has refused."""
 
 
 def write_error(path: Path, error: RunError) -> None:
@@ -155,7 +153,6 @@ AGENT_TIMEOUT_S = 30.0
 """Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""
 
 POLL_S = 0.1
-"""Time between two checks whether an agent has ended."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ SCHEMA_VERSION = 2
 """Version of the format. A record of another version is refused. A new key does not raise it."""
 
 MAX_SHOWN_ERRORS = 3
-"""Errors in the message about a damaged record."""
 
 STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "preempted", "invalid")
 

@@ -20,7 +20,6 @@ from distexp.system.files import read_entries, read_last_entry, write_json
 from distexp.system.typed_values import number_of
 
 ACTIVE = ("pending", "running", "ending", "unknown")
-"""States of a run that may not have ended yet."""
 
 
 @dataclass(frozen=True)

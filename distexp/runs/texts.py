@@ -178,7 +178,6 @@ def _first_statement(lines: Sequence[str]) -> str:
 # GPU memory when an allocation failed, and what would fit.
 
 MAX_TENSORS = 3
-"""Largest tensors in a text; the record has more."""
 
 GPU_IS_FULL = re.compile(
     r"OutOfMemoryError|Tried to allocate|STATUS_ALLOC_FAILED|(?i:(cuda|nccl|hip)\b[^\n]*out of memory)"

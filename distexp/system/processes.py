@@ -121,7 +121,6 @@ KILL_S = 10.0
 """Longest time to wait for the end of a killed process. One that waits for a file system may take forever."""
 
 POLL_S = 0.05
-"""Time between two checks whether processes have ended."""
 
 
 def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
@@ -238,10 +237,8 @@ def defer_interrupts() -> Iterator[None]:
 # Messages between two processes on one machine, over a Unix socket that keeps their limits.
 
 MAX_BYTES = 65536
-"""Size of the largest message."""
 
 MAX_DESCRIPTORS = 4
-"""Number of open files that a message may bring."""
 
 
 class Received(NamedTuple):

@@ -90,8 +90,10 @@ def refused_as_config_error(path: Path) -> Iterator[None]:
         refusal = _refusal(error)
         if refusal is None:
             raise
+        found = re.search(r"GLOBAL (\S+)", str(refusal))
+        name = found[1] if found else f"an invalid pickle ({str(refusal).splitlines()[0]})"
         raise ConfigError(
-            f"{path} contains {_refused_name(refusal)}, which is not data and could run code: "
+            f"{path} contains {name}, which is not data and could run code: "
             "use a checkpoint that you or your group wrote"
         ) from None
 
@@ -101,9 +103,3 @@ def _refusal(error: BaseException) -> pickle.UnpicklingError | None:
     if isinstance(error, CheckpointException):
         return next((cause for cause, _ in error.failures.values() if isinstance(cause, pickle.UnpicklingError)), None)
     return error if isinstance(error, pickle.UnpicklingError) else None
-
-
-def _refused_name(error: pickle.UnpicklingError) -> str:
-    """Return the class or function that an unpickler refused."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return found[1] if found else f"an invalid pickle ({str(error).splitlines()[0]})"
