@@ -139,7 +139,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
     """Load or train the tokenizer of ``model.tokenizer``. Raise ConfigError if it does not exist or cannot be used.
 
     For ``auto``, it comes from the same place as the weights or the architecture. A random model of distexp's own
-    architectures has no such place. It gets a byte tokenizer, trained on the texts, with at most ``vocab_size`` entries.
+    architectures has no such place. It gets a byte tokenizer, trained on the texts, of at most ``vocab_size``.
     """
     if model.tokenizer is None:
         raise ConfigError("model.tokenizer is null, but text data needs one: set byte, auto, or a name or path")
