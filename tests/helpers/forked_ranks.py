@@ -18,7 +18,8 @@ from pathlib import Path
 
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import die_with_parent
-from distexp.worker.group import preload, set_torchrun_defaults
+from distexp.worker.group import set_torchrun_defaults
+from distexp.worker.preload import own_modules, preload
 
 
 def main() -> int:
@@ -48,7 +49,8 @@ def preload_all(folders: list[str]) -> None:
     """Import what the runs in some folders need, and exclude it from the garbage collection of the ranks."""
     for folder in map(Path, folders):
         for spec in sorted(folder.glob("*/spec.json")):
-            preload(RunSpec.read(spec.parent).config)
+            config = RunSpec.read(spec.parent).config
+            preload(own_modules(config), config.cluster.device)
     importlib.import_module("distexp.strategies.zero.ds_import")  # transformers needs it to save a model
     gc.collect()
     gc.freeze()
