@@ -134,13 +134,10 @@ def check_sequence_length(dataset: DatasetConfig, model: ModelConfig) -> str | N
 def check_samples_per_rank(
     samples: int, workers: int, micro_batch_size: int, *, global_batch: int | None = None, unit: str = "samples"
 ) -> str | None:
-    """Return an error if a micro-batch is larger than the samples of a rank.
+    """Return an error if a micro-batch is larger than the samples, or packed rows, of a rank.
 
-    Such a micro-batch would be padded, and its speed would be that of padding.
-
-    Args:
-        global_batch: samples of a step, if they are set. Other micro-batches must divide those of a worker.
-        unit: ``samples``, or ``rows`` of packed samples.
+    Such a micro-batch would be padded, and its speed would be that of padding. With a global batch, other micro-batches
+    must divide the samples of a worker.
     """
     per_rank = -(-samples // workers)
     if micro_batch_size <= per_rank:

@@ -158,11 +158,7 @@ def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def collate_images(samples: Sequence[Sample]) -> ImageBatch:
-    """Stack images and classes to a batch.
-
-    Raises:
-        DataError: the images are not uint8 pixels. A data set of normalized images needs another ``collate``.
-    """
+    """Stack images of uint8 pixels and classes to a batch. Raise DataError for images that are normalized already."""
     labels = torch.stack([sample["labels"] for sample in samples])
     counted = int((labels != IGNORE).sum())
     images = torch.stack([sample["images"] for sample in samples])

@@ -75,13 +75,7 @@ class StopFlag:
 
 
 class ShardedLoader:
-    """Loader of optimizer steps for one rank, on its device.
-
-    Args:
-        data: data of the task; its ``collate`` makes the batches.
-        num_workers: loader processes of this rank; 0: this process reads the samples.
-        lengths: tokens of each sample, see ShardedBatchSampler.
-    """
+    """Loader of optimizer steps for one rank, on its device; without ``num_workers`` it reads the samples itself."""
 
     stop_requested: Callable[[], bool]  # whether this rank has a request to stop; called once a step
     on_batch: Callable[[], None]  # called after each batch that was read, before anything that waits for other ranks
@@ -213,18 +207,11 @@ class BatchSharding:
 
 
 class ShardedBatchSampler:
-    """Indices of this rank's micro-batches in one epoch.
+    """Indices of this rank's micro-batches in one epoch, of its steps ``steps``.
 
-    An index below ``length`` is a sample; ``length + i`` is a padding copy of sample ``i`` (see
-    PaddedDataset). The order depends on the seed and the epoch, not on the number of ranks.
-
-    Args:
-        shuffle: whether to shuffle. If not, the order is that of the samples.
-        lengths: tokens of each sample, to make batches of similar length; None: batches of any length.
-
-    Attributes:
-        epoch: epoch to iterate over; part of the seed.
-        steps: optimizer steps of the epoch to iterate over; all of them by default.
+    An index below ``length`` is a sample; ``length + i`` is a padding copy of sample ``i`` (see PaddedDataset). The
+    order depends on the seed and the epoch, not on the number of ranks. With ``lengths``, the tokens of each sample,
+    batches have samples of similar length.
     """
 
     def __init__(

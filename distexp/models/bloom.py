@@ -110,13 +110,7 @@ class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # tr
         attention_mask: Tensor | BlockMask,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Return the hidden states after attention, shape (batch, length, hidden).
-
-        Args:
-            hidden_states: shape (batch, length, hidden).
-            alibi: score function of flex attention; None for SDPA.
-            attention_mask: a BlockMask for flex attention, or the additive mask of SDPA.
-        """
+        """Return the hidden states after attention, shape (batch, length, hidden); ``alibi`` is for flex attention."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if isinstance(attention_mask, Tensor):
             dropout = self.attention_dropout.p if self.training else 0.0
@@ -137,13 +131,7 @@ class BloomModel(modeling_bloom.BloomModel):  # type: ignore[misc]  # transforme
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Return the last hidden states, shape (batch, length, hidden).
-
-        Args:
-            input_ids: shape (batch, length).
-            attention_mask: not used, because padding is on the right.
-            position_ids: positions in the documents, shape (batch, length). None: each row is one document.
-        """
+        """Return the last hidden states, shape (batch, length, hidden). Right padding needs no attention mask."""
         hidden = self.word_embeddings_layernorm(self.word_embeddings(input_ids))
         documents = None if position_ids is None else number_documents(position_ids)
         length, device = input_ids.shape[1], input_ids.device
@@ -175,14 +163,7 @@ class BloomForCausalLM(modeling_bloom.BloomForCausalLM):  # type: ignore[misc]  
         position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
     ) -> CausalLMOutputWithCrossAttentions:
-        """Return ``.logits`` of shape (batch, length or kept, vocabulary).
-
-        Args:
-            input_ids: shape (batch, length).
-            attention_mask: not used, because padding is on the right.
-            position_ids: positions in the documents, shape (batch, length). None: each row is one document.
-            logits_to_keep: positions to compute logits for, shape (kept,). 0: all.
-        """
+        """Return ``.logits`` of shape (batch, length or kept, vocabulary); ``logits_to_keep`` 0 means all."""
         hidden = self.transformer(input_ids, position_ids=position_ids).last_hidden_state
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden[:, logits_to_keep]

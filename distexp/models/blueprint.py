@@ -20,14 +20,9 @@ from distexp.models import shared_weights
 class Blueprint:
     """A model on the meta device whose modules can be materialized one at a time.
 
-    Attributes:
-        model: the model; its parameters and buffers are on the meta device until they are materialized.
-
-    Args:
-        broadcast: send rank 0's weights to the other ranks. If False, every rank builds the whole model
-            in its CPU memory.
-        weights_key: what random weights depend on, except names, shapes and random numbers. Runs with a common start-up
-            make weights with the same key only once. None: each run makes them.
+    Rank 0 sends its weights to the others. Without ``broadcast``, every rank builds the whole model in its CPU memory.
+    ``weights_key`` is what random weights depend on, except names, shapes and random numbers. Runs with a common start-
+    up make weights with the same key only once. None: each run makes them.
     """
 
     def __init__(

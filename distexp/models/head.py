@@ -45,13 +45,7 @@ class HeadRequest:
 
 
 class HeadForward:
-    """The ``forward`` of an output head that selects tokens and can compute the loss.
-
-    Attributes:
-        logits: ``targets`` or ``all``.
-        chunk_tokens: tokens of a chunk of the loss; None: the loss is computed from logits.
-        hint: what to type if the model does not support them.
-    """
+    """The ``forward`` of an output head that selects tokens and can compute the loss, in chunks without logits."""
 
     def __init__(self, head: nn.Module, train: TrainConfig) -> None:
         self.head, self.plain_forward = head, head.forward

@@ -22,19 +22,11 @@ LOSS_SUM = "loss_sum"
 
 
 def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Return the cross entropy in nats, summed over the targets, in fp32.
+    """Return the cross entropy in nats, summed over the targets, in fp32; 0 without targets, as its gradient.
 
-    Args:
-        task: causal_lm (the logits at a position predict the next label) or image_classification.
-        outputs: logits of shape (batch, length, vocabulary) or (batch, classes), an object with such
-            ``logits``, or a dict with LOSS_SUM.
-        batch: the batch; labels with the value IGNORE do not count.
-
-    Returns:
-        A scalar. Without targets it is 0, and so is its gradient.
-
-    Raises:
-        ValueError: the task is unknown.
+    The logits, also as an attribute, have the shape (batch, length, vocabulary), and those at a position predict the
+    next label; or (batch, classes). A dict has the loss as LOSS_SUM. Labels with the value IGNORE do not count. Raise
+    ValueError for an unknown task.
     """
     if isinstance(outputs, dict) and LOSS_SUM in outputs:
         loss: Tensor = outputs[LOSS_SUM]
@@ -111,17 +103,11 @@ FP16_TOKENS = 4096
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk_tokens: int
 ) -> Tensor:
-    """Return the cross entropy in nats, summed over the targets, in fp32.
+    """Return the cross entropy in nats, summed over the targets, in fp32, computed in chunks of tokens.
 
     It equals ``cross_entropy(linear(hidden, weight, bias).float(), labels)`` up to the order of the sums. The logits
-    have the dtype of autocast, or else that of ``hidden``.
-
-    Args:
-        hidden: shape (tokens, hidden).
-        weight: shape (vocabulary, hidden).
-        bias: shape (vocabulary,), or None.
-        labels: shape (tokens,); IGNORE if a token has no target.
-        chunk_tokens: tokens of each chunk.
+    have the dtype of autocast, or else that of ``hidden``. The shapes are (tokens, hidden), (vocabulary, hidden),
+    (vocabulary,) and (tokens,), where a label is IGNORE if a token has no target.
     """
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):

@@ -59,16 +59,10 @@ class DistributedModel(EvaluableModel, Protocol):
     """A model that the native training loop can train."""
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Run one micro-batch and accumulate its gradients.
+        """Run one micro-batch, accumulate its gradients, return its part of the step's mean loss and accuracy.
 
-        Args:
-            normalizer: number of targets in the global step, over all ranks and micro-batches. Dividing by it gives
-                every target the same weight, as on one worker.
-            last_micro: whether this is the last micro-batch of the step.
-
-        Returns:
-            This rank's contribution to the mean loss and accuracy of the step: shape (2,), detached. The sum over
-            micro-batches and ranks is the mean.
+        The part has the shape (2,) and is detached. ``normalizer`` is the number of targets of the step, over all ranks
+        and micro-batches. Dividing by it gives every target the same weight, as on one worker.
         """
 
     def step(self, learning_rate: float) -> Tensor:

@@ -185,12 +185,7 @@ class Sharding(StrEnum):
         return self in (Sharding.FULL_SHARD, Sharding.SHARD_GRAD_OP)
 
     def mesh_shape(self, workers: int, *, nodes: int, replicas: int | None = None) -> tuple[int, int]:
-        """Return the mesh axes (replicate, shard).
-
-        Args:
-            nodes: number of nodes; hybrid_shard keeps one replica per node.
-            replicas: number of replicas of hybrid_shard, instead of one per node.
-        """
+        """Return the mesh axes (replicate, shard). By default, hybrid_shard has one replica per node."""
         replicate = 1
         if self is Sharding.NO_SHARD:
             replicate = workers

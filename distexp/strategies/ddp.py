@@ -27,14 +27,10 @@ BUCKET_MB, FIRST_BUCKET_MB = 25, 1
 
 @dataclass(frozen=True, kw_only=True)
 class DDPCommunication(StepCommunication):
-    """All-reduces of buckets in the last backward pass, which the optimizer awaits.
-
-    Attributes:
-        first_bucket_bytes: The same for the first bucket, which is smaller unless ``ddp.bucket_cap_mb`` is set.
-    """
+    """All-reduces of buckets in the last backward pass, which the optimizer awaits."""
 
     bucket_bytes: float = BUCKET_MB * MIB
-    first_bucket_bytes: float = FIRST_BUCKET_MB * MIB
+    first_bucket_bytes: float = FIRST_BUCKET_MB * MIB  # smaller, unless ``ddp.bucket_cap_mb`` is set
 
     is_planned: ClassVar[bool] = True
     shards_optimizer: ClassVar[bool] = False

@@ -111,17 +111,11 @@ GradBucket: TypeAlias = dist.GradBucket  # type: ignore[name-defined, attr-defin
 
 @dataclass
 class MasterReduction:
-    """The state of the hooks that reduce the gradients of fp32 weights.
+    """The state of the hooks that reduce the gradients of fp32 weights."""
 
-    Attributes:
-        group: The workers.
-        weights: The fp32 weights and their 16-bit copies.
-        started: Reductions in fp32 of this backward pass.
-    """
-
-    group: Any
-    weights: StepWeights
-    started: list[dist.Work] = field(default_factory=list)
+    group: Any  # the workers
+    weights: StepWeights  # the fp32 weights and their 16-bit copies
+    started: list[dist.Work] = field(default_factory=list)  # reductions in fp32 of this backward pass
 
     @contextmanager
     def finished(self) -> Iterator[None]:

@@ -38,14 +38,10 @@ A smaller unit is gathered faster than a CPU can start the work, so the number o
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that FSDP shards, gathers and frees together.
-
-    Attributes:
-        is_needed_first: whether the backward pass starts with it. Freed after the forward pass, it would only be
-            gathered twice.
-    """
+    """Modules that FSDP shards, gathers and frees together."""
 
     modules: list[nn.Module]
+    # The backward pass starts with it. Freed after the forward pass, it would only be gathered twice.
     is_needed_first: bool = False
 
 

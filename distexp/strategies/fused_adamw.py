@@ -21,14 +21,7 @@ from distexp.strategies.optimizer import clipping_scale, gradient_norm, paramete
 class FusedAdamW(torch.optim.AdamW):
     """AdamW with the states and checkpoints of torch's, which updates all weights on a GPU by one kernel.
 
-    Args:
-        groups: the parameters with their weight decay, as from ``parameter_groups``.
-        copies: the 16-bit copies of the weights. A weight without a gradient has that of its copy. None: no copies.
-        options: other arguments of ``torch.optim.AdamW``.
-
-    Attributes:
-        update: does the update. Its arguments are those of ``distexp.strategies.fused_adamw.update_weights``.
-            ``distexp.plan`` replaces it.
+    A weight without a gradient has that of its 16-bit copy. ``distexp.plan`` replaces the function ``update``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], copies: StepWeights | None, **options: Any) -> None:
@@ -108,12 +101,9 @@ BLOCK = 1024
 
 
 def update_weights(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
-    """Multiply the gradients by ``scale``, update the weights by AdamW, and set the copies.
+    """Multiply the gradients by ``scale`` (fp32, shape ()), update the weights by AdamW, and set the copies.
 
     The formula is that of ``torch.optim.AdamW``. The gradients are not changed.
-
-    Args:
-        scale: fp32, shape ().
     """
     groups: dict[tuple[bool, bool, bool], list[WeightUpdate]] = defaultdict(list)
     for update in updates:

@@ -57,12 +57,8 @@ class Distribution:
 class TorchModel:
     """Forward pass, backward pass and optimizer step of a wrapped PyTorch module.
 
-    Args:
-        sync_context: returns the context for one micro-batch's forward and backward pass. Its argument is
-            ``last_micro``; gradients are reduced only if it is true.
-        autocast: whether to run the module under autocast. FSDP casts with its own policy.
-        weights: the 16-bit copies that the module computes with, in place of autocast; None: none.
-        distribution: returns how the module is distributed, read from the live module.
+    ``sync_context`` gets ``last_micro``, and returns the context of a micro-batch: gradients are reduced only if it is
+    true. FSDP casts by its own policy, and copies as ``weights`` are in place of ``autocast``.
     """
 
     def __init__(

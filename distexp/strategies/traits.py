@@ -29,14 +29,10 @@ def setting(config: Settings, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """A value of the main option of a strategy, which a search tries by default.
-
-    Attributes:
-        lighter: Override that chooses what needs less memory. If that does not fit, neither does this; empty: none.
-    """
+    """A value of the main option of a strategy, which a search tries by default."""
 
     value: str
-    lighter: str = ""
+    lighter: str = ""  # override that chooses what needs less memory. If that does not fit, neither does this.
     offloads: bool = False
     needs_nodes: bool = False
 

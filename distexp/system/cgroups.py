@@ -49,11 +49,9 @@ def memory_cgroups(pid: int | str = "self") -> list[Cgroup]:
 
 
 def _cgroups(path: Path, controller: str) -> list[Cgroup]:
-    """Read the cgroups of a process that may limit a resource.
+    """Return the cgroups for ``memory`` or ``cpu``, from ``/proc/PID/cgroup``: ``hierarchy:controllers:group``.
 
-    Args:
-        path: The file ``/proc/PID/cgroup``. Its lines have the form ``hierarchy:controllers:group``.
-        controller: ``memory`` or ``cpu``. In version 2 one cgroup has all controllers, and names none.
+    In version 2 one cgroup has all controllers, and names none.
     """
     found = []
     for line in path.read_text().splitlines() if path.is_file() else []:

@@ -206,15 +206,11 @@ def read_last_entry(path: Path) -> Entry:
 
 
 class Tail:
-    """Reader of the lines that were added to a file since its last call.
-
-    Attributes:
-        restarts: How often the file has become shorter, because a later attempt of the run replaced it.
-    """
+    """Reader of the lines that were added to a file since its last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.restarts = 0
+        self.restarts = 0  # how often a later attempt of the run has replaced the file
         self._offset = 0
 
     def read_lines(self) -> list[str]:

@@ -46,8 +46,7 @@ def read_dataclass(kind: type[DataclassType], path: Path, *keys: str) -> Datacla
 def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "config") -> Iterator[str]:
     """Yield an error for each value that does not fit a section of the configuration. Missing keys are no errors.
 
-    Args:
-        complete: Whether the values are resolved. If not, a text or null may stand for each value.
+    If the values are not ``complete``, that is resolved, a text or null may stand for each.
     """
     if not isinstance(raw, dict):
         yield f"{name} is {_shown(raw)} and not a section"

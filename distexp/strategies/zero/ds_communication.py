@@ -238,14 +238,9 @@ def _segments_before_modules(items: Sequence[Item], places: Sequence[Place], mic
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of some parameters.
+    """An all-gather of some parameters."""
 
-    Attributes:
-        position: Number of the module before which it is launched: first the modules of the forward pass, then those
-            of the backward pass.
-    """
-
-    position: int
+    position: int  # of the module before which it is launched: first in the forward pass, then in the backward pass
     elements: int
     used_at: int
 
