@@ -63,8 +63,8 @@ class Batch:
 
     inputs: dict[str, Tensor]
     labels: Tensor  # shape (batch, length) or (batch,); IGNORE if a position has no target
-    num_samples: int
-    num_targets: int
+    num_samples: int  # samples with at least one target
+    num_targets: int  # labels that count towards the loss
     num_tokens: int  # input tokens of these samples without padding; 0 for images
     num_token_pairs: int = 0
 
@@ -112,8 +112,8 @@ class TaskData:
     task: str  # ``causal_lm`` or ``image_classification``
     train: Samples
     evaluation: Samples
-    collate: Callable[[Sequence[Sample]], Batch]
-    num_classes: int
+    collate: Callable[[Sequence[Sample]], Batch]  # makes a batch from samples
+    num_classes: int  # number of classes, or size of the tokenizer's vocabulary
     tokenizer: Any = None  # a ``distexp.data.tokenization.Tokenizer``; None for images
     tokenizer_name: str | None = None  # ``byte(1024)``, or the name or path of a Hugging Face tokenizer
     notes: list[str] = field(default_factory=list)  # for the user, for example about examples that were left out
@@ -175,7 +175,7 @@ class TargetTokens:
     """
 
     collate: Callable[[Sequence[Sample]], Batch]
-    compiled: bool = False
+    compiled: bool = False  # whether the model is compiled
     max_targets: Mapping[int, int] = field(default_factory=dict)
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
@@ -237,11 +237,11 @@ BLOCK = 128
 class Workload:
     """Sizes of batches. Those of tokens are 0 for images."""
 
-    samples: int = 0
+    samples: int = 0  # samples with targets. A packed row has several.
     tokens: int = 0  # their tokens, without padding
-    token_pairs: int = 0
-    targets: int = 0
-    rows: int = 0
+    token_pairs: int = 0  # sum of the squares of their lengths
+    targets: int = 0  # labels that count towards the loss
+    rows: int = 0  # rows of the batches, with padding samples
     positions: int = 0  # their tokens, with padding
     position_pairs: int = 0  # sum of the squares of the lengths of the rows
     visited_pairs: int = 0  # those of ``position_pairs`` in blocks that flex attention does not skip on a GPU

@@ -35,7 +35,7 @@ class CachedImages:
     memory it also has its pixels, otherwise its index.
     """
 
-    files: ImageFiles
+    files: ImageFiles  # the dataset without a cache
     pixels: Tensor  # uint8, shape (images, 3, stored size, stored size)
     on_device: bool  # whether the pixels are on the device of the training
 

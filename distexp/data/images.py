@@ -64,7 +64,7 @@ class ImageFiles:
 
     root: Path  # folder that ``files`` are relative to
     files: tuple[str, ...]
-    classes: tuple[int, ...]
+    classes: tuple[int, ...]  # class of each file
     size: int  # width and height of the samples in pixels; other images are resized
     augment: bool
     seed: int

@@ -39,9 +39,9 @@ class StepData:
 
     micro_batches: list[Batch]
     normalizer: Tensor  # number of targets of the step over all ranks; a scalar on the device
-    num_samples: int
+    num_samples: int  # samples of the step over all ranks
     wait_s: float = 0.0  # seconds that this rank waited for its data. The wait for the device is not part of it.
-    workload: Workload = field(default_factory=Workload)
+    workload: Workload = field(default_factory=Workload)  # sizes of this rank's micro-batches
 
 
 class StopRequestedError(Exception):
@@ -198,7 +198,7 @@ class BatchSharding:
     rank: int
     world_size: int
     micro_batch_size: int
-    accumulation: int = 1
+    accumulation: int = 1  # micro-batches of each rank in one optimizer step
 
     @property
     def global_batch(self) -> int:

@@ -41,11 +41,11 @@ class Example:
 class TokenizationCounts:
     """Number of examples that were cut or left out."""
 
-    examples: int
-    cut: int = 0
-    lost: int = 0
-    left_out: int = 0
-    unanswered: int = 0
+    examples: int  # examples in the data
+    cut: int = 0  # examples with a shortened context
+    lost: int = 0  # cut examples whose context no longer contains the answer
+    left_out: int = 0  # examples whose question and answer alone exceed the limit
+    unanswered: int = 0  # examples without an answer, which are left out
 
 
 def describe_counts(splits: Mapping[str, TokenizationCounts], max_length: int) -> Iterator[str]:

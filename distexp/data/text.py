@@ -66,7 +66,7 @@ class TextCollate:
     positions, and have no attention mask: their padding counts as another sample.
     """
 
-    pad_id: int
+    pad_id: int  # token id of the padding
     length: int | None  # tokens of every batch; None: the longest sequence of each batch
     multiple: int = 1  # without ``length``, batches are padded to a multiple of it
     limit: int | None = None  # without ``length``, most tokens of a batch
@@ -200,7 +200,7 @@ class PackedSamples:
     """
 
     samples: Samples
-    rows: Sequence[Sequence[int]]
+    rows: Sequence[Sequence[int]]  # indices of the samples in each row
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -38,10 +38,10 @@ class Tokenizer(Protocol):
     """Interface of tokenizers for data sets and evaluation."""
 
     name: str  # ``byte(1024)``, or the name or path it was loaded from
-    size: int
+    size: int  # entries of the vocabulary
     eos_id: int
     pad_id: int
-    fingerprint: str
+    fingerprint: str  # hash of everything that the token ids depend on
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, shape (length,), without special tokens."""

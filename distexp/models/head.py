@@ -32,7 +32,7 @@ CONSTANT = 4096.5
 class HeadRequest:
     """What the forward pass of a model requests from its head."""
 
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # batch and length of the inputs
     positions: Tensor | None = None  # tokens to select, as indices into batch x length; None: all
     labels: Tensor | None = None  # labels of the selected tokens, shape (batch, length); None: return logits
     # Calls of the head. It is a dict, because dynamo of torch 2.13 loses changes of attributes after flex attention.

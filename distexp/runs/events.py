@@ -141,7 +141,7 @@ class RankProgress:
 
     rank: int
     pid: int
-    count: int
+    count: int  # points passed so far
     phase: str
     step: int
 

@@ -44,7 +44,7 @@ class MemorySample:
     source: str = ""  # How the memory was read. It marks the samples of a less exact method.
     compiler_mib: float | None = None
     other_mib: float | None = None  # other jobs' part of a GPU's memory, if NVML reports it
-    sm_clock_mhz: float | None = None
+    sm_clock_mhz: float | None = None  # clock of a GPU
     clock_reasons: float | None = None
     pcie_pct: float | None = None
     ecc_errors: float | None = None

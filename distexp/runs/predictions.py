@@ -62,14 +62,14 @@ class StoredForecast:
     """The forecast of one size."""
 
     nodes: int
-    workers_per_node: int
-    run_id: str
-    micro_batch_size: int
-    micro_batches: int
-    samples_per_step: float
-    step_time_s: float
-    low_s: float
-    high_s: float
+    workers_per_node: int  # workers of each node
+    run_id: str  # id of the same training at this size
+    micro_batch_size: int  # samples of a worker in a forward pass
+    micro_batches: int  # micro-batches of an optimizer step
+    samples_per_step: float  # samples of all workers in an optimizer step
+    step_time_s: float  # most likely duration of the step
+    low_s: float  # lower end of the interval
+    high_s: float  # upper end of the interval
     created_at: str = ""  # ISO 8601, UTC
     beyond: str = ""  # how far the size is beyond the measured range; empty inside of it
     what_if: str = ""  # options for another machine, which later runs do not share; empty without them
@@ -140,8 +140,8 @@ MIN_FORECASTS = 3
 class ForecastError:
     """A forecast next to the measured step of the same training at this size."""
 
-    forecast_s: float
-    measured_s: float
+    forecast_s: float  # forecast duration of the step
+    measured_s: float  # measured median of the steps
     inside: bool  # whether the measured duration was in the interval
     subject: str = ""  # Profiled run and size of the forecast. Empty: unknown.
     measured_at: str = ""  # Start of the measured run, ISO 8601. Empty: unknown.

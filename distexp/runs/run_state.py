@@ -26,13 +26,13 @@ ACTIVE = ("pending", "running", "ending", "unknown")
 class RunState:
     """State of one run."""
 
-    number: int
+    number: int  # the run's number in its sweep
     directory: Path
     job: str | None  # the Slurm job as ARRAY_INDEX; None for a run that is not on Slurm
     state: str  # one of ACTIVE, "no record", or the status of the record
     reason: str = ""  # why the run is waiting, or why it did not complete
-    nodes: str = ""
-    record: RunRecord | None = None
+    nodes: str = ""  # Slurm's list of the job's nodes
+    record: RunRecord | None = None  # the record of a run that has ended
 
     @classmethod
     def from_record(cls, number: int, directory: Path, job: str | None, record: RunRecord) -> RunState:

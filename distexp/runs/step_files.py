@@ -31,14 +31,14 @@ class Segment:
     device, and ``launched`` is the start of the segment on the CPU. Without a GPU only ``host_s`` counts.
     """
 
-    phase: str
+    phase: str  # forward, backward or optimizer
     micro_batch: int  # Number of the micro-batch, from 0. That of the optimizer is the last one.
     host_s: float  # time of the CPU, without waiting for the device or for collectives
-    device_s: float = 0.0
+    device_s: float = 0.0  # time of the kernels and copies
     tail_s: float = 0.0  # time from the start of the segment on the CPU to its end, on a device that was idle before
     tail_half_s: float = 0.0  # the same if the CPU took half of the time
-    launches: int = 0
-    waits: bool = False
+    launches: int = 0  # number of kernels and copies
+    waits: bool = False  # whether the CPU then waits for the device
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ class Collective:
             worker.
     """
 
-    kind: str
+    kind: str  # all_reduce, all_gather, reduce_scatter, reduce, broadcast, ...
     bytes: int | None
-    ranks: int
+    ranks: int  # size of its process group
     axis: str  # ``all`` workers, or the ``shard`` or ``replicate`` axis of the mesh
-    phase: str
-    micro_batch: int
+    phase: str  # as of a segment
+    micro_batch: int  # as of a segment
     host_s: float = 0.0  # time of the CPU since the last item, up to the launch
     transfer_s: float | None = None
     awaited: str = NEXT  # ``next``: the next segment waits for it. ``optimizer``: the optimizer waits for it.
     ahead: int = 0  # number of later collectives of this kind and phase that are launched before the segment that waits
-    segments_ahead: int = 0
-    after_compute: bool = True
+    segments_ahead: int = 0  # number of further segments before the one that waits
+    after_compute: bool = True  # whether it needs the results of the earlier segments
 
 
 Item = Segment | Collective
@@ -88,13 +88,13 @@ class StepModel:
             model.
     """
 
-    on_gpu: bool
+    on_gpu: bool  # whether the worker used a GPU
     workers: int
     nodes: int
     micro_batches: int  # Micro-batches of a step. The items have at most three of them: the first, one other, the last.
-    step_s: float
-    step_s_by_rank: tuple[tuple[float, ...], ...]
-    items: tuple[Item, ...]
+    step_s: float  # duration of the profiled step
+    step_s_by_rank: tuple[tuple[float, ...], ...]  # durations of all profiled steps of each rank
+    items: tuple[Item, ...]  # segments and collectives, in the order of their launches
     units: tuple[Parameters, ...] = ()  # Parameters of the model. Empty: unknown.
     bucket_elements: tuple[int, ...] = ()
     group_elements: tuple[tuple[int, ...], ...] = ()

@@ -93,9 +93,9 @@ class Strategy(StepTraits, MemoryTraits, ABC):
 
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)  # supported values of ``train.compile``
-    casts_once_per_step: ClassVar[bool] = False
-    fuses_update: ClassVar[bool] = False
-    keeps_channels_last: ClassVar[bool] = False
+    casts_once_per_step: ClassVar[bool] = False  # whether ``train.compute_weights=step`` is supported
+    fuses_update: ClassVar[bool] = False  # whether ``train.fused_update`` is supported
+    keeps_channels_last: ClassVar[bool] = False  # whether ``train.channels_last`` is supported
     fixes_accumulation: ClassVar[bool] = False  # whether ``setup`` fixes the number of micro-batches per step
     hf_adapter: ClassVar[str | None] = None
 

@@ -40,8 +40,8 @@ class StepCommunication:
         is_planned: Whether ``plan`` knows the collectives before a run on several workers shows them.
     """
 
-    weight_bytes: int = 4
-    gradient_bytes: int = 4
+    weight_bytes: int = 4  # bytes per element of a gathered weight
+    gradient_bytes: int = 4  # bytes per element of a reduced gradient
     offloads: bool = False  # whether the optimizer states are in CPU memory, so that the CPU updates the weights
 
     is_planned: ClassVar[bool] = False

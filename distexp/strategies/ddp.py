@@ -29,7 +29,7 @@ BUCKET_MB, FIRST_BUCKET_MB = 25, 1
 class DDPCommunication(StepCommunication):
     """All-reduces of buckets in the last backward pass, which the optimizer awaits."""
 
-    bucket_bytes: float = BUCKET_MB * MIB
+    bucket_bytes: float = BUCKET_MB * MIB  # size from which DDP closes a bucket
     first_bucket_bytes: float = FIRST_BUCKET_MB * MIB  # smaller, unless ``ddp.bucket_cap_mb`` is set
 
     is_planned: ClassVar[bool] = True

@@ -40,7 +40,7 @@ A smaller unit is gathered faster than a CPU can start the work, so the number o
 class Unit:
     """Modules that FSDP shards, gathers and frees together."""
 
-    modules: list[nn.Module]
+    modules: list[nn.Module]  # the modules, in forward order
     # The backward pass starts with it. Freed after the forward pass, it would only be gathered twice.
     is_needed_first: bool = False
 

@@ -215,8 +215,8 @@ class WeightUpdate:
     copy: Tensor | None  # becomes the rounded weight, bf16; None: there is no copy
     learning_rate: float
     weight_decay: float  # of AdamW, before it is multiplied by the learning rate
-    betas: tuple[float, float]
-    eps: float
+    betas: tuple[float, float]  # factors of the old means
+    eps: float  # is added to the root of the mean square
     step: Tensor  # number of this step, from 1 on, on the CPU, shape ()
 
     def addresses(self) -> list[int]:

@@ -100,10 +100,10 @@ class ModelTensors:
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     optimizer_states: Sequence[Tensor]
-    buffers: Sequence[Tensor] = ()
+    buffers: Sequence[Tensor] = ()  # tensors of the module that are not trained
     communication: Sequence[Tensor] = ()
     bucket_sizes: Sequence[int] = ()  # bytes of the buckets that only the library can reach
-    names: Mapping[int, str] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)  # name of each parameter, by its id
     vocabulary: int | None = None  # size of the vocabulary; None for image models
 
 

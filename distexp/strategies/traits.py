@@ -31,10 +31,10 @@ def setting(config: Settings, key: str) -> Any:
 class Option:
     """A value of the main option of a strategy, which a search tries by default."""
 
-    value: str
+    value: str  # option of the config group
     lighter: str = ""  # override that chooses what needs less memory. If that does not fit, neither does this.
-    offloads: bool = False
-    needs_nodes: bool = False
+    offloads: bool = False  # whether it is tried with offloading too
+    needs_nodes: bool = False  # whether it equals another option on a single node
 
 
 class StepTraits:
@@ -49,10 +49,10 @@ class StepTraits:
     is_reference: ClassVar[bool] = False  # whether the losses of the others are compared with those of this strategy
     complexity: ClassVar[int] = CUSTOM_COMPLEXITY
     max_workers: ClassVar[int | None] = None  # most workers; None for any number
-    section: ClassVar[str] = ""
+    section: ClassVar[str] = ""  # section of the schema with its options
     option_group: ClassVar[str] = ""
-    option_key: ClassVar[str] = ""
-    options: ClassVar[tuple[Option, ...]] = ()
+    option_key: ClassVar[str] = ""  # key that this group sets
+    options: ClassVar[tuple[Option, ...]] = ()  # values of the main option to try
     lighter: ClassVar[str] = ""
 
     @classmethod

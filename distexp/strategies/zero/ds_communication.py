@@ -41,8 +41,8 @@ class ZeroOptions:
     """
 
     overlap_comm: bool | None = None  # Whether reductions overlap with the backward pass. None: at stage 3 only.
-    reduce_bucket_size: int = 500_000_000
-    stage3_prefetch_bucket_size: int = 50_000_000
+    reduce_bucket_size: int = 500_000_000  # most elements of a reduction with several parameters
+    stage3_prefetch_bucket_size: int = 50_000_000  # elements that are gathered ahead at once
     stage3_param_persistence_threshold: int = 100_000
     stage3_max_live_parameters: int = 1_000_000_000  # elements that are gathered, from which no more are gathered ahead
     stage3_max_reuse_distance: int = 1_000_000_000
@@ -70,7 +70,7 @@ class ZeroCommunication(StepCommunication):
     """The collectives of a step at a stage of ZeRO."""
 
     stage: int = 0
-    zero: ZeroOptions = ZeroOptions()
+    zero: ZeroOptions = ZeroOptions()  # further options of DeepSpeed
 
     is_planned: ClassVar[bool] = True
 
@@ -241,8 +241,8 @@ class Gather:
     """An all-gather of some parameters."""
 
     position: int  # of the module before which it is launched: first in the forward pass, then in the backward pass
-    elements: int
-    used_at: int
+    elements: int  # elements of its parameters
+    used_at: int  # number of the module that waits for it
 
 
 def persistent_parameters(elements: Sequence[int], options: ZeroOptions) -> list[int]:
