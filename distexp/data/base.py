@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distexp.config import ConfigError
@@ -182,7 +181,9 @@ class TargetTokens:
         """Collate samples, and select their targets."""
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
-        next_labels = _next_labels(batch.labels.numpy())
+        following = np.full_like(batch.labels.numpy(), IGNORE)
+        following[:, :-1] = batch.labels.numpy()[:, 1:]
+        next_labels = following.ravel()  # the label that each token predicts; the last one of a row predicts nothing
         (found,) = (next_labels != IGNORE).nonzero()
         most = max(len(found), self.max_targets.get(len(samples), 0))
         kept = kept_tokens(most, len(next_labels), compiled=self.compiled)
@@ -195,13 +196,6 @@ class TargetTokens:
             inputs={**batch.inputs, TARGET_POSITIONS: torch.from_numpy(positions)},
             labels=torch.from_numpy(labels),
         )
-
-
-def _next_labels(labels: NDArray[Any]) -> NDArray[Any]:
-    """Return the label that each token predicts, shape (tokens,); the last one of a row predicts nothing."""
-    following = np.full_like(labels, IGNORE)
-    following[:, :-1] = labels[:, 1:]
-    return following.ravel()
 
 
 @dataclass(frozen=True)

@@ -135,17 +135,13 @@ class RightPadding:
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
         mask = batch.inputs.get("attention_mask")
-        if mask is not None and _pads_before_tokens(mask):
+        mask = mask.float() if mask is not None and mask.dtype == torch.bfloat16 else mask  # NumPy has no bf16.
+        if mask is not None and (mask.numpy()[:, 1:] > mask.numpy()[:, :-1]).any():
             raise ConfigError(
                 "the dataset pads on the left, but model.attention=sdpa and flex expect padding on the right: change "
                 "its collate, or use model.attention=auto"
             )
         return batch
-
-
-def _pads_before_tokens(mask: Tensor) -> bool:
-    values = (mask.float() if mask.dtype == torch.bfloat16 else mask).numpy()  # NumPy has no bf16.
-    return bool((values[:, 1:] > values[:, :-1]).any())
 
 
 def check_text_collate(data: TaskData, key: str) -> TextCollate:

@@ -206,7 +206,10 @@ def save_model(
     This is a collective: every rank must consume all ``weights``, which are whole parameters and buffers by name. They
     are in rank 0's CPU memory until they are written. ``build`` is called on the meta device.
     """
-    state = _collect(weights, rank)
+    state: StateDict = {}
+    for name, tensor in weights:  # The other ranks only take part in gathering them.
+        if rank == 0:
+            state[name] = tensor.detach().cpu()
     if rank != 0:
         return
     from transformers.utils import logging
@@ -221,15 +224,6 @@ def save_model(
         model.save_pretrained(folder, state_dict=state)
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
-
-
-def _collect(weights: Iterator[tuple[str, Tensor]], rank: int) -> StateDict:
-    """Return the weights in CPU memory on rank 0; the other ranks only take part in gathering them."""
-    state: StateDict = {}
-    for name, tensor in weights:
-        if rank == 0:
-            state[name] = tensor.detach().cpu()
-    return state
 
 
 def _set_generation_config(model: Any, data: TaskData) -> None:

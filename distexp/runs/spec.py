@@ -114,34 +114,22 @@ class ExistingRuns:
         Only the id and the overrides of a cell count.
         """
         found: list[ExistingRun | None] = [None] * len(cells)
-        for is_match in (_is_same, _is_same_training, _was_invalid):
+        rules: tuple[Callable[[ExistingRun, RunInfo], bool], ...] = (
+            lambda run, cell: run.id == cell.id and run.overrides == cell.overrides,
+            lambda run, cell: run.id == cell.id != INVALID_ID,
+            lambda run, cell: run.id == INVALID_ID and run.overrides == cell.overrides,
+        )
+        for is_match in rules:
             for position, cell in enumerate(cells):
                 if found[position] is None:
-                    found[position] = self._take(cell, is_match)
-        return found
-
-    def _take(self, cell: RunInfo, is_match: Callable[[ExistingRun, RunInfo], bool]) -> ExistingRun | None:
-        """Return the first run that matches a cell, and remove it from ``runs``."""
-        found = next((run for run in self.runs if is_match(run, cell)), None)
-        self.runs = [run for run in self.runs if run is not found]
+                    found[position] = next((run for run in self.runs if is_match(run, cell)), None)
+                    self.runs = [run for run in self.runs if run is not found[position]]
         return found
 
     def unfinished(self, below: Path) -> list[ExistingRun]:
         """Return the unmatched runs that could be resumed, without one in the sweep directory ``below`` itself."""
         ended = {*DONE, "invalid"}
         return [run for run in self.runs if run.status not in ended and run.directory != below.absolute()]
-
-
-def _is_same(run: ExistingRun, cell: RunInfo) -> bool:
-    return run.id == cell.id and run.overrides == cell.overrides
-
-
-def _is_same_training(run: ExistingRun, cell: RunInfo) -> bool:
-    return run.id == cell.id != INVALID_ID
-
-
-def _was_invalid(run: ExistingRun, cell: RunInfo) -> bool:
-    return run.id == INVALID_ID and run.overrides == cell.overrides
 
 
 def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:

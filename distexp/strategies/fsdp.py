@@ -185,15 +185,11 @@ class FSDP(Strategy):
         if bottleneck != "exposed_communication":
             return
         gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
-        if gathers_twice and _gathers_take_time(step) and step.fits_unsharded(FP32_WEIGHTS):
+        shares = step.collective_shares()  # empty if nothing is known about the kinds
+        take_time = not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
+        if gathers_twice and take_time and step.fits_unsharded(FP32_WEIGHTS):
             yield Advice("sharding=shard_grad_op", "it gathers the parameters once per step and keeps them")
         yield from step.larger_micro_batch(2)
-
-
-def _gathers_take_time(step: ProfiledStep) -> bool:
-    """Return whether all-gathers take much of the communication, or nothing is known about its kinds."""
-    shares = step.collective_shares()
-    return not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
 
 
 # Prefetching of FSDP: how many units are gathered ahead of the one that computes.

@@ -117,7 +117,9 @@ class ZeroCommunication(StepCommunication):
                 items = self._insert_scatters(items, model.units, micro_batch)
             return [*items, *self._gathers_of_persistent(model.units, last)]
         items = self._insert_reductions(items, model.units, micro_batches)
-        return [*items, *self._gathers_of_update(model, last)]
+        # The updated weights are gathered for each group of the optimizer.
+        sizes = [sum(group) * self.weight_bytes for group in model.group_elements]
+        return [*items, *(Collective("all_gather", size, 1, "all", OPTIMIZER, last) for size in sizes)]
 
     def with_waits(self, item: Collective, *, on_gpu: bool) -> Collective:
         """Return a collective with what waits for it: the next kernel, unless reductions overlap.
@@ -152,11 +154,6 @@ class ZeroCommunication(StepCommunication):
                 for size in sizes:
                     insert(items, Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited), 1.0)
         return items
-
-    def _gathers_of_update(self, model: StepModel, micro_batch: int) -> Iterator[Collective]:
-        """Yield the all-gathers of the updated weights at the stages 1 and 2: one for each group of the optimizer."""
-        for group in model.group_elements:
-            yield Collective("all_gather", sum(group) * self.weight_bytes, 1, "all", OPTIMIZER, micro_batch)
 
     def _insert_gathers(self, items: list[Item], model: StepModel, micro_batch: int) -> list[Item]:
         """Insert the all-gathers of stage 3 into a micro-batch; the work of a module is as its parameters."""
