@@ -20,29 +20,8 @@ PAGE = "https://distexp.github.io/distexp/how-to/extend/"
 TRACEBACK_HINT = "HYDRA_FULL_ERROR=1 prints the traceback"
 
 
-def check_callable(found: object, source: str) -> None:
-    """Check that the object that a ``_target_`` names can be called.
-
-    Raises:
-        ConfigError: it is no function or class.
-    """
-    if not callable(found):
-        raise ConfigError(
-            f"{source} is {describe_type(found)}, which cannot be called: name a function or class, as in {PAGE}"
-        )
-
-
 def check_members(found: object, protocol: type, source: str) -> None:
-    """Check that a returned object has all methods and properties of a protocol.
-
-    Args:
-        found: the object.
-        protocol: the protocol or base class.
-        source: what returned the object, as in ``engine._target_=my_package.Engine``.
-
-    Raises:
-        ConfigError: it is None or a class, or with the missing names.
-    """
+    """Raise ConfigError if a returned object lacks methods or properties of a protocol, or is None or a class."""
     if found is None or isinstance(found, type):
         raise ConfigError(_unexpected(found, protocol, source))
     missing = [name for name in _members(protocol) if not _has(found, name)]
@@ -51,39 +30,21 @@ def check_members(found: object, protocol: type, source: str) -> None:
 
 
 def check_not_abstract(kind: object, base: type, source: str) -> None:
-    """Check that a class implements all abstract methods of its base class.
-
-    Raises:
-        ConfigError: with the missing names.
-    """
+    """Raise ConfigError if a class lacks abstract methods of its base class."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing:
         raise ConfigError(f"{source} lacks {_lacking(missing, base)}")
 
 
 def check_returned(found: object, kind: type, source: str) -> None:
-    """Check what a function returned.
-
-    Args:
-        found: the returned object.
-        kind: its expected class.
-        source: where the function is from, as in ``model._target_=my_package.build``.
-
-    Raises:
-        ConfigError: it is of another class.
-    """
+    """Check what a function returned. Raise ConfigError if it is of another class."""
     if not isinstance(found, kind):
         raise ConfigError(_unexpected(found, kind, source))
 
 
 @contextmanager
 def shorten_errors(target: str, call: str) -> Iterator[None]:
-    """Raise the errors of custom code as ConfigError, which names the method and the line. Keep those of distexp.
-
-    Args:
-        target: dotted name of the custom class.
-        call: what is called, as in ``validate()``.
-    """
+    """Raise the errors of custom code as ConfigError, which names the method and the line. Keep those of distexp."""
     try:
         yield
     except ConfigError:
@@ -100,15 +61,10 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
 
 def _unexpected(found: object, kind: type, source: str) -> str:
     """Return the message for an object of the wrong class."""
-    expected = _with_article(_public_name(kind))
+    is_builtin = kind.__module__ in ("builtins", "collections.abc")
+    prefix = "" if is_builtin else f"{kind.__module__.removesuffix('.modules.module')}."  # as users import it
+    expected = _with_article(f"{prefix}{kind.__qualname__}")
     return f"{source} returned {describe_type(found)} instead of {expected}: return one, as in {PAGE}"
-
-
-def _public_name(kind: type) -> str:
-    """Return the name of a class under which users import it."""
-    if kind.__module__ in ("builtins", "collections.abc"):
-        return kind.__qualname__
-    return f"{kind.__module__.removesuffix('.modules.module')}.{kind.__qualname__}"
 
 
 def describe_type(found: object) -> str:
@@ -148,7 +104,6 @@ def _lacking(missing: list[str], protocol: type) -> str:
 
 # The line that raised an error, outside of the libraries that a user does not change.
 
-
 LIBRARIES = ("torch", "triton")
 """Packages whose lines are never named, like those of distexp and of Python."""
 
@@ -157,24 +112,12 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_place(error: BaseException) -> str:
-    """Return the innermost line outside of Python, torch, triton and distexp.
-
-    Returns:
-        For example ``transformers/modeling.py:12``; empty if there is none.
-    """
+    """Return the innermost line outside of Python, torch, triton and distexp: ``transformers/modeling.py:12``."""
     return _innermost(_places(error))
 
 
 def custom_code_place(error: BaseException, trusted: Collection[str]) -> str:
-    """Return the innermost line of custom code.
-
-    Args:
-        error: What was raised.
-        trusted: Packages that are custom code even if they are installed.
-
-    Returns:
-        For example ``my_package/model.py:12``; empty if there is none.
-    """
+    """Return the innermost line of custom code, also if ``trusted`` packages are installed; empty if there is none."""
     return _innermost((path, line) for path, line in _places(error) if _installed_package(path) in ("", *trusted))
 
 
@@ -222,11 +165,7 @@ def check_target(target: str, trusted: Sequence[str]) -> str | None:
 
 
 def locate(target: str) -> Any:
-    """Import a dotted name and return the function or class.
-
-    Raises:
-        ConfigError: the name cannot be imported, or names something else.
-    """
+    """Import a dotted name and return the function or class. Raise ConfigError if that is not possible."""
     module, _, name = target.rpartition(".")
     try:
         with shorten_errors(target, "its import"):
@@ -237,7 +176,11 @@ def locate(target: str) -> Any:
         raise
     except (ImportError, AttributeError, ValueError) as error:
         raise _import_error(target, error) from error
-    check_callable(found, f"_target_={target}")
+    if not callable(found):
+        raise ConfigError(
+            f"_target_={target} is {describe_type(found)}, which cannot be called: name a function or class, as in "
+            f"{PAGE}"
+        )
     return found
 
 

@@ -83,30 +83,9 @@ class FieldInfo:
         return f"{count}, each {self.limits}" + (f", as in {self.example}" if self.example else "")
 
 
-def key(
-    default: T,
-    help: str = "",  # noqa: A002
-    *,
-    unit: str = "",
-    null: str = "",
-    choices: tuple[Any, ...] = (),
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    length: int | None = None,
-    example: str = "",
-    slurm_only: bool = False,
-    path: str = "",
-    reference: Any = None,
-    id_if_changed: bool = False,
-    parts: Mapping[str, str] | None = None,
-) -> T:
+def key(default: T, help: str = "", **details: Any) -> T:  # noqa: A002
     """Create a dataclass field with a default and its ``FieldInfo``; lists and dicts are copied."""
-    info = FieldInfo(
-        help=help, unit=unit, null=null, choices=choices, at_least=at_least, above=above, below=below,
-        length=length, example=example, slurm_only=slurm_only, path=path, reference=reference,
-        id_if_changed=id_if_changed, parts=parts,
-    )  # fmt: skip
+    info = FieldInfo(help=help, **details)
     metadata = {METADATA_KEY: info}
     declared: Any
     if isinstance(default, (list, dict)):

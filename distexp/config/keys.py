@@ -124,11 +124,8 @@ def _describe_type(hint: Any) -> str:
     return TYPE_NAMES.get(hint, "a value")
 
 
-# Checks of single values against the limits in the schema.
-#
-# The limits are declared in ``distexp.config.schema`` and in the sections that it imports. Checks of several keys are
-# in ``distexp.resolve``.
-
+# Checks of single values against the limits in the schema. The limits are declared in ``distexp.config.schema`` and in
+# the sections that it imports. Checks of several keys are in ``distexp.resolve``.
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters. A line break would end an option of sbatch, and start a shell line."""
@@ -182,8 +179,7 @@ def refuse_numbers_as_booleans() -> None:
 def _convert_checked(node: BooleanNode, value: Any) -> bool:
     """Return a value as true or false. The texts 0 and 1 are accepted, because environment variables have them.
 
-    Raises:
-        ValidationError: the value is a number, or a text without such a meaning.
+    Raise ValidationError if the value is a number, or a text without such a meaning.
     """
     if value in ("0", "1"):
         return bool(value == "1")

@@ -15,16 +15,11 @@ from omegaconf import OmegaConf
 from distexp.config import Config, ConfigError, DatasetConfig, ModelConfig
 from distexp.config.keys import conf_dir, options_of, value_errors
 
-COMMON_KEYS = frozenset({"_target_", "name", "task", "init", "keys"})
-"""Keys of every option."""
-
 ATTENTIONS = {
     "distexp.models.bloom.build": ("auto", "eager", "sdpa", "flex"),
     "distexp.models.gpt.build": ("auto", "sdpa", "flex"),
 }
 """Values of ``model.attention`` for models that do not support all."""
-
-NULLABLE_KEYS = ("path", "tokenizer", "vocab_size", "dropout")
 
 
 def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[str]:
@@ -38,7 +33,9 @@ def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[
         f"{group}.{key}={getattr(section, key)} is not a key of {group}={section.name}: "
         + (_dataset_hint(section, key) or f"leave it out. Its keys: {available}")
         for key in vars(unset)
-        if key not in COMMON_KEYS and key not in section.keys and getattr(section, key) != getattr(unset, key)
+        if key not in ("_target_", "name", "task", "init", "keys")
+        and key not in section.keys
+        and getattr(section, key) != getattr(unset, key)
     ]
 
 
@@ -62,32 +59,19 @@ def model_errors(model: ModelConfig) -> list[str]:
         *unused_key_errors("model", model),
         *_missing_values(model),
         *_source_errors(model),
-        *_head_errors(model),
         *_attention_errors(model),
     ]
 
 
 def validate_model(model: ModelConfig) -> None:
-    """Check the values and the combination of the keys of a model.
-
-    Raises:
-        ConfigError: with all errors.
-    """
+    """Check the values and the combination of the keys of a model. Raise ConfigError with all errors."""
     errors = [*value_errors("model", model), *model_errors(model)]
     if errors:
         raise ConfigError(errors)
 
 
 def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
-    """Return the rows of the embedding: ``model.vocab_size``, or the size of the tokenizer.
-
-    Args:
-        model: the model.
-        num_classes: entries of the tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer has more entries than the embedding has rows.
-    """
+    """Return the rows of the embedding. Raise ConfigError if they are fewer than the entries of the tokenizer."""
     if model.vocab_size is None:
         return num_classes
     if num_classes > model.vocab_size:
@@ -100,7 +84,11 @@ def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
 
 def _missing_values(model: ModelConfig) -> Iterator[str]:
     for key in model.keys:
-        if key in vars(model) and key not in NULLABLE_KEYS and getattr(model, key) is None:
+        if (
+            key in vars(model)
+            and key not in ("path", "tokenizer", "vocab_size", "dropout")
+            and getattr(model, key) is None
+        ):
             yield f"model.{key} is null, but model={model.name} needs a value: set it"
 
 
@@ -114,6 +102,9 @@ def _source_errors(model: ModelConfig) -> Iterator[str]:
 
 
 def _attention_errors(model: ModelConfig) -> Iterator[str]:
+    hidden, heads = model.hidden_size, model.num_heads
+    if hidden and heads and heads > 0 and hidden % heads:
+        yield f"model.hidden_size={hidden} must be a multiple of model.num_heads={heads}: change one of them"
     supported = ATTENTIONS.get(model._target_)
     if supported is not None and model.attention not in supported:
         yield (
@@ -125,12 +116,6 @@ def _attention_errors(model: ModelConfig) -> Iterator[str]:
             f"model.attention=flex has no dropout, but model.dropout={model.dropout}: use model.dropout=0, or "
             "model.attention=sdpa"
         )
-
-
-def _head_errors(model: ModelConfig) -> Iterator[str]:
-    hidden, heads = model.hidden_size, model.num_heads
-    if hidden and heads and heads > 0 and hidden % heads:
-        yield f"model.hidden_size={hidden} must be a multiple of model.num_heads={heads}: change one of them"
 
 
 # Checks of sizes that must fit together, without importing torch.
@@ -149,43 +134,27 @@ def check_sequence_length(dataset: DatasetConfig, model: ModelConfig) -> str | N
 def check_samples_per_rank(
     samples: int, workers: int, micro_batch_size: int, *, global_batch: int | None = None, unit: str = "samples"
 ) -> str | None:
-    """Return an error if a micro-batch is larger than the samples of a rank.
+    """Return an error if a micro-batch is larger than the samples, or packed rows, of a rank.
 
-    Such a micro-batch would be padded, and its speed would be that of padding.
-
-    Args:
-        samples: samples of the training set.
-        workers: workers that share them.
-        micro_batch_size: samples per worker and forward pass.
-        global_batch: samples of a step, if they are set. Other micro-batches must divide those of a worker.
-        unit: ``samples``, or ``rows`` of packed samples.
+    Such a micro-batch would be padded, and its speed would be that of padding. With a global batch, other micro-batches
+    must divide the samples of a worker.
     """
     per_rank = -(-samples // workers)
     if micro_batch_size <= per_rank:
         return None
     share = f"{per_rank} {unit if per_rank > 1 else unit[:-1]}"
-    hint = (
-        _fitting_sizes(samples, workers, micro_batch_size)
-        if global_batch is None
-        else _divisor(global_batch // workers, per_rank)
-    )
+    if global_batch is None:
+        # The largest micro-batch for these workers, or the most workers for this micro-batch.
+        most = (samples - 1) // max(1, micro_batch_size - 1)
+        fewer = f" at most {most} worker{'s' if most > 1 else ''}," if most else ""
+        hint = f"train.micro_batch_size={per_rank},{fewer} or "
+    else:
+        divisor = max(divisors(global_batch // workers, per_rank), default=None)
+        hint = f"train.micro_batch_size={divisor}, or " if divisor else ""
     return (
         f"train.micro_batch_size={micro_batch_size} is more than the {share} of each worker ({samples} {unit}, "
         f"{workers} workers): use {hint}a larger dataset.train_size"
     )
-
-
-def _fitting_sizes(samples: int, workers: int, micro_batch_size: int) -> str:
-    """Return the largest micro-batch for these workers, and the most workers for this micro-batch, as alternatives."""
-    most = (samples - 1) // max(1, micro_batch_size - 1)
-    fewer = f" at most {most} worker{'s' if most > 1 else ''}," if most else ""
-    return f"train.micro_batch_size={-(-samples // workers)},{fewer} or "
-
-
-def _divisor(whole: int, largest: int) -> str:
-    """Return the largest micro-batch up to a limit that divides the samples of a worker, as an alternative."""
-    divisor = max(divisors(whole, largest), default=None)
-    return f"train.micro_batch_size={divisor}, or " if divisor else ""
 
 
 def several_lengths(dataset: DatasetConfig) -> str:
@@ -214,7 +183,6 @@ def loads_from_source(model: ModelConfig) -> bool:
 
 
 # Sizes of the batches of a training: micro-batch, accumulation and global batch.
-
 
 AUTO = "auto"
 """Value of ``train.micro_batch_size`` for which the workers search the size."""
@@ -246,19 +214,12 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 
 def with_micro_batch(config: Config, size: int, accumulation: int | None = None) -> Config:
-    """Return a configuration with a micro-batch size.
-
-    Args:
-        config: the configuration.
-        size: samples per worker and forward pass.
-        accumulation: micro-batches per optimizer step; None: as many as give the global batch size.
-    """
+    """Return a configuration with a micro-batch size, and by default as many as give the global batch size."""
     steps = samples_per_worker(config) // size if accumulation is None else accumulation
     return replace(config, train=replace(config.train, micro_batch_size=size, gradient_accumulation_steps=steps))
 
 
 # Numbers of the samples of generated data sets, if their configuration sets none.
-
 
 SQUAD_SAMPLE_TRAIN, SQUAD_SAMPLE_EVAL = 512, 128
 TINYIMAGENET_SAMPLE_TRAIN, TINYIMAGENET_SAMPLE_EVAL = 400, 100
@@ -267,4 +228,3 @@ GENERATED_TRAIN_SIZES = {
     "distexp.data.squad_sample.load": SQUAD_SAMPLE_TRAIN,
     "distexp.data.tinyimagenet_sample.load": TINYIMAGENET_SAMPLE_TRAIN,
 }
-"""Training samples by the ``_target_`` of the dataset."""

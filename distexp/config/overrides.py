@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,6 @@ from distexp.config import ConfigError
 from distexp.config.keys import config_groups
 
 OPEN_SECTIONS = ("model.options", "dataset.options", "strategy.options", "cluster.environment", "cluster.sbatch")
-"""Sections to which users add keys."""
 
 
 def is_override(argument: str) -> bool:
@@ -40,20 +40,15 @@ def _is_open(override: str) -> bool:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides with Hydra's grammar.
-
-    Raises:
-        OverrideParseException: an override does not match the grammar.
-    """
+    """Parse overrides with Hydra's grammar. Raise OverrideParseException if an override does not match the grammar."""
     return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def quote_choice(text: str, groups: Container[str]) -> str:
     """Return an override with its int, float and bool choices quoted, if its key is a group.
 
-    Raises:
-        ConfigError: a list is given, of which Hydra would silently use the last option only, or null.
-        OverrideParseException: the override does not match the grammar.
+    Raise ConfigError if a list is given, of which Hydra would silently use the last option only, or null, or
+    OverrideParseException if the override does not match the grammar.
     """
     prefix, equals, _ = text.partition("=")
     key = prefix.lstrip("+").split("@", 1)[0].removeprefix("/")
@@ -120,7 +115,6 @@ def sets_key(overrides: Iterable[str], key: str) -> bool:
 
 # Command lines as a user types them: overrides, and commands that a message suggests.
 
-
 TYPED_BOOLEAN = re.compile(r"(?<=[=,\[:])(True|False)(?=[,\]}]|$)")
 """A boolean as Hydra writes it in the overrides of a sweep."""
 
@@ -137,28 +131,18 @@ def suggest_command(name: str, directory: Path) -> str:
 
 # Command lines to copy into a shell: bash and Hydra read the same values as in the command of the run.
 
-
 SIMPLE = re.compile(r"[\w./@+~]+=[\w./+-]+", re.ASCII)
 """An override without quotes, brackets and commas, which needs no check."""
 
-SPECIAL = frozenset('"$`\\!\n')
-"""Characters that bash does not read literally inside of double quotes."""
-
 
 def copyable_command(overrides: Iterable[str], *, command: str = "distexp", may_sweep: bool = False) -> str:
-    """Return a command line that bash splits into a command and its overrides.
-
-    Args:
-        overrides: Overrides and options.
-        command: The command, such as ``distexp plan``.
-        may_sweep: Whether commas may separate several values. The overrides of a run have one value each.
-    """
+    """Return a command line that bash splits into a command and its overrides; ``may_sweep``: with several values."""
     return " ".join([command, *(shell_quote(copyable_override(text, may_sweep=may_sweep)) for text in overrides)])
 
 
 def shell_quote(text: str) -> str:
     """Return a text as bash needs it, in double quotes if it has single ones and bash reads it unchanged."""
-    return f'"{text}"' if "'" in text and not SPECIAL & set(text) else shlex.quote(text)
+    return f'"{text}"' if "'" in text and not set('"$`\\!\n') & set(text) else shlex.quote(text)
 
 
 def copyable_override(text: str, *, may_sweep: bool = False) -> str:
@@ -231,10 +215,7 @@ def _quote_for_hydra(value: str) -> str:
 # Lists and counts in messages: ``a, b and 3 more``, ``2 runs``, ``runs 0-5, 8``.
 
 
-MAX_ITEMS = 8
-
-
-def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
+def join_first(items: Iterable[str], limit: int = 8) -> str:
     """Join the first items with commas and count the others: ``a, b and 3 more``."""
     known = list(items)
     rest = len(known) - limit
@@ -242,11 +223,10 @@ def join_first(items: Iterable[str], limit: int = MAX_ITEMS) -> str:
 
 
 def format_ids(numbers: Sequence[int]) -> str:
-    """Join run numbers: ``0-5, 8, 9``.
-
-    Three or more consecutive numbers become a range.
-    """
-    blocks = _consecutive(numbers)
+    """Join run numbers: ``0-5, 8, 9``. Three or more consecutive numbers become a range."""
+    # The difference between a number and its position is the same for consecutive numbers.
+    groups = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    blocks = [[number for _, number in group] for _, group in groups]
     return join_first(
         text for block in blocks for text in ([f"{block[0]}-{block[-1]}"] if len(block) > 2 else map(str, block))
     )
@@ -260,15 +240,3 @@ def format_count(count: int, noun: str) -> str:
 def format_runs(numbers: Sequence[int]) -> str:
     """Name runs by number: ``run 3``, ``runs 0-5, 8``."""
     return f"run{'' if len(numbers) == 1 else 's'} {format_ids(numbers)}"
-
-
-def _consecutive(numbers: Sequence[int]) -> Iterator[list[int]]:
-    """Yield blocks of consecutive numbers, in ascending order."""
-    block: list[int] = []
-    for number in sorted(numbers):
-        if block and number != block[-1] + 1:
-            yield block
-            block = []
-        block.append(number)
-    if block:
-        yield block

@@ -244,11 +244,7 @@ class TrainConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Micro-batch size as a number.
-
-        Raises:
-            ValueError: it is ``auto`` and was not searched yet.
-        """
+        """Micro-batch size as a number. Raise ValueError if it is ``auto`` and was not searched yet."""
         if isinstance(self.micro_batch_size, str):
             raise ValueError(f"train.micro_batch_size={self.micro_batch_size} is not a number before its search")
         return self.micro_batch_size
@@ -322,11 +318,7 @@ class Config:
 
 
 def register_schema(command: Command = Command.TRAIN) -> None:
-    """Register the schema with Hydra under the name that ``conf/config.yaml`` extends.
-
-    Args:
-        command: Default of the key ``command``, which no user sets.
-    """
+    """Register the schema with Hydra under the name that ``conf/config.yaml`` extends."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config(command=str(command)))

@@ -244,7 +244,6 @@ class DeepSpeedConfig:
 
 # The section of the schema with the settings of ``distexp choose``.
 
-
 OBJECTIVES = ("throughput", "energy", "cost", "memory")
 """What the best configuration has most or least of."""
 

@@ -9,14 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import PAGE, check_returned, describe_type
 
 COLLATE = "collate of the dataset"
-"""Name of the collate function in messages."""
 
 IGNORE = -100
 """Label that the loss ignores: prompts, padding tokens and padding samples have it."""
@@ -59,18 +57,14 @@ class Batch:
     Attributes:
         inputs: keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape
             (batch, length), or ``images`` of shape (batch, 3, height, width).
-        labels: shape (batch, length) or (batch,); IGNORE if a position has no target.
-        num_samples: samples with at least one target.
-        num_targets: labels that count towards the loss.
-        num_tokens: input tokens of these samples without padding; 0 for images.
         num_token_pairs: sum of the squares of their lengths. 0: unknown, then equal lengths are assumed for FLOPs.
     """
 
     inputs: dict[str, Tensor]
-    labels: Tensor
-    num_samples: int
-    num_targets: int
-    num_tokens: int
+    labels: Tensor  # shape (batch, length) or (batch,); IGNORE if a position has no target
+    num_samples: int  # samples with at least one target
+    num_targets: int  # labels that count towards the loss
+    num_tokens: int  # input tokens of these samples without padding; 0 for images
     num_token_pairs: int = 0
 
     @property
@@ -112,45 +106,25 @@ def to_device(samples: Samples, batch: Batch, device: torch.device) -> Batch:
 
 @dataclass(frozen=True)
 class TaskData:
-    """The data of a task, and the properties that a model needs.
+    """The data of a task, and the properties that a model needs."""
 
-    Attributes:
-        task: ``causal_lm`` or ``image_classification``.
-        collate: makes a batch from samples.
-        num_classes: number of classes, or size of the tokenizer's vocabulary.
-        tokenizer: a ``distexp.data.tokenization.Tokenizer``; None for images.
-        tokenizer_name: ``byte(1024)``, or the name or path of a Hugging Face tokenizer.
-        notes: messages for the user, for example about examples that were left out.
-    """
-
-    task: str
+    task: str  # ``causal_lm`` or ``image_classification``
     train: Samples
     evaluation: Samples
-    collate: Callable[[Sequence[Sample]], Batch]
-    num_classes: int
-    tokenizer: Any = None
-    tokenizer_name: str | None = None
-    notes: list[str] = field(default_factory=list)
+    collate: Callable[[Sequence[Sample]], Batch]  # makes a batch from samples
+    num_classes: int  # number of classes, or size of the tokenizer's vocabulary
+    tokenizer: Any = None  # a ``distexp.data.tokenization.Tokenizer``; None for images
+    tokenizer_name: str | None = None  # ``byte(1024)``, or the name or path of a Hugging Face tokenizer
+    notes: list[str] = field(default_factory=list)  # for the user, for example about examples that were left out
 
 
 # Checks of the object that a dataset returns.
 
-
 SAMPLES = ("train", "evaluation")
-"""Fields of TaskData that are datasets."""
 
 
 def check_task_data(data: TaskData, task: str, source: str) -> None:
-    """Check the fields of a TaskData.
-
-    Args:
-        data: the object.
-        task: the task of the model.
-        source: what returned the object, as in ``dataset._target_=my_package.load``.
-
-    Raises:
-        ConfigError: with one message for each wrong field.
-    """
+    """Check the fields of a TaskData. Raise ConfigError with one message for each wrong field."""
     wrong = [
         f"{name} is {describe_type(samples)} without __len__ or __getitem__"
         for name, samples in ((name, getattr(data, name)) for name in SAMPLES)
@@ -169,15 +143,7 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
 
 
 def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
-    """Check that the sets of a run have samples.
-
-    Args:
-        data: the data, with notes about examples that were left out.
-        evaluates: whether the run evaluates the model.
-
-    Raises:
-        ConfigError: the training set is empty, or the evaluation set of a run that evaluates.
-    """
+    """Raise ConfigError if the training set has no samples, or the evaluation set of a run that evaluates."""
     left_out = f" ({'; '.join(data.notes)})" if data.notes else ""
     if not len(data.train):
         raise ConfigError(f"the training set has no sample{left_out}: correct the data, or choose other data")
@@ -186,7 +152,6 @@ def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
 
 
 # Collate functions that pass the targets of a batch to the output head of a causal LM.
-
 
 KEPT_MULTIPLE = 8
 """The number of kept tokens is a multiple of it, as matrix products on a GPU are faster then."""
@@ -204,20 +169,21 @@ class TargetTokens:
     number of kept tokens. The added ones have position 0 and no target.
 
     Attributes:
-        compiled: whether the model is compiled.
         max_targets: the most targets of a batch, by its number of samples. All batches keep as many tokens as that one,
             so they have one shape.
     """
 
     collate: Callable[[Sequence[Sample]], Batch]
-    compiled: bool = False
+    compiled: bool = False  # whether the model is compiled
     max_targets: Mapping[int, int] = field(default_factory=dict)
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Collate samples, and select their targets."""
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
-        next_labels = _next_labels(batch.labels.numpy())
+        following = np.full_like(batch.labels.numpy(), IGNORE)
+        following[:, :-1] = batch.labels.numpy()[:, 1:]
+        next_labels = following.ravel()  # the label that each token predicts; the last one of a row predicts nothing
         (found,) = (next_labels != IGNORE).nonzero()
         most = max(len(found), self.max_targets.get(len(samples), 0))
         kept = kept_tokens(most, len(next_labels), compiled=self.compiled)
@@ -230,13 +196,6 @@ class TargetTokens:
             inputs={**batch.inputs, TARGET_POSITIONS: torch.from_numpy(positions)},
             labels=torch.from_numpy(labels),
         )
-
-
-def _next_labels(labels: NDArray[Any]) -> NDArray[Any]:
-    """Return the label that each token predicts, shape (tokens,); the last one of a row predicts nothing."""
-    following = np.full_like(labels, IGNORE)
-    following[:, :-1] = labels[:, 1:]
-    return following.ravel()
 
 
 @dataclass(frozen=True)
@@ -264,36 +223,23 @@ def kept_tokens(targets: int, tokens: int, *, compiled: bool) -> int:
 
 # Sizes of batches, from which their FLOPs follow.
 
-
 BLOCK = 128
 """Queries and keys of a block of flex attention on a GPU, see ``create_block_mask``."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of batches. Those of tokens are 0 for images.
+    """Sizes of batches. Those of tokens are 0 for images."""
 
-    Attributes:
-        samples: samples with targets. A packed row has several.
-        tokens: their tokens, without padding.
-        token_pairs: sum of the squares of their lengths.
-        targets: labels that count towards the loss.
-        rows: rows of the batches, with padding samples.
-        positions: their tokens, with padding.
-        position_pairs: sum of the squares of the lengths of the rows.
-        visited_pairs: those of ``position_pairs`` in blocks that flex attention does not skip on a GPU.
-        head_tokens: tokens whose logits are computed.
-    """
-
-    samples: int = 0
-    tokens: int = 0
-    token_pairs: int = 0
-    targets: int = 0
-    rows: int = 0
-    positions: int = 0
-    position_pairs: int = 0
-    visited_pairs: int = 0
-    head_tokens: int = 0
+    samples: int = 0  # samples with targets. A packed row has several.
+    tokens: int = 0  # their tokens, without padding
+    token_pairs: int = 0  # sum of the squares of their lengths
+    targets: int = 0  # labels that count towards the loss
+    rows: int = 0  # rows of the batches, with padding samples
+    positions: int = 0  # their tokens, with padding
+    position_pairs: int = 0  # sum of the squares of the lengths of the rows
+    visited_pairs: int = 0  # those of ``position_pairs`` in blocks that flex attention does not skip on a GPU
+    head_tokens: int = 0  # tokens whose logits are computed
 
     def __add__(self, other: Workload) -> Workload:
         return Workload(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -323,13 +269,7 @@ def _workload_of(batch: Batch) -> Workload:
 
 
 def _visited_pairs(rows: int, length: int, positions: Tensor | None) -> int:
-    """Return the pairs of queries and keys in blocks that flex attention visits.
-
-    Args:
-        rows: rows of the batch.
-        length: tokens of a row.
-        positions: positions in the documents of packed rows, shape (rows, length).
-    """
+    """Return the pairs of queries and keys in blocks that flex attention visits."""
     starts = torch.arange(0, length, BLOCK)
     ends = (starts + BLOCK).clamp(max=length)
     first = torch.zeros(rows, len(starts), dtype=torch.long)  # the first key that a block of queries needs

@@ -27,26 +27,17 @@ PIXELS, INDEX, WINDOWS = "images", "index", "windows"
 """Names of the tensors of a batch before it is on the device."""
 
 
-NO_PIXELS = torch.empty((0, 3, 0, 0), dtype=torch.uint8)
-"""Pixels of an evaluation set without images, which is allowed with ``train.evaluate=false``."""
-
-
 @dataclass(frozen=True, eq=False)
 class CachedImages:
     """Decoded images with their classes.
 
     A sample has ``labels`` and its ``windows``: the ``Window`` of its augmentation as a tensor. With a cache in CPU
     memory it also has its pixels, otherwise its index.
-
-    Attributes:
-        files: the dataset without a cache.
-        pixels: uint8, shape (images, 3, stored size, stored size).
-        on_device: whether the pixels are on the device of the training.
     """
 
-    files: ImageFiles
-    pixels: Tensor
-    on_device: bool
+    files: ImageFiles  # the dataset without a cache
+    pixels: Tensor  # uint8, shape (images, 3, stored size, stored size)
+    on_device: bool  # whether the pixels are on the device of the training
 
     def __len__(self) -> int:
         return len(self.files)
@@ -83,19 +74,12 @@ def collate_cached(samples: Sequence[Sample]) -> Batch:
 
 
 def cut_windows(pixels: Tensor, windows: Tensor, size: int, margin: int) -> Tensor:
-    """Resize, pad, crop and flip each image of a batch, on the device of the batch.
+    """Resize, pad, crop and flip each image of a batch, on the device of the batch; return whole float32 numbers.
 
     Resizing multiplies an image by a matrix on each side. Rows of zeros in the matrix are the padding, and a choice of
-    its rows is the crop. So one product on each side does all of it.
-
-    Args:
-        pixels: uint8, shape (batch, 3, stored size, stored size).
-        windows: top and left edge in the padded image and whether to flip, shape (batch, 3).
-        size: height and width of the result.
-        margin: pixels of padding on every side.
-
-    Returns:
-        Whole numbers from 0 to 255 as float32, shape (batch, 3, size, size).
+    its rows is the crop. So one product on each side does all of it. The pixels are uint8, shape (batch, 3, stored
+    size, stored size). The windows have the shape (batch, 3): top and left edge in the padded image, and whether to
+    flip.
     """
     batch, channels, stored, _ = pixels.shape
     matrix, steps = _padded_matrix(stored, size, margin, pixels.device)
@@ -117,12 +101,9 @@ def _to_levels(pixels: Tensor, *, exact: bool) -> Tensor:
 
 @cache
 def _padded_matrix(stored: int, size: int, margin: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the matrix that enlarges a column of pixels bilinearly and pads it, and the positions of the result.
+    """Return the matrix, shape (size + 2 margin, stored size), that enlarges a column of pixels bilinearly and pads it.
 
-    They are cached because each copy to the device would block the host.
-
-    Returns:
-        Shapes (size + 2 margin, stored size) and (size,).
+    Also return the positions of the result. They are cached because each copy to the device would block the host.
     """
     centers = (torch.arange(size, dtype=torch.float64) + 0.5) * stored / size
     distances = centers[:, None] - (torch.arange(stored, dtype=torch.float64) + 0.5)
@@ -133,21 +114,14 @@ def _padded_matrix(stored: int, size: int, margin: int, device: torch.device) ->
 
 
 def cache_images(data: TaskData, place: str, device: torch.device) -> TaskData:
-    """Return a copy of ``data`` whose images are decoded and in memory.
+    """Return a copy of ``data`` whose images are decoded and in memory. Raise ConfigError if they do not fit.
 
     All ranks need all images, because each epoch shuffles them over the ranks. In CPU memory the ranks of a node share
     them. On GPUs each rank has its own copy.
-
-    Args:
-        data: data whose images are ImageFiles.
-        place: ``cpu`` or ``gpu``.
-        device: device of the training.
-
-    Raises:
-        ConfigError: the images do not fit, or the data has none.
     """
     train, evaluation = (_image_files(samples, place) for samples in (data.train, data.evaluation))
-    decoded = [decode_once(files) if len(files) else NO_PIXELS for files in (train, evaluation)]
+    empty = torch.empty((0, 3, 0, 0), dtype=torch.uint8)  # of an evaluation set without images
+    decoded = [decode_once(files) if len(files) else empty for files in (train, evaluation)]
     needed = sum(pixels.nbytes for pixels in decoded)
     if error := _memory_error(needed, place, device):
         raise ConfigError(error)

@@ -31,8 +31,6 @@ STD = (0.229, 0.224, 0.225)
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 """Formats that are read. Pillow passes others, such as EPS, to an interpreter, also in a file with another ending."""
 
-MAX_16_BIT = 2**16 - 1
-
 CROP_PADDING_DIVISOR = 8
 """Augmentation pads an image by 1/8 of its size on every side before the random crop."""
 
@@ -61,19 +59,13 @@ class ImageFiles:
     A sample is ``images`` of shape (3, size, size), uint8 pixels from 0 to 255, and its class as
     ``labels``, a scalar. The augmentation is a random crop and flip. It depends on seed, epoch and index
     only, not on the number of workers or the reading order.
-
-    Attributes:
-        root: folder that ``files`` are relative to.
-        classes: class of each file.
-        size: width and height of the samples in pixels; other images are resized.
-        epoch: current epoch. It is in shared memory because persistent loader workers have a copy of
-            everything else.
+    The epoch is in shared memory, because persistent loader workers have a copy of everything else.
     """
 
-    root: Path
+    root: Path  # folder that ``files`` are relative to
     files: tuple[str, ...]
-    classes: tuple[int, ...]
-    size: int
+    classes: tuple[int, ...]  # class of each file
+    size: int  # width and height of the samples in pixels; other images are resized
     augment: bool
     seed: int
     epoch: Tensor = field(default_factory=_shared_zero)
@@ -86,7 +78,10 @@ class ImageFiles:
             raise IndexError(index)
         pixels = torch.from_numpy(decode_image(self.root / self.files[index], self.size)).permute(2, 0, 1)
         if self.augment:
-            pixels = self._crop_and_flip(pixels, index)
+            top, left, flip = self.draw_window(index)
+            padded = torch.nn.functional.pad(pixels, (self.margin,) * 4)
+            cropped = padded[:, top : top + self.size, left : left + self.size]
+            pixels = cropped.flip(2) if flip else cropped
         return {"images": pixels, "labels": torch.tensor(self.classes[index])}
 
     def set_epoch(self, epoch: int) -> None:
@@ -107,22 +102,9 @@ class ImageFiles:
         top, left = torch.randint(2 * self.margin + 1, (2,), generator=generator).tolist()
         return Window(top, left, flip=bool(torch.randint(2, (), generator=generator)))
 
-    def _crop_and_flip(self, pixels: Tensor, index: int) -> Tensor:
-        top, left, flip = self.draw_window(index)
-        padded = torch.nn.functional.pad(pixels, (self.margin,) * 4)
-        cropped = padded[:, top : top + self.size, left : left + self.size]
-        return cropped.flip(2) if flip else cropped
-
 
 def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
-    """Decode an image file of any color mode to RGB pixels.
-
-    Returns:
-        Pixels of shape (size, size, 3), or (height, width, 3) of the file if the size is None.
-
-    Raises:
-        DataError: the file is missing, damaged or not an image.
-    """
+    """Decode an image file to RGB pixels, shape (size, size, 3), or of its own size for None. Raise DataError."""
     try:
         with Image.open(path, formats=FORMATS) as file:
             image = _with_eight_bits(file).convert("RGB")
@@ -134,15 +116,11 @@ def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
 
 
 def _with_eight_bits(image: Image.Image) -> Image.Image:
-    """Return a gray image of 16 bits with 8 bits, because Pillow would make its bright pixels white.
-
-    Raises:
-        ValueError: the pixels have more bits, or are not integers.
-    """
+    """Return a gray image of 16 bits with 8, because Pillow makes bright pixels white. Raise ValueError for others."""
     if not image.mode.startswith(("I", "F")):
         return image
     pixels = np.asarray(image)
-    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > MAX_16_BIT:
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() >= 2**16:
         raise ValueError(f"its pixels are {pixels.dtype} and not 8 or 16 bits")
     return Image.fromarray((pixels >> 8).astype(np.uint8))
 
@@ -162,14 +140,10 @@ class ImageBatch(Batch):
 
 
 def normalize_pixels(pixels: Tensor) -> Tensor:
-    """Convert pixels from 0 to 255 to normalized images, as a ResNet expects them.
+    """Convert pixels from 0 to 255, of any data type, to normalized float32 images, as a ResNet expects them.
 
-    Args:
-        pixels: shape (batch, 3, height, width), of any data type.
-
-    Returns:
-        float32 images of the same shape in the channels-last memory format, which makes convolutions
-        on GPUs fastest. The activations of the model then have this format too.
+    The shape (batch, 3, height, width) stays. The memory format is channels-last, which makes convolutions on GPUs
+    fastest. The activations of the model then have this format too.
     """
     mean, std = channel_statistics(pixels.device)
     images = pixels.to(torch.float32, memory_format=torch.channels_last)
@@ -178,20 +152,13 @@ def normalize_pixels(pixels: Tensor) -> Tensor:
 
 @cache
 def channel_statistics(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return MEAN and STD on a device, shape (3, 1, 1).
-
-    They are cached because each copy would block the host.
-    """
+    """Return MEAN and STD on a device, shape (3, 1, 1). They are cached because each copy would block the host."""
     mean, std = (torch.tensor(numbers, device=device)[:, None, None] for numbers in (MEAN, STD))
     return mean, std
 
 
 def collate_images(samples: Sequence[Sample]) -> ImageBatch:
-    """Stack images and classes to a batch.
-
-    Raises:
-        DataError: the images are not uint8 pixels. A data set of normalized images needs another ``collate``.
-    """
+    """Stack images of uint8 pixels and classes to a batch. Raise DataError for images that are normalized already."""
     labels = torch.stack([sample["labels"] for sample in samples])
     counted = int((labels != IGNORE).sum())
     images = torch.stack([sample["images"] for sample in samples])
@@ -203,11 +170,9 @@ def collate_images(samples: Sequence[Sample]) -> ImageBatch:
     return ImageBatch({"images": images}, labels, num_samples=counted, num_targets=counted, num_tokens=0)
 
 
-# Decoded images in one file of the cache directory, so that each image is decoded only once.
-#
-# The file has the size of the image files if they all have one size and it is at most ``dataset.image_size``.
-# Otherwise the images are resized to ``dataset.image_size`` before they are written.
-
+# Decoded images in one file of the cache directory, so that each image is decoded only once. The file has the size of
+# the image files if they all have one size and it is at most ``dataset.image_size``. Otherwise the images are resized
+# to ``dataset.image_size`` before they are written.
 
 FORMAT = "images-v1"
 CHANNELS = 3
@@ -217,7 +182,6 @@ IMAGES_PER_JOB = 1024
 
 MAX_PROCESSES = 32
 PROGRESS_S = 5.0
-"""Time between two lines of progress."""
 
 READ_BYTES = 1 << 24
 
@@ -239,15 +203,10 @@ class DecodeJob:
 
 
 def decode_once(images: ImageFiles) -> Tensor:
-    """Return all images of a dataset without augmentation, decoded at the first use.
+    """Return all images of a dataset without augmentation, decoded at the first use: uint8, (images, 3, size, size).
 
-    Returns:
-        uint8 pixels, shape (images, 3, size, size). They are a memory-mapped file, so the processes of a node share
-        one copy in memory.
-
-    Raises:
-        ConfigError: the cache directory has not enough space.
-        DataError: an image is missing, damaged or not an image.
+    They are a memory-mapped file, so the processes of a node share one copy in memory. Raise ConfigError if the cache
+    directory has not enough space, and DataError if an image is missing, damaged or not an image.
     """
     path = build_once(cache_dir() / f"{FORMAT}-{_fingerprint(images)}.npy", partial(_build, images))
     # Copy-on-write, because torch warns about arrays that cannot be written to.
@@ -333,11 +292,7 @@ def _run(jobs: list[DecodeJob]) -> Iterator[int]:
 
 
 def _decode(job: DecodeJob) -> int:
-    """Decode the images of a job, write them and return their number.
-
-    Raises:
-        OtherSizeError: an image has another size, and the job does not resize.
-    """
+    """Decode the images of a job, write them and return their number. Raise OtherSizeError."""
     pixels: NDArray[np.uint8] = np.empty((len(job.names), CHANNELS, job.size, job.size), dtype=np.uint8)
     for position, name in enumerate(job.names):
         image = decode_image(job.root / name, job.size if job.resize else None)

@@ -35,20 +35,13 @@ from distexp.system.torch_internals.annotations import DATA, annotate, annotate_
 
 @dataclass(frozen=True)
 class StepData:
-    """This rank's micro-batches of one optimizer step.
-
-    Attributes:
-        normalizer: number of targets of the step over all ranks; a scalar on the device.
-        num_samples: samples of the step over all ranks.
-        wait_s: seconds that this rank waited for its data. The wait for the device is not part of it.
-        workload: sizes of this rank's micro-batches.
-    """
+    """This rank's micro-batches of one optimizer step."""
 
     micro_batches: list[Batch]
-    normalizer: Tensor
-    num_samples: int
-    wait_s: float = 0.0
-    workload: Workload = field(default_factory=Workload)
+    normalizer: Tensor  # number of targets of the step over all ranks; a scalar on the device
+    num_samples: int  # samples of the step over all ranks
+    wait_s: float = 0.0  # seconds that this rank waited for its data. The wait for the device is not part of it.
+    workload: Workload = field(default_factory=Workload)  # sizes of this rank's micro-batches
 
 
 class StopRequestedError(Exception):
@@ -81,35 +74,11 @@ class StopFlag:
             raise StopRequestedError
 
 
-@dataclass(frozen=True)
-class _Prefetched:
-    """Batches that the loader's workers are reading already."""
-
-    epoch: int
-    steps: range
-    batches: Iterator[Batch]
-
-
 class ShardedLoader:
-    """Loader of optimizer steps for one rank, on its device.
+    """Loader of optimizer steps for one rank, on its device; without ``num_workers`` it reads the samples itself."""
 
-    Args:
-        samples: the data set to read.
-        data: data of the task; its ``collate`` makes the batches.
-        sharding: division of the batches over the ranks.
-        device: device of the batches.
-        seed: seed of the order of samples.
-        shuffle: whether to shuffle the samples.
-        num_workers: loader processes of this rank; 0: this process reads the samples.
-        lengths: tokens of each sample, see ShardedBatchSampler.
-
-    Attributes:
-        stop_requested: whether this rank has a request to stop; called once a step.
-        on_batch: called after each batch that was read, before anything that waits for other ranks.
-    """
-
-    stop_requested: Callable[[], bool]
-    on_batch: Callable[[], None]
+    stop_requested: Callable[[], bool]  # whether this rank has a request to stop; called once a step
+    on_batch: Callable[[], None]  # called after each batch that was read, before anything that waits for other ranks
 
     def __init__(
         self,
@@ -126,7 +95,8 @@ class ShardedLoader:
         self.samples, self.sharding, self.device, self.task = samples, sharding, device, data.task
         self.stop_requested = lambda: False
         self.on_batch = lambda: None
-        self._prefetched: _Prefetched | None = None
+        # Epoch, steps and batches that the loader's workers are reading already.
+        self._prefetched: tuple[int, range, Iterator[Batch]] | None = None
         # One flag for all epochs: the first step of an epoch reads what the last one of the previous epoch recorded.
         self._stop = StopFlag(device)
         # DataLoader draws the seeds of its workers from this generator, so the global RNG state is untouched.
@@ -154,22 +124,17 @@ class ShardedLoader:
         return self.task == "image_classification"
 
     def prefetch(self, epoch: int, steps: range) -> None:
-        """Start loading the first batches of ``steps`` in the loader's workers.
-
-        The previous epoch must be finished.
-        """
+        """Start loading the first batches of ``steps`` in the loader's workers, after the end of the previous epoch."""
         self.sampler.epoch, self.sampler.steps = epoch, steps
         self._generator.manual_seed(self.sampler.seed + epoch)
         self._padded.set_epoch(epoch)
-        self._prefetched = _Prefetched(epoch, steps, iter(self._loader))
+        self._prefetched = (epoch, steps, iter(self._loader))
 
     def iter_steps(self, epoch: int, steps: range | None = None) -> Iterator[StepData]:
         """Yield the steps of an epoch, or a range of them.
 
-        Samples of other steps are not read. Each step is a collective, so every rank must consume all steps.
-
-        Raises:
-            StopRequestedError: a rank requested a stop; raised on all ranks between the same steps.
+        Samples of other steps are not read. Each step is a collective, so every rank must consume all steps. Raise
+        StopRequestedError if a rank requested a stop; raised on all ranks between the same steps.
         """
         started = time.perf_counter()
         wanted = range(self.steps_per_epoch) if steps is None else steps
@@ -193,10 +158,10 @@ class ShardedLoader:
 
     def _take_prefetched(self, epoch: int, steps: range) -> Iterator[Batch]:
         """Return the batches of some steps, which may have been prefetched."""
-        if self._prefetched is None or (self._prefetched.epoch, self._prefetched.steps) != (epoch, steps):
+        if self._prefetched is None or self._prefetched[:2] != (epoch, steps):
             self.prefetch(epoch, steps)
         assert self._prefetched is not None
-        batches, self._prefetched = self._prefetched.batches, None
+        (_, _, batches), self._prefetched = self._prefetched, None
         return batches
 
     def _count_samples(self, epoch: int, steps: range) -> list[int]:
@@ -216,15 +181,11 @@ class ShardedLoader:
         return sum_over_ranks(counts)
 
 
-# Distribution of a data set over ranks: which samples each rank reads in each step.
-#
-# The global batch of a step has the same samples for any number of ranks, so every strategy trains on the same data.
-# If the samples do not divide evenly, padding samples fill the last step. A padding sample is a copy of a real one
-# with all labels set to IGNORE. So every rank has the same number of batches with the same shape, and no sample is
-# dropped or counted twice.
-#
-# A packed row counts as one sample here.
-
+# Distribution of a data set over ranks: which samples each rank reads in each step. The global batch of a step has the
+# same samples for any number of ranks, so every strategy trains on the same data. If the samples do not divide evenly,
+# padding samples fill the last step. A padding sample is a copy of a real one with all labels set to IGNORE. So every
+# rank has the same number of batches with the same shape, and no sample is dropped or counted twice. A packed row
+# counts as one sample here.
 
 BUCKET_BATCHES = 50
 """Global batches whose samples are sorted by length together, with ``dataset.bucketing=true``."""
@@ -232,16 +193,12 @@ BUCKET_BATCHES = 50
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """The division of a global batch into micro-batches of ranks.
-
-    Attributes:
-        accumulation: micro-batches of each rank in one optimizer step.
-    """
+    """The division of a global batch into micro-batches of ranks."""
 
     rank: int
     world_size: int
     micro_batch_size: int
-    accumulation: int = 1
+    accumulation: int = 1  # micro-batches of each rank in one optimizer step
 
     @property
     def global_batch(self) -> int:
@@ -250,21 +207,11 @@ class BatchSharding:
 
 
 class ShardedBatchSampler:
-    """Indices of this rank's micro-batches in one epoch.
+    """Indices of this rank's micro-batches in one epoch, of its steps ``steps``.
 
-    An index below ``length`` is a sample; ``length + i`` is a padding copy of sample ``i`` (see
-    PaddedDataset). The order depends on the seed and the epoch, not on the number of ranks.
-
-    Args:
-        length: number of samples.
-        sharding: division of the batches.
-        seed: seed of the order.
-        shuffle: whether to shuffle. If not, the order is that of the samples.
-        lengths: tokens of each sample, to make batches of similar length; None: batches of any length.
-
-    Attributes:
-        epoch: epoch to iterate over; part of the seed.
-        steps: optimizer steps of the epoch to iterate over; all of them by default.
+    An index below ``length`` is a sample; ``length + i`` is a padding copy of sample ``i`` (see PaddedDataset). The
+    order depends on the seed and the epoch, not on the number of ranks. With ``lengths``, the tokens of each sample,
+    batches have samples of similar length.
     """
 
     def __init__(
@@ -302,34 +249,23 @@ class ShardedBatchSampler:
             order = torch.randperm(self.length, generator=generator)
         copied = order
         if self.lengths is not None:
-            order = bucket_by_length(order, self.lengths, self.sharding.global_batch, generator)
+            # Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The
+            # one with the longest sample is first, so that a run out of memory fails early. An incomplete
+            # batch is last.
+            batch = self.sharding.global_batch
+            pieces = torch.split(order, BUCKET_BATCHES * batch)
+            by_length = torch.cat([piece[self.lengths[piece].argsort(stable=True)] for piece in pieces])
+            complete = len(order) // batch
+            batches = by_length[: complete * batch].view(complete, batch)
+            batches = batches[torch.randperm(complete, generator=generator)]
+            if complete:
+                longest = int(self.lengths[batches].amax(dim=1).argmax())
+                batches[[0, longest]] = batches[[longest, 0]]
+            order = torch.cat([batches.flatten(), by_length[complete * batch :]])
             copied = order[(self.steps_per_epoch - 1) * self.sharding.global_batch :]
         missing = self.steps_per_epoch * self.sharding.global_batch - self.length
         padding = self.length + copied[torch.arange(missing) % len(copied)]
         return torch.cat([order, padding]).view(self.steps_per_epoch, self.sharding.global_batch)
-
-
-def bucket_by_length(order: Tensor, lengths: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Arrange samples so that each batch has samples of similar length.
-
-    Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The one with the longest
-    sample is first, so that a run out of memory fails early. An incomplete batch is last.
-
-    Args:
-        order: shuffled indices of the samples.
-        lengths: tokens of each sample.
-        batch: samples of a global batch.
-        generator: random state of the order of the batches.
-    """
-    pieces = torch.split(order, BUCKET_BATCHES * batch)
-    by_length = torch.cat([piece[lengths[piece].argsort(stable=True)] for piece in pieces])
-    complete = len(order) // batch
-    batches = by_length[: complete * batch].view(complete, batch)
-    batches = batches[torch.randperm(complete, generator=generator)]
-    if complete:
-        longest = int(lengths[batches].amax(dim=1).argmax())
-        batches[[0, longest]] = batches[[longest, 0]]
-    return torch.cat([batches.flatten(), by_length[complete * batch :]])
 
 
 class PaddedDataset(Dataset[Sample]):
@@ -354,17 +290,13 @@ class PaddedDataset(Dataset[Sample]):
             self._known_epoch = epoch
             set_epoch(self.samples, epoch)
 
-    def _follow_epoch(self) -> None:
-        """Set the epoch of a worker's copy of the samples, if it has changed."""
-        if self._epoch is not None and (epoch := int(self._epoch)) != self._known_epoch:
-            self._known_epoch = epoch
-            set_epoch(self.samples, epoch)
-
     def __len__(self) -> int:
         return 2 * len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        self._follow_epoch()
+        if self._epoch is not None and (epoch := int(self._epoch)) != self._known_epoch:
+            self._known_epoch = epoch
+            set_epoch(self.samples, epoch)
         if index < len(self.samples):
             return self.samples[index]
         sample = dict(self.samples[index - len(self.samples)])

@@ -22,43 +22,30 @@ from distexp.system.cache_dir import build_once, cache_dir
 FORMAT = "tokens-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""
 
-ARRAYS = ("tokens", "ends", "prompt_lengths")
-
 
 @dataclass(frozen=True)
 class Example:
     """One question with its context and answers.
 
     Texts have no line breaks and no repeated spaces. The first answer is the training target.
-
-    Attributes:
-        misplaced: what is wrong with the position of an answer in the context, or None.
     """
 
     id: str
     question: str
     context: str
     answers: tuple[str, ...]
-    misplaced: str | None = None
+    misplaced: str | None = None  # what is wrong with the position of an answer in the context, or None
 
 
 @dataclass(frozen=True)
 class TokenizationCounts:
-    """Number of examples that were cut or left out.
+    """Number of examples that were cut or left out."""
 
-    Attributes:
-        examples: examples in the data.
-        cut: examples with a shortened context.
-        lost: cut examples whose context no longer contains the answer.
-        left_out: examples whose question and answer alone exceed the limit.
-        unanswered: examples without an answer, which are left out.
-    """
-
-    examples: int
-    cut: int = 0
-    lost: int = 0
-    left_out: int = 0
-    unanswered: int = 0
+    examples: int  # examples in the data
+    cut: int = 0  # examples with a shortened context
+    lost: int = 0  # cut examples whose context no longer contains the answer
+    left_out: int = 0  # examples whose question and answer alone exceed the limit
+    unanswered: int = 0  # examples without an answer, which are left out
 
 
 def describe_counts(splits: Mapping[str, TokenizationCounts], max_length: int) -> Iterator[str]:
@@ -90,17 +77,11 @@ def _count(name: str, splits: Mapping[str, TokenizationCounts]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class QASamples(TokenSamples):
-    """Tokenized examples with the reference answers that score generated ones.
+    """Tokenized examples with the reference answers that score generated ones."""
 
-    Attributes:
-        references: accepted answers of each sample; empty for a training set.
-        ids: ids of the questions; empty for a training set.
-        too_long: questions of an evaluation set that were left out, because question and answer are too long.
-    """
-
-    references: tuple[tuple[str, ...], ...]
-    ids: tuple[str, ...]
-    too_long: int = 0
+    references: tuple[tuple[str, ...], ...]  # accepted answers of each sample; empty for a training set
+    ids: tuple[str, ...]  # ids of the questions; empty for a training set
+    too_long: int = 0  # questions of an evaluation set that were left out, because question and answer are too long
 
     def prompt(self, index: int) -> TokenIds:
         """Return the token ids of a sample up to ``Answer:``, shape (prompt length,)."""
@@ -128,18 +109,15 @@ def tokenizer_corpus(examples: Iterable[Example]) -> Iterator[str]:
 def tokenize_examples(
     examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, *, keep_references: bool
 ) -> tuple[QASamples, TokenizationCounts]:
-    """Tokenize examples, or read their tokens from the cache.
-
-    Args:
-        examples: in the order of the samples. Unusable examples are left out and counted.
-        tokenizer: its fingerprint is part of the cache key.
-        max_length: limit for prompt, answer and end token together, in tokens.
-        keep_references: keep ids and reference answers, for evaluation.
-    """
-    key = _cache_key(examples, tokenizer, max_length)
+    """Tokenize examples, or read their tokens from the cache. Unusable examples are left out and counted."""
+    digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eos_id} {max_length}".encode())
+    for example in examples:
+        parts = ("", example.question, example.context, *example.answers[:1])
+        digest.update("\x1f".join(parts).encode("utf-8", "surrogatepass"))
+    key = digest.hexdigest()[:24]
     write = partial(_write_tokens, examples=examples, tokenizer=tokenizer, max_length=max_length)
     folder = build_once(cache_dir() / f"{FORMAT}-{key}", write)
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "ends", "prompt_lengths")}
     kept = np.load(folder / "kept.npy").tolist() if keep_references else []
     counts = TokenizationCounts(**json.loads((folder / "counts.json").read_text()))
     samples = QASamples(
@@ -149,14 +127,6 @@ def tokenize_examples(
         too_long=counts.left_out if keep_references else 0,
     )
     return samples, counts
-
-
-def _cache_key(examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> str:
-    digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eos_id} {max_length}".encode())
-    for example in examples:
-        parts = ("", example.question, example.context, *example.answers[:1])
-        digest.update("\x1f".join(parts).encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()[:24]
 
 
 def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
@@ -177,16 +147,10 @@ def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Token
     (folder / "counts.json").write_text(json.dumps(asdict(encoder.counts())))
 
 
-def _question_text(example: Example) -> str:
-    return f"Question: {example.question} Context:"
-
-
-def _context_text(example: Example) -> str:
-    return f" {example.context}"
-
-
-def _answer_text(example: Example) -> str:
-    return f" {example.answers[0]}"
+def _parts(example: Example) -> tuple[str, str, str]:
+    """Return question, context and answer as they are tokenized; the answer is empty if there is none."""
+    answer = f" {example.answers[0]}" if example.answers else ""
+    return f"Question: {example.question} Context:", f" {example.context}", answer
 
 
 class _ExampleEncoder:
@@ -194,9 +158,10 @@ class _ExampleEncoder:
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._questions = self._encode(_question_text(example) for example in examples)
-        self._contexts = self._encode(_context_text(example) for example in examples)
-        self._answers = self._encode(_answer_text(example) for example in examples if example.answers)
+        parts = [_parts(example) for example in examples]
+        self._questions = self._encode(question for question, _, _ in parts)
+        self._contexts = self._encode(context for _, context, _ in parts)
+        self._answers = self._encode(answer for _, _, answer in parts if answer)
         self._answer_mark = tokenizer.encode_batch([" Answer:"])[0]
         self._end = np.asarray([tokenizer.eos_id], dtype=np.int32)
         self._counts = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
@@ -207,9 +172,9 @@ class _ExampleEncoder:
         if not example.answers:
             self._counts["unanswered"] += 1
             return None
-        question = self._questions[_question_text(example)]
-        context = self._contexts[_context_text(example)]
-        answer = np.concatenate([self._answers[_answer_text(example)], self._end])
+        question_text, context_text, answer_text = _parts(example)
+        question, context = self._questions[question_text], self._contexts[context_text]
+        answer = np.concatenate([self._answers[answer_text], self._end])
         room = self._max_length - len(question) - len(self._answer_mark) - len(answer)
         if room < 0:
             self._counts["left_out"] += 1

@@ -27,17 +27,10 @@ SPLITS = {"train": "training", "eval": "evaluation"}
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Load questions with answers as training data for a causal LM.
+    """Load questions with answers as training data for a causal LM, the first ones if a size is set.
 
-    Args:
-        dataset: ``train_path`` and ``eval_path``, or ``path`` if they are null; ``train_size`` and
-            ``eval_size``, the number of examples to take from the start; ``max_length`` in tokens.
-        model: its tokenizer. A byte tokenizer is trained on the whole training set, so it does not depend
-            on ``train_size``.
-        seed: unused, because nothing here is random.
-
-    Raises:
-        ConfigError: the data cannot be found or read, or has fewer examples than requested.
+    A byte tokenizer is trained on the whole training set, so it does not depend on ``train_size``. Raise ConfigError if
+    the data cannot be found or read, or has fewer examples than requested. ``seed`` is not used: nothing is random.
     """
     max_length = sequence_length(dataset, model)
     training, evaluation = read_examples(dataset)
@@ -75,11 +68,7 @@ def read_examples(dataset: DatasetConfig) -> tuple[list[Example], list[Example]]
 
 
 def read_file(path: Path) -> list[Example]:
-    """Read the questions of an official SQuAD v1.1 file, in the order of the file.
-
-    Raises:
-        ConfigError: the file is missing or has another format.
-    """
+    """Read the questions of an official SQuAD v1.1 file in their order. Raise ConfigError for another file."""
     content = load_json(path)
     try:
         return list(_from_articles(content))
@@ -100,15 +89,7 @@ def _from_articles(content: Mapping[str, Any]) -> Iterator[Example]:
 
 
 def _make_example(identity: str, question: str, context: str, answers: Sequence[str], misplaced: str | None) -> Example:
-    _check_unicode(identity, (question, context, *answers))
-    normalized = (normalize_whitespace(answer) for answer in answers)
-    usable = tuple(answer for answer in normalized if answer)
-    return Example(identity, normalize_whitespace(question), context, usable, misplaced)
-
-
-def _check_unicode(identity: str, texts: Sequence[str]) -> None:
-    """Raise ConfigError if a text contains half of a character, which no tokenizer can read."""
-    for text in texts:
+    for text in (question, context, *answers):
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -116,6 +97,9 @@ def _check_unicode(identity: str, texts: Sequence[str]) -> None:
                 f"question {identity} contains half of a character, {text[error.start : error.end]!r}: correct the "
                 "encoding of the data"
             ) from None
+    normalized = (normalize_whitespace(answer) for answer in answers)
+    usable = tuple(answer for answer in normalized if answer)
+    return Example(identity, normalize_whitespace(question), context, usable, misplaced)
 
 
 def _find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any]) -> str | None:
@@ -145,11 +129,6 @@ def _load_splits(path: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"dataset.path={path} must have the splits train and validation: save a DatasetDict with both"
         )
-    _check_columns(path, splits)
-    return dict(splits)
-
-
-def _check_columns(path: str, splits: Mapping[str, Any]) -> None:
     columns = set(splits["train"].column_names) & set(splits["validation"].column_names)
     missing = {"id", "question", "context", "answers"} - columns
     if missing:
@@ -157,6 +136,7 @@ def _check_columns(path: str, splits: Mapping[str, Any]) -> None:
             f"dataset.path={path} lacks the columns {', '.join(sorted(missing))} of SQuAD: use a data set with "
             "id, question, context and answers"
         )
+    return dict(splits)
 
 
 def _load_error(path: str, local: Path, error: Exception) -> str:
@@ -186,17 +166,6 @@ def _from_rows(rows: Any) -> list[Example]:
     return examples
 
 
-def _check_positions(examples: Sequence[Example], name: str, source: str) -> None:
-    """Raise ConfigError if an answer is not at its position in the context, because then the file is damaged."""
-    wrong = [example for example in examples if example.misplaced is not None]
-    if wrong:
-        first = wrong[0]
-        raise ConfigError(
-            f"{source}: {len(wrong)} of {len(examples)} {name} have a wrong {START}. The first is question {first.id}: "
-            f"{first.misplaced}. Correct the positions, or remove all {START} from the data"
-        )
-
-
 def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Sequence[Example]:
     """Return the first examples of a split, as many as its size in ``dataset``, with checked positions."""
     count, size, name = len(examples), getattr(dataset, f"{key}_size"), f"{SPLITS[key]} examples"
@@ -208,21 +177,20 @@ def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Se
             f"dataset.{key}_size={size} is more than the {count} {name} of the data: "
             f"set at most {count}, or null for all"
         )
-    _check_positions(examples[:size], name, source)
-    return examples[:size]
+    selected = examples[:size]
+    wrong = [example for example in selected if example.misplaced is not None]
+    if wrong:  # The file is damaged.
+        raise ConfigError(
+            f"{source}: {len(wrong)} of {len(selected)} {name} have a wrong {START}. The first is question "
+            f"{wrong[0].id}: {wrong[0].misplaced}. Correct the positions, or remove all {START} from the data"
+        )
+    return selected
 
 
 def _tokenize_split(
     key: str, examples: Sequence[Example], dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
 ) -> tuple[QASamples, TokenizationCounts]:
-    """Tokenize the selected examples of a split.
-
-    Returns:
-        The samples, and the numbers of examples that were cut or left out.
-
-    Raises:
-        ConfigError: the split has fewer examples than requested, or none is usable.
-    """
+    """Return the tokenized samples of a split, and the numbers of examples that were cut or left out."""
     selected = _select(key, examples, dataset)
     samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=key == "eval")
     if not len(samples):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -30,11 +30,7 @@ TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a truth v
 
 
 def load_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not JSON. The message starts with the path.
-    """
+    """Return the content of a JSON file. Raise ConfigError, which starts with the path, if it is none."""
     try:
         with path.open(encoding="utf-8") as file:
             return json.load(file)
@@ -57,7 +53,14 @@ def find_format_error(content: Any) -> str | None:
             for in_article, paragraph in _entries(article, "paragraphs", in_data):
                 _member(paragraph, "context", str, in_article)
                 for where, question in _entries(paragraph, "qas", in_article):
-                    _check_question(question, where)
+                    _member(question, "id", object, where)
+                    _member(question, "question", str, where)
+                    for place, answer in _entries(question, "answers", where):
+                        _member(answer, "text", str, place)
+                        # It would be ignored otherwise.
+                        near = [] if START in answer else get_close_matches(START, answer, n=1, cutoff=MISSPELLED)
+                        if near:
+                            raise _FormatError(f"{place} has the key {near[0]!r}, which is probably {START!r}")
     except _FormatError as error:
         return str(error)
     return None
@@ -78,61 +81,22 @@ def _find_error(path: str, _changed_at: int) -> str | None:
         return str(error)
     if reason := find_format_error(content):
         return format_error(path, reason)
-    questions = list(_questions(content))
+    paragraphs = [paragraph for article in content["data"] for paragraph in article["paragraphs"]]
+    questions = [question for paragraph in paragraphs for question in paragraph["qas"]]
     if not questions:
         return no_examples(path, "examples")
-    return None if any(map(_has_answer, questions)) else no_answers(path)
-
-
-def _questions(content: Any) -> Iterator[Any]:
-    """Yield the questions of a file in the format."""
-    for article in content["data"]:
-        for paragraph in article["paragraphs"]:
-            yield from paragraph["qas"]
-
-
-def _has_answer(question: Any) -> bool:
-    """Return whether an answer of a question has more than spaces."""
-    return any(answer["text"].strip() for answer in question["answers"])
+    if any(answer["text"].strip() for question in questions for answer in question["answers"]):
+        return None
+    return f"{path} has no question with an answer: use data with at least one answer"
 
 
 def no_examples(source: str, examples: str) -> str:
-    """Return the error of data without a question.
-
-    Args:
-        source: the file, or another source.
-        examples: what it lacks, as in ``training examples``.
-    """
+    """Return the error of data without a question."""
     return f"{source} has no {examples}: use data with at least one question"
-
-
-def no_answers(source: str) -> str:
-    """Return the error of a file whose questions have no answers, as those of SQuAD v2.0 that are impossible."""
-    return f"{source} has no question with an answer: use data with at least one answer"
 
 
 class _FormatError(ValueError):
     """A part of a file that SQuAD v1.1 does not have."""
-
-
-def _check_question(question: Any, where: str) -> None:
-    """Check the keys of a question.
-
-    Raises:
-        _FormatError: a key is missing, or has another type.
-    """
-    _member(question, "id", object, where)
-    _member(question, "question", str, where)
-    for place, answer in _entries(question, "answers", where):
-        _member(answer, "text", str, place)
-        _check_optional(answer, START, place)
-
-
-def _check_optional(parent: Mapping[str, Any], key: str, where: str) -> None:
-    """Raise _FormatError if an optional key is misspelled. It would be ignored otherwise."""
-    near = [] if key in parent else get_close_matches(key, parent, n=1, cutoff=MISSPELLED)
-    if near:
-        raise _FormatError(f"{where} has the key {near[0]!r}, which is probably {key!r}")
 
 
 def _entries(parent: Any, key: str, where: str) -> Iterator[tuple[str, Any]]:
@@ -143,17 +107,7 @@ def _entries(parent: Any, key: str, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _member(parent: Any, key: str, kind: type, where: str) -> Any:
-    """Return the value of a key.
-
-    Args:
-        parent: the object that has the key.
-        key: the key.
-        kind: type of the value.
-        where: place of the parent in the file; empty: the whole file.
-
-    Raises:
-        _FormatError: the parent is no object, or has no such value.
-    """
+    """Return the value of a key. Raise _FormatError if the parent is no object, or has no such value."""
     if not isinstance(parent, dict):
         raise _FormatError(f"{where or 'the file'} is {_describe(parent)} and not an object")
     if key not in parent:

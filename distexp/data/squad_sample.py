@@ -17,7 +17,6 @@ from distexp.system.cache_dir import build_once, cache_dir
 
 FORMAT = "squad-sample-v1"
 PARAGRAPHS = 8
-"""Paragraphs of a full article."""
 
 VILLAGES = ("Almere", "Birkeby", "Corvane", "Dunmore", "Elstow", "Farholt", "Grenna", "Hexley")
 NAMES = ("Ada", "Bruno", "Clara", "Dario", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Lena")
@@ -31,11 +30,8 @@ NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """Load generated questions with ``squad.load``.
 
-    The files are generated on first use: 512 training and 128 evaluation questions, or more if
-    ``dataset.train_size`` or ``dataset.eval_size`` is larger.
-
-    Raises:
-        ConfigError: a path is set.
+    The files are generated on first use: 512 training and 128 evaluation questions, or more if ``dataset.train_size``
+    or ``dataset.eval_size`` is larger. Raise ConfigError if a path is set.
     """
     for key in ("path", "train_path", "eval_path"):
         if getattr(dataset, key) is not None:
@@ -49,12 +45,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 
 
 def sample_file(split: str, questions: int) -> Path:
-    """Return the file of a split from the cache, and generate it on first use.
-
-    Args:
-        split: ``train`` or ``dev``.
-        questions: number of questions. A larger file starts with the questions of a smaller one.
-    """
+    """Return the file of a split, generated on first use. A larger file starts with the questions of a smaller one."""
     path = cache_dir() / f"{FORMAT}-{split}-{questions}.json"
     return build_once(path, partial(_write, split=split, questions=questions))
 

@@ -38,10 +38,7 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class RandomImages:
-    """Random images of shape (3, size, size) with random classes.
-
-    They are generated on access.
-    """
+    """Random images of shape (3, size, size) with random classes, generated on access."""
 
     samples: int
     size: int
@@ -59,42 +56,22 @@ class RandomImages:
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Return random samples for the task of the model.
+    """Return random samples for the task of the model. Raise ConfigError if a size that the task needs is null.
 
-    A sample depends on ``seed`` and its index only.
-
-    Args:
-        dataset: train_size and eval_size; max_length (tokens), or image_size (pixels) and num_classes.
-        model: task, and vocab_size of a causal LM.
-        seed: seed of the training set; the evaluation set uses ``seed + 1``.
-
-    Raises:
-        ConfigError: a size that the task needs is null.
+    A sample depends on ``seed`` and its index only. The evaluation set uses ``seed + 1``.
     """
     train_size = _require("dataset.train_size", dataset.train_size)
     eval_size = _require("dataset.eval_size", dataset.eval_size)
     if model.task == "causal_lm":
-        return _make_token_data(train_size, eval_size, dataset, model, seed)
-    return _make_image_data(train_size, eval_size, dataset, model, seed)
-
-
-def _make_token_data(
-    train_size: int, eval_size: int, dataset: DatasetConfig, model: ModelConfig, seed: int
-) -> TaskData:
-    vocab_size = _require("model.vocab_size", model.vocab_size)
-    length = sequence_length(dataset, model)
-    return TaskData(
-        task=model.task,
-        train=RandomTokens(train_size, length, vocab_size, seed),
-        evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
-        collate=TextCollate(pad_id=0, length=length),
-        num_classes=vocab_size,
-    )
-
-
-def _make_image_data(
-    train_size: int, eval_size: int, dataset: DatasetConfig, model: ModelConfig, seed: int
-) -> TaskData:
+        vocab_size = _require("model.vocab_size", model.vocab_size)
+        length = sequence_length(dataset, model)
+        return TaskData(
+            task=model.task,
+            train=RandomTokens(train_size, length, vocab_size, seed),
+            evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
+            collate=TextCollate(pad_id=0, length=length),
+            num_classes=vocab_size,
+        )
     classes = _require("dataset.num_classes", dataset.num_classes)
     size = _require("dataset.image_size", dataset.image_size)
     return TaskData(

@@ -26,16 +26,11 @@ class TokenSamples:
 
     A sample is ``input_ids`` and ``labels`` of shape (length,); the labels of the prompt are IGNORE. All
     sequences are in one array. It may be a memory-mapped file, which the workers of a node share.
-
-    Attributes:
-        tokens: all sequences, shape (total tokens,).
-        ends: one past the last token of each sequence, shape (samples,).
-        prompt_lengths: tokens of each prompt, shape (samples,).
     """
 
-    tokens: NDArray[np.int32]
-    ends: NDArray[np.int64]
-    prompt_lengths: NDArray[np.int32]
+    tokens: NDArray[np.int32]  # all sequences, shape (total tokens,)
+    ends: NDArray[np.int64]  # one past the last token of each sequence, shape (samples,)
+    prompt_lengths: NDArray[np.int32]  # tokens of each prompt, shape (samples,)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -56,10 +51,7 @@ class TokenSamples:
 
 
 def sample_lengths(samples: Samples) -> NDArray[np.int64]:
-    """Return the tokens of each sample, shape (samples,).
-
-    Samples without an attribute ``lengths`` are read.
-    """
+    """Return the tokens of each sample, shape (samples,). Samples without an attribute ``lengths`` are read."""
     lengths = getattr(samples, "lengths", None)
     if lengths is None:
         lengths = [len(samples[index]["input_ids"]) for index in range(len(samples))]
@@ -72,18 +64,12 @@ class TextCollate:
 
     A causal LM predicts ``labels[:, 1:]``, so the first label of a sequence is never a target. Packed rows keep their
     positions, and have no attention mask: their padding counts as another sample.
-
-    Attributes:
-        pad_id: token id of the padding.
-        length: tokens of every batch; None: the longest sequence of each batch.
-        multiple: without ``length``, batches are padded to a multiple of it.
-        limit: without ``length``, most tokens of a batch.
     """
 
-    pad_id: int
-    length: int | None
-    multiple: int = 1
-    limit: int | None = None
+    pad_id: int  # token id of the padding
+    length: int | None  # tokens of every batch; None: the longest sequence of each batch
+    multiple: int = 1  # without ``length``, batches are padded to a multiple of it
+    limit: int | None = None  # without ``length``, most tokens of a batch
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Pad and stack samples; labels have shape (batch, length)."""
@@ -92,7 +78,7 @@ class TextCollate:
             return self._collate_rows(samples, length)
         input_ids = self._input_ids(samples, length)
         labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
-        mask = _mask([len(sample["input_ids"]) for sample in samples], length)
+        mask = np.arange(length) < np.asarray([len(sample["input_ids"]) for sample in samples])[:, np.newaxis]
         is_target = labels[:, 1:] != IGNORE
         has_target = is_target.any(axis=1)
         lengths = mask.sum(axis=1)[has_target]
@@ -145,15 +131,12 @@ class RightPadding:
     collate: Callable[[Sequence[Sample]], Batch]
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        """Collate samples.
-
-        Raises:
-            ConfigError: a row has padding before a token.
-        """
+        """Collate samples. Raise ConfigError if a row has padding before a token."""
         batch = self.collate(samples)
         check_returned(batch, Batch, COLLATE)
         mask = batch.inputs.get("attention_mask")
-        if mask is not None and _pads_before_tokens(mask):
+        mask = mask.float() if mask is not None and mask.dtype == torch.bfloat16 else mask  # NumPy has no bf16.
+        if mask is not None and (mask.numpy()[:, 1:] > mask.numpy()[:, :-1]).any():
             raise ConfigError(
                 "the dataset pads on the left, but model.attention=sdpa and flex expect padding on the right: change "
                 "its collate, or use model.attention=auto"
@@ -161,17 +144,8 @@ class RightPadding:
         return batch
 
 
-def _pads_before_tokens(mask: Tensor) -> bool:
-    values = (mask.float() if mask.dtype == torch.bfloat16 else mask).numpy()  # NumPy has no bf16.
-    return bool((values[:, 1:] > values[:, :-1]).any())
-
-
 def check_text_collate(data: TaskData, key: str) -> TextCollate:
-    """Return the collate function of the data.
-
-    Raises:
-        ConfigError: it is not a TextCollate, which ``dataset.packing`` and ``dataset.bucketing`` need.
-    """
+    """Return the collate function of the data. Raise ConfigError if it is not a TextCollate."""
     if not isinstance(data.collate, TextCollate):
         raise ConfigError(
             f"dataset.{key}=true needs data whose collate is a distexp.data.text.TextCollate, but it is "
@@ -181,12 +155,7 @@ def check_text_collate(data: TaskData, key: str) -> TextCollate:
 
 
 def pad_to_batch(data: TaskData, limit: int) -> TaskData:
-    """Return a copy of ``data`` whose batches are padded to the longest sample, and to a multiple of BUCKET_MULTIPLE.
-
-    Args:
-        data: data of a text task.
-        limit: most tokens of a batch.
-    """
+    """Return a copy of ``data`` with batches padded to the longest sample, and to a multiple of BUCKET_MULTIPLE."""
     collate = check_text_collate(data, "bucketing")
     return replace(data, collate=replace(collate, length=None, multiple=BUCKET_MULTIPLE, limit=limit))
 
@@ -204,17 +173,8 @@ def _pad_and_stack(rows: Sequence[Tensor], length: int, value: int) -> NDArray[A
     return padded
 
 
-def _mask(lengths: Sequence[int], length: int) -> NDArray[np.bool_]:
-    """Return which positions are no padding, shape (rows, length)."""
-    return np.arange(length) < np.asarray(lengths)[:, np.newaxis]
-
-
 def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
-    """Return ``dataset.max_length``, or ``model.seq_length`` if it is null.
-
-    Raises:
-        ConfigError: both are null, or the length exceeds the positions of the model.
-    """
+    """Return ``dataset.max_length``, or ``model.seq_length`` if it is null. Raise ConfigError if it does not fit."""
     length = dataset.max_length or model.seq_length
     if length is None:
         raise ConfigError("dataset.max_length is null, but text data needs a maximum length: set it, in tokens")
@@ -223,10 +183,8 @@ def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
     return length
 
 
-# Packing: several samples in one row.
-#
-# Rows are the same for any number of workers. Each row has the positions of its samples, by which the model keeps
-# them apart. The rows of all epochs are the same; their order changes.
+# Packing: several samples in one row. Rows are the same for any number of workers. Each row has the positions of its
+# samples, by which the model keeps them apart. The rows of all epochs are the same; their order changes.
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,14 +193,10 @@ class PackedSamples:
 
     A row is ``input_ids``, ``labels`` and ``position_ids`` of shape (length,). The first label of each sample is
     IGNORE, because the sample before it must not predict it.
-
-    Attributes:
-        samples: the samples.
-        rows: indices of the samples in each row.
     """
 
     samples: Samples
-    rows: Sequence[Sequence[int]]
+    rows: Sequence[Sequence[int]]  # indices of the samples in each row
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -275,16 +229,7 @@ class PackedSamples:
 
 
 def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
-    """Return a copy of ``data`` with packed training samples and a note about them.
-
-    Args:
-        data: data of a text task.
-        length: most tokens of a row.
-        seed: seed of the order of samples of the same length.
-
-    Raises:
-        ConfigError: the collate function of the data cannot pad rows, or a sample is longer than a row.
-    """
+    """Return a copy of ``data`` with packed training samples and a note. Raise ConfigError if they do not fit."""
     check_text_collate(data, "packing")
     lengths = sample_lengths(data.train)
     if (longest := int(lengths.max())) > length:
@@ -299,17 +244,10 @@ def pack_training_set(data: TaskData, length: int, seed: int) -> TaskData:
 
 
 def assign_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
-    """Assign samples to rows: the longest first, each to the fullest row that has room.
+    """Assign samples to rows, the longest first, each to the fullest row with room; return their indices by row.
 
-    This is best-fit decreasing bin packing (Johnson, *Near-Optimal Bin Packing Algorithms*, MIT 1973).
-
-    Args:
-        lengths: tokens of each sample, at most ``capacity``.
-        capacity: most tokens of a row.
-        seed: seed of the order of samples of the same length.
-
-    Returns:
-        Indices of the samples in each row.
+    This is best-fit decreasing bin packing (Johnson, *Near-Optimal Bin Packing Algorithms*, MIT 1973). ``seed`` orders
+    samples of the same length.
     """
     shuffled = np.random.default_rng(seed).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]

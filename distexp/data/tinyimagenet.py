@@ -15,7 +15,6 @@ from distexp.data.base import TaskData
 from distexp.data.images import FORMATS, ImageFiles, collate_images, decode_image
 
 LabeledFiles = list[tuple[str, int]]
-"""Paths relative to the root, with their class."""
 
 ORDER_SEED = 0
 """Seed of the order of files: a subset is the same for every train.seed."""
@@ -24,14 +23,9 @@ ORDER_SEED = 0
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """Load images for classification; a class is its index in the sorted wnids.txt.
 
-    Args:
-        dataset: root; train_size and eval_size, the number of images to take from a fixed shuffled order,
-            because the files are sorted by class; image_size in pixels, null for the size of the first image.
-        model: unused, because all image models have the same inputs.
-        seed: seed of the augmentation of training images.
-
-    Raises:
-        ConfigError: the folder is missing, has another layout, or has fewer images than requested.
+    The sizes of the sets count from a fixed shuffled order, because the files are sorted by class. A null image_size is
+    that of the first image. ``seed`` is for the augmentation. Raise ConfigError if the folder has not what is
+    requested.
     """
     if dataset.root is None:
         raise ConfigError(

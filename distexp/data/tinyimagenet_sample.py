@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
@@ -37,30 +36,20 @@ COLORS = {"red": (220, 60, 50), "blue": (50, 90, 220)}
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """Load generated images with ``tinyimagenet.load``.
 
-    The images are generated on first use: 400 for training and 100 for evaluation, or more if
-    ``dataset.train_size`` or ``dataset.eval_size`` is larger.
-
-    Raises:
-        ConfigError: ``dataset.root`` is set.
+    The images are generated on first use: 400 for training and 100 for evaluation, or more if ``dataset.train_size`` or
+    ``dataset.eval_size`` is larger. Raise ConfigError if ``dataset.root`` is set.
     """
     if dataset.root is not None:
         raise ConfigError(
             f"dataset.root={dataset.root} has no effect with dataset={dataset.name}, because its images are "
             "generated: remove dataset.root, or use dataset=tinyimagenet"
         )
-    root = sample_folder(
-        max(TINYIMAGENET_SAMPLE_TRAIN, dataset.train_size or 0), max(TINYIMAGENET_SAMPLE_EVAL, dataset.eval_size or 0)
-    )
-    return tinyimagenet.load(replace(dataset, root=str(root)), model, seed)
-
-
-def sample_folder(train: int, val: int) -> Path:
-    """Return a folder with at least ``train`` and ``val`` images.
-
-    It is generated on first use and cached.
-    """
+    # It is generated on first use and cached.
+    train = max(TINYIMAGENET_SAMPLE_TRAIN, dataset.train_size or 0)
+    val = max(TINYIMAGENET_SAMPLE_EVAL, dataset.eval_size or 0)
     path = cache_dir() / f"{FORMAT}-{train}-{val}"
-    return build_once(path, partial(write_images, train=train, val=val))
+    root = build_once(path, partial(write_images, train=train, val=val))
+    return tinyimagenet.load(replace(dataset, root=str(root)), model, seed)
 
 
 def write_images(root: Path, *, train: int, val: int) -> None:
@@ -109,12 +98,8 @@ def _draw(label: int, split: int, number: int) -> Image.Image:
     along = (columns * math.cos(turned) + rows * math.sin(turned)) * 2 * math.pi / period
     bright = 0.5 + 0.5 * np.sin(along + rng.uniform(0, 2 * math.pi))
     pixels = bright[:, :, None] * np.array(COLORS[color]) + rng.normal(0, NOISE_STD, (SIZE, SIZE, 3))
-    image = Image.fromarray(_to_uint8(pixels))
+    image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
     return image.convert("L") if number % GRAYSCALE_PERIOD == GRAYSCALE_PERIOD // 2 else image
-
-
-def _to_uint8(pixels: NDArray[np.float64]) -> NDArray[np.uint8]:
-    return np.clip(pixels, 0, 255).astype(np.uint8)
 
 
 def _bounding_box() -> str:

@@ -35,19 +35,13 @@ TokenIds = NDArray[np.int32]
 
 
 class Tokenizer(Protocol):
-    """Interface of tokenizers for data sets and evaluation.
+    """Interface of tokenizers for data sets and evaluation."""
 
-    Attributes:
-        name: ``byte(1024)``, or the name or path it was loaded from.
-        size: entries of the vocabulary.
-        fingerprint: hash of everything that the token ids depend on.
-    """
-
-    name: str
-    size: int
+    name: str  # ``byte(1024)``, or the name or path it was loaded from
+    size: int  # entries of the vocabulary
     eos_id: int
     pad_id: int
-    fingerprint: str
+    fingerprint: str  # hash of everything that the token ids depend on
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, shape (length,), without special tokens."""
@@ -142,17 +136,10 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
-    """Load or train the tokenizer of ``model.tokenizer``.
+    """Load or train the tokenizer of ``model.tokenizer``. Raise ConfigError if it does not exist or cannot be used.
 
-    Args:
-        model: its ``tokenizer`` is ``byte``, a hub id, a path, or ``auto``. With ``auto``, the tokenizer
-            comes from the same place as the weights or the architecture. A random model of distexp's own
-            architectures has no such place and gets a byte tokenizer. ``vocab_size`` limits a byte
-            tokenizer; null means 1024.
-        texts: training texts for a byte tokenizer; otherwise not consumed.
-
-    Raises:
-        ConfigError: the tokenizer does not exist or cannot be used.
+    For ``auto``, it comes from the same place as the weights or the architecture. A random model of distexp's own
+    architectures has no such place. It gets a byte tokenizer, trained on the texts, of at most ``vocab_size``.
     """
     if model.tokenizer is None:
         raise ConfigError("model.tokenizer is null, but text data needs one: set byte, auto, or a name or path")
@@ -165,11 +152,7 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def train_byte_tokenizer(texts: Iterable[str], max_size: int) -> ByteTokenizer:
-    """Train a byte-level BPE of at most ``max_size`` entries, or read it from the cache.
-
-    Raises:
-        ConfigError: ``max_size`` is below the number of bytes and special tokens.
-    """
+    """Train a byte-level BPE of at most ``max_size`` entries, or read it. Raise ConfigError if that is too small."""
     if max_size < MIN_VOCAB_SIZE:
         raise ConfigError(
             f"model.vocab_size={max_size} is too small for model.tokenizer=byte, which has all 256 bytes and "

@@ -55,30 +55,18 @@ def number_documents(position_ids: Tensor) -> Tensor:
 
 
 def causal_mask(length: int, device: torch.device, documents: Tensor | None) -> Tensor:
-    """Return a mask that is True if a query may attend to a key.
+    """Return a mask that is True if a query may attend to a key, shape (length, length).
 
-    Args:
-        length: positions of a row.
-        device: device of the mask.
-        documents: from ``number_documents``; None if each row is one document.
-
-    Returns:
-        Shape (length, length), or (batch, 1, length, length) with documents.
+    With several documents in a row, from ``number_documents``, it has the shape (batch, 1, length, length).
     """
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal if documents is None else causal & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
 def alibi_bias(slopes: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ALiBi with a causal mask, as the additive mask of SDPA.
+    """Return ALiBi with a causal mask as the additive mask of SDPA, shape (1 or batch, heads, length, length).
 
-    Args:
-        slopes: shape (heads,).
-        allowed: from ``causal_mask``.
-        dtype: type of the queries.
-
-    Returns:
-        Shape (1 or batch, heads, length, length).
+    The slopes have the shape (heads,), and ``allowed`` is a ``causal_mask``.
     """
     positions = torch.arange(allowed.shape[-1], device=allowed.device)
     distance = positions[None, :] - positions[:, None]
@@ -125,10 +113,7 @@ def _document_block_mask(documents: Tensor) -> BlockMask:
 def attend_flex(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, score: ScoreFunction | None = None
 ) -> Tensor:
-    """Return the output of flex attention, shape (batch, heads, length, head size).
-
-    Without compilation it would store all scores.
-    """
+    """Return the output of flex attention, compiled to save memory, shape (batch, heads, length, head size)."""
     # In a compiled model it is a part of the graph.
     compiled = None if torch.compiler.is_compiling() else compiled_flex_attention(query.device)
     function: Any = compiled or flex_attention

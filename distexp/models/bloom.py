@@ -27,22 +27,13 @@ from distexp.models.attention import (
 from distexp.models.hf import on_meta_device, read_config, read_weights
 
 PRELOAD = ("transformers.models.bloom.modeling_bloom",)
-"""Imported once for all workers of a node."""
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a BloomForCausalLM.
+    """Build a BloomForCausalLM. Raise ConfigError if a value is invalid, or the weights cannot be read.
 
-    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary).
-    On the meta device, no weights are read.
-
-    Args:
-        model: init; path of the weights if init=pretrained; hidden_size, num_layers, num_heads, dropout, attention;
-            vocab_size, where null means the size of the tokenizer or of the pretrained weights.
-        num_classes: entries of the tokenizer.
-
-    Raises:
-        ConfigError: a value is invalid for BLOOM, or the weights cannot be read.
+    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary). A null
+    vocab_size is that of the tokenizer or of the pretrained weights. On the meta device, no weights are read.
     """
     validate_model(model)
     from transformers.models.bloom import BloomForCausalLM
@@ -85,13 +76,6 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
             f"model.path={model.path} has a model of type {config.model_type}, but model={model.name} is a "
             f"BLOOM: use model=hf model.name={model.path}"
         )
-    _check_sizes(model, config)
-    resolve_vocab_size(replace(model, vocab_size=config.vocab_size), num_classes)
-    return config
-
-
-def _check_sizes(model: ModelConfig, config: Any) -> None:
-    """Raise ConfigError if a size in ``model`` differs from that of the weights."""
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -106,12 +90,13 @@ def _check_sizes(model: ModelConfig, config: Any) -> None:
     ]
     if errors:
         raise ConfigError(errors)
+    resolve_vocab_size(replace(model, vocab_size=config.vocab_size), num_classes)
+    return config
 
 
-# BLOOM with SDPA or flex attention.
-#
-# The BLOOM of transformers has only matrix products and a softmax in fp32, which store all attention weights. Its
-# GELU is an autograd function, which the compiler cannot fuse. Here it is torch's GELU with the same approximation.
+# BLOOM with SDPA or flex attention. The BLOOM of transformers has only matrix products and a softmax in fp32, which
+# store all attention weights. Its GELU is an autograd function, which the compiler cannot fuse. Here it is torch's GELU
+# with the same approximation.
 
 
 class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # transformers has no types
@@ -125,14 +110,7 @@ class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # tr
         attention_mask: Tensor | BlockMask,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Return the hidden states after attention, shape (batch, length, hidden).
-
-        Args:
-            hidden_states: shape (batch, length, hidden).
-            residual: is added to the result.
-            alibi: score function of flex attention; None for SDPA.
-            attention_mask: a BlockMask for flex attention, or the additive mask of SDPA.
-        """
+        """Return the hidden states after attention, shape (batch, length, hidden); ``alibi`` is for flex attention."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if isinstance(attention_mask, Tensor):
             dropout = self.attention_dropout.p if self.training else 0.0
@@ -146,24 +124,14 @@ class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # tr
 
 
 class BloomModel(modeling_bloom.BloomModel):  # type: ignore[misc]  # transformers has no types
-    """The blocks of BLOOM.
-
-    Attributes:
-        attention: sdpa or flex.
-    """
+    """The blocks of BLOOM."""
 
     attention: str
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Return the last hidden states, shape (batch, length, hidden).
-
-        Args:
-            input_ids: shape (batch, length).
-            attention_mask: not used, because padding is on the right.
-            position_ids: positions in the documents, shape (batch, length). None: each row is one document.
-        """
+        """Return the last hidden states, shape (batch, length, hidden). Right padding needs no attention mask."""
         hidden = self.word_embeddings_layernorm(self.word_embeddings(input_ids))
         documents = None if position_ids is None else number_documents(position_ids)
         length, device = input_ids.shape[1], input_ids.device
@@ -195,14 +163,7 @@ class BloomForCausalLM(modeling_bloom.BloomForCausalLM):  # type: ignore[misc]  
         position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
     ) -> CausalLMOutputWithCrossAttentions:
-        """Return ``.logits`` of shape (batch, length or kept, vocabulary).
-
-        Args:
-            input_ids: shape (batch, length).
-            attention_mask: not used, because padding is on the right.
-            position_ids: positions in the documents, shape (batch, length). None: each row is one document.
-            logits_to_keep: positions to compute logits for, shape (kept,). 0: all.
-        """
+        """Return ``.logits`` of shape (batch, length or kept, vocabulary); ``logits_to_keep`` 0 means all."""
         hidden = self.transformer(input_ids, position_ids=position_ids).last_hidden_state
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden[:, logits_to_keep]
@@ -210,12 +171,7 @@ class BloomForCausalLM(modeling_bloom.BloomForCausalLM):  # type: ignore[misc]  
 
 
 def use_attention(bloom: nn.Module, attention: str) -> None:
-    """Replace the attention and the GELU of a BLOOM of transformers in place; its weights stay.
-
-    Args:
-        bloom: a BloomForCausalLM.
-        attention: sdpa or flex.
-    """
+    """Replace the attention and the GELU of a BLOOM of transformers in place; its weights stay."""
     transformer: Any = bloom.transformer
     bloom.__class__, transformer.__class__ = BloomForCausalLM, BloomModel
     transformer.attention = attention

@@ -16,23 +16,13 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 
-TensorOwner = tuple[nn.Module, str]
-"""A module, and the attribute that has the tensor."""
-
 
 class Blueprint:
     """A model on the meta device whose modules can be materialized one at a time.
 
-    Attributes:
-        model: the model; its parameters and buffers are on the meta device until they are materialized.
-
-    Args:
-        build: builds the model on torch's default device.
-        context: rank and device of this worker.
-        broadcast: send rank 0's weights to the other ranks. If False, every rank builds the whole model
-            in its CPU memory.
-        weights_key: what random weights depend on, except names, shapes and random numbers. Runs with a common start-up
-            make weights with the same key only once. None: each run makes them.
+    Rank 0 sends its weights to the others. Without ``broadcast``, every rank builds the whole model in its CPU memory.
+    ``weights_key`` is what random weights depend on, except names, shapes and random numbers. Runs with a common start-
+    up make weights with the same key only once. None: each run makes them.
     """
 
     def __init__(
@@ -50,7 +40,8 @@ class Blueprint:
         self._weights_key = weights_key and f"{weights_key} {_shapes(self.model)}"
         self._weights = self._initial_weights(build)
         self._names = {id(tensor): name for name, tensor in _named_tensors(self.model)}
-        self._owners: dict[int, list[TensorOwner]] = defaultdict(list)  # tied weights have several owners
+        # Modules and attributes that have a tensor; tied weights have several.
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in self.model.modules():
             for attribute, tensor in _direct_tensors(module):
                 self._owners[id(tensor)].append((module, attribute))
@@ -75,11 +66,9 @@ class Blueprint:
                     self._replace(tensor)
 
     def get_tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return a whole parameter or buffer on this worker's device; a collective.
+        """Return a whole parameter or buffer on this worker's device, with shape and type of ``like``; a collective.
 
-        Args:
-            name: name in ``named_parameters`` or ``named_buffers``; the first one of a tied weight.
-            like: tensor with the same shape and type; may be on the meta device.
+        A tied weight has the first of its names.
         """
         device = self._context.device
         if name in self._weights:

@@ -31,12 +31,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, hidden: Tensor, mask: Mask) -> Tensor:
-        """Return the attention output, shape (batch, length, hidden).
-
-        Args:
-            hidden: shape (batch, length, hidden).
-            mask: of shape (batch, 1, length, length) if it is a tensor.
-        """
+        """Return the attention output, shape (batch, length, hidden); a tensor mask has (batch, 1, length, length)."""
         samples, length, width = hidden.shape
         shape = (samples, length, self.heads, width // self.heads)
         query, key, value = (
@@ -89,19 +84,9 @@ class GPT(nn.Module):
     """A causal language model that returns the logits of each next token.
 
     The architecture is that of GPT-2 (Radford et al., Language Models are Unsupervised Multitask Learners, 2019), with
-    an exact GELU.
-
-    Args:
-        vocab: entries of the vocabulary.
-        hidden: size of the hidden states.
-        layers: number of blocks.
-        heads: attention heads of a block.
-        inner: hidden size of the MLP.
-        length: most tokens of a sequence.
-        dropout: dropout rate of embeddings, attention weights and residual branches.
-        tie: whether the output head has the weight of the token embedding.
-        attention: auto: SDPA with a mask, which allows padding on the left. sdpa: SDPA without a mask, unless rows
-            have several documents. flex: flex attention.
+    an exact GELU. Attention ``auto`` is SDPA with a mask, which allows padding on the left; ``sdpa`` has no mask,
+    unless rows have several documents; ``flex`` is flex attention. With ``tie``, the head has the weight of the
+    embedding.
     """
 
     def __init__(
@@ -145,18 +130,11 @@ class GPT(nn.Module):
         position_ids: Tensor | None = None,
         logits_to_keep: Tensor | None = None,
     ) -> Tensor:
-        """Return logits of shape (batch, length or kept, vocabulary).
+        """Return logits of shape (batch, length or kept, vocabulary). Raise ValueError if the sequence is too long.
 
-        Args:
-            input_ids: shape (batch, length); at most seq_length tokens.
-            attention_mask: shape (batch, length); 0 for padding, which may be on either side with attention=auto, and
-                only on the right otherwise. None: no padding.
-            position_ids: positions in the documents, shape (batch, length), each from 0; then the attention mask is
-                not used. None: each row is one document.
-            logits_to_keep: positions to compute logits for, shape (kept,). None: all.
-
-        Raises:
-            ValueError: the sequence is longer than the model's positions.
+        The attention mask is 0 for padding, which may be on either side with attention=auto, and only on the right
+        otherwise. It is not used with ``position_ids``, which start at 0 in each document. ``logits_to_keep`` has the
+        positions to compute logits for, shape (kept,).
         """
         self._check_length(input_ids.shape[1])
         if attention_mask is None:
@@ -242,16 +220,7 @@ def _rename_for_gpt2(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a GPT.
-
-    Args:
-        model: hidden_size, num_layers, num_heads, ff_dim, seq_length, tie_embeddings, dropout; vocab_size,
-            where null means the size of the tokenizer.
-        num_classes: entries of the tokenizer.
-
-    Raises:
-        ConfigError: a value is invalid for this architecture.
-    """
+    """Build a GPT. A null vocab_size is the size of the tokenizer. Raise ConfigError if a value is invalid."""
     validate_model(model)
     sizes = {
         "hidden": model.hidden_size,

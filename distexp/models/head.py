@@ -30,19 +30,12 @@ CONSTANT = 4096.5
 
 @dataclass
 class HeadRequest:
-    """What the forward pass of a model requests from its head.
+    """What the forward pass of a model requests from its head."""
 
-    Attributes:
-        shape: batch and length of the inputs.
-        positions: tokens to select, as indices into batch x length; None: all.
-        labels: labels of the selected tokens, shape (batch, length); None: return logits.
-        counts: ``calls`` of the head in this forward pass. It is a dict, because dynamo of torch 2.13 loses changes of
-            attributes after flex attention.
-    """
-
-    shape: tuple[int, ...] = ()
-    positions: Tensor | None = None
-    labels: Tensor | None = None
+    shape: tuple[int, ...] = ()  # batch and length of the inputs
+    positions: Tensor | None = None  # tokens to select, as indices into batch x length; None: all
+    labels: Tensor | None = None  # labels of the selected tokens, shape (batch, length); None: return logits
+    # Calls of the head. It is a dict, because dynamo of torch 2.13 loses changes of attributes after flex attention.
     counts: dict[str, int] = field(default_factory=lambda: {"calls": 0})
 
     @property
@@ -52,14 +45,7 @@ class HeadRequest:
 
 
 class HeadForward:
-    """The ``forward`` of an output head that selects tokens and can compute the loss.
-
-    Attributes:
-        logits: ``targets`` or ``all``.
-        chunk_tokens: tokens of a chunk of the loss; None: the loss is computed from logits.
-        settings: the settings that need this class, for messages.
-        hint: what to type if the model does not support them.
-    """
+    """The ``forward`` of an output head that selects tokens and can compute the loss, in chunks without logits."""
 
     def __init__(self, head: nn.Module, train: TrainConfig) -> None:
         self.head, self.plain_forward = head, head.forward
@@ -98,11 +84,7 @@ class HeadForward:
 
 
 def adapt_head(model: nn.Module, train: TrainConfig) -> None:
-    """Extend the head of a model, if ``train.logits`` or ``train.loss`` requests it.
-
-    Raises:
-        ConfigError: the model does not return its head, or a chunked loss needs a linear one.
-    """
+    """Extend the head of a model, if the options request it. Raise ConfigError if the model does not support that."""
     if train.logits != "targets" and train.loss != "chunked":
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -19,29 +19,13 @@ from distexp.system.files import replace_atomically
 from distexp.system.restricted_loading import refused_as_config_error
 
 PRELOAD = ("transformers",)
-"""Imported once for all workers of a node."""
-
-IMPLEMENTATIONS = {"flex": "flex_attention", "flash": "flash_attention_2"}
-"""Names in transformers of the values of ``model.attention``, if they differ."""
-
-ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-"""Names of the dropout of the attention weights in configurations of transformers."""
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a causal LM.
+    """Build a causal LM. Raise ConfigError if it does not exist, is none, or has fewer embeddings than the tokenizer.
 
-    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary).
-    On the meta device, no weights are read.
-
-    Args:
-        model: name, a hub id or a folder; init, pretrained or random; dropout, where null means the
-            architecture's default; attention.
-        num_classes: entries of the tokenizer.
-
-    Raises:
-        ConfigError: the model does not exist, is not a causal LM, or has fewer embeddings than the
-            tokenizer has entries.
+    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary). A null
+    dropout is that of the architecture. On the meta device, no weights are read.
     """
     validate_model(model)
     from transformers import AutoModelForCausalLM
@@ -54,7 +38,8 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         built = read_weights(AutoModelForCausalLM, "model.name", model.name, config)
     else:
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    if _is_bidirectional(built):
+    is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
+    if is_causal and not any(is_causal):  # an encoder with a language model head
         raise ConfigError(_not_causal_message(model, config))
     if replaces_attention:
         from distexp.models.bloom import use_attention
@@ -77,22 +62,33 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
             f"model.name={model.name}: use a smaller tokenizer, or model.tokenizer=auto for the model's own"
         )
     config.use_cache = False  # training never uses cached keys and values, which take memory
-    if model.dropout is not None:
-        _set_dropout(config, model)
+    if model.dropout is not None:  # one rate for embeddings, attention and residuals, whose names differ
+        text = config.get_text_config()
+        rates = [name for name, value in text.to_dict().items() if name.endswith(DROPOUT_ENDINGS) and _is_number(value)]
+        if not rates and model.dropout:
+            wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
+            raise ConfigError(
+                f"model.dropout={model.dropout:g} is not supported: the configuration of model.name={model.name} "
+                f"({config.model_type}) has no dropout rate ({wanted}): leave model.dropout out"
+            )
+        for name in rates:
+            setattr(text, name, model.dropout)
     return config
 
 
 def _set_attention(config: Any, model: ModelConfig) -> None:
-    """Set the implementation of the attention, after a model without weights was built with it.
-
-    Raises:
-        ConfigError: the architecture or the machine does not support it.
-    """
+    """Set the implementation of the attention, after a model was built with it. Raise ConfigError if that fails."""
     from transformers import AutoModelForCausalLM
 
     if model.attention == "flex":
-        _check_no_attention_dropout(config, model)
-    implementation = IMPLEMENTATIONS.get(model.attention, model.attention)
+        text = config.get_text_config()
+        for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
+            if value := getattr(text, name, 0):
+                raise ConfigError(
+                    f"model.attention=flex has no dropout, but {name}={value} in model.name={model.name}: set "
+                    "model.dropout=0, or use model.attention=sdpa"
+                )
+    implementation = {"flex": "flex_attention", "flash": "flash_attention_2"}.get(model.attention, model.attention)
     try:
         config._attn_implementation = implementation
         with torch.device("meta"):
@@ -105,44 +101,8 @@ def _set_attention(config: Any, model: ModelConfig) -> None:
         ) from error
 
 
-def _check_no_attention_dropout(config: Any, model: ModelConfig) -> None:
-    text = config.get_text_config()
-    for name in ATTENTION_DROPOUTS:
-        if value := getattr(text, name, 0):
-            raise ConfigError(
-                f"model.attention=flex has no dropout, but {name}={value} in model.name={model.name}: set "
-                "model.dropout=0, or use model.attention=sdpa"
-            )
-
-
-def _set_dropout(config: Any, model: ModelConfig) -> None:
-    """Set one dropout rate for embeddings, attention and residuals.
-
-    The names of these settings differ between architectures.
-    """
-    text = config.get_text_config()
-    rates = [name for name, value in text.to_dict().items() if name.endswith(DROPOUT_ENDINGS) and _is_number(value)]
-    if not rates and model.dropout:
-        wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
-        raise ConfigError(
-            f"model.dropout={model.dropout:g} is not supported: the configuration of model.name={model.name} "
-            f"({config.model_type}) has no dropout rate ({wanted}): leave model.dropout out"
-        )
-    for name in rates:
-        setattr(text, name, model.dropout)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_bidirectional(built: nn.Module) -> bool:
-    """Return whether all attention modules are declared as not causal.
-
-    This is the case for an encoder with a language model head.
-    """
-    is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
-    return bool(is_causal) and not any(is_causal)
 
 
 def _not_causal_message(model: ModelConfig, config: Any) -> str:
@@ -156,14 +116,9 @@ def _not_causal_message(model: ModelConfig, config: Any) -> str:
 
 
 def read_config(key: str, source: str) -> Any:
-    """Read the configuration of a model.
+    """Read the configuration of a model from a hub id, or from a folder written by ``save_pretrained``.
 
-    Args:
-        key: key that has the source, for messages: model.name or model.path.
-        source: a hub id, or a folder written by ``save_pretrained``.
-
-    Raises:
-        ConfigError: there is no configuration, or transformers does not support it.
+    Raise ConfigError, which names the key of the source, if there is none, or transformers does not support it.
     """
     from transformers import AutoConfig
 
@@ -175,16 +130,9 @@ def read_config(key: str, source: str) -> Any:
 
 
 def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Module:
-    """Build a model with pretrained weights, in fp32 and in training mode.
+    """Build a model with pretrained weights and a configuration of ``read_config``, in fp32 and in training mode.
 
-    Args:
-        model_class: class with a method ``from_pretrained``.
-        key: key that has the source, for messages.
-        source: a hub id, or a folder written by ``save_pretrained``.
-        config: configuration of the model, from ``read_config``.
-
-    Raises:
-        ConfigError: weights are missing or damaged, have other shapes, or contain code.
+    Raise ConfigError if weights are missing or damaged, have other shapes, or contain code.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -255,16 +203,13 @@ def save_model(
 ) -> None:
     """Collect the weights on rank 0, and write them to ``run_dir/model``.
 
-    This is a collective. The weights are in rank 0's CPU memory until they are written.
-
-    Args:
-        weights: whole parameters and buffers by name, one at a time. Every rank must consume all of them.
-        build: builds the model; called on the meta device.
-        data: data of the task; its tokenizer is written with the weights.
-        run_dir: directory of the run.
-        rank: rank of this worker.
+    This is a collective: every rank must consume all ``weights``, which are whole parameters and buffers by name. They
+    are in rank 0's CPU memory until they are written. ``build`` is called on the meta device.
     """
-    state = _collect(weights, rank)
+    state: StateDict = {}
+    for name, tensor in weights:  # The other ranks only take part in gathering them.
+        if rank == 0:
+            state[name] = tensor.detach().cpu()
     if rank != 0:
         return
     from transformers.utils import logging
@@ -279,15 +224,6 @@ def save_model(
         model.save_pretrained(folder, state_dict=state)
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
-
-
-def _collect(weights: Iterator[tuple[str, Tensor]], rank: int) -> StateDict:
-    """Return the weights in CPU memory on rank 0; the other ranks only take part in gathering them."""
-    state: StateDict = {}
-    for name, tensor in weights:
-        if rank == 0:
-            state[name] = tensor.detach().cpu()
-    return state
 
 
 def _set_generation_config(model: Any, data: TaskData) -> None:

@@ -38,11 +38,7 @@ def has_tied_embeddings(model: nn.Module) -> bool:
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Return the maximum sequence length in tokens; None if unlimited (ALiBi).
-
-    Args:
-        model: distexp's GPT or a model of transformers. It may be wrapped, with the model as ``module``.
-    """
+    """Return the maximum sequence length in tokens; None if unlimited (ALiBi)."""
     bare = getattr(model, "module", model)
     positions = getattr(bare, "positions", None)
     if isinstance(positions, nn.Embedding):
@@ -52,11 +48,7 @@ def max_positions(model: nn.Module) -> int | None:
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """Return the number of learned positions, which no sequence can exceed; None if the model has none.
-
-    Args:
-        model: distexp's GPT or a model of transformers.
-    """
+    """Return the number of learned positions, which no sequence can exceed; None if the model has none."""
     limit, tokens = max_positions(model), [module for _, module in find_embeddings(model)]
     sizes = {
         module.num_embeddings
@@ -68,11 +60,7 @@ def learned_positions(model: nn.Module) -> int | None:
 
 
 def read_attention(model: nn.Module) -> str | None:
-    """Return the implementation of the attention, for example ``sdpa``; None if the model does not declare it.
-
-    Args:
-        model: a model of distexp or transformers. It may be wrapped, with the model as ``module``.
-    """
+    """Return the implementation of the attention, for example ``sdpa``; None if the model does not declare it."""
     bare = getattr(model, "module", model)
     declared = getattr(bare, "attention_implementation", None)
     if declared is None:
@@ -87,11 +75,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def supports_logits_to_keep(model: nn.Module) -> bool:
-    """Return whether a model can compute a part of its logits.
-
-    Args:
-        model: a model. It may be wrapped, with the model as ``module``.
-    """
+    """Return whether a model can compute a part of its logits."""
     return LOGITS_TO_KEEP in signature(getattr(model, "module", model).forward).parameters
 
 
@@ -110,19 +94,15 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
 
 # Check that a model keeps the samples of a packed row apart.
 
-
 TOKENS = 8
-"""Vocabulary of the small model that is tried."""
 
 
 def check_packing(model: nn.Module) -> None:
     """Check that a model takes packed rows.
 
     A model of transformers is tried: a small one of its class, with one layer of each kind, computes a row of two
-    samples. The logits of the second must be those without the first.
-
-    Raises:
-        ConfigError: its ``forward`` has no ``position_ids``, or it mixes the samples.
+    samples. The logits of the second must be those without the first. Raise ConfigError if its ``forward`` has no
+    ``position_ids``, or it mixes the samples.
     """
     check_forward_arguments(model, ("input_ids", POSITIONS))
     if not hasattr(model, "config") or hasattr(model, "attention_implementation"):
@@ -163,32 +143,22 @@ def _shrink(config: Any) -> Any:
     return small
 
 
-# FLOPs of one pass of a model, counted on the meta device.
-#
-# See also ``distexp.measure.flops``, which derives the FLOPs of a training from these.
+# FLOPs of one pass of a model, counted on the meta device. See also ``distexp.measure.flops``, which derives the FLOPs
+# of a training from these.
 
 
 def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward pass.
+    """Count the floating point operations of one forward pass. A multiply-add counts as two.
 
-    A multiply-add counts as two.
-
-    Args:
-        model: a copy on the meta device, which takes no memory and no time. Do not use it afterwards,
-            because its attention implementation is changed.
-        inputs: its keyword arguments, on any device; only the shapes matter.
+    The model is a copy on the meta device, which takes no memory and no time. Do not use it afterwards, because its
+    attention implementation is changed. Of the inputs only the shapes matter.
     """
     with torch.no_grad():
         return _count_flops(lambda: _run_on_meta(model, inputs))
 
 
 def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Count the floating point operations of one forward and one backward pass, with what they recompute.
-
-    Args:
-        model: as for ``count_forward_flops``.
-        inputs: as for ``count_forward_flops``.
-    """
+    """Count the floating point operations of one forward and one backward pass, with what they recompute."""
 
     def run() -> None:
         get_logits(_run_on_meta(model, inputs)).sum().backward()  # type: ignore[no-untyped-call]

@@ -22,19 +22,11 @@ LOSS_SUM = "loss_sum"
 
 
 def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Return the cross entropy in nats, summed over the targets, in fp32.
+    """Return the cross entropy in nats, summed over the targets, in fp32; 0 without targets, as its gradient.
 
-    Args:
-        task: causal_lm (the logits at a position predict the next label) or image_classification.
-        outputs: logits of shape (batch, length, vocabulary) or (batch, classes), an object with such
-            ``logits``, or a dict with LOSS_SUM.
-        batch: the batch; labels with the value IGNORE do not count.
-
-    Returns:
-        A scalar. Without targets it is 0, and so is its gradient.
-
-    Raises:
-        ValueError: the task is unknown.
+    The logits, also as an attribute, have the shape (batch, length, vocabulary), and those at a position predict the
+    next label; or (batch, classes). A dict has the loss as LOSS_SUM. Labels with the value IGNORE do not count. Raise
+    ValueError for an unknown task.
     """
     if isinstance(outputs, dict) and LOSS_SUM in outputs:
         loss: Tensor = outputs[LOSS_SUM]
@@ -44,11 +36,7 @@ def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
-    """Count the targets among the ``choices`` largest logits (top-k accuracy).
-
-    Returns:
-        An integer scalar, at most ``batch.num_targets``. With fewer classes than ``choices``, all targets count.
-    """
+    """Count the targets among the ``choices`` largest logits, or among fewer classes (top-k accuracy); a scalar."""
     task = "causal_lm" if batch.labels.dim() == 2 else "image_classification"
     logits, labels = _align(task, outputs, batch)
     with torch.no_grad():
@@ -58,10 +46,7 @@ def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
 
 
 def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64.
-
-    Text has no accuracy, see ``partial_metrics``; its hits are 0.
-    """
+    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64. The hits of text are 0."""
     loss = loss_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
     sums[0] = loss.detach()
@@ -72,28 +57,17 @@ def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
-    """Return a micro-batch's part of the step's mean loss and accuracy, shape (2,).
+    """Return a micro-batch's part of the step's mean loss and accuracy, shape (2,); ``loss`` is divided already.
 
     The sum over micro-batches and ranks is the step's mean. The accuracy of text is 0, because an argmax
     over the vocabulary would cost about as much as the loss.
-
-    Args:
-        task: see ``loss_sum``.
-        outputs: see ``loss_sum``.
-        batch: the micro-batch.
-        loss: its loss, divided by ``normalizer``.
-        normalizer: number of targets of the step over all ranks.
     """
     hits = count_correct(outputs, batch) if task == "image_classification" else torch.zeros_like(loss)
     return torch.stack([loss.detach(), hits.detach() / normalizer])
 
 
 def get_logits(outputs: Any) -> Tensor:
-    """Return the outputs of a model if they are a tensor, otherwise their ``logits``.
-
-    Raises:
-        ConfigError: they are neither.
-    """
+    """Return the outputs of a model if they are a tensor, otherwise their ``logits``, or raise ConfigError."""
     logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor):
         raise ConfigError(
@@ -114,11 +88,9 @@ def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     raise ValueError(f"task={task} must be causal_lm or image_classification")
 
 
-# Cross entropy of a linear output head, computed in chunks of tokens.
-#
-# The logits of a chunk are freed before those of the next one, so the matrix (tokens, vocabulary) is never in memory.
-# The gradients are computed in the forward pass, as in Liger and in ``linear_cross_entropy`` of torch 2.13. So no
-# matrix product is computed twice.
+# Cross entropy of a linear output head, computed in chunks of tokens. The logits of a chunk are freed before those of
+# the next one, so the matrix (tokens, vocabulary) is never in memory. The gradients are computed in the forward pass,
+# as in Liger and in ``linear_cross_entropy`` of torch 2.13. So no matrix product is computed twice.
 
 
 FP16_SCALE = 256.0
@@ -131,17 +103,11 @@ FP16_TOKENS = 4096
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk_tokens: int
 ) -> Tensor:
-    """Return the cross entropy in nats, summed over the targets, in fp32.
+    """Return the cross entropy in nats, summed over the targets, in fp32, computed in chunks of tokens.
 
     It equals ``cross_entropy(linear(hidden, weight, bias).float(), labels)`` up to the order of the sums. The logits
-    have the dtype of autocast, or else that of ``hidden``.
-
-    Args:
-        hidden: shape (tokens, hidden).
-        weight: shape (vocabulary, hidden).
-        bias: shape (vocabulary,), or None.
-        labels: shape (tokens,); IGNORE if a token has no target.
-        chunk_tokens: tokens of each chunk.
+    have the dtype of autocast, or else that of ``hidden``. The shapes are (tokens, hidden), (vocabulary, hidden),
+    (vocabulary,) and (tokens,), where a label is IGNORE if a token has no target.
     """
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):

@@ -15,17 +15,10 @@ STANDARD_WIDTH = 64
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a ResNet.
+    """Build a ResNet, from ``images`` (batch, 3, height, width) to logits (batch, classes).
 
-    It maps ``images`` (batch, 3, height, width) to logits (batch, classes).
-
-    Args:
-        model: width, the channels of the first stage, doubled in each next stage; depths, the blocks of the
-            four stages; bottleneck, whether a block has three convolutions instead of two.
-        num_classes: classes of the data.
-
-    Raises:
-        ConfigError: a value is invalid for a ResNet.
+    ``width`` has the channels of the first stage, doubled in each next stage; ``depths`` the blocks of the four stages.
+    A ``bottleneck`` block has three convolutions instead of two. Raise ConfigError if a value is invalid.
     """
     validate_model(model)
     assert model.width is not None, "validate_model checks this"
@@ -48,11 +41,12 @@ class ImageResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
         from transformers import ResNetConfig, ResNetForImageClassification
 
         stages = [self.layer1, self.layer2, self.layer3, self.layer4]
+        is_bottleneck = isinstance(stages[0][0], Bottleneck)
         config = ResNetConfig(
             embedding_size=self.conv1.out_channels,
-            hidden_sizes=[_output_channels(stage[-1]) for stage in stages],
+            hidden_sizes=[(stage[-1].conv3 if is_bottleneck else stage[-1].conv2).out_channels for stage in stages],
             depths=[len(stage) for stage in stages],
-            layer_type="bottleneck" if isinstance(stages[0][0], Bottleneck) else "basic",
+            layer_type="bottleneck" if is_bottleneck else "basic",
             num_labels=self.fc.out_features,
         )
         with torch.device("meta"):
@@ -76,12 +70,6 @@ class ScaledResNet(ImageResNet):
         if planes == STANDARD_WIDTH:
             self.inplanes = self.width
         return super()._make_layer(block, planes * self.width // STANDARD_WIDTH, blocks, stride, dilate)
-
-
-def _output_channels(block: Any) -> int:
-    """Return the output channels of a residual block."""
-    last = block.conv3 if isinstance(block, Bottleneck) else block.conv2
-    return int(last.out_channels)
 
 
 def _rename_for_hugging_face(name: str) -> str:

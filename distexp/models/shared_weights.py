@@ -18,8 +18,6 @@ from typing import Any
 MEMORY_SHARE = 0.25
 """Largest share of the free memory of the machine that the weights may take."""
 
-SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
 _offered: int | None = None
 
 
@@ -35,14 +33,10 @@ def offer(file: int) -> None:
 
 
 def make_or_read(key: str | None, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the weights that ``make`` returns, from the file if it has them.
+    """Return the weights that ``make`` makes on the CPU by random numbers of torch, from the file if it has them.
 
-    Args:
-        key: what the weights depend on, except the random numbers; None: they are not shared.
-        make: makes the weights on the CPU: tensors by name. It may use no random numbers but those of torch.
-
-    Returns:
-        Tensors by name. Their memory belongs to this process, or is copied on the first write.
+    ``key`` is what they depend on otherwise; None: they are not shared. Their memory belongs to this process, or is
+    copied on the first write.
     """
     if key is None or _offered is None:
         return make()
@@ -90,7 +84,13 @@ def _keep(file: int, content: dict[str, Any]) -> None:
         return
     try:
         if not _has_weights(file):
-            _write_and_seal(file, content)
+            import torch
+
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            with open(file, "wb", closefd=False) as stream:  # to close any descriptor of the file would unlock it
+                torch.save(content, stream)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             os.ftruncate(file, 0)  # A later run may try again.
@@ -102,13 +102,3 @@ def _keep(file: int, content: dict[str, Any]) -> None:
 def _has_weights(file: int) -> bool:
     """Return whether the file is complete: only then it is sealed."""
     return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
-
-
-def _write_and_seal(file: int, content: dict[str, Any]) -> None:
-    import torch
-
-    os.ftruncate(file, 0)
-    os.lseek(file, 0, os.SEEK_SET)
-    with open(file, "wb", closefd=False) as stream:  # to close any descriptor of the file would unlock it
-        torch.save(content, stream)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)

@@ -97,11 +97,7 @@ def read_compiled(module: nn.Module) -> str:
 
 @contextmanager
 def explained_compilation(scope: str) -> Iterator[None]:
-    """Raise ConfigError if torch cannot compile the whole model as one graph.
-
-    Args:
-        scope: value of ``train.compile``.
-    """
+    """Raise ConfigError if torch cannot compile the whole model as one graph."""
     try:
         yield
     except compile_errors() as error:
@@ -131,21 +127,10 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
 
 
 NamedModules = list[tuple[str, nn.Module]]
-"""Modules with their names in ``named_modules``."""
 
 
 def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, alternative: str) -> NamedModules:
-    """Find the repeated blocks of a model, in forward order.
-
-    Args:
-        model: any module.
-        wrap: as in ``find_units``.
-        needed_for: the settings that need blocks, for the message.
-        alternative: what to set instead, for the message.
-
-    Raises:
-        ConfigError: the model has no module of these classes, or no repeated blocks.
-    """
+    """Find the repeated blocks of a model, in forward order. Raise ConfigError if it has none."""
     blocks = find_units(model, wrap)
     if not blocks:
         raise ConfigError(
@@ -158,14 +143,9 @@ def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, altern
 def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
     """Find the repeated blocks of a model, in forward order; ``auto`` finds none in a model without them.
 
-    Args:
-        model: any module.
-        wrap: class names separated by commas, or ``auto``. ``auto`` finds the classes in
-            ``_no_split_modules`` of transformers, or else the members of containers whose members have the
-            same class. Of several such classes, it takes the one with the most parameters.
-
-    Raises:
-        ConfigError: the model has no module of these classes.
+    ``wrap`` has class names separated by commas, or is ``auto``. That finds the classes in ``_no_split_modules`` of
+    transformers, or else the members of containers whose members have the same class. Of several such classes, it
+    takes the one with the most parameters. Raise ConfigError if the model has no module of the named classes.
     """
     if wrap != "auto":
         return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
@@ -247,17 +227,12 @@ def _share_of_batch(norm: _BatchNorm, *, updates: bool) -> float:
 
 # Dropout rates of a model, and where they are not supported.
 
-
 DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
 """Ends of the names of dropout rates in configurations of transformers."""
 
 
 def check_dropout(model: nn.Module, config: Config) -> None:
-    """Check that no activation budget recomputes dropout: torch would draw other numbers (pytorch issue 190758).
-
-    Raises:
-        ConfigError: the model has dropout, and ``train.activation_budget`` is below 1.
-    """
+    """Raise ConfigError if an activation budget recomputes dropout: torch would draw other numbers (issue 190758)."""
     budget = config.train.activation_budget
     if budget is None or budget >= 1:
         return
@@ -292,11 +267,7 @@ def dropout_rates(model: nn.Module) -> dict[str, float]:
 def checkpointed(block: nn.Module, forward: Callable[..., Any], *, in_graph: bool) -> Callable[..., Any]:
     """Return a function that computes a block and recomputes its activations in the backward pass.
 
-    Args:
-        block: the block.
-        forward: its computation, possibly compiled.
-        in_graph: whether the result becomes part of a larger compiled graph. There torch updates the running
-            statistics of batch norms once by itself.
+    In a larger compiled graph, torch updates the running statistics of batch norms once by itself.
     """
     norms = [] if in_graph else [module for module in block.modules() if isinstance(module, _BatchNorm)]
     options: dict[str, Any] = {"context_fn": partial(_contexts, norms)} if norms else {}
@@ -322,9 +293,6 @@ def _unchanged_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
 # Memory format of convolution weights, for ``train.channels_last``.
 
 
-CONVOLUTION_AXES = 4
-
-
 def set_memory_format(model: nn.Module, config: Config) -> None:
     """Convert the weights of convolutions to channels-last, if ``train.channels_last=true``.
 
@@ -336,7 +304,7 @@ def set_memory_format(model: nn.Module, config: Config) -> None:
 
 def read_memory_format(model: nn.Module) -> bool | None:
     """Return whether the weights of convolutions are channels-last; None if the model has none on this worker."""
-    weights = [parameter for parameter in model.parameters() if parameter.dim() == CONVOLUTION_AXES]
+    weights = [parameter for parameter in model.parameters() if parameter.dim() == 4]
     # With one pixel, as with one channel, both formats are the same.
     distinct = [weight for weight in weights if weight.shape[1] > 1 and weight.shape[2:].numel() > 1]
     return all(weight.is_contiguous(memory_format=torch.channels_last) for weight in distinct) if distinct else None

@@ -44,16 +44,6 @@ def fast_values(config: Config) -> Mapping[str, Any]:
     with shorten_errors(target, "fast_values()"):
         values = strategy.fast_values(config)
     check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
-    _check_fast_values(values, target)
-    return {**_model_values(config), **_image_values(config), **values}
-
-
-def _check_fast_values(values: Mapping[str, Any], target: str) -> None:
-    """Check what a custom strategy returned.
-
-    Raises:
-        ConfigError: with each key that the group does not have, and each value that a key does not accept.
-    """
     allowed = speed_references()
     infos = {key: info_of(spec) for key, spec in schema_fields()}
     source = f"strategy._target_={target}: fast_values()"
@@ -65,6 +55,7 @@ def _check_fast_values(values: Mapping[str, Any], target: str) -> None:
             errors.append(f"{source} returned {key}={value}, which {reason}")
     if errors:
         raise ConfigError(errors)
+    return {**_model_values(config), **_image_values(config), **values}
 
 
 def _attention(config: Config) -> str:
@@ -98,10 +89,8 @@ def _model_values(config: Config) -> Mapping[str, Any]:
     return {"train.loss": "chunked"} if config.train.logits == "all" else {"train.logits": "targets"}
 
 
-# Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update.
-#
-# Each one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
-
+# Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update. Each
+# one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
 
 WHOLE_MODEL = ("model", "graphs")
 """Values of ``train.compile`` that compile the whole model."""
@@ -111,9 +100,24 @@ def check_speed_options(config: Config) -> Iterator[str]:
     """Yield an error for each option of speed that the strategy, the trainer, the precision or the device lacks."""
     yield from _compile_errors(config)
     yield from _channels_last_errors(config)
-    yield from _activation_budget_errors(config)
+    train = config.train
+    if train.compiled == "none" and train.activation_budget is not None:
+        yield (
+            f"train.activation_budget={train.activation_budget:g} is for compiled graphs, but train.compile=false: use "
+            "train.compile=blocks, or train.activation_checkpointing=true in its place"
+        )
+    elif config.model.dropout and train.activation_budget is not None and train.activation_budget < 1:
+        yield (
+            f"train.activation_budget={train.activation_budget:g} gives wrong gradients with model.dropout="
+            f"{config.model.dropout:g}: use train.activation_checkpointing=true in its place, or model.dropout=0"
+        )
     yield from _compute_weights_errors(config)
-    yield from _fused_update_errors(config)
+    if not config.train.fused_update:
+        return
+    if setting := _unsupported_by(config, strategy_supports=load_strategy(config).fuses_update):
+        yield f"train.fused_update=true is not supported by {setting}: leave it out"
+    elif reason := fused_update_error(config):
+        yield f"train.fused_update=true {reason}"
 
 
 def _compile_errors(config: Config) -> Iterator[str]:
@@ -143,20 +147,6 @@ def _channels_last_errors(config: Config) -> Iterator[str]:
         yield f"train.channels_last=true is not supported by {setting}: leave it out"
 
 
-def _activation_budget_errors(config: Config) -> Iterator[str]:
-    train = config.train
-    if train.compiled == "none" and train.activation_budget is not None:
-        yield (
-            f"train.activation_budget={train.activation_budget:g} is for compiled graphs, but train.compile=false: use "
-            "train.compile=blocks, or train.activation_checkpointing=true in its place"
-        )
-    elif config.model.dropout and train.activation_budget is not None and train.activation_budget < 1:
-        yield (
-            f"train.activation_budget={train.activation_budget:g} gives wrong gradients with model.dropout="
-            f"{config.model.dropout:g}: use train.activation_checkpointing=true in its place, or model.dropout=0"
-        )
-
-
 def _compute_weights_errors(config: Config) -> Iterator[str]:
     if config.train.compute_weights != "step":
         return
@@ -169,22 +159,8 @@ def _compute_weights_errors(config: Config) -> Iterator[str]:
         yield f"train.compute_weights=step is not supported by {setting}: leave it out"
 
 
-def _fused_update_errors(config: Config) -> Iterator[str]:
-    if not config.train.fused_update:
-        return
-    if setting := _unsupported_by(config, strategy_supports=load_strategy(config).fuses_update):
-        yield f"train.fused_update=true is not supported by {setting}: leave it out"
-    elif reason := fused_update_error(config):
-        yield f"train.fused_update=true {reason}"
-
-
 def _unsupported_by(config: Config, *, strategy_supports: bool) -> str | None:
-    """Return the setting because of which an option is not supported; None if it is.
-
-    Args:
-        config: the configuration.
-        strategy_supports: whether the strategy supports the option. Of the trainers, only the native one does.
-    """
+    """Return the setting because of which an option is not supported; None if it is."""
     if config.engine.name != "native":
         return f"engine={config.engine.name}"
     return None if strategy_supports else f"strategy={config.strategy.name}"

@@ -12,38 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Config, ConfigError
 from distexp.config.keys import check_values, conf_dir
+from distexp.config.model_checks import model_errors, unused_key_errors
+from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.kernels import check_speed_options, choose_kernels
-from distexp.resolve.resources import (
-    check_device,
-    check_strategy,
-    check_trainer,
-    decide_resources,
-    make_paths_absolute,
-    set_strategy_defaults,
-)
-from distexp.resolve.scaling_rules import (
-    apply_scaling,
-    check_exercise_device,
-    set_accumulation,
-    shrink_global_batch,
-    shrink_to_scale,
-)
-from distexp.resolve.section_checks import (
-    check_checkpoint,
-    check_cluster_keys,
-    check_dataset_files,
-    check_dataset_keys,
-    check_files,
-    check_lengths,
-    check_model_files,
-    check_model_keys,
-    check_plan,
-    check_sizes,
-    check_targets,
-    check_task,
-    check_tokenizer_files,
-    check_tracker,
-)
 
 # The typed form of a composed configuration: dataclasses instead of the nodes of OmegaConf.
 
@@ -61,11 +32,7 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def to_dataclasses(composed: DictConfig) -> Config:
-    """Convert a composed configuration to dataclasses.
-
-    Raises:
-        ConfigError: a key is unknown, a mandatory value is missing, or a reference cannot be resolved.
-    """
+    """Convert a composed configuration to dataclasses. Raise ConfigError for a wrong key, value or reference."""
     unknown = sorted({*_unknown_keys(composed, Config)} - {"hydra"})
     if unknown:
         raise ConfigError([f"{key} is not a key of the configuration: leave it out" for key in unknown])
@@ -97,7 +64,6 @@ def _unknown_keys(section: DictConfig, schema: Any) -> Iterator[str]:
 
 
 Choices = Mapping[str, str | None]
-"""The chosen option of each config group."""
 
 OVERRIDE = "override /strategy"
 
@@ -131,7 +97,6 @@ def implied_strategy(group: str, option: str) -> str | None:
 
 # The key ``profile``, which is short for ``train.profile_steps``.
 
-
 PROFILE_STEPS = 3
 """Profiled steps of ``profile=true``. The median step of three has neither the start nor the end of the profile."""
 
@@ -148,61 +113,53 @@ Step = Callable[[Config], Iterable[str]]
 
 SECTION_CHECKS: tuple[Step, ...] = (
     check_values,
-    check_targets,
-    check_model_keys,
-    check_dataset_keys,
-    check_cluster_keys,
+    section_checks.check_targets,
+    lambda config: model_errors(config.model),
+    lambda config: unused_key_errors("dataset", config.dataset),
+    section_checks.check_cluster_keys,
 )
 """Checks of each section by itself. Their errors are raised before anything is decided."""
 
 DECISIONS: tuple[Step, ...] = (
-    shrink_to_scale,
-    make_paths_absolute,
-    decide_resources,
-    set_strategy_defaults,  # needs the device
+    scaling_rules.shrink_to_scale,
+    resources.make_paths_absolute,
+    resources.decide_resources,
+    resources.set_strategy_defaults,  # needs the device
     choose_kernels,  # needs the options of the strategy
-    apply_scaling,  # needs the number of workers
-    shrink_global_batch,  # needs the number of workers
-    set_accumulation,  # needs the scaled micro-batch
+    scaling_rules.apply_scaling,  # needs the number of workers
+    scaling_rules.shrink_global_batch,  # needs the number of workers
+    scaling_rules.set_accumulation,  # needs the scaled micro-batch
     choose_profile_steps,
 )
 """Steps that set what the user left open. Each one relies on those before it."""
 
 CROSS_CHECKS: tuple[Step, ...] = (
-    check_task,
-    check_lengths,
-    check_sizes,
-    check_files,
-    check_dataset_files,
-    check_model_files,
-    check_tokenizer_files,
-    check_checkpoint,
-    check_tracker,
-    check_plan,
-    check_device,
-    check_strategy,
-    check_trainer,
+    section_checks.check_task,
+    section_checks.check_lengths,
+    section_checks.check_sizes,
+    section_checks.check_files,
+    section_checks.check_dataset_files,
+    section_checks.check_model_files,
+    section_checks.check_tokenizer_files,
+    section_checks.check_checkpoint,
+    section_checks.check_tracker,
+    section_checks.check_plan,
+    resources.check_device,
+    resources.check_strategy,
+    resources.check_trainer,
     check_speed_options,
 )
 """Checks of several sections together. Their errors are raised together with those of the decisions."""
 
 
 def resolve(composed: DictConfig, choices: Choices) -> Config:
-    """Return the typed configuration with every open value decided and all checks passed.
-
-    Args:
-        composed: the configuration that Hydra composed on the schema, with or without its ``hydra`` node.
-        choices: the chosen option of each config group.
-
-    Raises:
-        ConfigError: with all errors of a stage.
-    """
+    """Return the typed configuration with every open value decided, or raise ConfigError with the errors of a stage."""
     config = to_dataclasses(composed)
     run_steps(config, (*SECTION_CHECKS, partial(check_implied_strategy, choices=choices)))
     try:
         run_steps(config, (*DECISIONS, *CROSS_CHECKS))
     except ConfigError:
-        run_steps(config, (check_exercise_device,))  # scale=tiny also sets the precision and the data
+        run_steps(config, (scaling_rules.check_exercise_device,))  # scale=tiny also sets the precision and the data
         raise
     return config
 

@@ -52,25 +52,12 @@ Traits = TypeVar("Traits", bound=LauncherTraits)
 
 
 def launcher_traits(config: Config) -> LauncherTraits:
-    """Return what the launcher of a configuration states about its machines.
-
-    Raises:
-        ConfigError: ``cluster._target_`` is not a launcher, or is in a package that is not trusted.
-    """
+    """Return what the launcher of a configuration states about its machines. Raise ConfigError as ``find_launcher``."""
     return find_launcher(config.cluster._target_, config.trusted_packages, LauncherTraits)  # type: ignore[type-abstract]
 
 
 def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Traits:
-    """Return the launcher with a dotted name.
-
-    Args:
-        target: Dotted name of the class.
-        trusted: Packages from which it may be imported.
-        kind: Its base class.
-
-    Raises:
-        ConfigError: It is not a launcher, or is in a package that is not trusted.
-    """
+    """Return the launcher with a dotted name. Raise ConfigError if it is none, or not trusted."""
     if error := check_target(target, trusted):
         raise ConfigError(error)
     launcher = _make(target)
@@ -138,11 +125,7 @@ def needs_one_worker(config: Config) -> bool:
 
 
 def _checked_messages(returned: Any, target: str) -> list[str]:
-    """Return what ``validate`` of a custom class returned, if it is a list of messages.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return what ``validate`` of a custom class returned, or raise ConfigError if it is no list of messages."""
     if isinstance(returned, list) and all(isinstance(message, str) for message in returned):
         return returned
     raise ConfigError(
@@ -177,9 +160,6 @@ def check_device(config: Config) -> Iterator[str]:
 # Absolute paths: a worker may start in another directory than the command.
 
 
-BUILT_IN_TOKENIZERS = ("auto", "byte")
-
-
 def make_paths_absolute(config: Config) -> list[str]:
     """Make all paths absolute; a value that may be a hub id only if the path exists. Return no errors."""
     kinds = {key: info_of(spec).path for key, spec in schema_fields()}
@@ -187,7 +167,7 @@ def make_paths_absolute(config: Config) -> list[str]:
         kinds[f"model.{weights_source_key(config.model)}"] = "hub"
     for key, kind in kinds.items():
         value = get_value(config, key)
-        if not kind or value is None or (kind == "hub" and value in BUILT_IN_TOKENIZERS):
+        if not kind or value is None or (kind == "hub" and value in ("auto", "byte")):
             continue
         path = os.path.abspath(os.path.expanduser(value))
         if kind != "hub" or os.path.exists(path):
@@ -196,7 +176,6 @@ def make_paths_absolute(config: Config) -> list[str]:
 
 
 # Memory of decoded images, estimated without decoding them.
-
 
 MAX_CPU_BYTES = 64 * 10**9
 """Decoded images that are kept in CPU memory without an explicit ``dataset.cache``."""
@@ -209,11 +188,7 @@ GENERATED = (500, 32)
 
 
 def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
-    """Return the bytes that ``dataset.cache`` needs, if all images are as large as the first one.
-
-    Returns:
-        The bytes, or None if the folder cannot be read, which another check reports.
-    """
+    """Return the bytes for ``dataset.cache``, by the size of the first image; None if the folder cannot be read."""
     images = GENERATED if dataset.root is None else _measure_folder(dataset.root)
     if images is None:
         return None
@@ -237,10 +212,8 @@ def _measure_folder(root: str) -> tuple[int, int] | None:
         return None
 
 
-# Number of parameters of a model, computed from its configuration without building it.
-#
-# See also ``distexp.measure.flops``.
-
+# Number of parameters of a model, computed from its configuration without building it. See also
+# ``distexp.measure.flops``.
 
 GPT, BLOOM = "distexp.models.gpt.build", "distexp.models.bloom.build"
 """Targets of the models whose architecture is known here."""
@@ -250,14 +223,9 @@ NORM_VECTORS = 2
 
 
 def parameter_count(model: ModelConfig, layers: int | None = None) -> int | None:
-    """Return the number of parameters; a shared weight counts once.
+    """Return the number of parameters, on request with another number of layers; a shared weight counts once.
 
-    Args:
-        model: the model.
-        layers: number of layers to count instead of ``model.num_layers``.
-
-    Returns:
-        None for an unknown architecture, or if the vocabulary is that of the tokenizer.
+    It is None for an unknown architecture, or if the vocabulary is that of the tokenizer.
     """
     depth, hidden = layers or model.num_layers, model.hidden_size
     if model.vocab_size is None or hidden is None or depth is None or model.init != "random":
@@ -276,12 +244,7 @@ def ties_embeddings(model: ModelConfig) -> bool:
 
 
 def _block_parameters(hidden: int, inner: int) -> int:
-    """Count the parameters of attention, MLP and two norms, with their biases.
-
-    Args:
-        hidden: width of the hidden states.
-        inner: width of the MLP.
-    """
+    """Count the parameters of attention, MLP and two norms, with their biases."""
     attention = 4 * (hidden + 1) * hidden  # query, key, value, output
     mlp = (hidden + 1) * inner + (inner + 1) * hidden
     return attention + mlp + 2 * NORM_VECTORS * hidden

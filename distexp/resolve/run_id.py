@@ -25,15 +25,9 @@ IRRELEVANT = (
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device")
 """Keys of ``cluster`` that determine the training."""
 
-IRRELEVANT_TRAIN_KEYS = ("checkpoint_every", "profile_steps", "micro_batch_search_s")
-"""Keys of ``train`` that are not part of the id."""
-
 
 def run_id(config: Config) -> str:
-    """Return the run id: 12 hexadecimal digits, a hash of everything that determines the training.
-
-    Local datasets and models count by content, not by path.
-    """
+    """Return the run id: 12 hexadecimal digits, a hash of the training with the content of local files."""
     text = json.dumps(_training_settings(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -42,35 +36,24 @@ def _training_settings(config: Config) -> dict[str, Any]:
     """Return what determines the training. A change of its form would change the ids of all finished runs."""
     settings: dict[str, Any] = {name: value for name, value in asdict(config).items() if name not in IRRELEVANT}
     settings["cluster"] = {key: settings["cluster"][key] for key in CLUSTER_KEYS}
-    _identify_data(settings)
-    _identify_model(config, settings["model"])
-    _remove_unchanged(settings)
-    train = settings["train"]
-    for key in (*IRRELEVANT_TRAIN_KEYS, _redundant_size(config)):
-        train.pop(key, None)
-    if train["compile"] == "blocks":
-        train["compile"] = True  # the same
-    if train["resume"] is not None:
-        train["resume"] = checkpoint_fingerprint(Path(train["resume"]))
-    return settings
-
-
-def _redundant_size(config: Config) -> str:
-    """Return the key of ``train`` that follows from the others.
-
-    A searched micro-batch is no part of the id, so that all machines give one id. Then the global batch is one.
-    """
-    return "gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"
-
-
-def _identify_data(settings: dict[str, Any]) -> None:
-    """Replace paths of data by fingerprints of what is there."""
     for key, spec in schema_fields():
         section, _, name = key.rpartition(".")
         path = settings.get(section, {}).get(name)
         holds_data = info_of(spec).path in ("file", "folder") or key == "dataset.path"
         if holds_data and path is not None and os.path.exists(path):
             settings[section][name] = fingerprint(path)
+    _identify_model(config, settings["model"])
+    _remove_unchanged(settings)
+    train = settings["train"]
+    # A searched micro-batch is no part of the id, so that all machines give one id. Then the global batch is one.
+    size = "gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"
+    for key in ("checkpoint_every", "profile_steps", "micro_batch_search_s", size):
+        train.pop(key, None)
+    if train["compile"] == "blocks":
+        train["compile"] = True  # the same
+    if train["resume"] is not None:
+        train["resume"] = checkpoint_fingerprint(Path(train["resume"]))
+    return settings
 
 
 def _identify_model(config: Config, settings: dict[str, Any]) -> None:
@@ -98,13 +81,10 @@ def _remove_unchanged(settings: dict[str, Any]) -> None:
             settings[section]["keys"] = [listed for listed in settings[section]["keys"] if listed != name]
 
 
-# Fingerprints: short hashes of the content of datasets, models and checkpoints.
-#
-# Two runs with the same data have the same run id, wherever the data is.
-
+# Fingerprints: short hashes of the content of datasets, models and checkpoints. Two runs with the same data have the
+# same run id, wherever the data is.
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-"""Endings of files with weights."""
 
 PIECES, PIECE_BYTES = 64, 1 << 16
 """Number of pieces to read of a large file, and the size of a piece."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from distexp.config import Config, DatasetConfig, ModelConfig, ScaleConfig
+from distexp.config import Config, DatasetConfig, ModelConfig
 from distexp.config.keys import conf_dir
 from distexp.config.model_checks import searches_micro_batch
 from distexp.resolve.resources import parameter_count, ties_embeddings
@@ -53,7 +53,12 @@ def _scale_model(config: Config) -> list[str]:
     errors = [*_micro_batch_errors(config), *_sharding_errors(config), *_countable_errors(config.model)]
     if errors:
         return errors
-    layers = _layers_for_workers(config)
+    # The embedding does not grow.
+    model = config.model
+    configured = _count(model, model.num_layers)
+    per_layer = _count(model, 2) - _count(model, 1)
+    wanted = configured * config.cluster.world_size / _base_workers(config)
+    layers = (model.num_layers or 0) + round((wanted - configured) / per_layer)
     if layers < 1:
         return [
             f"scaling=weak_model leaves no layer for {config.cluster.world_size} workers, because the embedding alone "
@@ -62,15 +67,6 @@ def _scale_model(config: Config) -> list[str]:
     config.model.num_layers = layers
     _split_batch(config)
     return []
-
-
-def _layers_for_workers(config: Config) -> int:
-    """Return the layers with which the parameters grow as the workers. The embedding does not grow."""
-    model = config.model
-    configured = _count(model, model.num_layers)
-    per_layer = _count(model, 2) - _count(model, 1)
-    wanted = configured * config.cluster.world_size / _base_workers(config)
-    return (model.num_layers or 0) + round((wanted - configured) / per_layer)
 
 
 def _count(model: ModelConfig, layers: int | None) -> int:
@@ -151,7 +147,6 @@ RULES: dict[str, Callable[[Config], list[str]]] = {
     "weak_model": _scale_model,
     "weak_model_workshop": _scale_model_as_workshop,
 }
-"""Rules by the values of ``scaling.name``."""
 
 # Accumulation: the micro-batches of an optimizer step, computed from ``train.global_batch_size``.
 
@@ -205,38 +200,33 @@ def multiples_near(total: int, factor: int) -> str:
 
 # Shrinking of a run to the limits of the section ``scale``, as in ``scale=tiny``.
 
-
 MIN_HEAD_WIDTH = 4
 MIN_CHANNELS = 8
-
-USED_AT_FULL_SCALE = ("name", "workers", "workers_per_node")
-"""Keys of ``scale`` with an effect on runs that are not shrunk."""
-
-SAMPLE_KEYS = ("num_workers",)
-"""Keys that a generated dataset sets itself. It needs no loader processes."""
 
 
 def shrink_to_scale(config: Config) -> list[str]:
     """Apply the limits of the scale, and return an error if the model has no sizes to shrink."""
     if config.scale.name == "full":
-        return _unused_limits(config.scale)
+        return [
+            f"scale.{key}={value} has no effect with scale={config.scale.name}: add scale=tiny, or leave it out"
+            for key, value in vars(config.scale).items()
+            if key not in ("name", "workers", "workers_per_node") and value is not None  # these have an effect then too
+        ]
     errors = _shrink_model(config)
     _replace_by_sample(config)
-    _shrink_texts_and_images(config)
+    _limit(config.dataset, max_length=config.scale.max_length, image_size=config.scale.image_size)
     _shrink_sample_counts(config)
-    _shrink_batch(config)
+    # The global batch shrinks in the proportion of the micro-batch.
+    scale, train = config.scale, config.train
+    if not searches_micro_batch(config):
+        original = train.micro_batch
+        train.micro_batch_size = _at_most(original, scale.micro_batch_size)
+        if train.global_batch_size is not None:
+            train.global_batch_size = train.global_batch_size * train.micro_batch // original
+    _limit(train, gradient_accumulation_steps=scale.gradient_accumulation_steps)
     if config.precision.name == "fp16" and config.cluster.device == "cpu":
         config.precision.name = "fp32"  # fp16 needs a GPU
     return errors
-
-
-def _unused_limits(scale: ScaleConfig) -> list[str]:
-    """Return an error for each limit that is set although nothing is shrunk."""
-    return [
-        f"scale.{key}={value} has no effect with scale={scale.name}: add scale=tiny, or leave it out"
-        for key, value in vars(scale).items()
-        if key not in USED_AT_FULL_SCALE and value is not None
-    ]
 
 
 def shrink_global_batch(config: Config) -> list[str]:
@@ -286,17 +276,12 @@ def _shrink_model(config: Config) -> list[str]:
     if model.depths is not None:
         model.depths = [_at_most(depth, scale.layers) for depth in model.depths]
     if scale.shrink is not None:
-        _divide_widths(model, scale.shrink)
+        step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
+        for key in ("hidden_size", "ff_dim", "width"):
+            width = getattr(model, key)
+            if width is not None:
+                setattr(model, key, max(step, width // scale.shrink // step * step))
     return []
-
-
-def _divide_widths(model: ModelConfig, divisor: int) -> None:
-    """Divide all widths of a model, and keep them multiples of the number of heads."""
-    step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
-    for key in ("hidden_size", "ff_dim", "width"):
-        width = getattr(model, key)
-        if width is not None:
-            setattr(model, key, max(step, width // divisor // step * step))
 
 
 def _replace_by_sample(config: Config) -> None:
@@ -308,12 +293,8 @@ def _replace_by_sample(config: Config) -> None:
     typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
     config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
     for key in config.dataset.keys:
-        if key not in SAMPLE_KEYS:
+        if key not in ("num_workers",):  # a generated dataset sets it itself
             setattr(config.dataset, key, getattr(original, key))
-
-
-def _shrink_texts_and_images(config: Config) -> None:
-    _limit(config.dataset, max_length=config.scale.max_length, image_size=config.scale.image_size)
 
 
 def _shrink_sample_counts(config: Config) -> None:
@@ -324,17 +305,6 @@ def _shrink_sample_counts(config: Config) -> None:
         scaling.samples_per_worker = _at_most(scaling.samples_per_worker, scale.train_size)
     else:
         data.train_size = scale.train_size if data.train_size is None else _at_most(data.train_size, scale.train_size)
-
-
-def _shrink_batch(config: Config) -> None:
-    """Limit the micro-batch and the accumulation. The global batch shrinks in the proportion of the micro-batch."""
-    scale, train = config.scale, config.train
-    if not searches_micro_batch(config):
-        original = train.micro_batch
-        train.micro_batch_size = _at_most(original, scale.micro_batch_size)
-        if train.global_batch_size is not None:
-            train.global_batch_size = train.global_batch_size * train.micro_batch // original
-    _limit(train, gradient_accumulation_steps=scale.gradient_accumulation_steps)
 
 
 def _limit(section: Any, **limits: int | None) -> None:

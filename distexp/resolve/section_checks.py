@@ -19,9 +19,7 @@ from distexp.config.model_checks import (
     check_samples_per_rank,
     check_sequence_length,
     loads_from_source,
-    model_errors,
     searches_micro_batch,
-    unused_key_errors,
     weights_source,
     weights_source_key,
 )
@@ -42,16 +40,6 @@ def check_targets(config: Config) -> Iterator[str]:
             yield error
 
 
-def check_model_keys(config: Config) -> list[str]:
-    """Return the errors of the model section."""
-    return model_errors(config.model)
-
-
-def check_dataset_keys(config: Config) -> list[str]:
-    """Return an error for each key that the dataset does not have."""
-    return unused_key_errors("dataset", config.dataset)
-
-
 def check_cluster_keys(config: Config) -> Iterator[str]:
     """Yield an error for each cluster key that the launcher ignores, or that contradicts another one."""
     cluster = config.cluster
@@ -65,7 +53,6 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
 
 
 # Checks of dataset and model together: their task, the lengths of texts, and the number of samples.
-
 
 UNPACKED_ATTENTION = {
     "distexp.models.bloom.build": ("auto", "eager"),
@@ -179,12 +166,8 @@ def _check_kind_of_memory(config: Config) -> Iterator[str]:
 
 # Checks of the experiment tracker: its library is installed, and its keys are its own.
 
-
 TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers whose name is that of an optional library."""
-
-TRACKER_KEYS = {"online": "wandb", "uri": "mlflow"}
-"""Keys of ``tracker`` that only one tracker has."""
 
 
 def check_tracker(config: Config) -> Iterator[str]:
@@ -192,7 +175,7 @@ def check_tracker(config: Config) -> Iterator[str]:
     tracker = config.tracker
     if tracker._target_ is not None and tracker.name in TRACKER_LIBRARIES and find_spec(tracker.name) is None:
         yield f"tracker={tracker.name} needs its library: pip install {tracker.name}, or choose tracker=none"
-    for key, owner in TRACKER_KEYS.items():
+    for key, owner in {"online": "wandb", "uri": "mlflow"}.items():
         value = getattr(tracker, key)
         if value and tracker.name in {*TRACKER_LIBRARIES, "none"} - {owner}:
             yield (
@@ -202,24 +185,14 @@ def check_tracker(config: Config) -> Iterator[str]:
 
 # Checks of local files and folders: a wrong path is reported before any worker starts.
 
-
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
 """Checks by the kind of path that a key has in the schema."""
 
 TINYIMAGENET = "distexp.data.tinyimagenet."
 """Start of the targets of datasets that read a folder of TinyImageNet."""
 
-TINYIMAGENET_FILES = ("wnids.txt", "train", "val/val_annotations.txt")
-"""Files and folders of the official archive of TinyImageNet that a run reads."""
-
 SQUAD = "distexp.data.squad"
 """Start of the targets of datasets that need a tokenizer."""
-
-SQUAD_FILES = "distexp.data.squad.load"
-"""Target of the dataset that reads JSON files of SQuAD."""
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
-"""Files of which a folder with a tokenizer has at least one."""
 
 
 def check_files(config: Config) -> Iterator[str]:
@@ -235,31 +208,27 @@ def check_files(config: Config) -> Iterator[str]:
 
 def check_dataset_files(config: Config) -> Iterator[str]:
     """Yield an error for each dataset path that is missing, and for each small file that is not in the format."""
-    yield from _image_folder_errors(config)
-    pair = {"dataset.train_path": config.dataset.train_path, "dataset.eval_path": config.dataset.eval_path}
-    given = [key for key, path in pair.items() if path is not None]
-    if len(given) == 1:
-        (missing,) = set(pair) - set(given)
-        yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
-    if config.dataset._target_ == SQUAD_FILES:
-        for key, path in pair.items():
-            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
-                yield f"{key}={error}"  # an error starts with the path
-
-
-def _image_folder_errors(config: Config) -> Iterator[str]:
-    """Yield an error if ``dataset.root`` is needed and missing, or is no folder of TinyImageNet."""
     dataset = config.dataset
     # A dataset of another task is an error already, and the user will probably replace it.
     if dataset.root is None and "root" in dataset.keys and same_task(config):
         yield f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet"
     if dataset.root is not None and os.path.isdir(dataset.root) and dataset._target_.startswith(TINYIMAGENET):
-        missing_files = [name for name in TINYIMAGENET_FILES if not os.path.exists(os.path.join(dataset.root, name))]
+        needed = ("wnids.txt", "train", "val/val_annotations.txt")
+        missing_files = [name for name in needed if not os.path.exists(os.path.join(dataset.root, name))]
         if missing_files:
             yield (
                 f"dataset.root={dataset.root} contains no {', '.join(missing_files)}: set it to the top folder of the "
                 "official archive of TinyImageNet"
             )
+    pair = {"dataset.train_path": config.dataset.train_path, "dataset.eval_path": config.dataset.eval_path}
+    given = [key for key, path in pair.items() if path is not None]
+    if len(given) == 1:
+        (missing,) = set(pair) - set(given)
+        yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
+    if config.dataset._target_ == "distexp.data.squad.load":
+        for key, path in pair.items():
+            if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
+                yield f"{key}={error}"  # an error starts with the path
 
 
 def check_checkpoint(config: Config) -> Iterator[str]:
@@ -296,15 +265,12 @@ def check_tokenizer_files(config: Config) -> Iterator[str]:
     if source == "auto":
         source = (weights_source(model) if loads_from_source(model) else None) or "byte"
     folder = Path(source)
-    if folder.is_absolute() and folder.is_dir() and not _has_tokenizer(folder):
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
+    if folder.is_absolute() and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
         yield (
             f"model.tokenizer={model.tokenizer} needs a tokenizer in {source}, which contains none: "
             "set it to byte, a hub id, or a folder with a tokenizer"
         )
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def looks_like_path(text: str) -> bool:

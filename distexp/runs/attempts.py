@@ -77,14 +77,7 @@ def earlier_records(directory: Path) -> list[RunRecord]:
 
 
 def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: list[str]) -> None:
-    """Add a new attempt to those of a run, and archive the files of the previous one.
-
-    Args:
-        run: The run. Its attempts are replaced.
-        directory: Directory of the run.
-        job_id: Slurm job of the attempt, or None.
-        hosts: Names of its nodes.
-    """
+    """Add a new attempt to those of a run, and archive the files of the previous one."""
     attempts = read_attempts(directory)
     if attempts and attempts[-1].get("reason") is None:
         attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": last_value(directory, "resumed_from_step")}
@@ -115,13 +108,7 @@ def new_attempt(job_id: str | None, hosts: list[str]) -> Attempt:
 
 
 def record_resume(run: RunInfo, step: int | None, changes: list[str]) -> None:
-    """Record how the latest attempt resumed.
-
-    Args:
-        run: The run.
-        step: Step of the checkpoint; None if the attempt started fresh.
-        changes: Settings that differ from those of the checkpoint.
-    """
+    """Record how the latest attempt resumed. The step is None if it started fresh."""
     if run.attempts:
         run.attempts[-1] |= {"resumed_from_step": step, "changes": changes}
 
@@ -134,12 +121,9 @@ def finalize(record: RunRecord) -> None:
 
 # Error files of a run, which ranks and agents write before they end.
 
-
 ERROR_HEADING = "this rank ends with an error:"
-"""Line of a rank's log before the error that ends the rank."""
 
 SUBMISSION_REFUSED = "SubmissionRefused"
-"""Type of the error of a run whose job Slurm has refused."""
 
 
 def write_error(path: Path, error: RunError) -> None:
@@ -162,17 +146,13 @@ def read_rank_errors(run_dir: Path) -> list[RunError]:
     return [error for _, error in by_time]
 
 
-# Processes behind a local run: ``owner.json`` names its launcher and the agent of its first node.
-#
-# On the same machine, they decide at once whether the run is still running. Elsewhere only the age of the run's files
-# can decide.
-
+# Processes behind a local run: ``owner.json`` names its launcher and the agent of its first node. On the same machine,
+# they decide at once whether the run is still running. Elsewhere only the age of the run's files can decide.
 
 AGENT_TIMEOUT_S = 30.0
 """Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""
 
 POLL_S = 0.1
-"""Time between two checks whether an agent has ended."""
 
 
 @dataclass(frozen=True)
@@ -224,10 +204,7 @@ def read_agent(run_dir: Path) -> Owner | None:
 
 
 def wait_for_agent(run_dir: Path) -> str | None:
-    """Wait for the agent of a launcher that was killed; return which process it is if it does not end.
-
-    It ends its workers and writes the record of its attempt.
-    """
+    """Wait for the agent of a launcher that was killed; return which process it is if it does not end."""
     deadline = time.monotonic() + AGENT_TIMEOUT_S
     while (agent := read_agent(run_dir)) is not None and agent.is_alive:
         if time.monotonic() > deadline:
@@ -241,12 +218,9 @@ def wait_for_agent(run_dir: Path) -> str | None:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[str | None]:
-    """Hold the lock of a run directory during the block.
+    """Hold the lock of a run directory during the block; yield None, or which process has the lock.
 
     The system frees it if this process dies. File systems without locks are used without.
-
-    Yields:
-        None, or which process has the lock.
     """
     with _locked(directory / LOCK) as owner:
         yield owner
@@ -254,11 +228,7 @@ def run_lock(directory: Path) -> Iterator[str | None]:
 
 @contextmanager
 def sweep_lock(sweep_dir: Path) -> Iterator[None]:
-    """Hold the lock of a sweep directory during the block.
-
-    Raises:
-        ConfigError: if another command holds it.
-    """
+    """Hold the lock of a sweep directory during the block. Raise ConfigError if another command holds it."""
     with _locked(sweep_dir / SWEEP_LOCK) as owner:
         if owner is not None:
             raise ConfigError(
@@ -274,7 +244,10 @@ def _locked(path: Path) -> Iterator[str | None]:
     """Hold a lock file during the block; yield None, or the process that holds it."""
     descriptor = _open_locked(path)
     if descriptor is None:
-        yield _read_owner(path) or "another process"
+        owner = ""  # until it is written, and after the file is removed
+        with suppress(FileNotFoundError):
+            owner = path.read_text()
+        yield owner or "another process"
         return
     try:
         os.ftruncate(descriptor, 0)
@@ -283,14 +256,6 @@ def _locked(path: Path) -> Iterator[str | None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def _read_owner(path: Path) -> str:
-    """Return which process has a lock; empty if it has not written it yet, or has just removed the file."""
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
 
 
 def _open_locked(path: Path) -> int | None:
@@ -304,13 +269,7 @@ def _open_locked(path: Path) -> int | None:
             return None
         except OSError:
             return descriptor  # the file system has no locks
-        if _is_file_at(path, descriptor):
-            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
         os.close(descriptor)  # The process that had the lock has removed the file.
-
-
-def _is_file_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

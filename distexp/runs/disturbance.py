@@ -50,7 +50,7 @@ def starved_share(record: RunRecord) -> float | None:
     threads, share, duration = threads_per_worker(record), _share_of_cores(record), _train_phase_s(record)
     if share is None or duration is None or duration < SHORT_S:
         return None
-    if _waits_for_data(record) or (threads == 1 and _uses_network(record)):
+    if _waits_for_data(record) or (threads == 1 and not _is_one_machine(record)):
         return None
     if threads > 1 and _wait_policy(record) == PASSIVE:
         return None
@@ -96,7 +96,7 @@ def _share_of_cores(record: RunRecord) -> float | None:
     percents = _percents_of_nodes(record)
     if not percents or environment is None or not environment.cpu_count or built is None or not built.world_size:
         return None
-    nodes = _num_nodes(record)
+    nodes = int(number_of(_cluster(record), "nodes") or 1)
     simulated = nodes if _is_one_machine(record) else 1  # Its nodes share the cores.
     threads = threads_per_worker(record) * built.world_size * simulated / nodes
     cores = min(threads, environment.cpu_count, environment.cpu_limit or threads)
@@ -115,18 +115,9 @@ def _cluster(record: RunRecord) -> dict[str, Any]:
     return record.config.get("cluster") or {}
 
 
-def _num_nodes(record: RunRecord) -> int:
-    return int(number_of(_cluster(record), "nodes") or 1)
-
-
 def _is_one_machine(record: RunRecord) -> bool:
     """Return whether all nodes of a run were simulated on one machine."""
     return len(set(record.run.hosts)) <= 1
-
-
-def _uses_network(record: RunRecord) -> bool:
-    """Return whether workers wait for messages of other machines, which leaves their cores unused."""
-    return not _is_one_machine(record)
 
 
 def _wait_policy(record: RunRecord) -> str:

@@ -18,13 +18,7 @@ from distexp.system.typed_values import number_of
 
 
 class Events:
-    """The events of one rank.
-
-    Args:
-        run_dir: Directory of the run.
-        enabled: Whether to write the event log, which only rank 0 does.
-        progress: Writer of the progress of this rank, or None.
-    """
+    """The events of one rank."""
 
     def __init__(self, run_dir: Path, *, enabled: bool, progress: ProgressWriter | None = None) -> None:
         self._file = (run_dir / EVENTS).open("w") if enabled else None
@@ -42,9 +36,6 @@ class Events:
         """Count one more point that this rank has passed.
 
         All ranks must call this at the same points.
-
-        Args:
-            step: Finished optimizer steps, if they have changed.
         """
         self.step = self.step if step is None else step
         if self._progress is not None:
@@ -97,8 +88,7 @@ class PhaseTail:
     def at(self, unix_time_s: float) -> str:
         """Return the phase at a time, as far as it is on disk; empty before the first event.
 
-        Raises:
-            OSError: if the file exists and cannot be read.
+        Raise OSError if the file exists and cannot be read.
         """
         new = self._tail.read_entries()
         if self._tail.restarts > self._restarts:
@@ -108,11 +98,7 @@ class PhaseTail:
 
 
 def read_phase_events(path: Path) -> list[PhaseEvent]:
-    """Read the phase events of a file in the order of time; a missing file has none.
-
-    Raises:
-        OSError: if the file exists and cannot be read.
-    """
+    """Read the phase events of a file in the order of time, or raise OSError; a missing file has none."""
     return phase_events_of(read_entries(path))
 
 
@@ -141,11 +127,9 @@ def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> li
     ]
 
 
-# Progress of each rank, so that a hang can name the rank that the others wait for.
-#
-# All ranks pass the same points of the program in the same order: phases, batches and steps. Each rank counts the
-# points that it has passed, in a small file that it overwrites in place. The rank with the lowest count is behind.
-
+# Progress of each rank, so that a hang can name the rank that the others wait for. All ranks pass the same points of
+# the program in the same order: phases, batches and steps. Each rank counts the points that it has passed, in a small
+# file that it overwrites in place. The rank with the lowest count is behind.
 
 FILE_BYTES = 256
 """Size of the file. It never changes, so that a full disk does not end the training here."""
@@ -153,19 +137,11 @@ FILE_BYTES = 256
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The last point that a rank has passed.
-
-    Attributes:
-        rank: The rank.
-        pid: Its process.
-        count: Points passed so far.
-        phase: The current phase.
-        step: Finished optimizer steps.
-    """
+    """The last point that a rank has passed."""
 
     rank: int
     pid: int
-    count: int
+    count: int  # points passed so far
     phase: str
     step: int
 
@@ -175,13 +151,7 @@ class RankProgress:
 
 
 class ProgressWriter:
-    """Writer of the progress of one rank.
-
-    Args:
-        run_dir: Directory of the run.
-        node: Node of the rank.
-        rank: The rank.
-    """
+    """Writer of the progress of one rank."""
 
     def __init__(self, run_dir: Path, node: int, rank: int) -> None:
         self._rank, self._pid, self._count = rank, os.getpid(), 0

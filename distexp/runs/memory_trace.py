@@ -23,16 +23,8 @@ class MemorySample:
     """One device at one time. A value that could not be read is None, never 0.
 
     Attributes:
-        phase: Phase of the run; empty if unknown.
-        kind: ``gpu`` or ``cpu``.
-        used_mib: On a GPU: what all its users hold. On the CPU: what the process tree holds.
-        utilization_pct: Percent of the device, or of all cores that the node may use.
-        job_mib: This job's part of a GPU's memory, if NVML reports it.
         energy_j: Of a GPU its own counter, which starts at an arbitrary value. On the CPU, the run's part since the
             first sample.
-        source: How the memory was read. It marks the samples of a less exact method.
-        other_mib: Other jobs' part of a GPU's memory, if NVML reports it.
-        sm_clock_mhz: Clock of a GPU.
         clock_reasons: Why the clock of a GPU is not higher, as bits of NVML's ``nvmlClocksEventReasons``.
         pcie_pct: Rate of a GPU's PCIe link, in percent of its maximum. It is read in some samples only.
         ecc_errors: Uncorrected memory errors of a GPU since the driver was loaded, in some samples only.
@@ -40,19 +32,19 @@ class MemorySample:
     """
 
     unix_time_s: float
-    phase: str
-    kind: str
+    phase: str  # phase of the run; empty if unknown
+    kind: str  # ``gpu`` or ``cpu``
     index: int
-    used_mib: float | None
+    used_mib: float | None  # On a GPU: what all its users hold. On the CPU: what the process tree holds.
     total_mib: float | None = None
-    utilization_pct: float | None = None
+    utilization_pct: float | None = None  # percent of the device, or of all cores that the node may use
     power_w: float | None = None
-    job_mib: float | None = None
+    job_mib: float | None = None  # this job's part of a GPU's memory, if NVML reports it
     energy_j: float | None = None
-    source: str = ""
+    source: str = ""  # How the memory was read. It marks the samples of a less exact method.
     compiler_mib: float | None = None
-    other_mib: float | None = None
-    sm_clock_mhz: float | None = None
+    other_mib: float | None = None  # other jobs' part of a GPU's memory, if NVML reports it
+    sm_clock_mhz: float | None = None  # clock of a GPU
     clock_reasons: float | None = None
     pcie_pct: float | None = None
     ecc_errors: float | None = None
@@ -90,12 +82,9 @@ class MemoryTraceWriter:
         self._write(",".join(COLUMNS) + "\n")
 
     def append(self, samples: Iterable[MemorySample]) -> None:
-        """Append the samples of one time.
-
-        Raises:
-            OSError: if the disk takes none of them, or only a part.
-        """
-        self._write("".join(_format_row(sample) for sample in samples))
+        """Append the samples of one time. Raise OSError if the disk takes none of them, or only a part."""
+        rows = (",".join(_format_cell(getattr(sample, name)) for name in COLUMNS) for sample in samples)
+        self._write("".join(f"{row}\n" for row in rows))
 
     def close(self) -> None:
         """Close the file. Everything is on disk already."""
@@ -109,10 +98,6 @@ class MemoryTraceWriter:
             self._torn = True
             raise OSError(f"the disk took {written} of {len(content)} bytes")
         self._torn = False
-
-
-def _format_row(sample: MemorySample) -> str:
-    return ",".join(_format_cell(getattr(sample, name)) for name in COLUMNS) + "\n"
 
 
 def _format_cell(value: str | float | None) -> str:
@@ -151,29 +136,18 @@ def is_memory_trace(header: str) -> bool:
 
 
 def read_memory_trace(path: Path) -> MemoryTrace:
-    """Read a memory trace, complete or still being written.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is not a memory trace.
-    """
+    """Read a memory trace, complete or still being written. Raise OSError or ValueError if that is not possible."""
     lines, notes = read_whole_lines(path)
     if not lines or not is_memory_trace(lines[0]):
         raise ValueError(f"{path} is not a memory trace: expected a first line {','.join(COLUMNS)}")
-    trace = _parse_rows(path, lines[1:])
-    return MemoryTrace(trace.samples, notes + trace.notes)
-
-
-def _parse_rows(path: Path, lines: Sequence[str]) -> MemoryTrace:
-    """Return the samples of the lines after the header."""
     samples: list[MemorySample] = []
     bad: list[int] = []
-    for number, cells in enumerate(csv.reader(lines), start=2):
+    for number, cells in enumerate(csv.reader(lines[1:]), start=2):
         try:
             samples.append(_parse_sample(dict(zip(COLUMNS, cells, strict=True))))
         except ValueError:
             bad.append(number)
-    return MemoryTrace(samples, bad_lines_note(path, bad))
+    return MemoryTrace(samples, notes + bad_lines_note(path, bad))
 
 
 def _parse_sample(row: dict[str, str]) -> MemorySample:
@@ -191,7 +165,6 @@ def _parse_sample(row: dict[str, str]) -> MemorySample:
 
 
 # Entries of ``memory.parts`` in a record: the tensors of each rank, and the peaks of a step by phase.
-
 
 TENSORS = "train"
 """Phase of the entries with the tensors that a rank keeps. The other phases are those of a recorded step."""
@@ -220,17 +193,11 @@ def highest_peak(memory: Mapping[str, Any]) -> Entry | None:
     return max(peak_entries(memory), key=lambda entry: float(entry.get("allocated_mib") or 0.0), default=None)
 
 
-# Memory of model states by arithmetic, as in the ZeRO paper.
-#
-# See arXiv:1910.02054, section 5.
-#
-# With Adam a parameter costs 16 bytes. In fp32 these are 4 of weight, 4 of gradient and 8 of moments. Autocast keeps
-# no other copy. With 16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states.
-# Sharded states are divided by the number of workers that share them. Activations and buffers are not included.
-#
-# Everything is read from the ``built`` of a record, never from the name of a strategy, so that custom strategies are
-# treated alike.
-
+# Memory of model states by arithmetic, as in the ZeRO paper. See arXiv:1910.02054, section 5. With Adam a parameter
+# costs 16 bytes. In fp32 these are 4 of weight, 4 of gradient and 8 of moments. Autocast keeps no other copy. With
+# 16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states. Sharded states are
+# divided by the number of workers that share them. Activations and buffers are not included. Everything is read from
+# the ``built`` of a record, never from the name of a strategy, so that custom strategies are treated alike.
 
 BYTES_PER_VALUE = 4.0
 MOMENTS = {"adamw": 2, "sgd": 1}
@@ -251,8 +218,7 @@ def ideal_states_mib(record: RunRecord) -> float | None:
 def bytes_per_parameter(record: RunRecord) -> float | None:
     """Return the bytes on one worker's device for each parameter of the whole model.
 
-    Returns:
-        None if ``built`` does not show how the states are stored. A custom strategy may shard in another way.
+    It is None if ``built`` does not show how the states are stored. A custom strategy may shard in another way.
     """
     built = record.built
     moments = MOMENTS.get(record.config["train"]["optimizer"])
@@ -280,10 +246,7 @@ def _sharded_states(built: Built, moments: float) -> States:
 
 
 def _zero_states(built: Built, stage: int, moments: float) -> States:
-    """Return the states of a ZeRO stage.
-
-    From stage 2 on, an offloaded optimizer takes its gradients along.
-    """
+    """Return the states of a ZeRO stage."""
     shards, on_cpu = built.mesh[1], built.offload.split("+")
     half = built.param_dtype in ("bfloat16", "float16")
     value, states = (BYTES_PER_VALUE / 2, BYTES_PER_VALUE + moments) if half else (BYTES_PER_VALUE, moments)

@@ -7,11 +7,11 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distexp.config import ConfigError
 from distexp.runs.record import RunRecord
@@ -45,53 +45,34 @@ def read_prediction(directory: Path) -> Predicted | None:
 def read_curve(directory: Path) -> Curve:
     """Return the curve of a run's prediction; empty if it has none."""
     curve = read_or_none(directory / PREDICTED, "curve")
-    return curve if _is_curve(curve) else {}
-
-
-def _is_curve(curve: Any) -> bool:
     if not isinstance(curve, dict) or not matches(curve.get(PHASE), list[str]):
-        return False
+        return {}
     lengths = {len(values) for values in curve.values() if isinstance(values, list)}
-    return len(lengths) == 1 and all(matches(curve[name], list[float]) for name in curve if name != PHASE)
+    is_curve = len(lengths) == 1 and all(matches(curve[name], list[float]) for name in curve if name != PHASE)
+    return curve if is_curve else {}
 
 
 # ``forecast.json``: forecasts of a profiled run on other numbers of workers, which ``distexp forecast`` writes.
-
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class StoredForecast:
-    """The forecast of one size.
-
-    Attributes:
-        nodes: Number of nodes.
-        workers_per_node: Workers of each node.
-        run_id: Id of the same training at this size.
-        micro_batch_size: Samples of a worker in a forward pass.
-        micro_batches: Micro-batches of an optimizer step.
-        samples_per_step: Samples of all workers in an optimizer step.
-        step_time_s: Most likely duration of the step.
-        low_s: Lower end of the interval.
-        high_s: Upper end of the interval.
-        created_at: ISO 8601, UTC.
-        beyond: How far the size is beyond the measured range; empty inside of it.
-        what_if: Options for another machine, which later runs do not share; empty without them.
-    """
+    """The forecast of one size."""
 
     nodes: int
-    workers_per_node: int
-    run_id: str
-    micro_batch_size: int
-    micro_batches: int
-    samples_per_step: float
-    step_time_s: float
-    low_s: float
-    high_s: float
-    created_at: str = ""
-    beyond: str = ""
-    what_if: str = ""
+    workers_per_node: int  # workers of each node
+    run_id: str  # id of the same training at this size
+    micro_batch_size: int  # samples of a worker in a forward pass
+    micro_batches: int  # micro-batches of an optimizer step
+    samples_per_step: float  # samples of all workers in an optimizer step
+    step_time_s: float  # most likely duration of the step
+    low_s: float  # lower end of the interval
+    high_s: float  # upper end of the interval
+    created_at: str = ""  # ISO 8601, UTC
+    beyond: str = ""  # how far the size is beyond the measured range; empty inside of it
+    what_if: str = ""  # options for another machine, which later runs do not share; empty without them
 
     @property
     def workers(self) -> int:
@@ -118,11 +99,7 @@ def cap_efficiency(high: float, efficiency: float) -> float:
 
 
 def write_forecasts(run_dir: Path, forecasts: Sequence[StoredForecast]) -> None:
-    """Add forecasts to those of a run. A new one replaces that of the same size.
-
-    Raises:
-        OSError: the run directory is not writable.
-    """
+    """Add forecasts to those of a run, in place of those of the same size. Raise OSError if that is not possible."""
     kept = [old for old in read_forecasts(run_dir) if not any(old.same_size(new) for new in forecasts)]
     ordered = sorted([*kept, *forecasts], key=lambda forecast: (forecast.workers, forecast.nodes))
     write_json(run_dir / FORECAST, {"schema": SCHEMA, "forecasts": [asdict(forecast) for forecast in ordered]})
@@ -144,10 +121,8 @@ def _is_valid(raw: Any) -> bool:
     return isinstance(raw, dict) and all(matches(raw.get(name), float) and raw[name] > 0 for name in names)
 
 
-# Errors of the forecasts of a machine: one file in the cache directory for each pair of a forecast and a run.
-#
-# A pair that is seen again replaces its file, so it counts once.
-
+# Errors of the forecasts of a machine: one file in the cache directory for each pair of a forecast and a run. A pair
+# that is seen again replaces its file, so it counts once.
 
 FOLDER = "forecast-errors"
 
@@ -163,21 +138,13 @@ MIN_FORECASTS = 3
 
 @dataclass(frozen=True)
 class ForecastError:
-    """A forecast next to the measured step of the same training at this size.
+    """A forecast next to the measured step of the same training at this size."""
 
-    Attributes:
-        forecast_s: Forecast duration of the step.
-        measured_s: Measured median of the steps.
-        inside: Whether the measured duration was in the interval.
-        subject: Profiled run and size of the forecast. Empty: unknown.
-        measured_at: Start of the measured run, ISO 8601. Empty: unknown.
-    """
-
-    forecast_s: float
-    measured_s: float
-    inside: bool
-    subject: str = ""
-    measured_at: str = ""
+    forecast_s: float  # forecast duration of the step
+    measured_s: float  # measured median of the steps
+    inside: bool  # whether the measured duration was in the interval
+    subject: str = ""  # Profiled run and size of the forecast. Empty: unknown.
+    measured_at: str = ""  # Start of the measured run, ISO 8601. Empty: unknown.
 
     @property
     def relative(self) -> float:
@@ -200,7 +167,7 @@ def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: Ru
     if (
         step_s is None
         or forecast.what_if
-        or _Conditions.of(profiled) != _Conditions.of(measured)
+        or _conditions(profiled) != _conditions(measured)
         or not makes_steps_of(forecast, measured)
     ):
         return None
@@ -208,17 +175,10 @@ def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: Ru
     return ForecastError(forecast.step_time_s, step_s, inside)
 
 
-class _Conditions(NamedTuple):
-    """What two runs must have in common, so that their speeds can be compared."""
-
-    machine: str
-    cpu_threads: object  # of a worker; None for a run on GPUs
-
-    @classmethod
-    def of(cls, record: RunRecord) -> _Conditions:
-        cluster = record.config.get("cluster") or {}
-        on_cpu = cluster.get("device") == "cpu"
-        return cls(machine_name(record), cluster.get("cpus_per_worker") if on_cpu else None)
+def _conditions(record: RunRecord) -> tuple[str, object]:
+    """Return what two runs must have in common, so that their speeds can be compared: machine, and threads on CPUs."""
+    cluster = record.config.get("cluster") or {}
+    return machine_name(record), cluster.get("cpus_per_worker") if cluster.get("device") == "cpu" else None
 
 
 def makes_steps_of(forecast: StoredForecast, measured: RunRecord) -> bool:
@@ -277,30 +237,18 @@ def _folder(machine: str) -> Path:
 def largest_expected(errors: Sequence[ForecastError]) -> float:
     """Return the error that most of the last forecasts did not exceed: 0.1 for a factor of 1.1.
 
-    It is 0 with too few forecasts. The largest error never counts.
+    It is 0 with too few forecasts. The largest error never counts. The repeats of a measured run count as one, with
+    their median.
     """
-    sizes = sorted(_last_error_sizes(errors))
+    by_subject: dict[str, list[ForecastError]] = {}
+    for number, error in enumerate(errors):
+        by_subject.setdefault(error.subject or str(number), []).append(error)
+    latest = sorted(by_subject.values(), key=lambda repeats: max(error.measured_at for error in repeats))
+    sizes = sorted(statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-MAX_FORECASTS:])
     if len(sizes) < MIN_FORECASTS:
         return 0.0
     covered = math.ceil(COVERED_SHARE * len(sizes))
     return sizes[min(covered, len(sizes) - 1) - 1]
-
-
-def _last_error_sizes(errors: Sequence[ForecastError]) -> list[float]:
-    """Return the sizes of the errors of the forecasts that were measured last.
-
-    The repeats of a measured run count as one, with their median.
-    """
-    latest = sorted(_repeats(errors), key=lambda repeats: max(error.measured_at for error in repeats))
-    return [statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-MAX_FORECASTS:]]
-
-
-def _repeats(errors: Sequence[ForecastError]) -> Iterable[list[ForecastError]]:
-    """Group the errors of the same forecast. An error of an unknown forecast is a group of its own."""
-    by_subject: dict[str, list[ForecastError]] = {}
-    for number, error in enumerate(errors):
-        by_subject.setdefault(error.subject or str(number), []).append(error)
-    return by_subject.values()
 
 
 def running_error(errors: Sequence[ForecastError]) -> str:

@@ -25,7 +25,6 @@ SCHEMA_VERSION = 2
 """Version of the format. A record of another version is refused. A new key does not raise it."""
 
 MAX_SHOWN_ERRORS = 3
-"""Errors in the message about a damaged record."""
 
 STATUSES = ("completed", "oom_gpu", "oom_host", "failed", "timeout", "killed", "preempted", "invalid")
 
@@ -102,11 +101,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """Read a record or a result.
-
-        Raises:
-            ValueError: if the file is missing, torn, not a record, or of another schema.
-        """
+        """Read a record or a result. Raise ValueError if it is missing, torn, not a record, or of another schema."""
         try:
             raw = read_json(path)
         except (OSError, ValueError) as error:
@@ -195,16 +190,10 @@ def _by_run_number(path: Path) -> tuple[str, int, str]:
 
 
 def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
-    """Return the newest sweep below ``multirun_outputs/``, and print which one it is to stderr.
-
-    Args:
-        leave_out: Commands whose directories are no sweeps here.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Return the newest sweep in ``multirun_outputs/``, or raise ConfigError; print which one it is to stderr."""
     files = sorted(_command_files(Path(OUTPUTS)), key=_modified, reverse=True)
-    newest = next((file for file in files if not _is_of(file, leave_out)), None)
+    # A damaged file is of none.
+    newest = next((file for file in files if read_or_none(file, "command") not in leave_out), None)
     if newest is None:
         raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
     sweep_dir = newest.parent
@@ -212,11 +201,6 @@ def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
     skipped = "" if newest is files[0] else f" (later directories of {names} do not count)"
     print(f"newest sweep: {sweep_dir}{skipped}", file=sys.stderr)
     return sweep_dir
-
-
-def _is_of(command_file: Path, commands: Collection[Command]) -> bool:
-    """Return whether a sweep was started by one of these commands. A damaged file is of none."""
-    return read_or_none(command_file, "command") in commands
 
 
 def describe_no_training(record: RunRecord) -> str:
@@ -238,12 +222,7 @@ def _command_files(folder: Path) -> Iterator[Path]:
 
 
 def not_a_sweep(directory: Path, missing: str) -> str:
-    """Return why a directory is not a sweep, with the directory to give instead if it is inside or above one.
-
-    Args:
-        directory: The directory that the user gave.
-        missing: What a sweep would contain, as in ``command.json``.
-    """
+    """Return why a directory is not a sweep, with the directory to give instead if it is inside or above one."""
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         return f"{directory} {problem}: give the directory of a sweep"

@@ -176,12 +176,7 @@ class Predicted:
 
 
 def make_environment(*, on_gpu: bool, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment of this process.
-
-    Args:
-        on_gpu: Whether the run uses GPUs. If not, the record names no GPU and no CUDA version.
-        variables: Environment variables of the workers.
-    """
+    """Return the environment of this process."""
     torch = torch_versions()
     gpu = next(iter(visible_gpus()), None) if on_gpu else None
     return Environment(

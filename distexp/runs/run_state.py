@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,30 +20,19 @@ from distexp.system.files import read_entries, read_last_entry, write_json
 from distexp.system.typed_values import number_of
 
 ACTIVE = ("pending", "running", "ending", "unknown")
-"""States of a run that may not have ended yet."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """State of one run.
+    """State of one run."""
 
-    Attributes:
-        number: The run's number in its sweep.
-        directory: The run directory.
-        job: The Slurm job as ARRAY_INDEX; None for a run that is not on Slurm.
-        state: One of ACTIVE, "no record", or the status of the record.
-        reason: Why the run is waiting, or why it did not complete.
-        nodes: Slurm's list of the job's nodes.
-        record: The record of a run that has ended.
-    """
-
-    number: int
+    number: int  # the run's number in its sweep
     directory: Path
-    job: str | None
-    state: str
-    reason: str = ""
-    nodes: str = ""
-    record: RunRecord | None = None
+    job: str | None  # the Slurm job as ARRAY_INDEX; None for a run that is not on Slurm
+    state: str  # one of ACTIVE, "no record", or the status of the record
+    reason: str = ""  # why the run is waiting, or why it did not complete
+    nodes: str = ""  # Slurm's list of the job's nodes
+    record: RunRecord | None = None  # the record of a run that has ended
 
     @classmethod
     def from_record(cls, number: int, directory: Path, job: str | None, record: RunRecord) -> RunState:
@@ -79,21 +68,18 @@ class Progress:
 def read_progress(directory: Path) -> Progress:
     """Read the progress of a run from its metrics and events. A file that cannot be read is named as the phase."""
     try:
-        return _read_progress(directory)
+        events = read_entries(directory / EVENTS)
+        phases = phase_events_of(events)
+        last_step = read_last_entry(directory / METRICS)
+        counts = (_count_of(entry, "total_steps") for entry in events)
+        return Progress(
+            phase=phases[-1].phase if phases else _phase_before_workers(directory),
+            step=_count_of(last_step, "step"),
+            steps=next((count for count in counts if count is not None), None),
+            loss=number_of(last_step, "loss"),
+        )
     except OSError as error:
         return Progress(phase=f"unknown ({error.filename}: {error.strerror})")
-
-
-def _read_progress(directory: Path) -> Progress:
-    events = read_entries(directory / EVENTS)
-    phases = phase_events_of(events)
-    last_step = read_last_entry(directory / METRICS)
-    return Progress(
-        phase=phases[-1].phase if phases else _phase_before_workers(directory),
-        step=_count_of(last_step, "step"),
-        steps=_first_count(events, "total_steps"),
-        loss=number_of(last_step, "loss"),
-    )
 
 
 def _phase_before_workers(directory: Path) -> str | None:
@@ -102,26 +88,13 @@ def _phase_before_workers(directory: Path) -> str | None:
     return "compile" if build and not build.keys() & {"compiled_s", "waited_s"} else None
 
 
-def _first_count(entries: Iterable[Mapping[str, Any]], key: str) -> int | None:
-    """Return the whole number of the first entry that has one."""
-    counts = (_count_of(entry, key) for entry in entries)
-    return next((count for count in counts if count is not None), None)
-
-
 def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
     """Return a number of an entry as a whole number; None if the entry has none."""
     number = number_of(entry, key)
     return None if number is None else int(number)
 
 
-def last_activity(directory: Path) -> float:
-    """Return the Unix time in seconds at which a run last wrote a file; 0 if it wrote none."""
-    paths = (directory / SPEC, *memory_trace_paths(directory))
-    return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
-
-
 # Heartbeat of a run: rank 0 touches a file after each step, and the agents check its age.
-
 
 MIN_INTERVAL_S = 1.0
 """Shortest time between two touches. On a network file system each touch is a message to the server."""
@@ -164,11 +137,9 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-# Graceful-stop requests: a file in the run directory that rank 0 polls.
-#
-# A file works for workers that are still starting, and for all nodes. The command and its agents write it when they
-# get SIGUSR1 or SIGUSR2. A worker's own SIGUSR1 prints its stacks. SIGTERM ends a run at once.
-
+# Graceful-stop requests: a file in the run directory that rank 0 polls. A file works for workers that are still
+# starting, and for all nodes. The command and its agents write it when they get SIGUSR1 or SIGUSR2. A worker's own
+# SIGUSR1 prints its stacks. SIGTERM ends a run at once.
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a command or an agent to stop its run after a checkpoint."""
@@ -178,12 +149,7 @@ POLL_S = 1.0
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
-    """Ask the workers of a run to write a checkpoint after their current step, and to end.
-
-    Args:
-        run_dir: Directory of the run.
-        reason: ``time_limit``, ``preemption``, or the name of a signal.
-    """
+    """Ask the workers of a run to write a checkpoint and to end because of a time limit, a preemption or a signal."""
     write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
 
 
@@ -228,7 +194,6 @@ def _read(run_dir: Path) -> dict[str, Any] | None:
 
 # State of a run that is not on Slurm, from the files in its directory and its launcher.
 
-
 MAX_IDLE_S = 15.0
 """A run of another machine with more recent activity is running; memory samples and steps count as activity."""
 
@@ -259,7 +224,9 @@ def _finished_state(run: ExistingRun) -> RunState:
 
 def _state_by_activity(run: ExistingRun) -> RunState:
     """Return the state of a run without a launcher on this machine: the age of its files decides."""
-    active_at = last_activity(run.directory)
+    directory = run.directory
+    paths = (directory / SPEC, *memory_trace_paths(directory))
+    active_at = max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
     idle_s = time.time() - active_at
     if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
         return _state(run, "running")

@@ -51,12 +51,7 @@ class RunSpec:
 
     @classmethod
     def read(cls, directory: Path) -> RunSpec:
-        """Read the ``spec.json`` of a run directory.
-
-        Raises:
-            OSError: if the file cannot be read.
-            ValueError: if it is not the specification of a run.
-        """
+        """Read the ``spec.json`` of a run directory, or raise OSError, or ValueError if it is damaged."""
         try:
             with open_file(directory / SPEC) as file:
                 raw = json.load(file)
@@ -67,11 +62,7 @@ class RunSpec:
 
 
 def parse_config(values: Any) -> Config:
-    """Return the configuration with some values, as dataclasses.
-
-    Raises:
-        OmegaConfBaseException: if a key or a type does not match the schema.
-    """
+    """Return a configuration as dataclasses. Raise OmegaConfBaseException if it does not match the schema."""
     return cast(Config, OmegaConf.to_object(OmegaConf.merge(_schema(), values)))
 
 
@@ -82,7 +73,6 @@ def _schema() -> DictConfig:
 
 
 # Existing runs of a sweep, matched with the cells of a command that resumes it.
-
 
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
@@ -121,42 +111,25 @@ class ExistingRuns:
 
         Cells with the same id keep their own runs, for example ``cluster.cpus_per_worker=1,2``.
 
-        Args:
-            cells: What each cell would run. Only its id and its overrides count.
+        Only the id and the overrides of a cell count.
         """
         found: list[ExistingRun | None] = [None] * len(cells)
-        for is_match in (_is_same, _is_same_training, _was_invalid):
+        rules: tuple[Callable[[ExistingRun, RunInfo], bool], ...] = (
+            lambda run, cell: run.id == cell.id and run.overrides == cell.overrides,
+            lambda run, cell: run.id == cell.id != INVALID_ID,
+            lambda run, cell: run.id == INVALID_ID and run.overrides == cell.overrides,
+        )
+        for is_match in rules:
             for position, cell in enumerate(cells):
                 if found[position] is None:
-                    found[position] = self._take(cell, is_match)
-        return found
-
-    def _take(self, cell: RunInfo, is_match: Callable[[ExistingRun, RunInfo], bool]) -> ExistingRun | None:
-        """Return the first run that matches a cell, and remove it from ``runs``."""
-        found = next((run for run in self.runs if is_match(run, cell)), None)
-        self.runs = [run for run in self.runs if run is not found]
+                    found[position] = next((run for run in self.runs if is_match(run, cell)), None)
+                    self.runs = [run for run in self.runs if run is not found[position]]
         return found
 
     def unfinished(self, below: Path) -> list[ExistingRun]:
-        """Return the unmatched runs that could be resumed.
-
-        Args:
-            below: Sweep directory. A run whose directory is the sweep directory itself is left out.
-        """
+        """Return the unmatched runs that could be resumed, without one in the sweep directory ``below`` itself."""
         ended = {*DONE, "invalid"}
         return [run for run in self.runs if run.status not in ended and run.directory != below.absolute()]
-
-
-def _is_same(run: ExistingRun, cell: RunInfo) -> bool:
-    return run.id == cell.id and run.overrides == cell.overrides
-
-
-def _is_same_training(run: ExistingRun, cell: RunInfo) -> bool:
-    return run.id == cell.id != INVALID_ID
-
-
-def _was_invalid(run: ExistingRun, cell: RunInfo) -> bool:
-    return run.id == INVALID_ID and run.overrides == cell.overrides
 
 
 def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +29,16 @@ class Segment:
 
     The device ends at ``max(free + device_s, launched + tail_s)``. ``free`` is the end of the earlier work of the
     device, and ``launched`` is the start of the segment on the CPU. Without a GPU only ``host_s`` counts.
-
-    Attributes:
-        phase: forward, backward or optimizer.
-        micro_batch: Number of the micro-batch, from 0. That of the optimizer is the last one.
-        host_s: Time of the CPU, without waiting for the device or for collectives.
-        device_s: Time of the kernels and copies.
-        tail_s: Time from the start of the segment on the CPU to its end, on a device that was idle before.
-        tail_half_s: The same if the CPU took half of the time.
-        launches: Number of kernels and copies.
-        waits: Whether the CPU then waits for the device.
     """
 
-    phase: str
-    micro_batch: int
-    host_s: float
-    device_s: float = 0.0
-    tail_s: float = 0.0
-    tail_half_s: float = 0.0
-    launches: int = 0
-    waits: bool = False
+    phase: str  # forward, backward or optimizer
+    micro_batch: int  # Number of the micro-batch, from 0. That of the optimizer is the last one.
+    host_s: float  # time of the CPU, without waiting for the device or for collectives
+    device_s: float = 0.0  # time of the kernels and copies
+    tail_s: float = 0.0  # time from the start of the segment on the CPU to its end, on a device that was idle before
+    tail_half_s: float = 0.0  # the same if the CPU took half of the time
+    launches: int = 0  # number of kernels and copies
+    waits: bool = False  # whether the CPU then waits for the device
 
 
 @dataclass(frozen=True)
@@ -56,34 +46,24 @@ class Collective:
     """A collective that the CPU launches between two segments.
 
     Attributes:
-        kind: all_reduce, all_gather, reduce_scatter, reduce, broadcast, ...
         bytes: Size as in nccl-tests: the buffer of an all-reduce, the full tensor of an all-gather or reduce-scatter.
             None: the trace does not contain it.
-        ranks: Size of its process group.
-        axis: ``all`` workers, or the ``shard`` or ``replicate`` axis of the mesh.
-        phase: As of a segment.
-        micro_batch: As of a segment.
-        host_s: Time of the CPU since the last item, up to the launch.
         transfer_s: Measured duration without waiting for other ranks. None: not executed, because the run had one
             worker.
-        awaited: ``next``: the next segment waits for it. ``optimizer``: the optimizer waits for it.
-        ahead: Number of later collectives of this kind and phase that are launched before the segment that waits.
-        segments_ahead: Number of further segments before the one that waits.
-        after_compute: Whether it needs the results of the earlier segments.
     """
 
-    kind: str
+    kind: str  # all_reduce, all_gather, reduce_scatter, reduce, broadcast, ...
     bytes: int | None
-    ranks: int
-    axis: str
-    phase: str
-    micro_batch: int
-    host_s: float = 0.0
+    ranks: int  # size of its process group
+    axis: str  # ``all`` workers, or the ``shard`` or ``replicate`` axis of the mesh
+    phase: str  # as of a segment
+    micro_batch: int  # as of a segment
+    host_s: float = 0.0  # time of the CPU since the last item, up to the launch
     transfer_s: float | None = None
-    awaited: str = NEXT
-    ahead: int = 0
-    segments_ahead: int = 0
-    after_compute: bool = True
+    awaited: str = NEXT  # ``next``: the next segment waits for it. ``optimizer``: the optimizer waits for it.
+    ahead: int = 0  # number of later collectives of this kind and phase that are launched before the segment that waits
+    segments_ahead: int = 0  # number of further segments before the one that waits
+    after_compute: bool = True  # whether it needs the results of the earlier segments
 
 
 Item = Segment | Collective
@@ -102,28 +82,20 @@ class StepModel:
     """The median profiled step of rank 0.
 
     Attributes:
-        on_gpu: Whether the worker used a GPU.
-        workers: Number of workers.
-        nodes: Number of nodes.
-        micro_batches: Micro-batches of a step. The items have at most three of them: the first, one other, the last.
-        step_s: Duration of the profiled step.
-        step_s_by_rank: Durations of all profiled steps of each rank.
-        items: Segments and collectives, in the order of their launches.
-        units: Parameters of the model. Empty: unknown.
         bucket_elements: Elements of the buckets of DDP, in the order of their reduction. Empty: no DDP.
         group_elements: Elements of each parameter in each group of the optimizer, not divided over workers.
         modules: Positions, in the parameters of all units, of those that each module itself has. In the order of the
             model.
     """
 
-    on_gpu: bool
+    on_gpu: bool  # whether the worker used a GPU
     workers: int
     nodes: int
-    micro_batches: int
-    step_s: float
-    step_s_by_rank: tuple[tuple[float, ...], ...]
-    items: tuple[Item, ...]
-    units: tuple[Parameters, ...] = ()
+    micro_batches: int  # Micro-batches of a step. The items have at most three of them: the first, one other, the last.
+    step_s: float  # duration of the profiled step
+    step_s_by_rank: tuple[tuple[float, ...], ...]  # durations of all profiled steps of each rank
+    items: tuple[Item, ...]  # segments and collectives, in the order of their launches
+    units: tuple[Parameters, ...] = ()  # Parameters of the model. Empty: unknown.
     bucket_elements: tuple[int, ...] = ()
     group_elements: tuple[tuple[int, ...], ...] = ()
     modules: tuple[tuple[int, ...], ...] = ()
@@ -155,7 +127,6 @@ def read_step_model(run_dir: Path) -> StepModel | None:
 
 # The parts of a training step, which add up to it.
 
-
 PARTS = {
     "matmul": "matrix kernels",
     "other_kernels": "other kernels",
@@ -178,13 +149,10 @@ SUMMARY_SCHEMA = 1
 
 
 def write_profile_summary(run_dir: Path, ranks: Sequence[dict[str, Any]], steps: int) -> None:
-    """Write the lanes of all ranks.
+    """Write the lanes of the median step of ``steps`` profiled ones, of all ranks.
 
-    Args:
-        run_dir: Directory of the run.
-        ranks: For each rank ``rank``, ``step_ms`` and ``lanes``. Each lane has ``name`` and ``spans``: start and end
-            in milliseconds since the start of the step, and a label. The file has the index of the label.
-        steps: Number of profiled steps. The file has the lanes of the median one.
+    Each rank has ``rank``, ``step_ms`` and ``lanes``. A lane has ``name`` and ``spans``: start and end in milliseconds
+    since the start of the step, and a label. The file has the index of the label.
     """
     labels: dict[str, int] = {}
     numbered = [{**rank, "lanes": [_number_labels(lane, labels) for lane in rank["lanes"]]} for rank in ranks]
@@ -209,23 +177,16 @@ def read_profile_summary(run_dir: Path) -> dict[str, Any] | None:
 
 # ``step_times/rank<k>.csv``: durations of a rank's ordinary steps, and whether each was watched for slow ranks.
 
-
 COLUMNS = ("step", "microseconds", "watched")
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Duration of an ordinary step.
+    """Duration of an ordinary step."""
 
-    Attributes:
-        step: Number among the measured steps, from 0.
-        seconds: Duration.
-        watched: Whether the rank measured in this step how long it waits for other ranks.
-    """
-
-    step: int
+    step: int  # number among the measured steps, from 0
     seconds: float
-    watched: bool
+    watched: bool  # whether the rank measured in this step how long it waits for other ranks
 
 
 def write_step_times(run_dir: Path, rank: int, steps: Iterable[StepTime]) -> None:
@@ -239,12 +200,7 @@ def write_step_times(run_dir: Path, rank: int, steps: Iterable[StepTime]) -> Non
 
 
 def read_step_times(run_dir: Path, rank: int) -> list[StepTime]:
-    """Read the file of a rank.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it has another format.
-    """
+    """Read the file of a rank. Raise OSError if it cannot be read, or ValueError if it has another format."""
     path = step_times_path(run_dir, rank)
     with path.open(newline="") as file:
         header, *rows = csv.reader(file)
@@ -253,10 +209,8 @@ def read_step_times(run_dir: Path, rank: int) -> list[StepTime]:
     return [StepTime(int(step), int(duration) / 1e6, watched == "1") for step, duration, watched in rows]
 
 
-# The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches.
-#
-# Rank 0 writes the file of a run before the training starts. So the record contains the search even if the run fails.
-
+# The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches. Rank 0
+# writes the file of a run before the training starts. So the record contains the search even if the run fails.
 
 FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
 """Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""
@@ -299,10 +253,6 @@ class MicroBatchSearch:
         """Read a search; None if the file is missing or damaged."""
         return read_dataclass(cls, path)
 
-    def with_candidates(self, candidates: Sequence[TriedSize]) -> MicroBatchSearch:
-        """Return a copy with other candidates."""
-        return replace(self, candidates=list(candidates))
-
 
 def describe_search(search: MicroBatchSearch) -> str:
     """Return the line for the terminal: ``micro-batch: 32 (of 1, 2, 4, 8, 16, 32; 64 ran out of memory)``."""
@@ -335,12 +285,7 @@ def add_search(record: RunRecord, run_dir: Path) -> None:
         return
     record.metrics.micro_batch_search = asdict(search)
     if search.chosen is not None and isinstance(record.config["train"]["micro_batch_size"], str):
-        _replace_auto(record.config, search.chosen)
-
-
-def _replace_auto(config: dict[str, Any], chosen: int) -> None:
-    """Replace ``train.micro_batch_size=auto`` by the chosen size, and compute the steps of accumulation from it."""
-    train, cluster = config["train"], config["cluster"]
-    workers = cluster["nodes"] * cluster["workers_per_node"]
-    train["micro_batch_size"] = chosen
-    train["gradient_accumulation_steps"] = train["global_batch_size"] // (workers * chosen)
+        train, cluster = record.config["train"], record.config["cluster"]
+        workers = cluster["nodes"] * cluster["workers_per_node"]
+        train["micro_batch_size"] = search.chosen
+        train["gradient_accumulation_steps"] = train["global_batch_size"] // (workers * search.chosen)

@@ -44,14 +44,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
-    """Return which disk is full, and what to do.
-
-    Args:
-        error: The error. It may name the file that could not be written.
-        run_dir: Directory of the run.
-        free: Free bytes of its disk at the time of the error.
-    """
-    folder = _folder_of(error)
+    """Return which disk is full, and what to do."""
+    named = error.filename if isinstance(error, OSError) else None
+    folder = None if named is None else Path(os.fsdecode(named)).parent
     if folder is not None:
         with suppress(OSError):
             free = free_bytes(folder)
@@ -65,12 +60,6 @@ def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
         f"{limit} of {folder or run_dir} is full ({free // 1024:,} KiB free): make room, or choose a folder on another "
         "disk with hydra.sweep.dir"
     )
-
-
-def _folder_of(error: BaseException) -> Path | None:
-    """Return the folder of the file that an error names; None if it names none."""
-    named = error.filename if isinstance(error, OSError) else None
-    return None if named is None else Path(os.fsdecode(named)).parent
 
 
 def _error_number(error: BaseException) -> int | None:
@@ -126,14 +115,8 @@ def print_despite_full_disk(text: str) -> None:
 
 # Why a run failed, as one line: the error of its record, shortened to what a reader needs.
 
-
 MAX_MESSAGE = 300
 """Characters of an error message on the screen. The record and the log have the whole message."""
-
-TRACEBACK = "Traceback (most recent call last)"
-
-EXCEPTION_LINE = re.compile(r"(?:\w+\.)*(\w+): (.+)")
-"""Last line of a traceback: class with its module, and message."""
 
 TORCH_CHECK = re.compile(r"\[enforce fail at [^\]]*\]\s*(?:err == 0)?\.?\s*")
 """Source line of a check of torch, at the start of its message."""
@@ -166,10 +149,13 @@ def shorten_message(error: RunError, limit: int = MAX_MESSAGE) -> str:
     A ConfigError is a list of short messages already.
     """
     lines = [line.rstrip() for line in error.message.splitlines() if line.strip()]
-    starts = [position for position, line in enumerate(lines) if TRACEBACK in line]
+    starts = [position for position, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     if starts:
         inner = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
-        text = _without_own_type(_first_statement(inner or lines), error.type)
+        text = _first_statement(inner or lines)
+        # Leave out the module, and a class that the record names.
+        if found := re.fullmatch(r"(?:\w+\.)*(\w+): (.+)", text):
+            text = found[2] if found[1] == error.type else f"{found[1]}: {found[2]}"
     elif error.type == "ConfigError":
         return error.message
     else:
@@ -188,24 +174,10 @@ def _first_statement(lines: Sequence[str]) -> str:
     return " ".join(taken)
 
 
-def _without_own_type(line: str, name: str) -> str:
-    """Return the last line of a traceback without its module, and without its class if that is ``name``."""
-    found = EXCEPTION_LINE.fullmatch(line)
-    if found is None:
-        return line
-    return found[2] if found[1] == name else f"{found[1]}: {found[2]}"
-
-
-# Errors that mean that memory is full, and texts about ``error.memory`` of a record.
-#
-# ``error.memory`` has what was in GPU memory when an allocation failed, and what would fit.
-
-
-PARTS_WITHOUT_LABEL = ("unknown", "rest")
-"""Parts that a text about a tensor leaves out: they explain nothing."""
+# Errors that mean that memory is full, and texts about ``error.memory`` of a record. ``error.memory`` has what was in
+# GPU memory when an allocation failed, and what would fit.
 
 MAX_TENSORS = 3
-"""Largest tensors in a text; the record has more."""
 
 GPU_IS_FULL = re.compile(
     r"OutOfMemoryError|Tried to allocate|STATUS_ALLOC_FAILED|(?i:(cuda|nccl|hip)\b[^\n]*out of memory)"
@@ -216,12 +188,7 @@ HOST_IS_FULL = re.compile(r"MemoryError|std::bad_alloc|\[Errno 12\]|(?i:(can't|c
 
 
 def out_of_memory_status(error_type: str, message: str) -> str | None:
-    """Return ``oom_gpu`` or ``oom_host`` for an error that means that memory is full; None for another error.
-
-    Args:
-        error_type: Name of the exception.
-        message: Its text.
-    """
+    """Return ``oom_gpu`` or ``oom_host`` for an error that means that memory is full; None for another error."""
     text = f"{error_type}: {message}"
     if GPU_IS_FULL.search(text):
         return "oom_gpu"
@@ -279,7 +246,7 @@ def describe_advice(memory: Mapping[str, Any]) -> str:
 def _describe_tensor(entry: Mapping[str, Any]) -> str:
     count, part = entry.get("count"), entry.get("part")
     times = f"{count} x " if isinstance(count, int) and count > 1 else ""
-    label = f" ({str(part).replace('_', ' ')})" if part and part not in PARTS_WITHOUT_LABEL else ""
+    label = f" ({str(part).replace('_', ' ')})" if part and part not in ("unknown", "rest") else ""
     return f"{times}{_format_mib(entry, 'mib')} MiB {entry.get('line') or 'without a name'}{label}"
 
 
@@ -302,26 +269,15 @@ def describe_straggler(entry: Mapping[str, Any]) -> str:
 
     For example: ``Rank 3 (GPU 3 of node07) is 12% slower: its SM clock is 1,200 MHz, that of the others 1,755 MHz``.
     """
-    rank, place = f"Rank {entry.get('rank')}", _place(entry)
-    subject = f"{rank} ({place})" if place else rank
-    evidence = "; ".join(texts_of(entry, "evidence"))
-    return f"{subject} {_problem(entry)}: {evidence}" if evidence else f"{subject} {_problem(entry)}"
-
-
-def _place(entry: Mapping[str, Any]) -> str:
-    """Return GPU and host of a rank, as far as they are known: ``GPU 3 of node07``."""
-    gpu, host = entry.get("gpu"), entry.get("host")
-    parts = [None if gpu is None else f"GPU {gpu}", None if host is None else str(host)]
-    return " of ".join(filter(None, parts))
-
-
-def _problem(entry: Mapping[str, Any]) -> str:
-    """Return by how much a rank is slower: ``is 12% slower``; without a number ``has a problem``."""
-    slower_pct = number_of(entry, "slower_by_pct")
+    gpu, host, slower_pct = entry.get("gpu"), entry.get("host"), number_of(entry, "slower_by_pct")
+    place = " of ".join(filter(None, [None if gpu is None else f"GPU {gpu}", None if host is None else str(host)]))
+    text = f"Rank {entry.get('rank')}" + (f" ({place})" if place else "")
     if slower_pct is None:
-        return "has a problem"
-    up_to = "up to " if entry.get("is_upper_bound") is True else ""
-    return f"is {up_to}{slower_pct:.0f}% slower"
+        text += " has a problem"
+    else:
+        text += f" is {'up to ' if entry.get('is_upper_bound') is True else ''}{slower_pct:.0f}% slower"
+    evidence = "; ".join(texts_of(entry, "evidence"))
+    return f"{text}: {evidence}" if evidence else text
 
 
 # Why a run has no price or no CO2e, although the user set what they are computed from.
@@ -336,28 +292,18 @@ def missing_costs(record: RunRecord) -> Iterator[str]:
     if on_cpu and cluster.get("price_per_gpu_hour") is not None:
         yield "no price: cluster.price_per_gpu_hour is for GPUs, and the run used CPUs"
     if cluster.get("gco2_per_kwh") is not None and energy.get("co2e_g") is None:
-        yield f"no CO2e: {_missing_energy(record, on_cpu=on_cpu)}"
-
-
-def _missing_energy(record: RunRecord, *, on_cpu: bool) -> str:
-    """Return why the energy is unknown."""
-    if (record.config.get("measure") or {}).get("enabled") is False:
-        return "measure.enabled=false"
-    device = "CPUs (RAPL; on most systems only root can read it)" if on_cpu else "GPUs (NVML)"
-    return f"the energy of the {device} is unknown"
+        device = "CPUs (RAPL; on most systems only root can read it)" if on_cpu else "GPUs (NVML)"
+        is_off = (record.config.get("measure") or {}).get("enabled") is False
+        yield f"no CO2e: {'measure.enabled=false' if is_off else f'the energy of the {device} is unknown'}"
 
 
 # Name of a model in tables and messages. It shows that a run used a small stand-in.
-
 
 STAND_IN = "stand-in for"
 
 
 def model_label(name: str, scale: str) -> str:
-    """Return a model's name; ``tiny stand-in for bloom_560m`` if its sizes were made small.
-
-    A local folder is shown by its last part.
-    """
+    """Return the end of a model's name or folder; ``tiny stand-in for bloom_560m`` if its sizes were made small."""
     short = Path(name).name if Path(name).is_absolute() else name
     return short if scale == "full" or short.endswith(f"_{scale}") else f"{scale} {STAND_IN} {short}"
 

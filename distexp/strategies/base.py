@@ -59,41 +59,24 @@ class DistributedModel(EvaluableModel, Protocol):
     """A model that the native training loop can train."""
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
-        """Run one micro-batch and accumulate its gradients.
+        """Run one micro-batch, accumulate its gradients, return its part of the step's mean loss and accuracy.
 
-        Args:
-            batch: one micro-batch of this rank.
-            normalizer: number of targets in the global step, over all ranks and micro-batches. Dividing by it gives
-                every target the same weight, as on one worker.
-            last_micro: whether this is the last micro-batch of the step.
-
-        Returns:
-            This rank's contribution to the mean loss and accuracy of the step: shape (2,), detached. The sum over
-            micro-batches and ranks is the mean.
+        The part has the shape (2,) and is detached. ``normalizer`` is the number of targets of the step, over all ranks
+        and micro-batches. Dividing by it gives every target the same weight, as on one worker.
         """
 
     def step(self, learning_rate: float) -> Tensor:
-        """Clip the gradients, update the weights, clear the gradients.
-
-        Returns:
-            The global gradient norm before clipping.
-        """
+        """Clip the gradients, update the weights, clear the gradients; return the global norm before clipping."""
 
     @property
     def checkpoint_format(self) -> str:
-        """Return the checkpoint format.
-
-        A checkpoint loads only into a model with an equal value.
-        """
+        """Return the checkpoint format. A checkpoint loads only into a model with an equal value."""
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer state and loss scale into a new folder; a collective."""
 
     def load(self, folder: Path) -> None:
-        """Read what a model with the same ``checkpoint_format`` saved; a collective.
-
-        Call it before the first step. The hyperparameters of this run are kept.
-        """
+        """Read what a model with the same ``checkpoint_format`` saved, except its hyperparameters; a collective."""
 
 
 COMMUNICATION = "communication"
@@ -105,38 +88,27 @@ class Strategy(StepTraits, MemoryTraits, ABC):
 
     Attributes:
         requires: what must work on the machine: COMMUNICATION between workers, and names of libraries.
-        compile_scopes: supported values of ``train.compile``.
-        casts_once_per_step: whether ``train.compute_weights=step`` is supported.
-        fuses_update: whether ``train.fused_update`` is supported.
-        keeps_channels_last: whether ``train.channels_last`` is supported.
-        fixes_accumulation: whether ``setup`` fixes the number of micro-batches per step.
         hf_adapter: dotted name of the HFAdapter class for ``engine=hf_trainer``; None if that is not supported.
     """
 
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)
-    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)
-    casts_once_per_step: ClassVar[bool] = False
-    fuses_update: ClassVar[bool] = False
-    keeps_channels_last: ClassVar[bool] = False
-    fixes_accumulation: ClassVar[bool] = False
+    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)  # supported values of ``train.compile``
+    casts_once_per_step: ClassVar[bool] = False  # whether ``train.compute_weights=step`` is supported
+    fuses_update: ClassVar[bool] = False  # whether ``train.fused_update`` is supported
+    keeps_channels_last: ClassVar[bool] = False  # whether ``train.channels_last`` is supported
+    fixes_accumulation: ClassVar[bool] = False  # whether ``setup`` fixes the number of micro-batches per step
     hf_adapter: ClassVar[str | None] = None
 
     @classmethod
     def own_hf_adapter(cls) -> str | None:
-        """Return ``hf_adapter`` if this class itself sets it.
-
-        A subclass does not inherit it, because it may distribute the model in another way.
-        """
+        """Return ``hf_adapter`` if this class itself sets it. A subclass may distribute the model in another way."""
         return vars(cls).get("hf_adapter")
 
     def set_defaults(self, config: Config) -> None:
         """Set the options of this strategy that the user left open."""
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
-        """Return the values of ``kernels=fast`` for this strategy, by key, as ``{"train.compile": "blocks"}``.
-
-        They are used for keys that the user left open.
-        """
+        """Return the values of ``kernels=fast`` for keys that the user left open: ``{"train.compile": "blocks"}``."""
         return {}
 
     def validate(self, config: Config) -> list[str]:
@@ -183,11 +155,7 @@ class Strategy(StepTraits, MemoryTraits, ABC):
 
 
 def load_strategy(config: Config) -> Strategy:
-    """Return the strategy of a configuration.
-
-    Raises:
-        ConfigError: ``strategy._target_`` is not a Strategy, or lacks a method.
-    """
+    """Return the strategy of a configuration. Raise ConfigError if the class is none, or lacks a method."""
     return _make_strategy(config.strategy._target_)
 
 
@@ -207,14 +175,8 @@ def _make_strategy(target: str) -> Strategy:
 def recorded_strategy(config: Settings, trusted: Sequence[str] = ()) -> Strategy | None:
     """Return the strategy of a record's configuration; None for a custom one that is not trusted.
 
-    A record may come from somebody else, so no code is imported because a record names it.
-
-    Args:
-        config: Configuration of the record.
-        trusted: Packages that the user trusts, whose classes may be imported.
-
-    Raises:
-        ConfigError: A class of a trusted package is not a Strategy, or cannot be imported.
+    A record may come from somebody else, so no code is imported because a record names it. Raise ConfigError if a class
+    of a trusted package is not a Strategy, or cannot be imported.
     """
     name, target = setting(config, "strategy.name"), setting(config, "strategy._target_")
     for shipped_name, kind in shipped_strategies().items():
@@ -239,20 +201,15 @@ def shipped_strategies() -> Mapping[str, type[Strategy]]:
     return dict(sorted(found.items(), key=lambda item: item[1].complexity))
 
 
-# Values of ``kernels=fast`` that several strategies share.
-#
-# A CPU compiles for minutes and gains little, so nothing is compiled there. Compilation is for GPUs.
-
+# Values of ``kernels=fast`` that several strategies share. A CPU compiles for minutes and gains little, so nothing is
+# compiled there. Compilation is for GPUs.
 
 FUSED_ADAMW = "FusedAdamW"
 """Class of the optimizer of ``train.fused_update``, as in ``built.optimizer`` of a record."""
 
 FAST_BUCKET_MB = 250.0
-"""Size of DDP's buckets if the model is compiled.
-
-Dynamo splits the graph at the ends of the buckets. So large buckets make few graphs. With the default of 25 MB, each
-block of BLOOM-560m would be a graph.
-"""
+"""Size of DDP's buckets if the model is compiled. Dynamo splits the graph at the ends of the buckets: large ones make
+few graphs. With the default of 25 MB, each block of BLOOM-560m would be a graph."""
 
 
 def whole_model_values(config: Config) -> dict[str, Any]:

@@ -37,15 +37,12 @@ class StepCommunication:
     gradients once per step.
 
     Attributes:
-        weight_bytes: Bytes per element of a gathered weight.
-        gradient_bytes: Bytes per element of a reduced gradient.
-        offloads: Whether the optimizer states are in CPU memory, so that the CPU updates the weights.
         is_planned: Whether ``plan`` knows the collectives before a run on several workers shows them.
     """
 
-    weight_bytes: int = 4
-    gradient_bytes: int = 4
-    offloads: bool = False
+    weight_bytes: int = 4  # bytes per element of a gathered weight
+    gradient_bytes: int = 4  # bytes per element of a reduced gradient
+    offloads: bool = False  # whether the optimizer states are in CPU memory, so that the CPU updates the weights
 
     is_planned: ClassVar[bool] = False
 
@@ -87,23 +84,11 @@ class StepCommunication:
         return 2 * self.gradient_bytes * (micro_batches if self.reduces_each_micro_batch else 1)
 
     def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
-        """Return the items of a step of one worker with the collectives of several.
-
-        Args:
-            items: Items of the step, as measured with one worker.
-            model: The profiled step, with the parameters of the model.
-            micro_batches: Micro-batches of the step.
-        """
+        """Return the items of a step of one worker with the collectives of several."""
         return items
 
     def with_replicas(self, items: Sequence[Item], replicas: int, shard: int) -> tuple[Item, ...]:
-        """Return the items with the collectives between replicas that one replica did not have.
-
-        Args:
-            items: Items of the step.
-            replicas: Number of replicas.
-            shard: Workers of each.
-        """
+        """Return the items with the collectives between replicas that one replica did not have."""
         return tuple(items)
 
     def with_waits(self, item: Collective, *, on_gpu: bool) -> Collective:
@@ -111,12 +96,7 @@ class StepCommunication:
         return item
 
     def reduction_sizes(self, model: StepModel, count: int) -> Sequence[int]:
-        """Return the bytes of the reductions of a backward pass whose trace has no sizes; they are equal if unknown.
-
-        Args:
-            model: The profiled step.
-            count: Number of reductions.
-        """
+        """Return the bytes of the reductions of a backward pass whose trace has no sizes; they are equal if unknown."""
         return [element_count(model) * self.gradient_bytes // count] * count
 
 
@@ -136,10 +116,7 @@ def work(item: Item) -> float:
 
 
 def insert(items: list[Item], new: Collective, share: float) -> None:
-    """Insert a collective into the pass of its micro-batch, after this share of the work of the pass.
-
-    Later calls with the same share insert after earlier ones.
-    """
+    """Insert a collective into its pass after this share of its work, and after earlier ones with the same share."""
     inside = [i for i, item in enumerate(items) if (item.phase, item.micro_batch) == (new.phase, new.micro_batch)]
     if not inside:
         items.append(new)
@@ -168,14 +145,7 @@ def segments_before(items: Sequence[Item], phase: str, micro_batch: int, share: 
 
 
 def insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str) -> list[Item]:
-    """Insert all-reduces into a backward pass: each bucket is ready after its share of the parameters.
-
-    Args:
-        items: Items of the step; changed in place.
-        buckets: Bytes of each bucket.
-        micro_batch: Number of the micro-batch.
-        awaited: What waits for the reductions.
-    """
+    """Insert all-reduces into a backward pass in place: each bucket is ready after its share of the parameters."""
     done, total = 0, sum(buckets) or 1
     for size in buckets:
         done += size
@@ -215,13 +185,7 @@ class Sharding(StrEnum):
         return self in (Sharding.FULL_SHARD, Sharding.SHARD_GRAD_OP)
 
     def mesh_shape(self, workers: int, *, nodes: int, replicas: int | None = None) -> tuple[int, int]:
-        """Return the mesh axes (replicate, shard).
-
-        Args:
-            workers: number of workers on all nodes.
-            nodes: number of nodes; hybrid_shard keeps one replica per node.
-            replicas: number of replicas of hybrid_shard, instead of one per node.
-        """
+        """Return the mesh axes (replicate, shard). By default, hybrid_shard has one replica per node."""
         replicate = 1
         if self is Sharding.NO_SHARD:
             replicate = workers
@@ -264,24 +228,17 @@ def build_mesh(config: Config, context: Context) -> DeviceMesh:
     return init_device_mesh(context.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
-# The collectives of a step with FSDP: all-gathers and reduce-scatters of units, or the all-reduces of ``no_shard``.
-#
-# See docs/decisions/forecast-model.md for the sources.
+# The collectives of a step with FSDP: all-gathers and reduce-scatters of units, or the all-reduces of ``no_shard``. See
+# docs/decisions/forecast-model.md for the sources.
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPCommunication(StepCommunication):
-    """The collectives of a step with FSDP, which reduces gradients in fp32.
+    """The collectives of a step with FSDP, which reduces gradients in fp32."""
 
-    Attributes:
-        sharding: ``fsdp.sharding``.
-        replicas: ``fsdp.replicas``.
-        backward_prefetch: ``fsdp.backward_prefetch``.
-    """
-
-    sharding: Sharding = Sharding.FULL_SHARD
-    replicas: int | None = None
-    backward_prefetch: int = 1
+    sharding: Sharding = Sharding.FULL_SHARD  # ``fsdp.sharding``
+    replicas: int | None = None  # ``fsdp.replicas``
+    backward_prefetch: int = 1  # ``fsdp.backward_prefetch``
 
     is_planned: ClassVar[bool] = True
 

@@ -27,22 +27,13 @@ BUCKET_MB, FIRST_BUCKET_MB = 25, 1
 
 @dataclass(frozen=True, kw_only=True)
 class DDPCommunication(StepCommunication):
-    """All-reduces of buckets in the last backward pass, which the optimizer awaits.
+    """All-reduces of buckets in the last backward pass, which the optimizer awaits."""
 
-    Attributes:
-        bucket_bytes: Size from which DDP closes a bucket.
-        first_bucket_bytes: The same for the first bucket, which is smaller unless ``ddp.bucket_cap_mb`` is set.
-    """
-
-    bucket_bytes: float = BUCKET_MB * MIB
-    first_bucket_bytes: float = FIRST_BUCKET_MB * MIB
+    bucket_bytes: float = BUCKET_MB * MIB  # size from which DDP closes a bucket
+    first_bucket_bytes: float = FIRST_BUCKET_MB * MIB  # smaller, unless ``ddp.bucket_cap_mb`` is set
 
     is_planned: ClassVar[bool] = True
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Return False: each worker updates all weights."""
-        return False
+    shards_optimizer: ClassVar[bool] = False
 
     def buckets(self, model: StepModel) -> list[int]:
         """Return the bytes of the buckets, in the order in which they are reduced.

@@ -31,14 +31,10 @@ from distexp.system.torch_internals.tensors import copy_tensors
 
 
 class StepWeights:
-    """The copies that a module computes with, in place of its fp32 weights.
+    """The copies that a module computes with, in place of its fp32 weights. They become its parameters.
 
     Batch norms keep their fp32 weights, because their statistics are in fp32 too. A weight that several modules share
     has one copy, which they share.
-
-    Args:
-        module: the module, before DDP wraps it. Afterwards it has the copies as parameters.
-        dtype: data type of the copies.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -115,17 +111,11 @@ GradBucket: TypeAlias = dist.GradBucket  # type: ignore[name-defined, attr-defin
 
 @dataclass
 class MasterReduction:
-    """The state of the hooks that reduce the gradients of fp32 weights.
+    """The state of the hooks that reduce the gradients of fp32 weights."""
 
-    Attributes:
-        group: The workers.
-        weights: The fp32 weights and their 16-bit copies.
-        started: Reductions in fp32 of this backward pass.
-    """
-
-    group: Any
-    weights: StepWeights
-    started: list[dist.Work] = field(default_factory=list)
+    group: Any  # the workers
+    weights: StepWeights  # the fp32 weights and their 16-bit copies
+    started: list[dist.Work] = field(default_factory=list)  # reductions in fp32 of this backward pass
 
     @contextmanager
     def finished(self) -> Iterator[None]:
@@ -143,16 +133,7 @@ class MasterReduction:
 def set_reduction(
     wrapped: DistributedDataParallel, communication: str, weights: StepWeights | None
 ) -> MasterReduction | None:
-    """Set the hook of DDP, unless it reduces in its own way.
-
-    Args:
-        wrapped: the module in DDP.
-        communication: ``fp32`` or ``bf16``.
-        weights: the 16-bit copies that DDP sees, if the gradients of fp32 weights are to be reduced.
-
-    Returns:
-        The state of the hook that reduces the gradients of fp32 weights; None for another one.
-    """
+    """Set the hook of DDP, if needed. Return its state if it reduces the gradients of fp32 weights."""
     if weights is not None:
         state = MasterReduction(wrapped.process_group, weights)
         wrapped.register_comm_hook(state, reduce_masters_in_bf16 if communication == "bf16" else reduce_masters_in_fp32)
@@ -216,16 +197,7 @@ def _reduce_masters(state: MasterReduction, bucket: GradBucket, reduce: Any) -> 
 
 
 def add_to_masters(masters: list[nn.Parameter], gradients: list[Tensor], buffer: Tensor) -> Tensor:
-    """Add the gradients of a bucket to those of the fp32 weights, which become views of the result.
-
-    Args:
-        masters: the fp32 weights of the bucket.
-        gradients: their gradients of one micro-batch, as views of ``buffer``.
-        buffer: the bucket.
-
-    Returns:
-        A flat fp32 tensor in the layout of the bucket.
-    """
+    """Add the gradients of a bucket to those of the fp32 weights, which become views of the flat result."""
     flat = buffer.to(torch.float32, copy=True)
     for master, gradient in zip(masters, gradients, strict=True):
         offset = gradient.storage_offset() - buffer.storage_offset()

@@ -115,7 +115,10 @@ class DeepSpeed(Strategy):
         stage = config.deepspeed.zero_stage
         if stage not in STAGES:
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
-        errors = [*_offload_errors(config), *_overflow_errors(config), *_async_errors(config)]
+        errors = list(_offload_errors(config))
+        if config.deepspeed.check_overflow is False and (error := _unchecked_error(config)):
+            errors.append(f"deepspeed.check_overflow=false {error}")
+        errors += _async_errors(config)
         if config.train.compiled == "blocks" and stage == 3:
             typed = str(config.train.compile).lower()
             errors.append(
@@ -150,10 +153,7 @@ class DeepSpeed(Strategy):
         return LAUNCH_FACTORS[config.deepspeed.zero_stage or 0]
 
     def overlaps_communication(self, config: Config) -> bool:
-        """Return ``deepspeed.overlap_comm``.
-
-        Stage 3 overlaps by default too, but hides little: measured runs are slower than at stage 2.
-        """
+        """Return ``deepspeed.overlap_comm``. Stage 3 overlaps by default too, but is slower than stage 2."""
         return config.deepspeed.overlap_comm
 
     def communication(self, config: Settings) -> ZeroCommunication:
@@ -233,19 +233,35 @@ class DeepSpeed(Strategy):
             yield from _fewer_gathers(step)
             yield from step.larger_micro_batch(2)
         elif bottleneck == "optimizer":
-            yield from _faster_cpu_optimizer(step)
+            is_offloaded = step.on_gpu and step.setting("offload.enabled") and not step.fits_unsharded(ADAMW_STATES)
+            uses_torch = step.setting("deepspeed.cpu_optimizer") == "torch"
+            if is_offloaded and uses_torch and step.setting("train.optimizer", "adamw") == "adamw":
+                yield Advice("deepspeed.cpu_optimizer=deepspeed", "DeepSpeed has a faster optimizer for CPUs")
         if bottleneck in ("launch_idle", "data_wait", "optimizer"):
-            yield from _async_update(step)
+            # Without it, the CPU waits for the GPU at the end of the step. Then the GPU waits for the
+            # update, the next batch and the first launches.
+            supported = (
+                step.on_gpu
+                and step.setting("engine.name") == "native"
+                and step.setting("deepspeed.zero_stage") in CHECK_STAGES
+                and step.setting("precision.name") == "bf16"
+                and not step.setting("offload.enabled")
+                and not step.setting("deepspeed.config_file")  # It may need the check, or another optimizer.
+            )
+            if supported and not step.setting("deepspeed.async_update"):
+                checked = step.setting("deepspeed.check_overflow", default=True)
+                override = "deepspeed.async_update=true"
+                reason = "the CPU does not wait for the GPU at the end of each step"
+                yield Advice(f"deepspeed.check_overflow=false {override}" if checked else override, reason)
 
     def memory_note(self, config: Config) -> str:
         """Explain the gradients and states of a stage that partitions them."""
-        return ZERO_NOTE if config.deepspeed.zero_stage else ""
-
-
-ZERO_NOTE = (
-    "ZeRO frees the other gradients before the update, also with stage 1. Its optimizer states have a copy of the "
-    "parameters."
-)
+        if not config.deepspeed.zero_stage:
+            return ""
+        return (
+            "ZeRO frees the other gradients before the update, also with stage 1. Its optimizer states have a copy of "
+            "the parameters."
+        )
 
 
 def _fewer_gathers(step: ProfiledStep) -> Iterator[Advice]:
@@ -253,35 +269,6 @@ def _fewer_gathers(step: ProfiledStep) -> Iterator[Advice]:
     gathers = step.setting("deepspeed.zero_stage") == 3 and not step.setting("deepspeed.config_file")
     if gathers and not step.setting("offload.enabled") and step.fits_unsharded(FP32_WEIGHTS_AND_GRADIENTS):
         yield Advice("zero_stage=2", "stage 2 does not gather the parameters of each block")
-
-
-def _faster_cpu_optimizer(step: ProfiledStep) -> Iterator[Advice]:
-    """Yield DeepSpeed's optimizer for offloaded states, which it has only for AdamW."""
-    is_offloaded = step.on_gpu and step.setting("offload.enabled") and not step.fits_unsharded(ADAMW_STATES)
-    uses_torch = step.setting("deepspeed.cpu_optimizer") == "torch"
-    if is_offloaded and uses_torch and step.setting("train.optimizer", "adamw") == "adamw":
-        yield Advice("deepspeed.cpu_optimizer=deepspeed", "DeepSpeed has a faster optimizer for CPUs")
-
-
-def _async_update(step: ProfiledStep) -> Iterator[Advice]:
-    """Yield an update that lets the CPU work ahead, if the run supports it.
-
-    Without it, the CPU waits for the GPU at the end of the step. Then the GPU waits for the update, the next batch and
-    the first launches.
-    """
-    supported = (
-        step.on_gpu
-        and step.setting("engine.name") == "native"
-        and step.setting("deepspeed.zero_stage") in CHECK_STAGES
-        and step.setting("precision.name") == "bf16"
-        and not step.setting("offload.enabled")
-        and not step.setting("deepspeed.config_file")  # It may need the check, or another optimizer.
-    )
-    if supported and not step.setting("deepspeed.async_update"):
-        checked = step.setting("deepspeed.check_overflow", default=True)
-        override = "deepspeed.async_update=true"
-        reason = "the CPU does not wait for the GPU at the end of each step"
-        yield Advice(f"deepspeed.check_overflow=false {override}" if checked else override, reason)
 
 
 def _communication(config: Settings, stage: int) -> ZeroCommunication:
@@ -303,11 +290,6 @@ def _offload_errors(config: Config) -> Iterator[str]:
             f"train.optimizer={config.train.optimizer} has no DeepSpeed CPU kernel for offload=true: "
             "set deepspeed.cpu_optimizer=torch or train.optimizer=adamw"
         )
-
-
-def _overflow_errors(config: Config) -> Iterator[str]:
-    if config.deepspeed.check_overflow is False and (error := _unchecked_error(config)):
-        yield f"deepspeed.check_overflow=false {error}"
 
 
 def _async_errors(config: Config) -> Iterator[str]:

@@ -56,7 +56,18 @@ class FSDP(Strategy):
 
     def validate(self, config: Config) -> list[str]:
         """Check that the replicas divide the workers."""
-        return list(_replicas_errors(config))
+        replicas, workers = config.fsdp.replicas, config.cluster.world_size
+        if replicas is not None and sharding_of(config) is not Sharding.HYBRID_SHARD:
+            return [
+                f"fsdp.replicas={replicas} has no effect with sharding={config.fsdp.sharding}: "
+                "leave it out, or choose sharding=hybrid_shard"
+            ]
+        if replicas is not None and (replicas < 1 or workers % replicas):
+            return [
+                f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
+                f"{config.cluster.workers_per_node} = {workers} workers"
+            ]
+        return []
 
     def hf_errors(self, config: Config) -> list[str]:
         """Refuse meshes and prefetch options that accelerate does not support."""
@@ -174,35 +185,14 @@ class FSDP(Strategy):
         if bottleneck != "exposed_communication":
             return
         gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
-        if gathers_twice and _gathers_take_time(step) and step.fits_unsharded(FP32_WEIGHTS):
+        shares = step.collective_shares()  # empty if nothing is known about the kinds
+        take_time = not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
+        if gathers_twice and take_time and step.fits_unsharded(FP32_WEIGHTS):
             yield Advice("sharding=shard_grad_op", "it gathers the parameters once per step and keeps them")
         yield from step.larger_micro_batch(2)
 
 
-def _gathers_take_time(step: ProfiledStep) -> bool:
-    """Return whether all-gathers take much of the communication, or nothing is known about its kinds."""
-    shares = step.collective_shares()
-    return not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
-
-
-def _replicas_errors(config: Config) -> Iterator[str]:
-    replicas, workers = config.fsdp.replicas, config.cluster.world_size
-    if replicas is None:
-        return
-    if sharding_of(config) is not Sharding.HYBRID_SHARD:
-        yield (
-            f"fsdp.replicas={replicas} has no effect with sharding={config.fsdp.sharding}: "
-            "leave it out, or choose sharding=hybrid_shard"
-        )
-    elif replicas < 1 or workers % replicas:
-        yield (
-            f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
-            f"{config.cluster.workers_per_node} = {workers} workers"
-        )
-
-
 # Prefetching of FSDP: how many units are gathered ahead of the one that computes.
-
 
 TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
 """Number of blocks that torch prefetches by default."""

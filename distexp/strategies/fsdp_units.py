@@ -38,15 +38,10 @@ A smaller unit is gathered faster than a CPU can start the work, so the number o
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that FSDP shards, gathers and frees together.
+    """Modules that FSDP shards, gathers and frees together."""
 
-    Attributes:
-        modules: the modules, in forward order.
-        is_needed_first: whether the backward pass starts with it. Freed after the forward pass, it would only be
-            gathered twice.
-    """
-
-    modules: list[nn.Module]
+    modules: list[nn.Module]  # the modules, in forward order
+    # The backward pass starts with it. Freed after the forward pass, it would only be gathered twice.
     is_needed_first: bool = False
 
 
@@ -62,7 +57,8 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
             "fsdp.wrap to class names of its modules",
             flush=True,
         )
-    depths = _nesting_depths([name for name, _ in named_blocks])
+    names = [name for name, _ in named_blocks]
+    depths = [sum(name.startswith(f"{other}.") for other in names) for name in names]  # how many contain each block
     groups = group_blocks(blocks, blocks_per_unit(config, is_nested=any(depths)))
     units = [Unit(group) for group in (_deepest_first(groups, depths) if any(depths) else groups)]
     units += [*_embedding_units(model, blocks), Unit([model], is_needed_first=bool(blocks))]
@@ -104,10 +100,8 @@ def _embedding_units(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[
 def _check_shared_weights(model: nn.Module, blocks: NamedModules, wrap: str) -> None:
     """Check that each weight of a block belongs to modules of this block only.
 
-    FSDP would replace the weight in the block, and the other module would keep the old one.
-
-    Raises:
-        ConfigError: a module outside of a block has the same weight.
+    FSDP would replace the weight in the block, and the other module would keep the old one. Raise ConfigError if a
+    module outside of a block has the same weight.
     """
     owners: dict[nn.Parameter, NamedModules] = {}
     for name, module in model.named_modules():
@@ -125,15 +119,7 @@ def _check_shared_weights(model: nn.Module, blocks: NamedModules, wrap: str) -> 
 
 
 def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
-    """Return the blocks of a unit, or ``auto``. Nested blocks are one unit each.
-
-    Args:
-        config: the configuration.
-        is_nested: whether some blocks are in other blocks.
-
-    Raises:
-        ConfigError: a unit shall have several blocks that are nested.
-    """
+    """Return the blocks of a unit, or ``auto``. Nested blocks are one unit each; raise ConfigError for several."""
     size = config.fsdp.blocks_per_unit or 1
     if not is_nested:
         return size
@@ -145,11 +131,6 @@ def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
     return 1
 
 
-def _nesting_depths(names: Sequence[str]) -> list[int]:
-    """Return how many of the other modules contain each module, by their dotted names."""
-    return [sum(name.startswith(f"{other}.") for other in names) for name in names]
-
-
 def _deepest_first(groups: Sequence[list[nn.Module]], depths: Sequence[int]) -> list[list[nn.Module]]:
     """Sort groups of one block so that no block is before one that it contains. Else FSDP would shard it twice."""
     order = sorted(range(len(groups)), key=lambda index: -depths[index])
@@ -159,9 +140,7 @@ def _deepest_first(groups: Sequence[list[nn.Module]], depths: Sequence[int]) -> 
 def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.Module]]:
     """Split the blocks, in forward order, into groups that FSDP shards as one unit.
 
-    Args:
-        blocks: the blocks of a model.
-        size: blocks of a group. ``auto``: as many as have MIN_UNIT_PARAMETERS together, at most all.
+    For ``auto`` they have as many as have MIN_UNIT_PARAMETERS together, at most all.
     """
     if not blocks:
         return []
@@ -175,15 +154,9 @@ def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.M
 
 
 def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:
-    """Return how FSDP distributed a model, read from its parameters and units.
+    """Return how FSDP distributed a model, read from its parameters and units, or raise RuntimeError.
 
-    Args:
-        model: the root unit.
-        inner: the blocks, or the model if it has none. They show whether parameters are resharded after the forward
-            pass.
-
-    Raises:
-        RuntimeError: parameters were left unsharded.
+    The blocks, or the model without any, show whether parameters are resharded after the forward pass.
     """
     units = [members[0] for members in group_by_fsdp_unit(model)]
     parameters = list(model.parameters())

@@ -21,15 +21,7 @@ from distexp.strategies.optimizer import clipping_scale, gradient_norm, paramete
 class FusedAdamW(torch.optim.AdamW):
     """AdamW with the states and checkpoints of torch's, which updates all weights on a GPU by one kernel.
 
-    Args:
-        groups: the parameters with their weight decay, as from ``parameter_groups``.
-        copies: the 16-bit copies of the weights. A weight without a gradient has that of its copy. None: no copies.
-        options: other arguments of ``torch.optim.AdamW``.
-
-    Attributes:
-        copies: as the argument.
-        update: does the update. Its arguments are those of ``distexp.strategies.fused_adamw.update_weights``.
-            ``distexp.plan`` replaces it.
+    A weight without a gradient has that of its 16-bit copy. ``distexp.plan`` replaces the function ``update``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], copies: StepWeights | None, **options: Any) -> None:
@@ -96,13 +88,10 @@ def _update_on_gpu(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
     update_weights(updates, scale)
 
 
-# AdamW for many weights in one Triton kernel, which also scales the gradients and casts the new weights.
-#
-# With separate kernels for the cast of bf16 gradients, clipping, AdamW and the copies of the weights, a GPU reads and
-# writes 52 bytes per weight. This kernel reads and writes 28, and the norm of the gradients needs 2 more.
-#
-# The weights are cut into chunks, one for each program of the kernel. A program finds its tensors by their addresses.
-
+# AdamW for many weights in one Triton kernel, which also scales the gradients and casts the new weights. With separate
+# kernels for the cast of bf16 gradients, clipping, AdamW and the copies of the weights, a GPU reads and writes 52 bytes
+# per weight. This kernel reads and writes 28, and the norm of the gradients needs 2 more. The weights are cut into
+# chunks, one for each program of the kernel. A program finds its tensors by their addresses.
 
 CHUNK = 8192
 """Weights that one program updates. On an H200, 4,096 to 65,536 take the same time within 4 %."""
@@ -112,13 +101,9 @@ BLOCK = 1024
 
 
 def update_weights(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
-    """Multiply the gradients by ``scale``, update the weights by AdamW, and set the copies.
+    """Multiply the gradients by ``scale`` (fp32, shape ()), update the weights by AdamW, and set the copies.
 
     The formula is that of ``torch.optim.AdamW``. The gradients are not changed.
-
-    Args:
-        updates: the weights, on one device.
-        scale: fp32, shape ().
     """
     groups: dict[tuple[bool, bool, bool], list[WeightUpdate]] = defaultdict(list)
     for update in updates:
@@ -167,12 +152,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (triton)
         chunks: weight, first index and size of the weight for each chunk, shape (chunks, 3).
         addresses: of ``WeightUpdate.addresses``, shape (weights, 5).
         constants: of ``WeightUpdate.constants``, shape (weights, 6).
-        scale_address: the factor of the gradients.
-        half_gradient: whether the gradients are bf16.
-        has_copy: whether to store rounded weights.
         aligned: whether all addresses are multiples of 16.
-        chunk_size: weights of a chunk.
-        block_size: weights of an iteration.
     """
     chunk = chunks + 3 * tl.program_id(0)
     number = tl.load(chunk)
@@ -220,38 +200,24 @@ def adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (triton)
 
 # What an optimizer step does to one weight, for the kernel of ``train.fused_update``.
 
-
 ALIGNMENT = 16
 """Bytes that a GPU loads at once for a thread, if the address is a multiple of it."""
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """The tensors of one weight, which have the same shape and strides, and the constants of AdamW in this step.
+    """The tensors of one weight, which have the same shape and strides, and the constants of AdamW in this step."""
 
-    Attributes:
-        weight: fp32; is changed.
-        gradient: fp32 or bf16, before clipping.
-        exp_avg: mean of the gradients, fp32; is changed.
-        exp_avg_sq: mean of their squares, fp32; is changed.
-        copy: becomes the rounded weight, bf16; None: there is no copy.
-        learning_rate: of this step.
-        weight_decay: of AdamW, before it is multiplied by the learning rate.
-        betas: factors of the old means.
-        eps: is added to the root of the mean square.
-        step: number of this step, from 1 on, on the CPU, shape ().
-    """
-
-    weight: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    copy: Tensor | None
+    weight: Tensor  # fp32; is changed
+    gradient: Tensor  # fp32 or bf16, before clipping
+    exp_avg: Tensor  # mean of the gradients, fp32; is changed
+    exp_avg_sq: Tensor  # mean of their squares, fp32; is changed
+    copy: Tensor | None  # becomes the rounded weight, bf16; None: there is no copy
     learning_rate: float
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    step: Tensor
+    weight_decay: float  # of AdamW, before it is multiplied by the learning rate
+    betas: tuple[float, float]  # factors of the old means
+    eps: float  # is added to the root of the mean square
+    step: Tensor  # number of this step, from 1 on, on the CPU, shape ()
 
     def addresses(self) -> list[int]:
         """Return the addresses of the tensors, in the order of the kernel."""

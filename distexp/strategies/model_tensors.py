@@ -13,17 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.models.introspection import find_embeddings
 from distexp.system.torch_internals.collectives import ddp_bucket_sizes
 
-MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
-"""Attributes with the fp32 masters of DeepSpeed's optimizers: stages 1 and 2, stage 3, and fp16 at stage 0."""
-
 
 def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
-    """Return the parameters, gradients and optimizer states of this rank.
-
-    Args:
-        module: The wrapped module. DeepSpeed's engine keeps flat buffers of its own.
-        optimizer: Torch's optimizer, or what wraps it; None if there is none.
-    """
+    """Return the parameters, gradients and optimizer states of this rank."""
     parameters = list(module.parameters())
     masters = [*_masters(optimizer), *_updated_elsewhere(optimizer, parameters)]
     return ModelTensors(
@@ -60,7 +52,8 @@ def _vocabulary(module: nn.Module) -> int | None:
 
 
 def _masters(optimizer: Any) -> Iterator[Tensor]:
-    for name in MASTERS:
+    # Of DeepSpeed's optimizers for stages 1 and 2, for stage 3, and for fp16 at stage 0.
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat"):
         yield from _tensors_in(getattr(optimizer, name, None))
 
 
@@ -102,24 +95,16 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """Tensors of a distributed model on this rank. Views of one storage count once.
-
-    Attributes:
-        buffers: tensors of the module that are not trained.
-        communication: buffers of collectives.
-        bucket_sizes: bytes of the buckets that only the library can reach.
-        names: name of each parameter, by its id.
-        vocabulary: size of the vocabulary; None for image models.
-    """
+    """Tensors of a distributed model on this rank. Views of one storage count once."""
 
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
     optimizer_states: Sequence[Tensor]
-    buffers: Sequence[Tensor] = ()
+    buffers: Sequence[Tensor] = ()  # tensors of the module that are not trained
     communication: Sequence[Tensor] = ()
-    bucket_sizes: Sequence[int] = ()
-    names: Mapping[int, str] = field(default_factory=dict)
-    vocabulary: int | None = None
+    bucket_sizes: Sequence[int] = ()  # bytes of the buckets that only the library can reach
+    names: Mapping[int, str] = field(default_factory=dict)  # name of each parameter, by its id
+    vocabulary: int | None = None  # size of the vocabulary; None for image models
 
 
 ReadTensors = Callable[[], ModelTensors]

@@ -31,13 +31,9 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.Optimizer:
-    """Build AdamW or SGD; the loop sets the learning rate before each step.
+    """Build AdamW, on request with its fused kernel, or SGD; the loop sets the learning rate before each step.
 
-    Args:
-        model: the model, after it was sharded.
-        train: the training options.
-        fused: whether to use the fused kernel of AdamW. SGD never uses its own: if fp16's loss scaling skips the first
-            step, fused SGD leaves the momentum uninitialized. ResNet-50 diverged because of it.
+    If fp16's loss scaling skips the first step, fused SGD leaves the momentum uninitialized. ResNet-50 diverged by it.
     """
     groups = parameter_groups(model, train.weight_decay)
     if train.optimizer == "sgd":
@@ -69,18 +65,11 @@ def add_missing_states(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
-HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum")
-"""Entries of an optimizer's groups that the configuration sets. The others choose the kernels."""
-
-
 @contextmanager
 def keep_hyperparameters(optimizer: Any) -> Iterator[None]:
-    """Restore the hyperparameters of an optimizer after the block, which loads the state of another run.
-
-    Args:
-        optimizer: torch's, or a wrapper with ``param_groups``. Torch replaces the groups when it loads a state.
-    """
-    saved = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in optimizer.param_groups]
+    """Restore the hyperparameters of an optimizer after the block, which loads the state of another run."""
+    names = ("lr", "weight_decay", "betas", "eps", "momentum")  # set by the configuration; others choose the kernels
+    saved = [{key: group[key] for key in names if key in group} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         group.update(values)

@@ -24,11 +24,7 @@ class SingleCommunication(StepCommunication):
     """No collectives: one worker has all optimizer states."""
 
     is_planned: ClassVar[bool] = True
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Return False."""
-        return False
+    shards_optimizer: ClassVar[bool] = False
 
 
 class Single(Strategy):

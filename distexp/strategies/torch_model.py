@@ -57,15 +57,8 @@ class Distribution:
 class TorchModel:
     """Forward pass, backward pass and optimizer step of a wrapped PyTorch module.
 
-    Args:
-        module: the wrapped module.
-        config: the configuration of the run.
-        context: this worker.
-        sync_context: returns the context for one micro-batch's forward and backward pass. Its argument is
-            ``last_micro``; gradients are reduced only if it is true.
-        autocast: whether to run the module under autocast. FSDP casts with its own policy.
-        weights: the 16-bit copies that the module computes with, in place of autocast; None: none.
-        distribution: returns how the module is distributed, read from the live module.
+    ``sync_context`` gets ``last_micro``, and returns the context of a micro-batch: gradients are reduced only if it is
+    true. FSDP casts by its own policy, and copies as ``weights`` are in place of ``autocast``.
     """
 
     def __init__(
@@ -247,7 +240,12 @@ class TorchModel:
 def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield name and full value of each parameter and persistent buffer; a collective."""
     unwrapped = _unwrapped(module)
-    _reshard(unwrapped)
+    # After an evaluation some are still gathered, and with mixed precision these are copies in 16 bits.
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in unwrapped.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
     for name, tensor in [*unwrapped.named_parameters(), *persistent_buffers(unwrapped)]:
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
@@ -258,18 +256,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside of DDP, or the module itself without DDP."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
-
-
-def _reshard(module: nn.Module) -> None:
-    """Replace gathered parameters of FSDP by their shards.
-
-    After an evaluation some are still gathered, and with mixed precision these are copies in 16 bits.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def read_ddp_distribution(wrapped: DistributedDataParallel) -> Distribution:
@@ -290,16 +276,7 @@ def describe(
     strategy: str,
     engine: str = "native",
 ) -> Built:
-    """Return what was built of a PyTorch module, read from the live objects.
-
-    Args:
-        module: the wrapped module.
-        optimizer: the optimizer that does the arithmetic.
-        distribution: how the module is distributed.
-        autocast_dtype: dtype of autocast; None without autocast.
-        strategy: name of the strategy, for the record.
-        engine: name of the trainer, for the record.
-    """
+    """Return what was built of a PyTorch module, read from the live objects."""
     parameters = list(module.parameters())
     return Built(
         strategy=strategy,

@@ -29,42 +29,30 @@ def setting(config: Settings, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """A value of the main option of a strategy, which a search tries by default.
+    """A value of the main option of a strategy, which a search tries by default."""
 
-    Attributes:
-        value: Option of the config group.
-        lighter: Override that chooses what needs less memory. If that does not fit, neither does this; empty: none.
-        offloads: Whether it is tried with offloading too.
-        needs_nodes: Whether it equals another option on a single node.
-    """
-
-    value: str
-    lighter: str = ""
-    offloads: bool = False
-    needs_nodes: bool = False
+    value: str  # option of the config group
+    lighter: str = ""  # override that chooses what needs less memory. If that does not fit, neither does this.
+    offloads: bool = False  # whether it is tried with offloading too
+    needs_nodes: bool = False  # whether it equals another option on a single node
 
 
 class StepTraits:
     """What forecasts and searches ask a strategy.
 
     Attributes:
-        is_reference: Whether the losses of the others are compared with those of this strategy.
         complexity: Number that is smaller for a simpler strategy, which a search prefers among equal ones.
-        max_workers: Most workers; None for any number.
-        section: Section of the schema with its options.
         option_group: Config group of its main option. An override of this group chooses the strategy too.
-        option_key: Key that this group sets.
-        options: Values of the main option to try.
         lighter: For a strategy without such a group, the override that chooses what needs less memory, as in Option.
     """
 
-    is_reference: ClassVar[bool] = False
+    is_reference: ClassVar[bool] = False  # whether the losses of the others are compared with those of this strategy
     complexity: ClassVar[int] = CUSTOM_COMPLEXITY
-    max_workers: ClassVar[int | None] = None
-    section: ClassVar[str] = ""
+    max_workers: ClassVar[int | None] = None  # most workers; None for any number
+    section: ClassVar[str] = ""  # section of the schema with its options
     option_group: ClassVar[str] = ""
-    option_key: ClassVar[str] = ""
-    options: ClassVar[tuple[Option, ...]] = ()
+    option_key: ClassVar[str] = ""  # key that this group sets
+    options: ClassVar[tuple[Option, ...]] = ()  # values of the main option to try
     lighter: ClassVar[str] = ""
 
     @classmethod
@@ -79,11 +67,7 @@ class StepTraits:
 
     @classmethod
     def lighter_overrides(cls, name: str) -> dict[str, str]:
-        """Return the override that needs less memory, by each override that chooses an option of this strategy.
-
-        Args:
-            name: Name of the strategy.
-        """
+        """Return the override that needs less memory, by each override that chooses an option of this strategy."""
         found = {f"{cls.option_group}={option.value}": option.lighter for option in cls.options}
         return {text: lighter for text, lighter in {f"strategy={name}": cls.lighter, **found}.items() if lighter}
 
@@ -109,16 +93,7 @@ class StepTraits:
         return None if shards is None else not shards
 
     def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> StepCommunication:
-        """Return the same for a run that has ended, with what it built.
-
-        Args:
-            config: Configuration of the run.
-            built: What the run built.
-            run_dir: Directory of the run.
-
-        Raises:
-            ConfigError: The directory lacks a file that is needed.
-        """
+        """Return the same for a run that has ended, with what it built. Raise ConfigError if a file is missing."""
         return self.communication(config)
 
 
@@ -133,13 +108,9 @@ def common_values(config: Settings) -> dict[str, Any]:
 
 
 # What a strategy states about its memory, and its advice: predictions, searches, explanations and reports ask it.
-#
-# ``Strategy`` inherits all of it. The defaults are for a custom strategy that states nothing: its step is traced as
-# it is, its memory was not measured, and it has no advice.
-#
-# The constants of the strategies are from the same records as those in ``hardware/facts.yaml``.
-# ``tests/plan/test_overheads.py`` compares them with these records.
-
+# ``Strategy`` inherits all of it. The defaults are for a custom strategy that states nothing: its step is traced as it
+# is, its memory was not measured, and it has no advice. The constants of the strategies are from the same records as
+# those in ``hardware/facts.yaml``. ``tests/plan/test_overheads.py`` compares them with these records.
 
 GPU_ERROR_BOUND = 0.05
 """Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""
@@ -150,15 +121,10 @@ ADAMW_STATES = 20
 
 @dataclass(frozen=True)
 class CpuMemory:
-    """Memory of a worker on CPUs.
+    """Memory of a worker on CPUs."""
 
-    Attributes:
-        worker_mib: What each worker has of Python and the libraries for itself.
-        reserve: Factor for tensors that are allocated in each step: what the C library keeps, and buffers of Gloo.
-    """
-
-    worker_mib: float
-    reserve: float
+    worker_mib: float  # what each worker has of Python and the libraries for itself
+    reserve: float  # factor for tensors that are allocated in each step: what the C library keeps, and buffers of Gloo
 
 
 UNMEASURED_ON_CPUS = CpuMemory(60.0, reserve=2.3)
@@ -204,15 +170,13 @@ class MemoryTraits:
         cpu_memory: Measured memory of a worker on CPUs. None: not measured, so there is no verdict.
         accumulates_whole_gradients: Whether each worker keeps gradients of the whole model between micro-batches,
             although it keeps a share of them after the last one.
-        operator_problem: What is not possible if no C++ compiler works.
-        setup_note: Sentence of the report if the CPU memory had its peak during setup.
     """
 
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None
     accumulates_whole_gradients: ClassVar[bool] = False
-    operator_problem: ClassVar[str] = ""
-    setup_note: ClassVar[str] = ""
+    operator_problem: ClassVar[str] = ""  # what is not possible if no C++ compiler works
+    setup_note: ClassVar[str] = ""  # sentence of the report if the CPU memory had its peak during setup
 
     def overhead_mib(self, config: Config) -> dict[str, float]:
         """Return the MiB per GPU that NVML reports beyond torch's reserved memory, by part."""
@@ -263,13 +227,7 @@ class MemoryTraits:
         return False
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
-        """Yield options of this strategy that would reduce a bottleneck.
-
-        Args:
-            bottleneck: ``launch_idle``, ``exposed_communication``, ``data_wait``, ``optimizer``, ``host`` or
-                ``compute``.
-            step: The profiled step.
-        """
+        """Yield options against launch_idle, exposed_communication, data_wait, optimizer, host or compute."""
         yield from ()
 
     def memory_note(self, config: Config) -> str:

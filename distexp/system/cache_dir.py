@@ -18,10 +18,8 @@ from distexp.system.files import remove
 def cache_dir() -> Path:
     """Return the cache directory.
 
-    ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``.
-
-    Raises:
-        ConfigError: the user has no home directory, as in some containers.
+    ``$DISTEXP_CACHE``, or ``$XDG_CACHE_HOME/distexp``, or ``~/.cache/distexp``. Raise ConfigError if the user has no
+    home directory, as in some containers.
     """
     configured = os.environ.get("DISTEXP_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -35,19 +33,10 @@ def cache_dir() -> Path:
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """Build a file or folder in one process while other processes wait for it.
+    """Build a file or folder in one process while others wait. Raise ConfigError if its folder is not writable.
 
-    Args:
-        path: result of the build. An existing result is never built again, so the name must contain a
-            format version and identify the inputs.
-        build: writes the file or folder to the path it gets. That is a temporary sibling of ``path``,
-            renamed when complete, so a killed process never leaves a partial result.
-
-    Returns:
-        ``path``, which exists now.
-
-    Raises:
-        ConfigError: the cache directory is not writable.
+    An existing result is never built again, so the name must contain a format version and identify the inputs.
+    ``build`` writes to a temporary sibling, renamed when complete, so a killed process never leaves a partial result.
     """
     if path.exists():
         return path
@@ -67,10 +56,7 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _acquire(lock: IO[str]) -> bool:
-    """Wait for a lock and return True; return False if the file system has no locks.
-
-    The kernel releases the lock if its process dies.
-    """
+    """Wait for a lock, which ends with its process, and return True; False if the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:
@@ -87,25 +73,19 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool
     partial = path.parent / f"{prefix}-{os.getpid()}.partial"
     try:
         build(partial)
-        _rename(partial, path)
+        try:
+            partial.rename(path)
+        except OSError:
+            # Without a common lock, another process may have finished first. Its result is the same.
+            if not path.exists():
+                raise
     finally:
         remove(partial)
 
 
-def _rename(partial: Path, path: Path) -> None:
-    try:
-        partial.rename(path)
-    except OSError:
-        # Without a common lock, another process may have finished first. Its result is the same.
-        if not path.exists():
-            raise
-
-
-# Offline mode for the Hugging Face libraries if the Hub cannot be reached.
-#
-# Without it, huggingface_hub retries the first file for half a minute, transformers retries the next one, and each
-# retry is a line in the log. In offline mode the libraries read their local cache at once.
-
+# Offline mode for the Hugging Face libraries if the Hub cannot be reached. Without it, huggingface_hub retries the
+# first file for half a minute, transformers retries the next one, and each retry is a line in the log. In offline mode
+# the libraries read their local cache at once.
 
 CONNECT_TIMEOUT_S = 3.0
 """Timeout of one connection attempt; a host may have four addresses. A slow response is not an error."""
@@ -113,16 +93,9 @@ CONNECT_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 1.0
 """Pause before the second attempt, because name resolution may fail for a moment."""
 
-CONNECTION_ERRORS = {"ConnectError", "ConnectTimeout"}
-"""Names of the exceptions for an unreachable host. They are names because the HTTP library has changed before."""
-
 
 def offline_if_unreachable(source: str) -> None:
-    """Switch the Hugging Face libraries to offline mode if the Hub is needed but cannot be reached.
-
-    Args:
-        source: Hub id or local folder that will be read. A local folder needs no Hub.
-    """
+    """Switch the Hugging Face libraries to offline mode if the Hub is needed but cannot be reached."""
     if not Path(source).expanduser().exists():
         _go_offline_if_unreachable()
 
@@ -144,16 +117,13 @@ def _go_offline_if_unreachable() -> None:
 
 
 def connection_error(endpoint: str) -> str | None:
-    """Return why no connection to an endpoint is possible, or None if it is reachable.
-
-    The request uses huggingface_hub's HTTP client, which applies the configured proxies.
-    """
+    """Return why no connection to an endpoint is possible, with the configured proxies; None if it is reachable."""
     from huggingface_hub import get_session
 
     try:
         get_session().head(endpoint, timeout=CONNECT_TIMEOUT_S)
     except Exception as error:
         # The libraries report all other errors themselves, for example an invalid certificate.
-        if type(error).__name__ in CONNECTION_ERRORS and "CERTIFICATE" not in str(error):
+        if type(error).__name__ in {"ConnectError", "ConnectTimeout"} and "CERTIFICATE" not in str(error):
             return str(error) or type(error).__name__
     return None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distexp.system.units import MIB
 
@@ -20,18 +20,8 @@ OOM_FILES = {1: ("memory.oom_control",), 2: ("memory.events.local", "memory.even
 """Files with the number of killed processes, by version. ``memory.events`` also counts those of cgroups below."""
 
 
-class _MemoryFiles(NamedTuple):
-    """Names of the files with the limit and the used bytes of a cgroup."""
-
-    limit: str
-    used: str
-
-
-MEMORY_FILES = {
-    1: _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    2: _MemoryFiles("memory.max", "memory.current"),
-}
-"""Files of a cgroup by version."""
+MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+"""Files with the limit and the used bytes of a cgroup, by version."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +49,9 @@ def memory_cgroups(pid: int | str = "self") -> list[Cgroup]:
 
 
 def _cgroups(path: Path, controller: str) -> list[Cgroup]:
-    """Read the cgroups of a process that may limit a resource.
+    """Return the cgroups for ``memory`` or ``cpu``, from ``/proc/PID/cgroup``: ``hierarchy:controllers:group``.
 
-    Args:
-        path: The file ``/proc/PID/cgroup``. Its lines have the form ``hierarchy:controllers:group``.
-        controller: ``memory`` or ``cpu``. In version 2 one cgroup has all controllers, and names none.
+    In version 2 one cgroup has all controllers, and names none.
     """
     found = []
     for line in path.read_text().splitlines() if path.is_file() else []:
@@ -79,7 +67,7 @@ def memory_limits(pid: int | str = "self") -> Iterator[int]:
     """Yield the memory limits in bytes of a process's cgroup and of all its parents."""
     for cgroup in memory_cgroups(pid):
         for folder in cgroup.folders():
-            limit = _read_bytes(folder / MEMORY_FILES[cgroup.version].limit)
+            limit = _read_bytes(folder / MEMORY_FILES[cgroup.version][0])
             if limit is not None:
                 yield limit
 
@@ -103,23 +91,19 @@ def available_memory(pid: int | str = "self") -> int:
 
     What the kernel can reclaim, as cached files, counts as free.
     """
-    return max(0, min([_read_meminfo("MemAvailable"), *_free_in_cgroups(pid)]))
+    free = [_read_meminfo("MemAvailable")]
+    for cgroup in memory_cgroups(pid):
+        for folder in cgroup.folders():
+            limit, used = (_read_bytes(folder / name) for name in MEMORY_FILES[cgroup.version])
+            if limit is not None:
+                free.append(limit - max(0, (used or 0) - _reclaimable(folder / "memory.stat")))
+    return max(0, min(free))
 
 
 def _read_meminfo(name: str) -> int:
     """Return a size of the machine's memory in bytes."""
     text = Path("/proc/meminfo").read_text()
     return int(text.split(f"{name}:")[1].split()[0]) * 1024
-
-
-def _free_in_cgroups(pid: int | str) -> Iterator[int]:
-    """Yield the bytes that are free below each memory limit of a process."""
-    for cgroup in memory_cgroups(pid):
-        names = MEMORY_FILES[cgroup.version]
-        for folder in cgroup.folders():
-            limit, used = _read_bytes(folder / names.limit), _read_bytes(folder / names.used)
-            if limit is not None:
-                yield limit - max(0, (used or 0) - _reclaimable(folder / "memory.stat"))
 
 
 def _reclaimable(path: Path) -> int:
@@ -151,11 +135,7 @@ def _read_quota(folder: Path, version: int) -> float | None:
 
 
 def oom_kills() -> dict[str, int]:
-    """Return how many processes the kernel has killed for lack of memory, on this machine and in this cgroup.
-
-    Returns:
-        Counters ``machine`` and ``cgroup`` since boot; one that cannot be read is absent.
-    """
+    """Return how many processes the kernel has killed for memory since boot: ``machine`` and ``cgroup``, if known."""
     files = [cgroup.folder / name for cgroup in memory_cgroups() for name in OOM_FILES[cgroup.version]]
     in_cgroup = next((count for path in files if (count := _read_counter(path)) is not None), None)
     counters = {"machine": _read_counter(Path("/proc/vmstat")), "cgroup": in_cgroup}
@@ -219,7 +199,6 @@ def cpu_count() -> int:
 
 # Sessions of NVML, the library that reports the state of NVIDIA GPUs.
 
-
 BUSY_MIB = 2048
 """A GPU with more memory in use counts as busy. The driver keeps several hundred MiB; a training takes GiB."""
 
@@ -230,11 +209,7 @@ class NvmlUnavailableError(RuntimeError):
 
 @contextmanager
 def nvml_session() -> Iterator[Any]:
-    """Initialize NVML, yield the module ``pynvml``, and shut NVML down. Sessions may be nested.
-
-    Raises:
-        NvmlUnavailableError: NVML cannot be initialized, for example because there is no driver.
-    """
+    """Initialize NVML, yield ``pynvml``, and shut NVML down; may be nested. Raise NvmlUnavailableError without it."""
     import pynvml
 
     try:

@@ -36,11 +36,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def create_atomically(folder: Path) -> Iterator[Path]:
-    """Yield a temporary path, and rename it to a folder that must not exist when the block ends.
-
-    Raises:
-        OSError: at the end of the block, if another process has created the folder.
-    """
+    """Yield a temporary path, and rename it to a new folder when the block ends. Raise OSError if that exists."""
     with _temporary(folder) as temporary:
         yield temporary
         temporary.rename(folder)
@@ -83,11 +79,7 @@ def flush_names(folder: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading that another program may have made. A pipe or a device might never end.
-
-    Raises:
-        OSError: if the file cannot be opened, or is a folder, a pipe or a device.
-    """
+    """Open a file for reading that another program may have made. Raise OSError for a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -96,7 +88,6 @@ def open_file(path: Path) -> BinaryIO:
 
 
 # JSON files that a crash never leaves half written, and that another program may have changed.
-
 
 MAX_JSON_MB = 256
 """Size of the largest JSON file that is read. A record with thousands of ranks has a few MB."""
@@ -117,9 +108,8 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file. NaN and infinity become None.
 
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is not JSON, or contains a number that no distexp writes, or is larger than MAX_JSON_MB.
+    Raise OSError if the file cannot be read, or ValueError if it is not JSON, or contains a number that no distexp
+    writes, or is larger than MAX_JSON_MB.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size / MIB
@@ -142,10 +132,8 @@ def read_or_none(path: Path, *keys: str) -> Any:
 def parse_json(text: str) -> Any:
     """Parse JSON from a file that another program may have written.
 
-    Control characters become visible, because a terminal would obey them.
-
-    Raises:
-        ValueError: if it is not JSON, or contains a number that no distexp writes.
+    Control characters become visible, because a terminal would obey them. Raise ValueError if it is not JSON, or
+    contains a number that no distexp writes.
     """
     try:
         content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
@@ -178,7 +166,6 @@ def nan_to_none(content: Any) -> Any:
 
 # Files of JSON lines: writing, reading, and following one that grows.
 
-
 END_BYTES = 4096
 """Size of the part at the end of a file in which its last line is searched."""
 
@@ -194,10 +181,8 @@ def append_line(file: TextIO, content: Entry) -> None:
 def read_entries(path: Path) -> list[Entry]:
     """Read the entries of a file; a missing file has none.
 
-    A torn line is left out. A killed writer leaves one at the end, or before the lines of the next writer.
-
-    Raises:
-        OSError: if the file exists and cannot be read.
+    A torn line is left out. A killed writer leaves one at the end, or before the lines of the next writer. Raise
+    OSError if the file exists and cannot be read.
     """
     try:
         with open_file(path) as file:
@@ -221,39 +206,27 @@ def read_last_entry(path: Path) -> Entry:
 
 
 class Tail:
-    """Reader of the lines that were added to a file since its last call.
-
-    Attributes:
-        restarts: How often the file has become shorter, because a later attempt of the run replaced it.
-    """
+    """Reader of the lines that were added to a file since its last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.restarts = 0
+        self.restarts = 0  # how often a later attempt of the run has replaced the file
         self._offset = 0
 
     def read_lines(self) -> list[str]:
-        """Read the new whole lines; none if there is no file.
-
-        Raises:
-            OSError: if the file exists and cannot be read.
-        """
+        """Read the new whole lines; none if there is no file. Raise OSError if the file exists and cannot be read."""
         try:
             with open_file(self.path) as file:
-                added = self._read_added(file)
+                size = file.seek(0, os.SEEK_END)
+                if size < self._offset:
+                    self._offset, self.restarts = 0, self.restarts + 1
+                file.seek(self._offset)
+                added = file.read()
         except FileNotFoundError:
             return []
         lines, end, _ = added.rpartition(b"\n")  # What follows the last line end is still being written.
         self._offset += len(lines) + len(end)
         return lines.decode(errors="replace").split("\n") if end else []
-
-    def _read_added(self, file: BinaryIO) -> bytes:
-        """Read what was added to the file since the last whole line, or all of it if it has become shorter."""
-        size = file.seek(0, os.SEEK_END)
-        if size < self._offset:
-            self._offset, self.restarts = 0, self.restarts + 1
-        file.seek(self._offset)
-        return file.read()
 
     def read_entries(self) -> list[Entry]:
         """Read the new lines as JSON; lines that are not a JSON object are left out."""
@@ -273,7 +246,6 @@ def _parse(lines: Iterable[str]) -> list[Entry]:
 
 
 # Text from files without characters that a terminal would obey.
-
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that change the state of a terminal or the direction of a text, or that no file can contain."""

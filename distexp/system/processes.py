@@ -53,18 +53,6 @@ def start_module(
 
     The child receives ``death_signal`` when this process dies. The kernel binds that signal to the *thread* that
     starts the child, so call this from the main thread.
-
-    Args:
-        module: Name of the module.
-        arguments: Command line of the module.
-        env: Environment of the child.
-        output: File for stdout and stderr; None inherits both.
-        death_signal: Signal for the child when this process dies.
-        inherited: File descriptors that the child gets too.
-        command: Returns the whole command, from the arguments of Python; None: this Python.
-
-    Returns:
-        The child process.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
     python = ("-m", module, *arguments)
@@ -90,12 +78,7 @@ def _bind_to_parent(number: signal.Signals) -> Callable[[], None]:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
-    """Request a signal for the death of the parent process; send it now if the parent is already dead.
-
-    Args:
-        number: The signal.
-        parent: Id of the parent if it is known. It may be 1, as in a container.
-    """
+    """Request a signal for the death of the parent process; send it now if the parent is already dead."""
     expected = os.getppid() if parent is None else parent
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != expected or (parent is None and orphaned()):
@@ -108,7 +91,6 @@ def orphaned() -> bool:
 
 
 # Identity of a process and of this machine, so that a later process with the same id is not taken for it.
-
 
 START_TIME = 18
 """Position of ``starttime`` in ``/proc/PID/stat``, counted from the field after the state."""
@@ -135,12 +117,10 @@ def machine_id() -> str:
 
 # End of a child process with all its descendants, which it would leave behind.
 
-
 KILL_S = 10.0
 """Longest time to wait for the end of a killed process. One that waits for a file system may take forever."""
 
 POLL_S = 0.05
-"""Time between two checks whether processes have ended."""
 
 
 def descendants(pid: int, *, recursive: bool = True) -> list[psutil.Process]:
@@ -172,12 +152,7 @@ class WatchedProcess(Protocol):
 
 
 def end_tree(process: WatchedProcess, grace_s: float) -> None:
-    """End a child process and all its descendants, and wait for their end.
-
-    Args:
-        process: The child.
-        grace_s: Seconds between SIGTERM for the child and SIGKILL for every process that is left.
-    """
+    """End a child process and all its descendants by SIGTERM, after some seconds by SIGKILL, and wait for their end."""
     family = _terminate(process, grace_s)
     left = [member for member in family if _is_alive(member)]
     for member in left:
@@ -261,12 +236,9 @@ def defer_interrupts() -> Iterator[None]:
 
 # Messages between two processes on one machine, over a Unix socket that keeps their limits.
 
-
 MAX_BYTES = 65536
-"""Size of the largest message."""
 
 MAX_DESCRIPTORS = 4
-"""Number of open files that a message may bring."""
 
 
 class Received(NamedTuple):
@@ -282,22 +254,13 @@ def message_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send a message, with open files for the other process.
-
-    Raises:
-        OSError: the other process has closed its socket.
-    """
+    """Send a message, with open files for the other process. Raise OSError if that has closed its socket."""
     # No SIGPIPE: the caller handles the error.
     socket.send_fds(channel, [json.dumps(message).encode()], descriptors, socket.MSG_NOSIGNAL)
 
 
 def receive(channel: socket.socket) -> Received:
-    """Wait for a message.
-
-    Raises:
-        BlockingIOError: no message is there, and the socket does not block.
-        TimeoutError: no message has arrived within the timeout of the socket.
-    """
+    """Wait for a message. Raise BlockingIOError or TimeoutError if there is none in time."""
     try:
         content, descriptors, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_DESCRIPTORS)
     except ConnectionResetError:

@@ -21,12 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from distexp.exceptions import ConfigError
 from distexp.system.environment_variables import variable_set
 
-FORCE_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Environment variable that makes every ``torch.load`` use ``weights_only=True``, in libraries too."""
-
-METADATA = ".metadata"
-"""The file of a checkpoint that torch.distributed.checkpoint unpickles."""
-
 METADATA_CLASSES = frozenset(
     {
         "collections.OrderedDict",
@@ -49,18 +43,16 @@ METADATA_CLASSES = frozenset(
 
 
 class DataReader(FileSystemReader):
-    """A reader of torch.distributed.checkpoint whose metadata may contain no code.
-
-    Args:
-        folder: the checkpoint.
-
-    Raises:
-        ConfigError: the metadata names another class or function.
-    """
+    """A reader of torch.distributed.checkpoint that refuses metadata with code by ConfigError."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._metadata = _read_metadata(folder / METADATA)
+        path = folder / ".metadata"
+        with refused_as_config_error(path):
+            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"GLOBAL {type(metadata).__name__} is not Metadata")
+        self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
         """Return the metadata.
@@ -74,11 +66,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows only the classes of metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of metadata.
-
-        Raises:
-            UnpicklingError: the name is another one.
-        """
+        """Return a class of metadata. Raise UnpicklingError if the name is another one."""
         full_name = f"{module}.{name}"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or full_name in METADATA_CLASSES:
@@ -86,43 +74,26 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"GLOBAL {full_name} is not allowed")
 
 
-def _read_metadata(path: Path) -> Metadata:
-    with refused_as_config_error(path):
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"GLOBAL {type(metadata).__name__} is not Metadata")
-    return metadata
-
-
 @contextmanager
 def weights_only_loading(folder: Path) -> Iterator[None]:
-    """Make ``torch.load`` accept only tensors and plain values.
-
-    Args:
-        folder: the checkpoint, for the message.
-
-    Raises:
-        ConfigError: a file of the checkpoint contains another class or function.
-    """
-    with variable_set(FORCE_VARIABLE, "1"), refused_as_config_error(folder):
+    """Make ``torch.load`` accept only tensors and plain values. Raise ConfigError if a checkpoint has others."""
+    with variable_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"), refused_as_config_error(folder):
         yield
 
 
 @contextmanager
 def refused_as_config_error(path: Path) -> Iterator[None]:
-    """Raise the refusals of an unpickler as ConfigError.
-
-    Args:
-        path: the file or the folder that is read, for the message.
-    """
+    """Raise the refusals of an unpickler as ConfigError."""
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
         refusal = _refusal(error)
         if refusal is None:
             raise
+        found = re.search(r"GLOBAL (\S+)", str(refusal))
+        name = found[1] if found else f"an invalid pickle ({str(refusal).splitlines()[0]})"
         raise ConfigError(
-            f"{path} contains {_refused_name(refusal)}, which is not data and could run code: "
+            f"{path} contains {name}, which is not data and could run code: "
             "use a checkpoint that you or your group wrote"
         ) from None
 
@@ -132,9 +103,3 @@ def _refusal(error: BaseException) -> pickle.UnpicklingError | None:
     if isinstance(error, CheckpointException):
         return next((cause for cause, _ in error.failures.values() if isinstance(cause, pickle.UnpicklingError)), None)
     return error if isinstance(error, pickle.UnpicklingError) else None
-
-
-def _refused_name(error: pickle.UnpicklingError) -> str:
-    """Return the class or function that an unpickler refused."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return found[1] if found else f"an invalid pickle ({str(error).splitlines()[0]})"

@@ -16,17 +16,12 @@ DataclassType = TypeVar("DataclassType")
 MEASURED = ("_mib", "_pct", "_j")
 """Ends of the keys whose values are numbers in the entries of devices."""
 
-DEVICE_KEYS = ("node", "index", "rank")
-
 
 def parse_dataclass(kind: type[DataclassType], raw: Any) -> DataclassType:
     """Make a dataclass from the keys that it knows; a newer distexp may have added others.
 
     A field may be a dataclass itself, or a list or tuple of them. In a union of dataclasses, ``type`` names the class.
-
-    Raises:
-        ValueError: if a value has another type.
-        TypeError: if a key without a default is missing.
+    Raise ValueError if a value has another type, or TypeError if a key without a default is missing.
     """
     if not isinstance(raw, dict):
         raise ValueError(f"{kind.__name__} is {_shown(raw)} and not an object")
@@ -51,11 +46,7 @@ def read_dataclass(kind: type[DataclassType], path: Path, *keys: str) -> Datacla
 def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "config") -> Iterator[str]:
     """Yield an error for each value that does not fit a section of the configuration. Missing keys are no errors.
 
-    Args:
-        kind: Dataclass of the section.
-        raw: Its values.
-        complete: Whether the values are resolved. If not, a text or null may stand for each value.
-        name: Key of the section.
+    If the values are not ``complete``, that is resolved, a text or null may stand for each.
     """
     if not isinstance(raw, dict):
         yield f"{name} is {_shown(raw)} and not a section"
@@ -88,7 +79,7 @@ def _entry_errors(entry: Any) -> Iterator[str]:
     for key, value in entry.items():
         if isinstance(value, dict):
             yield from _entry_errors(value)
-        elif (key.endswith(MEASURED) or key in DEVICE_KEYS) and not matches(value, float | None):
+        elif (key.endswith(MEASURED) or key in ("node", "index", "rank")) and not matches(value, float | None):
             yield f"has {key}={_shown(value)}"
 
 
@@ -107,7 +98,7 @@ def _check(hint: Any) -> Callable[[Any], bool]:
     if origin in (Union, types.UnionType):
         return partial(_fits_one, [_check(argument) for argument in arguments])
     if origin in (list, tuple):
-        return partial(_fits_list, _check_of_item(arguments[0]))
+        return partial(_fits_list, _check(arguments[0] | None if arguments[0] in (int, float) else arguments[0]))
     if origin is dict:
         return partial(_fits_dict, _check(arguments[1]))
     if hint in (int, float):
@@ -135,11 +126,6 @@ def _converter(hint: Any) -> Callable[[Any], Any] | None:
         return lambda value: None if value is None else parse_dataclass(kinds[0], value)
     by_name = {kind.__name__.lower(): kind for kind in kinds}
     return lambda value: parse_dataclass(by_name[value["type"]], value)
-
-
-def _check_of_item(hint: Any) -> Callable[[Any], bool]:
-    """Return the check of the items of a list. A number that was not finite is null."""
-    return _check(hint | None if hint in (int, float) else hint)
 
 
 def _fits_list(fits_item: Callable[[Any], bool], value: Any) -> bool:
@@ -174,11 +160,6 @@ class _Field(NamedTuple):
     convert: Callable[[Any], Any] | None
     is_section: bool
 
-    @classmethod
-    def of(cls, name: str, hint: Any) -> _Field:
-        """Return the field with a name and an annotation."""
-        return cls(name, hint, _check(hint), _converter(hint), is_section=_is_dataclass(hint))
-
 
 def _fields(kind: Any) -> tuple[_Field, ...]:
     """Return the fields of a dataclass. mypy does not take a class for an argument of a cached function."""
@@ -187,8 +168,9 @@ def _fields(kind: Any) -> tuple[_Field, ...]:
 
 @cache
 def _cached_fields(kind: Any) -> tuple[_Field, ...]:
-    hints = get_type_hints(kind)
-    return tuple(_Field.of(known.name, hints[known.name]) for known in fields(kind))
+    all_hints = get_type_hints(kind)
+    hints = [(known.name, all_hints[known.name]) for known in fields(kind)]
+    return tuple(_Field(name, hint, _check(hint), _converter(hint), _is_dataclass(hint)) for name, hint in hints)
 
 
 def _shown(value: Any) -> str:
@@ -214,7 +196,6 @@ def texts_of(entry: Mapping[str, Any], key: str) -> list[str]:
 
 # Values of a record's entries for each GPU, rank or node.
 
-
 UNCOUNTED_CPU_PHASES = frozenset({"search", "profile", "done"})
 """Phases that do not count for CPU memory.
 
@@ -224,11 +205,7 @@ memory that they shared may count several times.
 
 
 def device_values(entries: Iterable[Mapping[str, Any]] | None, key: str) -> list[float]:
-    """Return the measured values of a key in entries such as ``memory["gpu"]``.
-
-    Raises:
-        TypeError, ValueError: if a value is not a number.
-    """
+    """Return the measured values of a key in entries such as ``memory["gpu"]``. Raise TypeError or ValueError."""
     return [float(entry[key]) for entry in entries or () if entry.get(key) is not None]
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 MIB = 2**20
-"""Bytes in a MiB."""
 
 GIB = 2**30
-"""Bytes in a GiB."""
 
 MIB_PER_GB = 1024.0
 """MiB in a GB of ``2**30`` bytes."""

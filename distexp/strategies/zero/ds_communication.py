@@ -36,19 +36,15 @@ class ZeroOptions:
     """The section ``zero_optimization`` of a ds_config, as far as it matters here. The defaults are DeepSpeed's.
 
     Attributes:
-        overlap_comm: Whether reductions overlap with the backward pass. None: at stage 3 only.
-        reduce_bucket_size: Most elements of a reduction with several parameters.
-        stage3_prefetch_bucket_size: Elements that are gathered ahead at once.
         stage3_param_persistence_threshold: Elements up to which a parameter is kept whole between two updates.
-        stage3_max_live_parameters: Elements that are gathered, from which no more are gathered ahead.
         stage3_max_reuse_distance: Elements up to the next use of a parameter, below which it is not released.
     """
 
-    overlap_comm: bool | None = None
-    reduce_bucket_size: int = 500_000_000
-    stage3_prefetch_bucket_size: int = 50_000_000
+    overlap_comm: bool | None = None  # Whether reductions overlap with the backward pass. None: at stage 3 only.
+    reduce_bucket_size: int = 500_000_000  # most elements of a reduction with several parameters
+    stage3_prefetch_bucket_size: int = 50_000_000  # elements that are gathered ahead at once
     stage3_param_persistence_threshold: int = 100_000
-    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_live_parameters: int = 1_000_000_000  # elements that are gathered, from which no more are gathered ahead
     stage3_max_reuse_distance: int = 1_000_000_000
 
     def overlaps(self, stage: int) -> bool:
@@ -57,11 +53,7 @@ class ZeroOptions:
 
 
 def read_zero_options(run_dir: Path) -> ZeroOptions:
-    """Return the options that DeepSpeed had in a run.
-
-    Raises:
-        ConfigError: The run directory has no readable ds_config.json.
-    """
+    """Return the options that DeepSpeed had in a run. Raise ConfigError without a readable ds_config.json."""
     try:
         content = read_json(run_dir / DS_CONFIG)["zero_optimization"]
         known = {spec.name for spec in fields(ZeroOptions)}
@@ -75,15 +67,10 @@ def read_zero_options(run_dir: Path) -> ZeroOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroCommunication(StepCommunication):
-    """The collectives of a step at a stage of ZeRO.
-
-    Attributes:
-        stage: The stage.
-        zero: Further options of DeepSpeed.
-    """
+    """The collectives of a step at a stage of ZeRO."""
 
     stage: int = 0
-    zero: ZeroOptions = ZeroOptions()
+    zero: ZeroOptions = ZeroOptions()  # further options of DeepSpeed
 
     is_planned: ClassVar[bool] = True
 
@@ -130,7 +117,9 @@ class ZeroCommunication(StepCommunication):
                 items = self._insert_scatters(items, model.units, micro_batch)
             return [*items, *self._gathers_of_persistent(model.units, last)]
         items = self._insert_reductions(items, model.units, micro_batches)
-        return [*items, *self._gathers_of_update(model, last)]
+        # The updated weights are gathered for each group of the optimizer.
+        sizes = [sum(group) * self.weight_bytes for group in model.group_elements]
+        return [*items, *(Collective("all_gather", size, 1, "all", OPTIMIZER, last) for size in sizes)]
 
     def with_waits(self, item: Collective, *, on_gpu: bool) -> Collective:
         """Return a collective with what waits for it: the next kernel, unless reductions overlap.
@@ -165,11 +154,6 @@ class ZeroCommunication(StepCommunication):
                 for size in sizes:
                     insert(items, Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited), 1.0)
         return items
-
-    def _gathers_of_update(self, model: StepModel, micro_batch: int) -> Iterator[Collective]:
-        """Yield the all-gathers of the updated weights at the stages 1 and 2: one for each group of the optimizer."""
-        for group in model.group_elements:
-            yield Collective("all_gather", sum(group) * self.weight_bytes, 1, "all", OPTIMIZER, micro_batch)
 
     def _insert_gathers(self, items: list[Item], model: StepModel, micro_batch: int) -> list[Item]:
         """Insert the all-gathers of stage 3 into a micro-batch; the work of a module is as its parameters."""
@@ -251,18 +235,11 @@ def _segments_before_modules(items: Sequence[Item], places: Sequence[Place], mic
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of some parameters.
+    """An all-gather of some parameters."""
 
-    Attributes:
-        position: Number of the module before which it is launched: first the modules of the forward pass, then those
-            of the backward pass.
-        elements: Elements of its parameters.
-        used_at: Number of the module that waits for it.
-    """
-
-    position: int
-    elements: int
-    used_at: int
+    position: int  # of the module before which it is launched: first in the forward pass, then in the backward pass
+    elements: int  # elements of its parameters
+    used_at: int  # number of the module that waits for it
 
 
 def persistent_parameters(elements: Sequence[int], options: ZeroOptions) -> list[int]:
@@ -273,15 +250,7 @@ def persistent_parameters(elements: Sequence[int], options: ZeroOptions) -> list
 def gathers_of_micro_batch(
     modules: Sequence[Sequence[int]], elements: Sequence[int], options: ZeroOptions
 ) -> list[Gather]:
-    """Return the all-gathers of a micro-batch, in the order of their launches.
-
-    The backward pass is taken to use the modules in the reverse order.
-
-    Args:
-        modules: Positions of the parameters of each module, in the order of the forward pass.
-        elements: Elements of each parameter.
-        options: Options of DeepSpeed.
-    """
+    """Return the all-gathers of a micro-batch in order. The backward pass is taken to use modules in reverse order."""
     order = [*modules, *reversed(modules)]
     fetcher = _Fetcher(order, elements, options)
     for position in range(len(order)):

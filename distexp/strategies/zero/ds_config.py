@@ -67,9 +67,25 @@ def values_set_by_distexp(config: Config, world_size: int) -> Values:
     yield from _batch_sizes(config, world_size)
     yield ("gradient_clipping",), config.train.gradient_clipping or 0.0
     yield from _precision(config)
-    yield from _optimizer(config)
-    yield from _zero(config)
-    yield from _timers(config)
+    uses_cpu_adam = config.deepspeed.cpu_optimizer == "deepspeed" and config.offload.enabled
+    yield ("zero_force_ds_cpu_optimizer",), uses_cpu_adam
+    # DeepSpeed does not test torch's SGD; distexp's parity tests do.
+    yield ("zero_allow_untested_optimizer",), True
+    options = config.deepspeed
+    yield ("zero_optimization", "stage"), options.zero_stage
+    if config.offload.enabled:
+        target = {"device": "cpu", "pin_memory": config.offload.pin_memory}
+        yield ("zero_optimization", "offload_optimizer"), target
+        if options.zero_stage == 3:
+            yield ("zero_optimization", "offload_param"), target
+    if options.overlap_comm:
+        yield ("zero_optimization", "overlap_comm"), True
+    for key in BUCKETS:
+        if (value := getattr(options, key)) is not None:
+            yield ("zero_optimization", key), value
+    in_file = get_nested(read_or_empty(config.deepspeed.config_file), SYNCHRONIZED_TIMER)
+    if config.deepspeed.async_update and in_file in (None, "auto"):
+        yield SYNCHRONIZED_TIMER, False
 
 
 def _batch_sizes(config: Config, world_size: int) -> Values:
@@ -93,35 +109,6 @@ def _precision(config: Config) -> Values:
         yield ("torch_autocast",), {"enabled": True, "dtype": "bfloat16"}
 
 
-def _optimizer(config: Config) -> Values:
-    uses_cpu_adam = config.deepspeed.cpu_optimizer == "deepspeed" and config.offload.enabled
-    yield ("zero_force_ds_cpu_optimizer",), uses_cpu_adam
-    # DeepSpeed does not test torch's SGD; distexp's parity tests do.
-    yield ("zero_allow_untested_optimizer",), True
-
-
-def _zero(config: Config) -> Values:
-    options = config.deepspeed
-    yield ("zero_optimization", "stage"), options.zero_stage
-    if config.offload.enabled:
-        target = {"device": "cpu", "pin_memory": config.offload.pin_memory}
-        yield ("zero_optimization", "offload_optimizer"), target
-        if options.zero_stage == 3:
-            yield ("zero_optimization", "offload_param"), target
-    if options.overlap_comm:
-        yield ("zero_optimization", "overlap_comm"), True
-    for key in BUCKETS:
-        if (value := getattr(options, key)) is not None:
-            yield ("zero_optimization", key), value
-
-
-def _timers(config: Config) -> Values:
-    """Let DeepSpeed's timer not wait for the GPU twice in each step, unless the user's file sets it."""
-    in_file = get_nested(read_or_empty(config.deepspeed.config_file), SYNCHRONIZED_TIMER)
-    if config.deepspeed.async_update and in_file in (None, "auto"):
-        yield SYNCHRONIZED_TIMER, False
-
-
 # Reading of the user's ds_config.json, the file in ``deepspeed.config_file``.
 
 
@@ -143,11 +130,7 @@ def read_or_empty(path: str | None) -> dict[str, Any]:
 
 
 def read_file(path: str | None) -> dict[str, Any]:
-    """Return the content of a ds_config file; empty if there is none.
-
-    Raises:
-        ValueError: it is not a JSON object.
-    """
+    """Return the content of a ds_config file; empty if there is none. Raise ValueError if it is not a JSON object."""
     if path is None or not Path(path).is_file():
         return {}
     settings = json.loads(Path(path).read_text())
@@ -157,7 +140,6 @@ def read_file(path: str | None) -> dict[str, Any]:
 
 
 # Sizes of DeepSpeed's buckets that fit the model, for keys that the user left open.
-
 
 MIN_BUCKET_ELEMENTS = 5_000_000
 MAX_BUCKET_ELEMENTS = 500_000_000
@@ -171,17 +153,9 @@ MAX_PERSISTENT_ELEMENTS = 100_000
 
 
 def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict[str, int]:
-    """Set bucket sizes that the user left open to a sixteenth of the model.
+    """Set bucket sizes that the user left open in an ``effective_config`` to a sixteenth of the model; return them.
 
     DeepSpeed's default of 500 million elements can take more memory than a stage saves on a model of that size.
-
-    Args:
-        settings: the result of ``effective_config``; changed in place.
-        parameters: number of parameters of the model.
-        largest: number of elements of its largest parameter.
-
-    Returns:
-        The keys and values that were set.
     """
     zero = settings["zero_optimization"]
     fitting = _fitting_sizes(zero["stage"], parameters, largest)

@@ -15,9 +15,6 @@ from typing import Any, cast
 
 from distexp.system.environment_variables import variable_set
 
-NO_COMPILER = "TORCHDYNAMO_DISABLE"
-"""Makes ``torch.compile`` return the function as it is."""
-
 
 @contextmanager
 def hide_module(name: str) -> Iterator[None]:
@@ -36,5 +33,5 @@ def hide_module(name: str) -> Iterator[None]:
 with hide_module("mlflow"):
     import deepspeed
 
-with variable_set(NO_COMPILER, "1"):
+with variable_set("TORCHDYNAMO_DISABLE", "1"):
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401

@@ -66,10 +66,7 @@ def checkpoint_classes() -> list[Any]:
 
 
 def keeps_plain_gradients(config: Config) -> bool:
-    """Return whether gradients stay in ``.grad``: at stage 0 with fp32 weights.
-
-    DeepSpeed clips them without storing their norm.
-    """
+    """Return whether gradients stay in ``.grad``, whose norm DeepSpeed does not store: at stage 0 with fp32 weights."""
     return config.deepspeed.zero_stage == 0 and not in_16_bits(config)
 
 
@@ -105,10 +102,7 @@ def in_16_bits(config: Config) -> bool:
 
 
 def initialize_weights(blueprint: Blueprint, config: Config, settings: dict[str, Any]) -> None:
-    """Initialize the weights in DeepSpeed's precision.
-
-    At stage 3 each module is partitioned at once, so that the whole model is never in memory.
-    """
+    """Initialize the weights in DeepSpeed's precision. Stage 3 partitions each module at once, to save memory."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -150,15 +144,13 @@ def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> t
 
 
 def describe(engine: Any, *, trainer: str = "native") -> Built:
-    """Return what was built, read from a deepspeed.DeepSpeedEngine.
-
-    Args:
-        engine: the DeepSpeedEngine.
-        trainer: the value of ``engine``, for the record.
-    """
+    """Return what was built, read from a deepspeed.DeepSpeedEngine."""
     stage = engine.zero_optimization_stage()
     parameters = list(engine.module.parameters())
     world = dist.get_world_size(engine.seq_data_parallel_group)
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    name = type(optimizer).__name__
     return Built(
         strategy="deepspeed",
         engine=trainer,
@@ -172,16 +164,9 @@ def describe(engine: Any, *, trainer: str = "native") -> Built:
         compute_dtype=dtype_name(
             engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else parameters[0].dtype
         ),
-        optimizer=_optimizer_name(engine.optimizer),
+        optimizer=name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})",
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
     )
-
-
-def _optimizer_name(optimizer: Any) -> str:
-    """Return the optimizer's name, for example ``DeepSpeedZeroOptimizer(AdamW)``."""
-    inner = getattr(optimizer, "optimizer", None)
-    name = type(optimizer).__name__
-    return name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})"
 
 
 def _offload(engine: Any, stage: int) -> str:
@@ -199,12 +184,10 @@ def _offload(engine: Any, stage: int) -> str:
     return "+".join(offloaded) or "none"
 
 
-# Repairs of DeepSpeed's optimizer for 16 bits at stage 0, and access to its fp32 masters.
-#
-# With fp16, the optimizer of DeepSpeed 0.19 divides the gradients by the loss scale at stage 0, but
-# ``engine.backward`` does not multiply the loss by it, as it does at the other stages. So a model hardly learns. With
-# fp16 and bf16, it runs one step of AdamW or SGD with gradients of 0 to allocate the states. So AdamW's first updates
-# are smaller than those of the other strategies.
+# Repairs of DeepSpeed's optimizer for 16 bits at stage 0, and access to its fp32 masters. With fp16, the optimizer of
+# DeepSpeed 0.19 divides the gradients by the loss scale at stage 0, but ``engine.backward`` does not multiply the loss
+# by it, as it does at the other stages. So a model hardly learns. With fp16 and bf16, it runs one step of AdamW or SGD
+# with gradients of 0 to allocate the states. So AdamW's first updates are smaller than those of the other strategies.
 
 
 def unpartitioned_masters(engine: Any) -> dict[int, Tensor]:
@@ -225,7 +208,22 @@ def repair_16_bits(engine: Any) -> None:
     if unpartitioned_masters(engine):
         _reset_states(engine.optimizer.optimizer)
         if engine.fp16_enabled():
-            _scale_losses(engine)
+            backward, step, optimizer = engine.backward, engine.step, engine.optimizer
+
+            def scaled_backward(loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+                # Setting the gradient of the loss is also right for a version of DeepSpeed that scales the loss.
+                factor = optimizer.loss_scale / (engine.gradient_accumulation_steps() if scale_wrt_gas else 1)
+                loss.register_hook(lambda gradient: torch.full_like(gradient, factor))  # type: ignore[no-untyped-call]
+                result: Tensor = backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+                return result
+
+            def step_with_norm(*arguments: Any) -> None:
+                updates, scale = engine.is_gradient_accumulation_boundary(), optimizer.loss_scale
+                step(*arguments)
+                if updates:
+                    engine._global_grad_norm /= scale
+
+            engine.backward, engine.step = scaled_backward, step_with_norm
 
 
 def _reset_states(optimizer: torch.optim.Optimizer) -> None:
@@ -236,30 +234,7 @@ def _reset_states(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def _scale_losses(engine: Any) -> None:
-    backward, step, optimizer = engine.backward, engine.step, engine.optimizer
-
-    def scaled_backward(loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        # Setting the gradient of the loss is also right for a version of DeepSpeed that scales the loss.
-        factor = optimizer.loss_scale / (engine.gradient_accumulation_steps() if scale_wrt_gas else 1)
-        loss.register_hook(lambda gradient: torch.full_like(gradient, factor))  # type: ignore[no-untyped-call]
-        result: Tensor = backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        return result
-
-    def step_with_norm(*arguments: Any) -> None:
-        updates, scale = engine.is_gradient_accumulation_boundary(), optimizer.loss_scale
-        step(*arguments)
-        if updates:
-            engine._global_grad_norm /= scale
-
-    engine.backward, engine.step = scaled_backward, step_with_norm
-
-
 # Strategies that compute with weights in 16 bits, and models whose buffers in fp32 do not fit them.
-
-
-OTHER_TYPES = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
-"""In the messages of torch about operands of different types."""
 
 
 def wrapper_casts_weights(config: Config) -> bool:
@@ -281,7 +256,8 @@ def explained_buffer_types(model: nn.Module, config: Config) -> Iterator[None]:
     except RuntimeError as error:
         casts = wrapper_casts_weights(config) or config.train.compute_weights == "step"
         names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
-        if not casts or not names or not OTHER_TYPES.search(str(error)):
+        other_types = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
+        if not casts or not names or not other_types.search(str(error)):
             raise
         shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
         raise ConfigError(

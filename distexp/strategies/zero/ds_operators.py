@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import psutil
 
@@ -24,8 +24,6 @@ from distexp.strategies.zero.ds_config import get_nested, read_or_empty
 from distexp.system.files import read_json, write_json
 
 SHARED_MEMORY, CPU_ADAM, QUANTIZER = "deepspeed_shm_comm", "cpu_adam", "quantizer"
-QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-
 DEFAULT_OPERATORS = {"cpu": (SHARED_MEMORY,), "cuda": (CPU_ADAM,)}
 """Operators that runs with default settings need, by device; on GPUs only those with ``offload=true``."""
 
@@ -45,17 +43,16 @@ def needed_operators(config: Config) -> tuple[str, ...]:
     needed = [] if on_gpu else [SHARED_MEMORY]
     if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":
         needed.append(CPU_ADAM)
-    if on_gpu and any(get_nested(settings, ("zero_optimization", key)) for key in QUANTIZED):
+    if on_gpu and any(
+        get_nested(settings, ("zero_optimization", key))
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    ):
         needed.append(QUANTIZER)
     return tuple(needed)
 
 
 def main() -> None:
-    """Compile the operators named on the command line; print a line for each step.
-
-    Raises:
-        RuntimeError: if an operator cannot be compiled.
-    """
+    """Compile the operators named on the command line, or raise RuntimeError; print a line for each step."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     names = sys.argv[1:]
@@ -69,13 +66,7 @@ def main() -> None:
 
 
 def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
-    """Build an operator, and import it.
-
-    Args:
-        builder: its builder.
-        name: its name.
-        following: names of the operators that are built after it.
-    """
+    """Build an operator, and import it."""
     from distexp.system.torch_internals.compilation import extension_build_dir
 
     folder = extension_build_dir(name)
@@ -90,15 +81,11 @@ def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
         except ImportError:
             if not existed:
                 raise
-            _build_again(folder, (name, *following))
+            # PyTorch builds a library once in a process, so this program starts again.
+            remove_build(folder)
+            os.execv(sys.executable, [sys.executable, "-m", MODULE, name, *following])
         write_stamp(folder, library)
         return loaded
-
-
-def _build_again(folder: Path, names: Sequence[str]) -> NoReturn:
-    """Remove a library that cannot be imported, and start this program again: PyTorch builds once in a process."""
-    remove_build(folder)
-    os.execv(sys.executable, [sys.executable, "-m", MODULE, *names])
 
 
 def _built_elsewhere(folder: Path) -> bool:
@@ -151,7 +138,6 @@ def _print(*parts: str) -> None:
 
 # The folder in which PyTorch builds one C++ operator: locks and files that an earlier build has left.
 
-
 BATON = "lock"
 """File with which PyTorch locks the build of an extension. A killed process leaves it, and all later builds wait."""
 
@@ -170,12 +156,7 @@ LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overla
 
 
 def wait_for_baton(folder: Path, report: Callable[[Path], None]) -> None:
-    """Wait until no other program builds in a folder. Remove the lock of a program that was killed.
-
-    Args:
-        folder: the folder of the operator.
-        report: called once with the path of the lock, before the first wait.
-    """
+    """Wait until no other program builds in a folder. Remove the lock of a program that was killed."""
     baton, reported = folder / BATON, False
     while baton.exists():
         if is_abandoned(baton):

@@ -134,13 +134,9 @@ def without_fake_mode() -> Iterator[None]:
 def fake_mode_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of operations that need the values of tensors."""
     with explained("torch._subclasses.fake_tensor"):
-        from torch._subclasses.fake_tensor import (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            UnsupportedOperatorException,
-        )
+        from torch._subclasses import fake_tensor as fake
 
-        return DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+        return fake.DataDependentOutputException, fake.DynamicOutputShapeException, fake.UnsupportedOperatorException
 
 
 @contextmanager
