@@ -106,13 +106,7 @@ def _values_in_command(command: Sequence[str]) -> Values:
 
 
 def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_batch: bool) -> Axes:
-    """Return the axes.
-
-    Args:
-        entries: Entries of ``choose.space``.
-        in_command: Values that the command sets.
-        any_micro_batch: Whether the command has ``train.micro_batch_size=auto``.
-    """
+    """Return the axes."""
     named = {entry.key: entry.values for entry in entries}
     chosen = in_command | {key: values for key, values in named.items() if values is not None}
     only_named = None in named.values()

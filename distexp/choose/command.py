@@ -55,13 +55,6 @@ def run_choose(
 ) -> None:
     """Search for the best configuration of a command, and print it.
 
-    Args:
-        cells: The cells of the command; there must be one.
-        master: Configuration of the command, with the hydra node.
-        make: Composes a cell.
-        launcher: Runs the trials.
-        planner: Source of estimates.
-
     Raises:
         ConfigError: the command is no search.
         SweepFailedError: there is no winner.

@@ -239,14 +239,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
 def fitting_singles(
     candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell, planner: Planner
 ) -> list[Candidate]:
-    """Return configurations of ``single`` that may fit, the fastest first; none if a candidate of ``single`` does.
-
-    Args:
-        candidates: All candidates, after those that do not fit were pruned.
-        command: Overrides of the command.
-        make: Composes a cell.
-        planner: Source of estimates.
-    """
+    """Return configurations of ``single`` that may fit, the fastest first; none if a candidate of ``single`` does."""
     waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
     if not waiting or any(each.config and load_strategy(each.config).is_reference for each in waiting):
         return []
@@ -287,11 +280,6 @@ def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candida
 
     Before the first trial, the best candidate is the best forecast one. The cost is 0 if the reference has a trial of
     as many steps already, and if there is no reference.
-
-    Args:
-        candidates: All candidates of the search.
-        singles: Configurations of ``single`` that are no candidates.
-        objective: What the best candidate has least of.
     """
     best = _likely_winner(candidates, objective)
     reference = next(references_of(best, candidates, singles), None) if best is not None else None

@@ -79,13 +79,7 @@ def _order(candidates: Sequence[Candidate], objective: Objective) -> Callable[[C
 def neighbors_to_try(
     families: Iterable[Sequence[Candidate]], objective: Objective, rules: SearchRules
 ) -> list[Candidate]:
-    """Return the members next to the best ones of their families that may be the best of all.
-
-    Args:
-        families: All candidates, by family and in the order of their micro-batches.
-        objective: The objective of the search.
-        rules: How much the expected scores are trusted, and of how many families neighbors are tried.
-    """
+    """Return the members next to the best ones of their families that may be the best of all."""
     candidates = [member for members in families for member in members]
     found: list[Candidate] = []
     for known in _best_members(families, objective):
@@ -115,15 +109,7 @@ def _may_be_best(
     objective: Objective,
     rules: SearchRules,
 ) -> bool:
-    """Return whether a member may be the best one of all. One that may not fit must be expected to be better.
-
-    Args:
-        candidate: A member that was not tried.
-        known: The best member of its family.
-        candidates: All candidates.
-        objective: The objective of the search.
-        rules: How much the expected scores are trusted.
-    """
+    """Return whether a member may be the best one of all. One that may not fit must be expected to be better."""
     own = (known.score(objective) or 0.0) / (best_score(candidates, objective) or inf)
     measured = _measured_ratio(candidate, known, candidates, objective)
     forecast, forecast_of_known = candidate.forecast(objective), known.forecast(objective)
@@ -215,14 +201,7 @@ NEEDED = {
 
 
 def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective, *, near: float, stopped: str) -> None:
-    """Prune the candidates that still wait, with the reason why they were not tried.
-
-    Args:
-        families: All candidates, by family.
-        objective: The objective of the search.
-        near: Most that a family's score may exceed the best one if its other members are tried, relative to it.
-        stopped: Why the search ended early; empty if it ended by itself.
-    """
+    """Prune the candidates that still wait, with the reason why they were not tried."""
     members_of_families = list(families)
     candidates = [member for members in members_of_families for member in members]
     best = best_score(candidates, objective)
@@ -241,15 +220,7 @@ def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective,
 
 
 def _reason_of_family(best_member: Candidate, ratio: float, needed: str, *, near: float, stopped: str) -> str:
-    """Return why the other members of a family were not tried; empty if only the early end is the reason.
-
-    Args:
-        best_member: The best member that was tried.
-        ratio: Its score relative to the best one of all.
-        needed: What the objective minimizes.
-        near: As for ``prune_untried``.
-        stopped: As for ``prune_untried``.
-    """
+    """Return why the other members of a family were not tried; empty if only the early end is the reason."""
     micro_batch = f"micro-batch {best_member.micro_batch} of this family"
     if ratio > 1 + near:
         return f"{micro_batch} needs {ratio:.1f} times the {needed} of the best"
@@ -257,14 +228,7 @@ def _reason_of_family(best_member: Candidate, ratio: float, needed: str, *, near
 
 
 def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, stopped: str) -> str:
-    """Return why no member of a family was tried.
-
-    Args:
-        candidate: A member.
-        ratio: Scaled forecast relative to the best score; None if one of both is unknown.
-        needed: What the objective minimizes.
-        stopped: As for ``prune_untried``.
-    """
+    """Return why no member of a family was tried."""
     if stopped or ratio is None:
         return stopped or "the search ended"
     if ratio <= 1 and candidate.too_close:
@@ -342,14 +306,7 @@ STARTUP_S = 15.0
 def affordable_trials(
     batch: Sequence[PlannedTrial], candidates: Sequence[Candidate], rungs: Sequence[Rung], budget_gpu_s: float
 ) -> list[PlannedTrial]:
-    """Return the first trials of a batch that the budget allows. The first trial of a search is always allowed.
-
-    Args:
-        batch: Trials to run, in order.
-        candidates: All candidates of the search. The costs of their trials so far give the expected ones.
-        rungs: The batches that have ended.
-        budget_gpu_s: Most GPU-seconds of all trials together.
-    """
+    """Return the first trials of a batch that the budget allows. The first trial of a search is always allowed."""
     expected_s = sum(rung.gpu_seconds for rung in rungs)
     allowed: list[PlannedTrial] = []
     for planned in batch:

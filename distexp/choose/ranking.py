@@ -66,12 +66,6 @@ def margin_between(
 
     The variance of a trial is taken to be in inverse proportion to its steps. It is that of ``deviation_of_a_step``.
     Speed and memory on CPUs have at least the noise that the report assumes.
-
-    Args:
-        winner: The winner.
-        other: The candidate to compare.
-        objective: What both are compared by.
-        candidates: Further candidates, whose repeated trials show the noise too.
     """
     winner_score, other_score = winner.score(objective), other.score(objective)
     if not winner_score or other_score is None:

@@ -24,13 +24,7 @@ SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")
 
 
 def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> str:
-    """Return the winner with its evidence, and its margin to the second best candidate.
-
-    Args:
-        candidates: The candidates that may be taken, without those whose losses differ.
-        winner: The best one of them.
-        objective: What it has least of.
-    """
+    """Return the winner with its evidence, and its margin to the second best candidate."""
     evidence = f"{label(winner)}: {describe_values(mean_metrics(winner))}"
     second = next((candidate for candidate in ranked(candidates, objective) if candidate is not winner), None)
     margin = None if second is None else margin_between(winner, second, objective, candidates)
@@ -76,12 +70,7 @@ def format_noise(margin: Margin) -> str:
 
 
 def equals_sentence(winner: Candidate, equal: Sequence[Candidate]) -> str:
-    """Return how many configurations are as good as the winner within the noise, and the simplest one of all.
-
-    Args:
-        winner: The winner.
-        equal: The others; at least one.
-    """
+    """Return how many configurations are as good as the winner within the noise, and the simplest one of all."""
     simple = simplest([winner, *equal])
     name = "the winner" if simple is winner else label(simple)
     count = len(equal)

@@ -234,14 +234,7 @@ PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. Cost: of
 def result_table(
     candidates: Sequence[Candidate], objective: Objective, winner: Candidate | None, equal: Sequence[Candidate] = ()
 ) -> Iterator[RenderableType]:
-    """Yield the table of the candidates that were tried, the best first, and what happened to the others.
-
-    Args:
-        candidates: All candidates.
-        objective: What the best one has least of.
-        winner: The winner; None if there is none.
-        equal: Candidates that are as good as the winner within the noise.
-    """
+    """Yield the table of the candidates that were tried, the best first, and what happened to the others."""
     tried = [candidate for candidate in candidates if candidate.trials]
     best = ranked(tried, objective)
     order = [*best, *(candidate for candidate in tried if candidate not in best)]
@@ -314,12 +307,7 @@ def _reason(candidate: Candidate) -> str:
 
 
 def planned_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Table:
-    """Return the table of planned trials.
-
-    Args:
-        planned: The trials.
-        costs: Forecast cost of each trial: seconds of all workers together.
-    """
+    """Return the table of planned trials."""
     table = _table("planned trial", "workers", "steps", "predicted GB", "s/step", "cost (s)")
     for trial, cost in zip(planned, costs, strict=True):
         candidate = trial.candidate

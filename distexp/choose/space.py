@@ -44,12 +44,6 @@ from distexp.tables.columns import show_progress
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
     """Return all candidates for one training. Those that are invalid are pruned, with the reason.
 
-    Args:
-        make: Composes a cell.
-        command: Overrides of the command's cell. They set the global batch.
-        gpus: Numbers of workers, over all nodes; empty for that of the command.
-        axes: What to vary.
-
     Raises:
         ConfigError: the command has no global batch size, or a number of GPUs is impossible, or no number of workers
             can share the global batch.
@@ -151,15 +145,7 @@ def _kinds(make: MakeCell, command: Sequence[str], axes: Axes) -> Kinds:
 def _combinations(
     base: Config, size: ClusterSize, axes: Axes, typed: Container[str], kinds: Kinds
 ) -> Iterator[Candidate]:
-    """Yield the candidates on a part of the cluster, without their configurations.
-
-    Args:
-        base: Configuration of the command with all of its workers.
-        size: The part of the cluster.
-        axes: What to vary.
-        typed: Keys that the command sets. Defaults of other keys are left out of the overrides.
-        kinds: Classes of the strategies.
-    """
+    """Yield the candidates on a part of the cluster, without their configurations."""
     for choice in strategy_choices(size, axes, kinds):
         further = [
             [f"{key}={value}" for value in values] for key, values in axes.further.items() if _applies(key, choice)
@@ -277,11 +263,7 @@ class Settings:
         return self.section.output == "json"
 
     def budget_gpu_s(self, workers: int) -> float:
-        """Return the GPU time of the trials.
-
-        Args:
-            workers: Most workers of a candidate.
-        """
+        """Return the GPU time of the trials."""
         return self.section.budget_min * SECONDS_PER_MINUTE * workers
 
 

@@ -124,14 +124,7 @@ MAX_FAILURES = 1
 
 
 def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], objective: Objective) -> None:
-    """Add a trial to its candidate, and set the status. If it failed, prune what would fail too.
-
-    Args:
-        candidate: The candidate that was tried.
-        trial: Its trial.
-        family: All members of its family.
-        objective: The objective, whose metric the trial must have measured.
-    """
+    """Add a trial to its candidate, and set the status. If it failed, prune what would fail too."""
     candidate.trials = (*candidate.trials, trial)
     if trial.status == COMPLETED:
         known = candidate.score(objective) is not None
@@ -192,9 +185,6 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
     """Prune all candidates that wait if no trial completed, and no setting explains why the others failed.
 
     A setting explains an error if all trials that failed have it, and some candidate that waits does not.
-
-    Args:
-        candidates: All candidates of the search.
     """
     failed = _failed_alike(candidates)
     if len(failed) < 2:
@@ -208,10 +198,6 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
 
 def most_different(waiting: Sequence[Candidate], candidates: Iterable[Candidate]) -> Candidate | None:
     """Return the candidate with the fewest settings that all failed ones have.
-
-    Args:
-        waiting: Candidates that may be tried, the best forecast first.
-        candidates: All candidates of the search.
 
     Returns:
         None if a trial completed, none failed, or the errors differ.

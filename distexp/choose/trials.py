@@ -92,13 +92,7 @@ class Trials:
     def try_all(
         self, batch: Sequence[PlannedTrial], further: Sequence[str] = (), *, compares_losses: bool = False
     ) -> list[Trial]:
-        """Run a batch of trials. Those that ended before the search was resumed are not repeated.
-
-        Args:
-            batch: The trials, in the order in which they run.
-            further: More overrides of all trials.
-            compares_losses: Whether they are run to compare the losses, after the search.
-        """
+        """Run a batch of trials. Those that ended before the search was resumed are not repeated."""
         cells = [self._cell(planned, further) for planned in batch]
         runs = [self._claim(cell, planned, further) for cell, planned in zip(cells, batch, strict=True)]
         for run in runs:
@@ -180,11 +174,6 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
     """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output.
 
     The model, the global batch, the seed and the order of the data stay the same.
-
-    Args:
-        config: Resolved configuration of the candidate.
-        steps: Number of measured steps.
-        budget_min: Budget of the search in minutes.
     """
     total, train = steps + EXCLUDED_STEPS, config.train
     limit = max(budget_min, SHORTEST_LIMIT_MIN)

@@ -135,11 +135,6 @@ NOT_REPEATED_KEYS = ("train.profile_steps", "train.resume", "train.micro_batch_s
 def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool) -> list[str]:
     """Return the arguments with which the sizes of a forecast are composed.
 
-    Args:
-        run: The profiled run.
-        typed: Overrides that the user has typed.
-        as_json: Whether the output is JSON.
-
     Raises:
         ConfigError: an override changes what the workers compute, or another user's run may run code.
     """

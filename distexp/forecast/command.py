@@ -46,9 +46,6 @@ LARGE_SHARE_WITHOUT_CORE = 0.2
 def run_forecast(cells: Sequence[Cell]) -> None:
     """Print the forecast of the sizes of a command.
 
-    Args:
-        cells: The configuration of each size.
-
     Raises:
         ConfigError: no size can be forecast.
     """
@@ -59,12 +56,6 @@ def run_forecast(cells: Sequence[Cell]) -> None:
 
 def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, planner: Planner) -> None:
     """Print the forecast of all sizes, and keep it in the directory of the profiled run.
-
-    Args:
-        run: The profiled run.
-        cells: The configuration of each size.
-        options: Options of the forecast.
-        planner: Source of estimates of memory.
 
     Raises:
         ConfigError: no size can be forecast.
@@ -136,12 +127,7 @@ def _store(run: ProfiledRun, stored: Sequence[StoredForecast]) -> None:
 
 
 def stored_forecast(row: SizeRow, assumed: str) -> StoredForecast | None:
-    """Return what is kept of a size; None without a forecast.
-
-    Args:
-        row: The size.
-        assumed: Options for another machine.
-    """
+    """Return what is kept of a size; None without a forecast."""
     forecast, config = row.forecast, row.cell.config
     if forecast is None or config is None:
         return None
@@ -207,13 +193,7 @@ NETWORK_KEYS = ("network", "rail_optimized", "oversubscription")
 
 
 def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
-    """Return the options that make a forecast one for another machine, as typed; empty without them.
-
-    Args:
-        options: Options of the forecast.
-        profiled: Record of the profiled run.
-        nodes: Number of nodes of the forecast. One node has no network.
-    """
+    """Return the options that make a forecast one for another machine, as typed; empty without them."""
     return " ".join([*_preflight(options, profiled), *(_network(options) if nodes > 1 else ())])
 
 

@@ -18,14 +18,7 @@ from distexp.strategies.communication import GATHERS, LAUNCH_S, REDUCTIONS, Step
 def plan_communication(
     items: Sequence[Item], model: StepModel, communication: StepCommunication, *, micro_batches: int
 ) -> tuple[Item, ...]:
-    """Return the items of a step of one worker with the collectives of several workers.
-
-    Args:
-        items: Items of the step, as measured with one worker.
-        model: The profiled step, with the parameters of the model.
-        communication: What the strategy states about its collectives.
-        micro_batches: Micro-batches of the step.
-    """
+    """Return the items of a step of one worker with the collectives of several workers."""
     if model.on_gpu:
         items = [_with_launch(item) for item in items]
     return tuple(communication.plan(list(items), model, micro_batches))
@@ -128,12 +121,6 @@ def with_micro_batches(
 
     The first and the last micro-batch are as in the profiled step, and those between them are all alike. Gradients are
     reduced in the last one, unless the strategy reduces them in each.
-
-    Args:
-        items: Items of the profiled step, with at most three micro-batches.
-        profiled: Micro-batches of the profiled step.
-        wanted: Micro-batches of the result.
-        communication: What the strategy states about its collectives.
     """
     blocks = _blocks(items)
     if not blocks or (wanted == profiled and len(blocks) == profiled):
@@ -226,13 +213,7 @@ class UpdateShare:
 
 
 def update_share(groups: Groups, communication: StepCommunication, shards: int) -> UpdateShare:
-    """Return what a worker updates.
-
-    Args:
-        groups: The parameters of the optimizer.
-        communication: What the strategy states about its update.
-        shards: Workers over which the optimizer states are sharded.
-    """
+    """Return what a worker updates."""
     if communication.flattens_groups:
         parts = [-(-sum(group) // shards) for group in groups]
         counts = [_parameters_by_worker(group, part, shards) for group, part in zip(groups, parts, strict=True)]
@@ -242,13 +223,7 @@ def update_share(groups: Groups, communication: StepCommunication, shards: int) 
 
 
 def _parameters_by_worker(group: Sequence[int], part: int, shards: int) -> list[int]:
-    """Return how many parameters of a flat group each worker has a part of.
-
-    Args:
-        group: Elements of each parameter.
-        part: Elements of a worker.
-        shards: Number of workers.
-    """
+    """Return how many parameters of a flat group each worker has a part of."""
     starts = [0] * (shards + 1)  # differences between a worker and the one before
     end = 0
     for elements in group:
@@ -266,15 +241,7 @@ def shard_update(
     *,
     on_gpu: bool,
 ) -> tuple[Item, ...]:
-    """Return the items of a step with the update of another share.
-
-    Args:
-        items: Items of the profiled step.
-        before: What a worker of the profiled run updates.
-        after: What a worker updates instead.
-        communication: What the strategy states about its update.
-        on_gpu: Whether the worker uses a GPU.
-    """
+    """Return the items of a step with the update of another share."""
     update = [item for item in items if _is_update(item)]
     elements = after.elements / before.elements
     updates_on_cpu = communication.offloads or not on_gpu
@@ -296,27 +263,14 @@ def _is_update(item: Item) -> bool:
 
 
 def _factor_on_cpu(update: Sequence[Item], elements: float, parameters: int) -> float:
-    """Return the factor of the time of a CPU that does the update.
-
-    Args:
-        update: The segments of the update.
-        elements: Factor of the elements.
-        parameters: Parameters of which a worker has a part.
-    """
+    """Return the factor of the time of a CPU that does the update."""
     host_s = sum(item.host_s for item in update)
     least_s = min(host_s, parameters * SMALL_PARAMETER_S)
     return max(elements, least_s / host_s) if host_s else 1.0
 
 
 def _scale(item: Segment, host: float, elements: float, launches: float) -> Segment:
-    """Return a segment of an update of other elements.
-
-    Args:
-        item: The segment.
-        host: Factor of the time of the CPU.
-        elements: Factor of the elements, and so of the time of a long kernel.
-        launches: Factor of the number of kernels.
-    """
+    """Return a segment of an update of other elements."""
     count = round(launches * item.launches)
     device_s = max(elements * item.device_s, min(item.device_s, count * SHORTEST_KERNEL_S))
     device = device_s / item.device_s if item.device_s else 1.0

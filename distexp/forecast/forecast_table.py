@@ -39,12 +39,7 @@ VERDICTS = {"fits": "fits", "too_close": "not certain", "does_not_fit": "does no
 
 
 def answer(rows: Sequence[SizeRow], workers: str) -> str:
-    """Return the sentence about the largest size; empty without a forecast.
-
-    Args:
-        rows: The sizes.
-        workers: What a worker is called: GPUs or workers.
-    """
+    """Return the sentence about the largest size; empty without a forecast."""
     row = _largest(rows)
     if row is None or row.forecast is None:
         return ""

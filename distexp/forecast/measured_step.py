@@ -71,10 +71,6 @@ def expected_maximum(count: int) -> float:
 def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredStep:
     """Return what a forecast needs of a run.
 
-    Args:
-        run_dir: Directory of the run.
-        trusted: Packages that the user trusts, which may have its strategy.
-
     Raises:
         ConfigError: The run was not profiled, its record cannot be read, or its collectives are not known.
     """

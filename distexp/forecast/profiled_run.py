@@ -174,13 +174,7 @@ class PowerModel:
 
 
 def read_power(run: ProfiledRun, samples_per_step: float, micro_batches: int) -> PowerModel | None:
-    """Return the power of the GPUs of a run; None if it was not measured.
-
-    Args:
-        run: The profiled run.
-        samples_per_step: Its samples of a step over all workers.
-        micro_batches: Its micro-batches of a step.
-    """
+    """Return the power of the GPUs of a run; None if it was not measured."""
     energy = run.record.metrics.energy or {}
     per_sample, idle_w, step_s = number_of(energy, "j_per_sample"), number_of(energy, "idle_w"), run.step_s
     if not run.on_gpu or per_sample is None or idle_w is None or step_s is None:

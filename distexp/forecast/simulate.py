@@ -191,13 +191,7 @@ def scaled_tail(item: Segment, scales: Scales) -> float:
 
 
 def extrapolate(fewer: SimulatedStep, most: SimulatedStep, more: int) -> SimulatedStep:
-    """Return a step with more micro-batches than two others, of which one has a micro-batch more.
-
-    Args:
-        fewer: The step with the fewest micro-batches.
-        most: The step with one more.
-        more: How many more the result has.
-    """
+    """Return a step with more micro-batches than two others, of which one has a micro-batch more."""
     names = [spec.name for spec in fields(SimulatedStep)]
     return SimulatedStep(**{name: _line(getattr(fewer, name), getattr(most, name), more) for name in names})
 

@@ -37,12 +37,6 @@ def forecast_sizes(
 ) -> list[SizeRow]:
     """Return the forecast of each cell.
 
-    Args:
-        run: The profiled run.
-        cells: A cell for each size.
-        options: Options of the forecast.
-        earlier: Errors of earlier forecasts on this machine, which widen the intervals.
-
     Raises:
         ConfigError: the run cannot be forecast.
     """
@@ -263,13 +257,7 @@ def _has_constant_work(config: Config | None) -> bool:
 
 
 def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[StoredForecast]) -> list[SizeRow]:
-    """Return the rows with the measured runs of the same training, and keep their errors.
-
-    Args:
-        run: The profiled run.
-        rows: The sizes.
-        stored: What is kept of each row that has a forecast.
-    """
+    """Return the rows with the measured runs of the same training, and keep their errors."""
     records = {record.run.id: record for record in _siblings(run)}
     forecasts = {(forecast.nodes, forecast.workers_per_node): forecast for forecast in stored}
     return [_with_measured(run, row, forecasts.get(row.size), records.get(row.cell.id)) for row in rows]
@@ -317,10 +305,6 @@ Size = tuple[int, int]
 
 def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
     """Return the sizes to forecast, in the order of the command line.
-
-    Args:
-        run: The profiled run.
-        typed: Overrides that the user has typed. Those of other keys are ignored.
 
     Raises:
         ConfigError: a size is not a positive whole number, or too large.

@@ -275,13 +275,7 @@ StepTime = Callable[[Scales], float]
 
 
 def calibrate(step_s: StepTime, median_s: float, *, on_gpu: bool) -> Calibration:
-    """Return the factors with which the simulation gives the measured median.
-
-    Args:
-        step_s: The simulation.
-        median_s: Median of the steps that were not profiled.
-        on_gpu: Whether kernels run on a device.
-    """
+    """Return the factors with which the simulation gives the measured median."""
     if not on_gpu:
         return _fit(lambda factor: Scales(factor, 1.0), step_s, median_s, (0.0, 10.0))
     if abs(step_s(Scales(TYPICAL_HOST, 1.0)) - median_s) <= CLOSE * median_s:

@@ -40,16 +40,7 @@ LEAST_SHARE = 0.05
 def interval_of(
     seconds: float, step: SimulatedStep, sources: Set[str], run: MeasuredStep, target: Target, *, host: HostChange
 ) -> tuple[float, float]:
-    """Return the ends of the interval. The errors are independent, so their squares are added.
-
-    Args:
-        seconds: The forecast.
-        step: The simulated step.
-        sources: Sources of the durations of its collectives.
-        run: The profiled run.
-        target: What was forecast.
-        host: How the step changes with the speed of the CPU.
-    """
+    """Return the ends of the interval. The errors are independent, so their squares are added."""
     worst = max((UNCERTAINTY[source] for source in sources), default=0.0)
     speed_error = number_of(run.record.metrics.speed_error or {}, "relative") or 0.0
     errors = (
@@ -81,12 +72,7 @@ def describe_distance(run: MeasuredStep, target: Target, sources: Set[str]) -> s
 
 
 def describe_limit(parts: dict[str, float], largest: str) -> str:
-    """Return what limits a step most, other than its kernels; empty if nothing takes a tenth of it.
-
-    Args:
-        parts: Parts of the step.
-        largest: The largest collective.
-    """
+    """Return what limits a step most, other than its kernels; empty if nothing takes a tenth of it."""
     names = {
         "exposed_communication": f"communication, mainly the {largest}" if largest else "communication",
         "launch": "the launches of the CPU",

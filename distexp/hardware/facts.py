@@ -205,12 +205,7 @@ def gpus_with(mib: float) -> list[str]:
 
 
 def peak_tflops(name: str | None, precision: str) -> float | None:
-    """Return the peak of a GPU in TFLOP/s; None if it is unknown, as that of a MIG instance, which is a part of a GPU.
-
-    Args:
-        name: See ``gpu_facts``.
-        precision: fp32, bf16 or fp16.
-    """
+    """Return the peak of a GPU in TFLOP/s; None if it is unknown, as that of a MIG instance: a part of a GPU."""
     return None if "MIG" in name_parts(name) else gpu_facts(name).peak_tflops(precision)
 
 

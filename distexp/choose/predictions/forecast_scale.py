@@ -53,14 +53,7 @@ def fewer_launches_factor(known: Candidate, other: Candidate, objective: Objecti
 def useful_forecasts(
     waiting: Sequence[Candidate], candidates: Sequence[Candidate], objective: Objective, rules: SearchRules
 ) -> list[Candidate]:
-    """Return the candidates that may still be the best one, by the errors of the forecasts so far.
-
-    Args:
-        waiting: Candidates whose families were not tried.
-        candidates: All candidates.
-        objective: The objective of the search.
-        rules: How much the forecasts are trusted.
-    """
+    """Return the candidates that may still be the best one, by the errors of the forecasts so far."""
     best = best_score(candidates, objective)
     if best is None:
         return list(waiting)
@@ -120,10 +113,6 @@ def exact_scale(candidates: Sequence[Candidate], objective: Objective) -> float 
     """Return score / forecast if the forecasts have no error: the score of a second of step time, on average.
 
     None if no step time was measured.
-
-    Args:
-        candidates: All candidates. Those that were tried show how the score depends on the step time.
-        objective: The objective of the search. The forecast of memory is in the unit of its score.
     """
     if objective is Objective.MEMORY:
         return 1.0

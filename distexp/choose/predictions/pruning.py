@@ -249,10 +249,6 @@ def probably_fits(candidate: Candidate, candidates: Iterable[Candidate]) -> bool
     """Return whether a candidate fits if the prediction has no error, or if one that needs as much has completed.
 
     The memory is that of a GPU, or on CPUs that of a node. It does not fit if one that needs less ran out of it.
-
-    Args:
-        candidate: A candidate. If it may not fit, and its memory is unknown, it probably does not.
-        candidates: All candidates.
     """
     if not candidate.too_close:
         return True

@@ -31,13 +31,7 @@ BYTES_PER_GB = 1e9
 
 
 def communication_s(config: Config, parameters: float, speeds: MachineSpeeds) -> float:
-    """Return the seconds in collectives of a step, without latencies. None of them is hidden.
-
-    Args:
-        config: Configuration of the run.
-        parameters: Number of parameters of the whole model.
-        speeds: Speeds of the machine.
-    """
+    """Return the seconds in collectives of a step, without latencies. None of them is hidden."""
     cluster, steps = config.cluster, config.train.gradient_accumulation_steps
     target = Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples_per_step=0.0)
     communication = load_strategy(config).communication(config)
@@ -178,12 +172,7 @@ def _forecast_s(
 
 
 def _scaled_work(known: Candidate, config: Config) -> Work | None:
-    """Return the work of another member of a candidate's family. The samples of a step are the same.
-
-    Args:
-        known: A candidate with an estimate.
-        config: Configuration of the other member.
-    """
+    """Return the work of another member of a candidate's family. The samples of a step are the same."""
     estimate = known.estimate
     if estimate is None or known.config is None or estimate.flops is None or estimate.operations is None:
         return None
