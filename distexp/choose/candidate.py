@@ -143,6 +143,21 @@ class Candidate:
         return tuple(trial for trial in self.trials if trial.status == COMPLETED and not trial.disturbed)
 
     @property
+    def ran_out_of_memory(self) -> bool:
+        """Return whether a trial ran out of memory."""
+        return any(trial.status in OUT_OF_MEMORY for trial in self.trials)
+
+    @property
+    def required_mib(self) -> float | None:
+        """Return the predicted MiB, of a GPU or on CPUs of a node; None if it was not predicted."""
+        return None if self.predicted is None else self.predicted.required_mib
+
+    @property
+    def measured_steps(self) -> int:
+        """Return the measured steps of all trials that completed."""
+        return sum(trial.steps for trial in self.completed)
+
+    @property
     def longest_steps(self) -> int:
         """Return the measured steps of the longest trial that completed; 0 without one."""
         return max((trial.steps for trial in self.completed), default=0)

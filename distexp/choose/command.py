@@ -14,12 +14,12 @@ from rich.console import Console
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status, format_worker_minutes, format_worker_time, label, rules_for
 from distexp.choose.loss_check import LossChecker, check_gpu_seconds, fitting_singles
-from distexp.choose.policy import STARTUP_S, describe_no_winner, expected_gpu_seconds
+from distexp.choose.policy import STARTUP_S, expected_gpu_seconds
 from distexp.choose.predictions.pruning import prune_by_plan
 from distexp.choose.predictions.rough_forecast import set_forecasts
 from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
 from distexp.choose.result_texts import describe_values, other_sizes_hint
-from distexp.choose.search import first_trials, search
+from distexp.choose.search import describe_no_winner, first_trials, search
 from distexp.choose.search_output import (
     PLAN_LEGEND,
     Outcome,

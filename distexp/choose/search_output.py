@@ -15,7 +15,6 @@ from rich.text import Text
 
 from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status, format_worker_time, label, row_label
 from distexp.choose.loss_check import LossCheck
-from distexp.choose.policy import NOT_TRIED
 from distexp.choose.ranking import (
     PlannedTrial,
     SearchResult,
@@ -36,6 +35,7 @@ from distexp.choose.result_texts import (
     training_overrides,
     winner_sentence,
 )
+from distexp.choose.search import NOT_TRIED
 from distexp.choose.space import Settings
 from distexp.choose.trials import SearchState
 from distexp.config.overrides import format_count, format_override, suggest_command

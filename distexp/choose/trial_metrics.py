@@ -162,16 +162,12 @@ def _prune_larger(candidate: Candidate, family: Sequence[Candidate]) -> None:
 
 def _prune_failing_family(reason: str, family: Sequence[Candidate]) -> None:
     """Prune the rest of a family if too many of its trials failed for another reason than memory."""
-    failed = [candidate for candidate in family if candidate.status is Status.FAILED and not _ran_out(candidate)]
+    failed = [member for member in family if member.status is Status.FAILED and not member.ran_out_of_memory]
     if len(failed) <= MAX_FAILURES:
         return
     for member in family:
         if member.status is Status.WAITING:
             member.prune(f"{len(failed)} trials of this family failed: {reason}")
-
-
-def _ran_out(candidate: Candidate) -> bool:
-    return any(trial.status in OUT_OF_MEMORY for trial in candidate.trials)
 
 
 # Errors that all candidates have in common, such as a data set that cannot be read. They end a search early.
