@@ -220,11 +220,6 @@ GROUP_OF_KEY = {
 """The axis of a key that a config group sets. A user may type either."""
 
 
-def axis_of(key: str) -> str:
-    """Return the axis for a typed key: ``sharding`` for ``fsdp.sharding``; any other key as it is."""
-    return GROUP_OF_KEY.get(key, key)
-
-
 def strategy_in(overrides: Iterable[str]) -> str:
     """Return the name of the strategy that overrides choose, also by its option group; empty if they choose none."""
     for text in overrides:
@@ -342,7 +337,15 @@ def label(candidate: Candidate) -> str:
 def row_label(candidate: Candidate) -> str:
     """Return a candidate for a table: ``fsdp full_shard 16x2, fast, fsdp.backward_prefetch=2``."""
     config = candidate.config
-    return " ".join(candidate.overrides) if config is None else ", ".join((short_label(config), *_added(candidate)))
+    if config is None:
+        return " ".join(candidate.overrides)
+    train = config.train
+    parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}"]
+    if config.kernels.name != "reference":
+        parts.append(config.kernels.name)
+    if train.activation_checkpointing:
+        parts.append("checkpointing")
+    return ", ".join([*parts, *_added(candidate)])
 
 
 def _added(candidate: Candidate) -> list[str]:
@@ -359,17 +362,6 @@ def config_label(config: Config) -> str:
         parts.append("checkpointing")
     if world > 1:
         parts.append(format_count(world, "worker"))
-    return ", ".join(parts)
-
-
-def short_label(config: Config) -> str:
-    """Return a configuration for a table: ``fsdp full_shard 16x2, fast, checkpointing``."""
-    train = config.train
-    parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}"]
-    if config.kernels.name != "reference":
-        parts.append(config.kernels.name)
-    if train.activation_checkpointing:
-        parts.append("checkpointing")
     return ", ".join(parts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import log, log1p, sqrt
 from operator import attrgetter
 from typing import Any
@@ -17,13 +17,8 @@ from distexp.strategies.traits import CUSTOM_COMPLEXITY
 
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
     """Return the candidates with a score, the best one first. If scores are equal, the faster one is first."""
-    tried = [
-        candidate
-        for candidate in candidates
-        if candidate.status is Status.TRIED and candidate.score(objective) is not None
-    ]
-    tried.sort(key=lambda candidate: candidate.score(Objective.THROUGHPUT) or 0.0)
-    return sorted(tried, key=lambda candidate: candidate.score(objective) or 0.0)
+    tried = [each for each in candidates if each.status is Status.TRIED and each.score(objective) is not None]
+    return sorted(tried, key=lambda each: (each.score(objective) or 0.0, each.score(Objective.THROUGHPUT) or 0.0))
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
@@ -180,13 +175,8 @@ def measured_json(candidate: Candidate) -> dict[str, Any] | None:
     """Return what the trials of a candidate measured; None if it was not tried."""
     if not candidate.trials:
         return None
-    values = mean_metrics(candidate)
     return {
-        "samples_per_second": values.samples_per_second,
-        "step_s": values.step_s,
-        "peak_allocated_mib": values.peak_allocated_mib,
-        "j_per_sample": values.j_per_sample,
-        "price_per_sample": values.price_per_sample,
+        **asdict(mean_metrics(candidate)),
         "gpu_seconds": round(sum(trial.gpu_seconds for trial in candidate.trials), 1),
         "trials": [
             {
@@ -234,12 +224,7 @@ def _complexity(config: Config | None) -> tuple[int | bool, ...]:
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """A trial to run.
-
-    Attributes:
-        candidate: The configuration to try.
-        steps: Number of measured steps.
-    """
+    """A trial to run: a candidate, and the number of measured steps."""
 
     candidate: Candidate
     steps: int
