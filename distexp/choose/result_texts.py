@@ -49,7 +49,9 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
     if margin.is_noise:
         return f"equal within the noise of ±{format_noise(margin)} to {second}"
     if margin.value < 0:  # The budget ended before the second best was repeated.
-        return f"but a shorter trial of {second} was {format_share(_gain(-margin.value, objective))} better"
+        saving = -margin.value
+        gain = saving / (1 - saving) if objective is Objective.THROUGHPUT else saving
+        return f"but a shorter trial of {second} was {format_share(gain)} better"
     share, error = margin.value, margin.error
     if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
         share, error = share / (1 + share), None if error is None else error / (1 + share) ** 2
@@ -57,11 +59,6 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
         return f"{format_share(share)} (±{format_share(error)}) {BETTER[objective]} {second}"
     unknown = "" if objective is Objective.MEMORY else " (noise unknown: no trial was repeated)"
     return f"{format_share(share)} {BETTER[objective]} {second}{unknown}"
-
-
-def _gain(saving: float, objective: Objective) -> float:
-    """Return by how much a candidate is better that needs less by this share of what the winner needs."""
-    return saving / (1 - saving) if objective is Objective.THROUGHPUT else saving
 
 
 def format_noise(margin: Margin) -> str:
@@ -165,17 +162,14 @@ def _changes(candidate: Candidate, winner: Candidate, candidates: Sequence[Candi
     """Yield how a candidate differs from the winner: ``3 % slower``, ``40 % less memory``."""
     own, best = mean_metrics(candidate), mean_metrics(winner)
     for objective, (more, less) in MORE_AND_LESS.items():
-        change = _relative_change(own, best, objective)
+        mine, theirs = own.value(objective), best.value(objective)
         margin = margin_between(winner, candidate, objective, candidates)
-        if change is None or margin is None or abs(change) < SAME:
+        if not mine or not theirs or margin is None:
+            continue
+        change = mine / theirs - 1
+        if abs(change) < SAME:
             continue
         if not margin.is_noise:
             yield f"{100 * abs(change):.0f} % {more if change > 0 else less}"
         elif objective is Objective.THROUGHPUT:
             yield f"equal speed within the noise of ±{format_noise(margin)}"
-
-
-def _relative_change(own: MeanMetrics, other: MeanMetrics, objective: Objective) -> float | None:
-    """Return by how much a value is larger than another, relative to it; None if one of both is unknown."""
-    mine, theirs = own.value(objective), other.value(objective)
-    return mine / theirs - 1 if mine and theirs else None
