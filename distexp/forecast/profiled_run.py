@@ -101,17 +101,17 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
         raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
     profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
     if len(profiled) > 1:
-        shown = "\n  ".join(_title(run) for run in profiled[:MAX_LISTED_RUNS])
+        texts = [" ".join(run.record.run.overrides).replace("'", "") for run in profiled]
+        titles = [
+            f"{run.directory} ({text})" if text else f"{run.directory}"
+            for run, text in zip(profiled, texts, strict=True)
+        ]
+        shown = "\n  ".join(titles[:MAX_LISTED_RUNS])
         more = f"\n  and {len(profiled) - MAX_LISTED_RUNS} more" if len(profiled) > MAX_LISTED_RUNS else ""
         raise ConfigError(f"{directory} has {len(profiled)} profiled runs: give one of them:\n  {shown}{more}")
     if not profiled:
         raise ConfigError(_not_profiled(directory, runs))
     return profiled[0]
-
-
-def _title(run: ProfiledRun) -> str:
-    overrides = " ".join(run.record.run.overrides).replace("'", "")
-    return f"{run.directory} ({overrides})" if overrides else str(run.directory)
 
 
 def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
@@ -153,12 +153,7 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class PowerModel:
-    """The energy of one GPU.
-
-    Attributes:
-        idle_w: Power of an idle GPU.
-        busy_j: Energy of a micro-batch above the idle power.
-    """
+    """The idle power of one GPU in W, and the energy of a micro-batch above it in J."""
 
     idle_w: float
     busy_j: float

@@ -34,13 +34,7 @@ MAX_MICRO_BATCHES = 6
 
 @dataclass(frozen=True)
 class SimulatedTarget:
-    """The simulated step of a target.
-
-    Attributes:
-        step: Duration and parts.
-        sources: Sources of the durations of its collectives.
-        largest: Kind and size of the collective that takes longest; empty: none.
-    """
+    """The simulated step of a target, with the sources of its collectives, and the kind and size of the longest one."""
 
     step: SimulatedStep
     sources: frozenset[str]
