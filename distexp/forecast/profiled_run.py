@@ -101,12 +101,11 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
         raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
     profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
     if len(profiled) > 1:
-        texts = [" ".join(run.record.run.overrides).replace("'", "") for run in profiled]
-        titles = [
-            f"{run.directory} ({text})" if text else f"{run.directory}"
-            for run, text in zip(profiled, texts, strict=True)
-        ]
-        shown = "\n  ".join(titles[:MAX_LISTED_RUNS])
+        titles = []
+        for run in profiled[:MAX_LISTED_RUNS]:
+            overrides = " ".join(run.record.run.overrides).replace("'", "")
+            titles.append(f"{run.directory} ({overrides})" if overrides else str(run.directory))
+        shown = "\n  ".join(titles)
         more = f"\n  and {len(profiled) - MAX_LISTED_RUNS} more" if len(profiled) > MAX_LISTED_RUNS else ""
         raise ConfigError(f"{directory} has {len(profiled)} profiled runs: give one of them:\n  {shown}{more}")
     if not profiled:
