@@ -1,4 +1,4 @@
-"""The axes of a search: the keys that vary, and the values of each. ``choose.space`` restricts or extends them."""
+"""The axes of a search: keys with their values, from ``choose.space``, parts of the cluster, and strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates of a search, and their trials."""
+"""Candidates of a search with their trials and labels, the keys that vary, and the rules of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of measured candidates, and the margin between two of them."""
+"""The order of measured candidates, the margin between two of them, and the results of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a search so far, and its document for programs."""
+"""What is known of a search so far: the document for programs, and the text and tables at its end."""
 
 from __future__ import annotations
 

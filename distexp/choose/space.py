@@ -1,4 +1,4 @@
-"""The candidates of a search: all combinations of strategy, micro-batch, checkpointing and kernels."""
+"""The candidates of a search: all combinations of the axes, and the settings of the command that starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial measured: from the record of its run to a trial of the search."""
+"""What a trial measured, by the record of its run, and what it means for its candidate and for the others."""
 
 from __future__ import annotations
 

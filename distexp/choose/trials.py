@@ -1,4 +1,4 @@
-"""Trials of candidates: short runs with records, in the directory of the search."""
+"""Trials of candidates: short runs with records, their overrides, and what ``choose.json`` stores of them."""
 
 from __future__ import annotations
 
