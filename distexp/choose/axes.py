@@ -118,7 +118,7 @@ def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_b
     if implied and STRATEGY not in chosen and STRATEGY in varied:
         varied[STRATEGY] = implied
     is_named = any_micro_batch or MICRO_BATCH in named
-    micro_batches = None if is_named or not only_named else ()
+    micro_batches: tuple[int, ...] | None = None if is_named or not only_named else ()
     if MICRO_BATCH in chosen:
         micro_batches = tuple(map(int, chosen[MICRO_BATCH]))
     further = {key: values for key, values in named.items() if key not in AXES and values}
@@ -143,32 +143,22 @@ def check_entry(entry: SpaceEntry) -> None:
     Raises:
         ConfigError: with what is possible instead.
     """
-    _check_key(entry)
+    fields = schema_fields()
+    further = [name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path]
+    known = (*AXES, *(name for name in further if name.partition(".")[0] in FURTHER_SECTIONS), *FURTHER_KEYS)
+    if entry.key not in known:
+        if entry.key in {name for name, _ in fields}:
+            raise ConfigError(
+                f"choose.space: {entry.text} changes the training or its resources: leave it out, or set it for all "
+                "candidates"
+            )
+        similar = get_close_matches(entry.key, known, n=1) or [key for key in known if key.endswith(f".{entry.key}")]
+        hint = f"did you mean {similar[0]}?" if similar else f"use {', '.join(AXES)}"
+        raise ConfigError(f"choose.space: {entry.key} is not a key that can vary: {hint}")
     if entry.values is not None:
         _check_values(entry, entry.values)
     elif entry.key not in AXES:
         raise ConfigError(f"choose.space: {entry.text} has no values: write {entry.key}=VALUE,VALUE")
-
-
-def further_keys() -> tuple[str, ...]:
-    """Return the keys that ``choose.space`` may add to the axes."""
-    fields = [(name, spec) for name, spec in schema_fields() if name.partition(".")[0] in FURTHER_SECTIONS]
-    varies = (name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path)
-    return (*varies, *FURTHER_KEYS)
-
-
-def _check_key(entry: SpaceEntry) -> None:
-    known = (*AXES, *further_keys())
-    if entry.key in known:
-        return
-    if entry.key in {name for name, _ in schema_fields()}:
-        raise ConfigError(
-            f"choose.space: {entry.text} changes the training or its resources: leave it out, or set it for all "
-            "candidates"
-        )
-    similar = get_close_matches(entry.key, known, n=1) or [key for key in known if key.endswith(f".{entry.key}")]
-    hint = f"did you mean {similar[0]}?" if similar else f"use {', '.join(AXES)}"
-    raise ConfigError(f"choose.space: {entry.key} is not a key that can vary: {hint}")
 
 
 def _check_values(entry: SpaceEntry, values: Sequence[str]) -> None:
@@ -294,35 +284,27 @@ Kinds = Mapping[str, type[StepTraits]]
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A strategy of a candidate.
-
-    Attributes:
-        strategy: Override that chooses it; empty for the strategy of the command.
-        offload: Override of offloading; empty for the value of the command.
-    """
+    """The overrides of a candidate that choose its strategy and offloading; empty for those of the command."""
 
     strategy: str = ""
     offload: str = ""
 
 
 def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[StrategyChoice]:
-    """Yield the strategies to try with a number of workers."""
+    """Yield the strategies to try with a number of workers. One that is the only one is tried in any case."""
     names = axes.values.get(STRATEGY)
     if names is None:
         yield from (StrategyChoice(offload=offload) for offload in axes.overrides_of(OFFLOAD))
         return
     for name in names:
+        kind = kinds[name]
         if name in STRATEGY_OF.values():
-            yield from _sharded_choices(name, kinds[name], size, axes)
-        elif _is_useful(kinds[name], size, is_only=len(names) == 1):
+            yield from _sharded_choices(name, kind, size, axes)
+        # On one worker ``ddp`` is ``single`` with an overhead.
+        elif (kind.max_workers is None or size.workers <= kind.max_workers) and (
+            len(names) == 1 or kind.is_reference or not kind.equals_reference(size.workers)
+        ):
             yield StrategyChoice(f"{STRATEGY}={name}")
-
-
-def _is_useful(kind: type[StepTraits], size: ClusterSize, *, is_only: bool) -> bool:
-    """Return whether a strategy without options is tried. On one worker ``ddp`` is ``single`` with an overhead."""
-    if kind.max_workers is not None and size.workers > kind.max_workers:
-        return False
-    return is_only or kind.is_reference or not kind.equals_reference(size.workers)
 
 
 def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:

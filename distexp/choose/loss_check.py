@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,8 @@ class LossChecker:
     candidates: Sequence[Candidate]
     trials: Trials
     singles: Sequence[Candidate] = ()
-
-    def __post_init__(self) -> None:
-        self._errors: dict[Candidate, str] = {}
-        self._outside_speeds: dict[Candidate, float | None] = {}
+    _errors: dict[Candidate, str] = field(default_factory=dict)
+    _outside_speeds: dict[Candidate, float | None] = field(default_factory=dict)
 
     def check(self, winner: Candidate) -> LossCheck:
         """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
@@ -185,13 +184,11 @@ def dropout_overrides(candidate: Candidate) -> tuple[str, ...]:
 
 def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: str) -> LossComparison | None:
     """Return the first comparison of two trials with equal steps; None if there are no such trials with losses."""
-    pairs = ((trial, other) for trial in own for other in others if trial.steps == other.steps)
-    for trial, other in pairs:
-        if trial.directory is None or other.directory is None:
-            continue
-        found = compare_trials(read_losses(trial.directory), read_losses(other.directory), precision)
-        if found is not None:
-            return found
+    for trial, other in product(own, others):
+        if trial.steps == other.steps and trial.directory is not None and other.directory is not None:
+            found = compare_trials(read_losses(trial.directory), read_losses(other.directory), precision)
+            if found is not None:
+                return found
     return None
 
 

@@ -187,8 +187,12 @@ class _Search:
         if not self.rungs:  # The first trial of a search is always allowed.
             affordable = affordable or planned[:1]
         if not affordable:
-            budget = format_worker_time(self.budget_gpu_s, self.candidates)
-            self.stopped = f"the budget of {budget}{self._for_check(reserved)} allows no further trial"
+            budget, check = format_worker_time(self.budget_gpu_s, self.candidates), ""
+            if reserved and reserved >= self.budget_gpu_s:
+                check = f" (the check of the losses alone needs about {reserved:,.0f})"
+            elif reserved:
+                check = f" (of which {reserved:,.0f} for the check of the losses)"
+            self.stopped = f"the budget of {budget}{check} allows no further trial"
             return
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.
             affordable.sort(key=_shared_start)
@@ -198,14 +202,6 @@ class _Search:
         prune_unmeasured(self.candidates, self.objective)
         prune_by_common_error(self.candidates)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
-
-    def _for_check(self, reserved_gpu_s: float) -> str:
-        """Return how much of the budget the check of the losses needs; empty if it needs nothing."""
-        if not reserved_gpu_s:
-            return ""
-        if reserved_gpu_s >= self.budget_gpu_s:
-            return f" (the check of the losses alone needs about {reserved_gpu_s:,.0f})"
-        return f" (of which {reserved_gpu_s:,.0f} for the check of the losses)"
 
 
 def _shared_start(planned: PlannedTrial) -> tuple[int, list[str]]:

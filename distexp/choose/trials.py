@@ -78,10 +78,8 @@ class Trials:
     make: MakeCell
     runner: TrialRunner
     budget_min: float
-
-    def __post_init__(self) -> None:
-        self._repeats: dict[tuple[tuple[str, ...], int], int] = {}
-        self._cells: dict[tuple[tuple[str, ...], int], Cell] = {}
+    _repeats: dict[tuple[tuple[str, ...], int], int] = field(default_factory=dict)
+    _cells: dict[tuple[tuple[str, ...], int], Cell] = field(default_factory=dict)
 
     def try_all(
         self, batch: Sequence[PlannedTrial], further: Sequence[str] = (), *, compares_losses: bool = False
@@ -94,12 +92,12 @@ class Trials:
             run.stored.compares_losses |= compares_losses
         self._run_missing(runs)
         results: list[Trial] = []
-        for run, cell, planned in zip(claimed, cells, batch, strict=True):
-            if run is None:
+        for done, cell, planned in zip(claimed, cells, batch, strict=True):
+            if done is None:
                 results.append(Trial(planned.steps, "invalid", error=join_errors(cell.errors)))
             else:
-                record, cost = read_record(run.directory), run.stored.gpu_seconds
-                results.append(trial_of(record, run.directory, planned.steps, run.config, cost))
+                record, cost = read_record(done.directory), done.stored.gpu_seconds
+                results.append(trial_of(record, done.directory, planned.steps, done.config, cost))
         return results
 
     def _cell(self, planned: PlannedTrial, further: Sequence[str]) -> Cell:

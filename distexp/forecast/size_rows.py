@@ -279,7 +279,7 @@ def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
     for override in parse(typed):
         key = override.get_key_element().lstrip("+")
         if key in SIZE_KEYS:
-            found = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+            found: list[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
             values[key] = [each for item in found for each in (item if isinstance(item, list) else [item])]
             for value in values[key]:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
