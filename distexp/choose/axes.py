@@ -143,7 +143,7 @@ def check_entry(entry: SpaceEntry) -> None:
     Raises:
         ConfigError: with what is possible instead.
     """
-    fields = schema_fields()
+    fields = list(schema_fields())
     further = [name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path]
     known = (*AXES, *(name for name in further if name.partition(".")[0] in FURTHER_SECTIONS), *FURTHER_KEYS)
     if entry.key not in known:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from distexp.compose.cells import Cell
 from distexp.config import Config, ConfigError, ForecastConfig
@@ -275,7 +276,7 @@ def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
     Raises:
         ConfigError: a size is not a positive whole number, or too large.
     """
-    values: dict[str, list[int]] = {}
+    values: dict[str, list[Any]] = {}
     for override in parse(typed):
         key = override.get_key_element().lstrip("+")
         if key in SIZE_KEYS:
