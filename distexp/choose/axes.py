@@ -189,13 +189,7 @@ def _options_of(group: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class SpaceEntry:
-    """An entry of ``choose.space``.
-
-    Attributes:
-        text: The entry as typed.
-        key: The axis, or another key to vary.
-        values: Values to try; None for an entry without values.
-    """
+    """An entry of ``choose.space`` as typed, its key, and the values to try; None for an entry without values."""
 
     text: str
     key: str

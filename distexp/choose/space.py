@@ -220,13 +220,7 @@ SECONDS_PER_MINUTE = 60.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What to search for.
-
-    Attributes:
-        section: Section ``choose`` of the configuration.
-        command: Overrides of the command without those of the search.
-        notes: What the user should know before the search.
-    """
+    """The section ``choose``, the command without the overrides of the search, and notes for the user."""
 
     section: ChooseConfig
     command: list[str]

@@ -29,14 +29,7 @@ INTERRUPTED = frozenset({"killed", "preempted"})
 
 @dataclass(frozen=True)
 class _TrialRun:
-    """A trial with its run.
-
-    Attributes:
-        cell: Cell of the run.
-        config: Resolved configuration of the cell.
-        stored: Entry of the trial in ``choose.json``.
-        directory: Run directory.
-    """
+    """A trial with its run: the cell, its configuration, the entry in ``choose.json``, and the run directory."""
 
     cell: Cell
     config: Config

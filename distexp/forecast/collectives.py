@@ -112,14 +112,7 @@ def model_time(machine: MachineCurves, kind: str, size: int, layout: GroupLayout
 
 @dataclass(frozen=True)
 class NcclProtocol:
-    """A way in which NCCL sends data.
-
-    Attributes:
-        bandwidth: Bytes per second and direction.
-        near: Seconds of a hop in a node.
-        far: Seconds of a hop between nodes.
-        base: Seconds without hops.
-    """
+    """Bytes per second and direction; and seconds of a hop in a node, of a hop between nodes, and without hops."""
 
     bandwidth: float
     near: float

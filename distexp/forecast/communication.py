@@ -184,12 +184,7 @@ SMALL_PARAMETER_S = 40e-6
 
 @dataclass(frozen=True)
 class UpdateShare:
-    """What a worker updates.
-
-    Attributes:
-        elements: Elements of the worker with the most.
-        parameters: Parameters of which the worker with the most has a part.
-    """
+    """The elements of the worker with the most, and the most parameters of which a worker has a part."""
 
     elements: int
     parameters: int

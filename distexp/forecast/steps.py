@@ -44,12 +44,7 @@ class SimulatedTarget:
 
 @dataclass(frozen=True)
 class Forecaster:
-    """Forecasts of one run on one machine.
-
-    Attributes:
-        run: The profiled run.
-        machine: Curves and links.
-    """
+    """Forecasts of one profiled run with the curves and links of one machine."""
 
     run: MeasuredStep
     machine: MachineCurves
@@ -311,12 +306,7 @@ ROUNDS = 30
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors of the times of the profiled step, and what they do not explain.
-
-    Attributes:
-        scales: Factors of the CPU's and of the device's times.
-        other_s: Seconds of a step that the simulation does not explain.
-    """
+    """Factors of the times of the profiled step, and the seconds of a step that they do not explain."""
 
     scales: Scales
     other_s: float = 0.0
