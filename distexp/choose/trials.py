@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from distexp.choose.candidate import COMPLETED, Trial
 from distexp.choose.ranking import PlannedTrial
 from distexp.choose.space import with_overrides, without_other_strategy
@@ -29,11 +31,12 @@ INTERRUPTED = frozenset({"killed", "preempted"})
 
 @dataclass(frozen=True)
 class _TrialRun:
-    """A trial with its run: the cell, its configuration, the entry in ``choose.json``, and the run directory."""
+    """A trial with its run: the cell, its configuration, the entry in ``choose.json``, and the directory."""
 
     cell: Cell
     config: Config
     stored: StoredTrial
+    composed: DictConfig
     directory: Path
 
     @property
@@ -115,13 +118,14 @@ class Trials:
         overrides, steps = (*planned.candidate.overrides, *further), planned.steps
         repeat = self._repeats.get((overrides, steps), 0)
         self._repeats[overrides, steps] = repeat + 1
-        directory_of = partial(run_dir_for, cell.composed, self.state.folder)
+        composed = cell.composed  # a new object, in which ``run_dir_for`` sets the number of the run
+        directory_of = partial(run_dir_for, composed, self.state.folder)
         stored = self.state.find(overrides, steps, repeat)
         if stored is None:
             number = claim_run_dir(directory_of, 0, resume=False).number
             stored = StoredTrial(list(overrides), steps, repeat, number)
             self.state.trials.append(stored)
-        return _TrialRun(cell, cell.config, stored, directory_of(stored.number))
+        return _TrialRun(cell, cell.config, stored, composed, directory_of(stored.number))
 
     def _run_missing(self, runs: Sequence[_TrialRun]) -> None:
         """Run the trials that have not ended, and store what each has cost."""
@@ -132,7 +136,7 @@ class Trials:
             assigned = []
             for run in missing:
                 info = make_run_info(run.cell, run.stored.number, self.runner.code, self.runner.snapshot)
-                assigned.append(AssignedRun(run.cell, info, run.directory, run.cell.composed))
+                assigned.append(AssignedRun(run.cell, info, run.directory, run.composed))
             self.runner.run_all(assigned, lambda: self._store(missing))
             self._store(missing)
 

@@ -58,7 +58,8 @@ def forecast_sizes(
 def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
     config = cell.config or cell.decided
     if config is None:
-        size = int(cell.composed.cluster.nodes), int(cell.composed.cluster.workers_per_node)
+        cluster = cell.composed.cluster
+        size = int(cluster.nodes), int(cluster.workers_per_node)
     else:
         size = config.cluster.nodes, config.cluster.workers_per_node or 1
     error = join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
