@@ -1,13 +1,13 @@
-"""The axes of a search: the keys that vary, and the values of each. ``choose.space`` restricts or extends them."""
+"""The axes of a search: keys with their values, from ``choose.space``, parts of the cluster, and strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import QuotedString
 from hydra.errors import OverrideParseException
 
 from distexp.choose.candidate import (
@@ -19,7 +19,6 @@ from distexp.choose.candidate import (
     OFFLOAD,
     STRATEGY,
     STRATEGY_OF,
-    axis_of,
 )
 from distexp.config import Config, ConfigError
 from distexp.config.fields import info_of
@@ -96,23 +95,16 @@ def _read_entries(space: Sequence[str]) -> list[SpaceEntry]:
 def _values_in_command(command: Sequence[str]) -> Values:
     """Return the axes that the command sets, with their values."""
     found: Values = {}
-    for text in command:
-        axis = axis_of(key_of(text))
+    for key, value in ((key_of(text), value_of(text)) for text in command):
+        axis = GROUP_OF_KEY.get(key, key)
         if axis in AXES:
-            found[axis] = (value_of(text),)
+            found[axis] = (value,)
     if found.get(MICRO_BATCH) == (AUTO,):
         del found[MICRO_BATCH]
     return found
 
 
 def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_batch: bool) -> Axes:
-    """Return the axes.
-
-    Args:
-        entries: Entries of ``choose.space``.
-        in_command: Values that the command sets.
-        any_micro_batch: Whether the command has ``train.micro_batch_size=auto``.
-    """
     named = {entry.key: entry.values for entry in entries}
     chosen = in_command | {key: values for key, values in named.items() if values is not None}
     only_named = None in named.values()
@@ -121,25 +113,16 @@ def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_b
         for key, default in DEFAULT_VALUES.items()
         if key in chosen or key in named or not only_named
     }
-    further = {key: values for key, values in named.items() if key not in AXES and values}
-    is_named = any_micro_batch or MICRO_BATCH in named
-    micro_batches = _micro_batches(chosen, is_varied=is_named or not only_named)
-    return Axes(_with_implied_strategy(varied, chosen), micro_batches, further, is_named)
-
-
-def _micro_batches(chosen: Values, *, is_varied: bool) -> tuple[int, ...] | None:
-    """Return the micro-batches to try; None for all divisors, empty for that of the command."""
-    if MICRO_BATCH in chosen:
-        return tuple(map(int, chosen[MICRO_BATCH]))
-    return None if is_varied else ()
-
-
-def _with_implied_strategy(varied: Values, chosen: Container[str]) -> Values:
-    """Return the axes. A chosen option of strategies, such as a sharding, restricts the strategies to these."""
+    # A chosen option of strategies, such as a sharding, restricts the strategies to these.
     implied = tuple(name for axis, name in STRATEGY_OF.items() if axis in chosen)
-    if not implied or STRATEGY in chosen or STRATEGY not in varied:
-        return varied
-    return varied | {STRATEGY: implied}
+    if implied and STRATEGY not in chosen and STRATEGY in varied:
+        varied[STRATEGY] = implied
+    is_named = any_micro_batch or MICRO_BATCH in named
+    micro_batches: tuple[int, ...] | None = None if is_named or not only_named else ()
+    if MICRO_BATCH in chosen:
+        micro_batches = tuple(map(int, chosen[MICRO_BATCH]))
+    further = {key: values for key, values in named.items() if key not in AXES and values}
+    return Axes(varied, micro_batches, further, is_named)
 
 
 # Checks of the entries of ``choose.space``: which keys may vary, and which values they may have.
@@ -160,58 +143,38 @@ def check_entry(entry: SpaceEntry) -> None:
     Raises:
         ConfigError: with what is possible instead.
     """
-    _check_key(entry)
+    fields = list(schema_fields())
+    further = [name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path]
+    known = (*AXES, *(name for name in further if name.partition(".")[0] in FURTHER_SECTIONS), *FURTHER_KEYS)
+    if entry.key not in known:
+        if entry.key in {name for name, _ in fields}:
+            raise ConfigError(
+                f"choose.space: {entry.text} changes the training or its resources: leave it out, or set it for all "
+                "candidates"
+            )
+        similar = get_close_matches(entry.key, known, n=1) or [key for key in known if key.endswith(f".{entry.key}")]
+        hint = f"did you mean {similar[0]}?" if similar else f"use {', '.join(AXES)}"
+        raise ConfigError(f"choose.space: {entry.key} is not a key that can vary: {hint}")
     if entry.values is not None:
         _check_values(entry, entry.values)
     elif entry.key not in AXES:
         raise ConfigError(f"choose.space: {entry.text} has no values: write {entry.key}=VALUE,VALUE")
 
 
-def further_keys() -> tuple[str, ...]:
-    """Return the keys that ``choose.space`` may add to the axes."""
-    fields = [(name, spec) for name, spec in schema_fields() if name.partition(".")[0] in FURTHER_SECTIONS]
-    varies = (name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path)
-    return (*varies, *FURTHER_KEYS)
-
-
-def _check_key(entry: SpaceEntry) -> None:
-    known = (*AXES, *further_keys())
-    if entry.key in known:
-        return
-    if entry.key in {name for name, _ in schema_fields()}:
-        raise ConfigError(
-            f"choose.space: {entry.text} changes the training or its resources: leave it out, or set it for all "
-            "candidates"
-        )
-    similar = get_close_matches(entry.key, known, n=1) or [key for key in known if key.endswith(f".{entry.key}")]
-    hint = f"did you mean {similar[0]}?" if similar else f"use {', '.join(AXES)}"
-    raise ConfigError(f"choose.space: {entry.key} is not a key that can vary: {hint}")
-
-
-@dataclass(frozen=True)
-class _ValueProblem:
-    """Values that a key cannot have, and the text of those that it can."""
-
-    wrong: Sequence[str]
-    limits: str
-
-
 def _check_values(entry: SpaceEntry, values: Sequence[str]) -> None:
     if entry.key == MICRO_BATCH:
-        problem = _ValueProblem([value for value in values if not value.isdecimal() or int(value) < 1], "at least 1")
+        wrong, limits = [value for value in values if not value.isdecimal() or int(value) < 1], "at least 1"
     elif entry.key in DEFAULT_VALUES:
-        problem = _check_axis(entry.key, values)
+        options = ("false", "true") if entry.key == CHECKPOINTING else _options_of(entry.key)
+        wrong, limits = [value for value in values if value not in options], ", ".join(options)
     else:
-        problem = _check_further(entry.key, values)
-    if problem.wrong:
-        raise ConfigError(
-            f"choose.space: {entry.text}: {entry.key}={problem.wrong[0]} is not possible: use {problem.limits}"
-        )
-
-
-def _check_axis(axis: str, values: Sequence[str]) -> _ValueProblem:
-    options = ("false", "true") if axis == CHECKPOINTING else _options_of(axis)
-    return _ValueProblem([value for value in values if value not in options], ", ".join(options))
+        info = next(info_of(spec) for name, spec in schema_fields() if name == entry.key)
+        choices = [str(choice).lower() if isinstance(choice, bool) else choice for choice in info.choices]
+        # Values without a list of choices are checked when the candidates are composed.
+        is_listed = bool(choices) and not info.at_least
+        wrong, limits = [value for value in values if is_listed and value not in (*choices, "null")], info.limits
+    if wrong:
+        raise ConfigError(f"choose.space: {entry.text}: {entry.key}={wrong[0]} is not possible: use {limits}")
 
 
 def _options_of(group: str) -> Sequence[str]:
@@ -221,27 +184,12 @@ def _options_of(group: str) -> Sequence[str]:
     return sorted({*options_of(group), *found})
 
 
-def _check_further(key: str, values: Sequence[str]) -> _ValueProblem:
-    """Check values of a key with a list of choices. Other values are checked when the candidates are composed."""
-    info = next(info_of(spec) for name, spec in schema_fields() if name == key)
-    choices = [str(choice).lower() if isinstance(choice, bool) else choice for choice in info.choices]
-    if not choices or info.at_least:
-        return _ValueProblem([], info.limits)
-    return _ValueProblem([value for value in values if value not in (*choices, "null")], info.limits)
-
-
 # Parser of the entries of ``choose.space``: ``KEY`` or ``KEY=VALUE,VALUE``.
 
 
 @dataclass(frozen=True)
 class SpaceEntry:
-    """An entry of ``choose.space``.
-
-    Attributes:
-        text: The entry as typed.
-        key: The axis, or another key to vary.
-        values: Values to try; None for an entry without values.
-    """
+    """An entry of ``choose.space`` as typed, its key, and the values to try; None for an entry without values."""
 
     text: str
     key: str
@@ -254,22 +202,18 @@ def parse_entry(text: str) -> SpaceEntry:
     Raises:
         ConfigError: the values have a syntax error.
     """
-    key, equals, _ = text.partition("=")
-    key = axis_of(key.strip())
+    typed_key, equals, _ = text.partition("=")
+    key = GROUP_OF_KEY.get(typed_key.strip(), typed_key.strip())
     if not equals:
         return SpaceEntry(text, key, None)
     try:
         (override,) = parse([text])
     except OverrideParseException:
         raise ConfigError(f"choose.space: {text} cannot be read: write KEY=VALUE,VALUE") from None
-    return SpaceEntry(text, key, _values(override))
-
-
-def _values(override: Override) -> tuple[str, ...]:
     values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
     if len(values) == 1 and isinstance(values[0], list):  # ``KEY=[a,b]``
         values = values[0]
-    return tuple(map(_as_typed, values))
+    return SpaceEntry(text, key, tuple(map(_as_typed, values)))
 
 
 def _as_typed(value: object) -> str:
@@ -334,35 +278,27 @@ Kinds = Mapping[str, type[StepTraits]]
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A strategy of a candidate.
-
-    Attributes:
-        strategy: Override that chooses it; empty for the strategy of the command.
-        offload: Override of offloading; empty for the value of the command.
-    """
+    """The overrides of a candidate that choose its strategy and offloading; empty for those of the command."""
 
     strategy: str = ""
     offload: str = ""
 
 
 def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[StrategyChoice]:
-    """Yield the strategies to try with a number of workers."""
+    """Yield the strategies to try with a number of workers. One that is the only one is tried in any case."""
     names = axes.values.get(STRATEGY)
     if names is None:
         yield from (StrategyChoice(offload=offload) for offload in axes.overrides_of(OFFLOAD))
         return
     for name in names:
+        kind = kinds[name]
         if name in STRATEGY_OF.values():
-            yield from _sharded_choices(name, kinds[name], size, axes)
-        elif _is_useful(kinds[name], size, is_only=len(names) == 1):
+            yield from _sharded_choices(name, kind, size, axes)
+        # On one worker ``ddp`` is ``single`` with an overhead.
+        elif (kind.max_workers is None or size.workers <= kind.max_workers) and (
+            len(names) == 1 or kind.is_reference or not kind.equals_reference(size.workers)
+        ):
             yield StrategyChoice(f"{STRATEGY}={name}")
-
-
-def _is_useful(kind: type[StepTraits], size: ClusterSize, *, is_only: bool) -> bool:
-    """Return whether a strategy without options is tried. On one worker ``ddp`` is ``single`` with an overhead."""
-    if kind.max_workers is not None and size.workers > kind.max_workers:
-        return False
-    return is_only or kind.is_reference or not kind.equals_reference(size.workers)
 
 
 def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:

@@ -1,4 +1,4 @@
-"""Candidates of a search, and their trials."""
+"""Candidates of a search with their trials and labels, the keys that vary, and the rules of a search."""
 
 from __future__ import annotations
 
@@ -143,6 +143,21 @@ class Candidate:
         return tuple(trial for trial in self.trials if trial.status == COMPLETED and not trial.disturbed)
 
     @property
+    def ran_out_of_memory(self) -> bool:
+        """Return whether a trial ran out of memory."""
+        return any(trial.status in OUT_OF_MEMORY for trial in self.trials)
+
+    @property
+    def required_mib(self) -> float | None:
+        """Return the predicted MiB, of a GPU or on CPUs of a node; None if it was not predicted."""
+        return None if self.predicted is None else self.predicted.required_mib
+
+    @property
+    def measured_steps(self) -> int:
+        """Return the measured steps of all trials that completed."""
+        return sum(trial.steps for trial in self.completed)
+
+    @property
     def longest_steps(self) -> int:
         """Return the measured steps of the longest trial that completed; 0 without one."""
         return max((trial.steps for trial in self.completed), default=0)
@@ -203,11 +218,6 @@ GROUP_OF_KEY = {
     "offload.enabled": OFFLOAD,
 }
 """The axis of a key that a config group sets. A user may type either."""
-
-
-def axis_of(key: str) -> str:
-    """Return the axis for a typed key: ``sharding`` for ``fsdp.sharding``; any other key as it is."""
-    return GROUP_OF_KEY.get(key, key)
 
 
 def strategy_in(overrides: Iterable[str]) -> str:
@@ -327,7 +337,15 @@ def label(candidate: Candidate) -> str:
 def row_label(candidate: Candidate) -> str:
     """Return a candidate for a table: ``fsdp full_shard 16x2, fast, fsdp.backward_prefetch=2``."""
     config = candidate.config
-    return " ".join(candidate.overrides) if config is None else ", ".join((short_label(config), *_added(candidate)))
+    if config is None:
+        return " ".join(candidate.overrides)
+    train = config.train
+    parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}"]
+    if config.kernels.name != "reference":
+        parts.append(config.kernels.name)
+    if train.activation_checkpointing:
+        parts.append("checkpointing")
+    return ", ".join([*parts, *_added(candidate)])
 
 
 def _added(candidate: Candidate) -> list[str]:
@@ -344,17 +362,6 @@ def config_label(config: Config) -> str:
         parts.append("checkpointing")
     if world > 1:
         parts.append(format_count(world, "worker"))
-    return ", ".join(parts)
-
-
-def short_label(config: Config) -> str:
-    """Return a configuration for a table: ``fsdp full_shard 16x2, fast, checkpointing``."""
-    train = config.train
-    parts = [f"{strategy_label(config)} {train.micro_batch_size}x{train.gradient_accumulation_steps}"]
-    if config.kernels.name != "reference":
-        parts.append(config.kernels.name)
-    if train.activation_checkpointing:
-        parts.append("checkpointing")
     return ", ".join(parts)
 
 

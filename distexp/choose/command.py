@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,16 +15,15 @@ from rich.console import Console
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status, format_worker_minutes, format_worker_time, label, rules_for
 from distexp.choose.loss_check import LossChecker, check_gpu_seconds, fitting_singles
-from distexp.choose.policy import STARTUP_S, describe_no_winner, expected_gpu_seconds
+from distexp.choose.policy import STARTUP_S, expected_gpu_seconds
 from distexp.choose.predictions.pruning import prune_by_plan
 from distexp.choose.predictions.rough_forecast import set_forecasts
 from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
 from distexp.choose.result_texts import describe_values, other_sizes_hint
-from distexp.choose.search import first_trials, search
+from distexp.choose.search import describe_no_winner, first_trials, search
 from distexp.choose.search_output import (
     PLAN_LEGEND,
     Outcome,
-    Rejected,
     candidate_json,
     others_table,
     planned_table,
@@ -34,7 +34,6 @@ from distexp.choose.space import Settings, base_config, kept_micro_batch, make_s
 from distexp.choose.trial_metrics import add_trial
 from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials
 from distexp.compose.cells import Cell, MakeCell
-from distexp.config import Config
 from distexp.config.overrides import format_count, suggest_command
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.launcher import TrialLauncher
@@ -54,13 +53,6 @@ def run_choose(
     cells: Sequence[Cell], master: DictConfig, make: MakeCell, launcher: TrialLauncher, planner: Planner | None = None
 ) -> None:
     """Search for the best configuration of a command, and print it.
-
-    Args:
-        cells: The cells of the command; there must be one.
-        master: Configuration of the command, with the hydra node.
-        make: Composes a cell.
-        launcher: Runs the trials.
-        planner: Source of estimates.
 
     Raises:
         ConfigError: the command is no search.
@@ -91,7 +83,12 @@ def run_choose(
                 raise
         outcome.finished = True
         state.write()
-    _finish(outcome, state, sweep_dir, console)
+    if settings.as_json:
+        print(json.dumps(nan_to_none(state.to_json()), indent=2))
+    else:
+        print_outcome(outcome, state, sweep_dir, console)
+    if outcome.winner is None:
+        raise SweepFailedError
 
 
 def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> list[Candidate]:
@@ -144,7 +141,7 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
             used = outcome.result.gpu_seconds + trials.state.check_gpu_seconds
             _prefer_reference(outcome, trials, budget - used)
             return
-        outcome.rejected.append(Rejected(candidate, check))
+        outcome.rejected.append((candidate, check))
 
 
 def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> None:
@@ -154,7 +151,7 @@ def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> No
     of the budget allows it.
     """
     winner, check, objective = outcome.winner, outcome.check, outcome.settings.objective
-    rejected = [rejection.candidate for rejection in outcome.rejected]
+    rejected = [candidate for candidate, _ in outcome.rejected]
     best = next(candidate for candidate in by_score(outcome.candidates, objective) if candidate not in rejected)
     if winner is None or check is None or not check.equal or label(best) != check.reference:
         return
@@ -164,7 +161,7 @@ def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> No
     for trial in trials.try_all(missing):
         add_trial(best, trial, [best], objective)
     if ranked([winner, best], objective)[0] is best:
-        outcome.winner, outcome.check = best, check.of_reference(winner)
+        outcome.winner, outcome.check = best, replace(check, reference=label(winner), reason="")
 
 
 def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) -> None:
@@ -180,20 +177,6 @@ def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) ->
     )
 
 
-def _finish(outcome: Outcome, state: SearchState, sweep_dir: Path, console: Console) -> None:
-    """Print the result.
-
-    Raises:
-        SweepFailedError: there is no winner.
-    """
-    if outcome.settings.as_json:
-        print(json.dumps(nan_to_none(state.to_json()), indent=2))
-    else:
-        print_outcome(outcome, state, sweep_dir, console)
-    if outcome.winner is None:
-        raise SweepFailedError
-
-
 # Output of ``choose.dry_run=true``: the candidates, what is left out and why, and the first trials with their cost.
 
 
@@ -205,7 +188,10 @@ def print_plan(outcome: Outcome, console: Console) -> None:
     """
     waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
     planned = first_trials(outcome.candidates, outcome.settings.objective)
-    costs = [trial_cost(candidate) for candidate in planned]
+    costs = [
+        trial.candidate.workers * (STARTUP_S + (trial.steps + EXCLUDED_STEPS) * (trial.candidate.forecast_s or 0.0))
+        for trial in planned
+    ]
     budget = outcome.settings.budget_gpu_s(max((candidate.workers for candidate in waiting), default=1))
     if outcome.settings.as_json:
         print(json.dumps(nan_to_none(plan_json(outcome, planned, costs, budget)), indent=2))
@@ -213,12 +199,6 @@ def print_plan(outcome: Outcome, console: Console) -> None:
         _print_tables(outcome, planned, costs, budget, console)
     if not waiting:
         raise SweepFailedError
-
-
-def trial_cost(planned: PlannedTrial) -> float:
-    """Return the forecast cost of a trial in GPU-seconds."""
-    steps, candidate = planned.steps + EXCLUDED_STEPS, planned.candidate
-    return candidate.workers * (STARTUP_S + steps * (candidate.forecast_s or 0.0))
 
 
 def plan_json(
@@ -244,7 +224,6 @@ def _print_tables(
     outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
 ) -> None:
     line = partial(print_plain, console)
-
     waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
     left_out = [candidate for candidate in outcome.candidates if candidate.status is not Status.WAITING]
     line(f"{format_count(len(outcome.candidates), 'configuration')}, of which {len(waiting)} may be tried")
@@ -282,40 +261,21 @@ HOW_TO_NAME_MEMORY = {
 """What to type if the memory of the machine is unknown, by device."""
 
 
-def search_notes(make: MakeCell, settings: Settings) -> list[str]:
-    """Return the lines about the device, its memory, and the micro-batch."""
+def search_notes(make: MakeCell, settings: Settings) -> Iterator[str]:
+    """Yield the lines about the device, its memory, and the micro-batch."""
     config = base_config(make, settings.command)
-    return [*_device_notes(config, settings), *_memory_notes(config), *_micro_batch_notes(config, settings)]
-
-
-def _memory_notes(config: Config) -> list[str]:
-    """Return that nothing is left out because it does not fit, if the memory is unknown."""
-    if memory_to_fit_mib(config) is not None:
-        return []
-    device = config.cluster.device
-    memory = "memory of the GPUs" if device == "cuda" else "memory of the nodes"
-    return [
-        f"the {memory} is unknown, so trials may run out of it: {HOW_TO_NAME_MEMORY[device]}. Then configurations that "
-        "do not fit are left out"
-    ]
-
-
-def _device_notes(config: Config, settings: Settings) -> list[str]:
-    """Return that the trials run on CPUs, unless the command requests it."""
-    cluster = config.cluster
-    requested = any("cluster.device=" in text for text in settings.command)
-    if not launcher_traits(config).runs_here or cluster.device != "cpu" or requested or visible_gpus():
-        return []
-    return ["this machine has no GPU that can be used: the trials run on its CPUs"]
-
-
-def _micro_batch_notes(config: Config, settings: Settings) -> list[str]:
-    """Return why the micro-batch does not vary, and how to vary it."""
-    axes = read_axes(settings.section.space, settings.command)
-    kept = kept_micro_batch(config, settings.section.gpus, axes)
-    if kept is None:
-        return []
-    return [
-        f"all configurations have train.micro_batch_size={kept}. A batch norm uses the statistics of a micro-batch, so "
-        "another size is another training. To vary it too, add train.micro_batch_size=auto"
-    ]
+    device, requested = config.cluster.device, any("cluster.device=" in text for text in settings.command)
+    if launcher_traits(config).runs_here and device == "cpu" and not requested and not visible_gpus():
+        yield "this machine has no GPU that can be used: the trials run on its CPUs"
+    if memory_to_fit_mib(config) is None:
+        memory = "memory of the GPUs" if device == "cuda" else "memory of the nodes"
+        yield (
+            f"the {memory} is unknown, so trials may run out of it: {HOW_TO_NAME_MEMORY[device]}. Then configurations "
+            "that do not fit are left out"
+        )
+    kept = kept_micro_batch(config, settings.section.gpus, read_axes(settings.section.space, settings.command))
+    if kept is not None:
+        yield (
+            f"all configurations have train.micro_batch_size={kept}. A batch norm uses the statistics of a "
+            "micro-batch, so another size is another training. To vary it too, add train.micro_batch_size=auto"
+        )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import product
 from math import inf, nan
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,6 @@ class LossCheck:
         """Return whether the losses are equal; None if that is unknown."""
         return None if self.comparison is None else self.comparison.equal
 
-    def of_reference(self, compared: Candidate) -> LossCheck:
-        """Return the same check as that of the reference, which is compared with a candidate."""
-        return replace(self, reference=label(compared), reason="")
-
     def to_json(self) -> dict[str, Any]:
         """Return the check for programs."""
         found = self.comparison
@@ -95,10 +91,8 @@ class LossChecker:
     candidates: Sequence[Candidate]
     trials: Trials
     singles: Sequence[Candidate] = ()
-
-    def __post_init__(self) -> None:
-        self._errors: dict[Candidate, str] = {}
-        self._outside_speeds: dict[Candidate, float | None] = {}
+    _errors: dict[Candidate, str] = field(default_factory=dict)
+    _outside_speeds: dict[Candidate, float | None] = field(default_factory=dict)
 
     def check(self, winner: Candidate) -> LossCheck:
         """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
@@ -118,9 +112,10 @@ class LossChecker:
         for reference in references[:MAX_REFERENCES]:
             found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
             if found is not None:
-                return LossCheck(
-                    label(reference), found, _why_not_single(reference, winner), self._outside_speeds.get(reference)
-                )
+                configs = [candidate.config for candidate in (reference, winner) if candidate.config is not None]
+                has_single = any(load_strategy(config).is_reference for config in configs)
+                reason = "" if has_single else f"{reference_name()} cannot run here"
+                return LossCheck(label(reference), found, reason, self._outside_speeds.get(reference))
         failed = [f"{label(failure)}: {self._errors[failure]}" for failure in references if failure in self._errors]
         reason = f"no reference completed: {'; '.join(failed)}" if failed else "no trial has equal steps"
         return LossCheck(label(references[0]), reason=reason)
@@ -156,15 +151,21 @@ def references_of(
     """Yield the configurations to compare the losses of a candidate with, the simplest first."""
     assert winner.config is not None
     own = run_id(winner.config)
-    runnable = [candidate for candidate in candidates if candidate.config is not None and _can_run(candidate)]
-    others = [candidate for candidate in (*runnable, *singles) if candidate.config and run_id(candidate.config) != own]
-    # Of two that are equally simple, one with a trial needs no other.
-    with_trials = [candidate for candidate in others if candidate.completed]
-    without = [candidate for candidate in others if not candidate.completed]
+    # A search prunes candidates that fit but cannot win, too. They can run.
+    runnable = [
+        each for each in candidates
+        if each.status is Status.TRIED
+        or (each.status is not Status.FAILED and each.predicted is not None and each.predicted.verdict == FITS)
+    ]  # fmt: skip
+    others = [each for each in (*runnable, *singles) if each.config is not None and run_id(each.config) != own]
     other_training = depends_on_micro_batch(winner.config)
+    # Of two that are equally simple, one with a trial needs no other.
     yield from sorted(
-        [*with_trials, *without],
-        key=lambda other: (other_training and other.micro_batch != winner.micro_batch, *_simplicity(other)),
+        others,
+        key=lambda other: (
+            *(other_training and other.micro_batch != winner.micro_batch, *_simplicity(other)),
+            not other.completed,
+        ),
     )
 
 
@@ -183,13 +184,11 @@ def dropout_overrides(candidate: Candidate) -> tuple[str, ...]:
 
 def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: str) -> LossComparison | None:
     """Return the first comparison of two trials with equal steps; None if there are no such trials with losses."""
-    pairs = ((trial, other) for trial in own for other in others if trial.steps == other.steps)
-    for trial, other in pairs:
-        if trial.directory is None or other.directory is None:
-            continue
-        found = compare_trials(read_losses(trial.directory), read_losses(other.directory), precision)
-        if found is not None:
-            return found
+    for trial, other in product(own, others):
+        if trial.steps == other.steps and trial.directory is not None and other.directory is not None:
+            found = compare_trials(read_losses(trial.directory), read_losses(other.directory), precision)
+            if found is not None:
+                return found
     return None
 
 
@@ -204,19 +203,6 @@ def read_losses(run_dir: Path) -> list[float]:
 
 def _only_completed(trials: Sequence[Trial]) -> list[Trial]:
     return [trial for trial in trials if trial.status == COMPLETED]
-
-
-def _can_run(candidate: Candidate) -> bool:
-    """Return whether a candidate completed, or is predicted to fit. A search prunes those that cannot win, too."""
-    fits = candidate.predicted is not None and candidate.predicted.verdict == FITS
-    return candidate.status is Status.TRIED or (candidate.status is not Status.FAILED and fits)
-
-
-def _why_not_single(reference: Candidate, winner: Candidate) -> str:
-    """Return why the reference is not ``single``; empty if it is, or if the winner is."""
-    configs = [candidate.config for candidate in (reference, winner) if candidate.config is not None]
-    has_reference = any(load_strategy(config).is_reference for config in configs)
-    return "" if has_reference else f"{reference_name()} cannot run here"
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
@@ -239,14 +225,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
 def fitting_singles(
     candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell, planner: Planner
 ) -> list[Candidate]:
-    """Return configurations of ``single`` that may fit, the fastest first; none if a candidate of ``single`` does.
-
-    Args:
-        candidates: All candidates, after those that do not fit were pruned.
-        command: Overrides of the command.
-        make: Composes a cell.
-        planner: Source of estimates.
-    """
+    """Return configurations of ``single`` that may fit, the fastest first; none if a candidate of ``single`` does."""
     waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
     if not waiting or any(each.config and load_strategy(each.config).is_reference for each in waiting):
         return []
@@ -258,25 +237,17 @@ def fitting_singles(
 
 def _valid_singles(candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell) -> Iterator[Candidate]:
     """Yield the valid configurations of ``single`` with the micro-batches of the candidates, the fastest first."""
-    kept = without_other_strategy(command, REFERENCE)
-    for size, is_checkpointed in _sizes(candidates):
+    kept, base = without_other_strategy(command, REFERENCE), candidates[0].config
+    sizes = sorted({candidate.micro_batch for candidate in candidates}, reverse=True)
+    choices = [(size, value) for value in ("false", "true") for size in dict.fromkeys((*sizes, 1))]
+    if base is not None and depends_on_micro_batch(base):
+        choices = [(size, "false") for size in sizes]  # With a batch norm, another micro-batch is another training.
+    for size, is_checkpointed in choices:
         family = (*REFERENCE, f"{CHECKPOINTING}={is_checkpointed}")
         overrides = (*family, f"{MICRO_BATCH}={size}")
         config = make(with_overrides(kept, overrides)).config
         if config is not None:
             yield Candidate(overrides, family, config.train.micro_batch, 1, config)
-
-
-def _sizes(candidates: Sequence[Candidate]) -> list[tuple[int, str]]:
-    """Return micro-batches, the largest first, and whether to checkpoint.
-
-    A batch norm depends on the micro-batch, so its model gets those of the candidates only.
-    """
-    sizes = sorted({candidate.micro_batch for candidate in candidates}, reverse=True)
-    config = candidates[0].config
-    if config is not None and depends_on_micro_batch(config):
-        return [(size, "false") for size in sizes]
-    return [(size, value) for value in ("false", "true") for size in dict.fromkeys((*sizes, 1))]
 
 
 # The expected cost of the check of the losses, which the search leaves in the budget.
@@ -287,13 +258,10 @@ def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candida
 
     Before the first trial, the best candidate is the best forecast one. The cost is 0 if the reference has a trial of
     as many steps already, and if there is no reference.
-
-    Args:
-        candidates: All candidates of the search.
-        singles: Configurations of ``single`` that are no candidates.
-        objective: What the best candidate has least of.
     """
-    best = _likely_winner(candidates, objective)
+    waiting = [each for each in candidates if each.status is Status.WAITING and each.config is not None]
+    by_forecast = sorted(waiting, key=lambda each: each.forecast(objective) or inf)
+    best = next(iter([*by_score(candidates, objective), *by_forecast]), None)
     reference = next(references_of(best, candidates, singles), None) if best is not None else None
     if best is None or best.config is None or reference is None:
         return 0.0
@@ -305,12 +273,3 @@ def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candida
         missing = [] if known else [reference]
     # The steps that are not measured are longer for the reference than for the trials that give the start-up.
     return sum(expected_gpu_seconds(PlannedTrial(each, steps + EXCLUDED_STEPS), candidates) for each in missing)
-
-
-def _likely_winner(candidates: Sequence[Candidate], objective: Objective) -> Candidate | None:
-    """Return the best candidate so far; before the first trial the best forecast one."""
-    if tried := by_score(candidates, objective):
-        return tried[0]
-    waiting = [each for each in candidates if each.status is Status.WAITING and each.config is not None]
-    forecasts = [(each.forecast(objective) or inf, each) for each in waiting]
-    return min(forecasts, key=itemgetter(0), default=(inf, None))[1]

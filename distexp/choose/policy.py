@@ -1,44 +1,162 @@
-"""The policy of a search: which candidate is tried next, what it may cost, and why others are not tried."""
+"""The policy of a search: what is tried next, what is repeated, when the search ends, and what a trial may cost.
+
+``search`` asks the questions of this file in turn, after each batch of trials:
+
+- Forecasts: what do the measured scores show about candidates that were not tried?
+- Memory: is a candidate tried that may not fit?
+- Families: which member of each family is tried first, and which families cannot be the best any more?
+- Neighbors: which smaller and larger micro-batches of the best families are tried?
+- Doubtful trials: which ones have other programs disturbed?
+- Repeats: is the best candidate better than its rivals beyond the noise?
+- Budget: which trials can still be paid for?
+
+``SearchRules`` has the numbers. Nothing here changes a candidate, except ``mark_disturbed``. A family is a sequence of
+its members in the order of their micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import inf
-from statistics import median
+from math import exp, inf, log, sqrt
+from operator import itemgetter
+from statistics import fmean, median
 
-from distexp.choose.candidate import KERNELS, OUT_OF_MEMORY, Candidate, Objective, SearchRules, Status
-from distexp.choose.predictions.forecast_scale import (
-    best_score,
-    fewer_launches_factor,
-    forecast_scales,
-    scaled_forecast,
-    useful_forecasts,
+from distexp.choose.candidate import (
+    CHECKPOINTING,
+    KERNELS,
+    OOM_GPU,
+    OOM_HOST,
+    Candidate,
+    Objective,
+    SearchRules,
+    Status,
 )
-from distexp.choose.predictions.pruning import allowed_if_too_close, probably_fits
-from distexp.choose.ranking import PlannedTrial, Rung, by_score
-from distexp.hardware.facts import gpus_with
-from distexp.system.units import MIB_PER_GB
+from distexp.choose.ranking import PlannedTrial, by_score, deviation_of_a_step
+from distexp.plan.verdict import available_mib
+from distexp.statistics.noise import expected_gain
 
-Families = Iterable[Sequence[Candidate]]
+Families = Collection[Sequence[Candidate]]
 """All candidates, by family and in the order of their micro-batches."""
+
+# Forecasts: how the measured scores compare with them.
+
+
+def best_score(candidates: Iterable[Candidate], objective: Objective) -> float | None:
+    """Return the smallest score of the candidates that were tried; None if there is none."""
+    scores = (candidate.score(objective) for candidate in candidates if candidate.status is Status.TRIED)
+    return min((score for score in scores if score is not None), default=None)
+
+
+def forecast_scales(
+    candidates: Iterable[Candidate], objective: Objective, applied_to: Candidate | None = None
+) -> list[float]:
+    """Return score / forecast of each candidate that was tried and has both.
+
+    If they are needed for a candidate that was not tried, they are those that ``fewer_launches_factor`` allows for it.
+    """
+    tried = [candidate for candidate in candidates if candidate.status is Status.TRIED]
+    known = [(each, each.score(objective), each.forecast(objective)) for each in tried]
+    return [
+        score / forecast * (1.0 if applied_to is None else fewer_launches_factor(each, applied_to, objective))
+        for each, score, forecast in known
+        if score and forecast
+    ]
+
+
+def fewer_launches_factor(known: Candidate, other: Candidate, objective: Objective) -> float:
+    """Return by which factor the scale of a measured candidate may be smaller for a larger micro-batch; at most 1.
+
+    A small micro-batch may be slower than its forecast because the CPU launches its kernels too slowly. Such time is in
+    proportion to the number of micro-batches. So as much of the time above the forecast as possible is taken for it.
+    """
+    measured, forecast = known.step_s, known.forecast_s
+    is_larger = other.micro_batch > known.micro_batch and objective is not Objective.MEMORY
+    if not is_larger or not measured or not forecast or measured <= forecast:
+        return 1.0
+    return (forecast + (measured - forecast) * known.micro_batch / other.micro_batch) / measured
+
+
+def without_checkpointing(candidate: Candidate) -> tuple[str, ...]:
+    """Return the family of a candidate, the same with checkpointing and without."""
+    return tuple(text for text in candidate.family if not text.startswith(f"{CHECKPOINTING}="))
+
+
+def _own_scales(candidate: Candidate, candidates: Iterable[Candidate], objective: Objective) -> list[float]:
+    """Return the scales of the families that differ only in checkpointing. They have the same error."""
+    family = without_checkpointing(candidate)
+    return forecast_scales([each for each in candidates if without_checkpointing(each) == family], objective, candidate)
+
+
+def scaled_forecast(candidate: Candidate, candidates: Sequence[Candidate], objective: Objective) -> float | None:
+    """Return the score that is expected of a candidate; None if its forecast or every scale is unknown."""
+    forecast = candidate.forecast(objective)
+    scales = _own_scales(candidate, candidates, objective) or forecast_scales(candidates, objective, candidate)
+    return forecast * median(scales) if forecast is not None and scales else None
+
+
+def exact_scale(candidates: Iterable[Candidate], objective: Objective) -> float | None:
+    """Return score / forecast if the forecasts have no error: the score of a second of step time, on average.
+
+    Candidates that were tried show how the score depends on the step time; None if no step time was measured.
+    """
+    if objective is Objective.MEMORY:  # Its forecast is in the unit of its score.
+        return 1.0
+    logarithms = [
+        log(score / step_s)
+        for candidate in candidates
+        if candidate.status is Status.TRIED
+        and (score := candidate.score(objective))
+        and (step_s := candidate.measured_time(objective))
+    ]
+    return exp(fmean(logarithms)) if logarithms else None
+
+
+# Memory: candidates that may not fit.
+
+
+def probably_fits(candidate: Candidate, candidates: Iterable[Candidate]) -> bool:
+    """Return whether a candidate fits if the prediction has no error, or if one that needs as much has completed.
+
+    The memory is that of a GPU, or on CPUs that of a node. One with an unknown memory probably does not fit.
+    """
+    if not candidate.too_close:
+        return True
+    needed, memory = candidate.required_mib, available_mib(candidate.predicted) if candidate.predicted else None
+    if needed is None or memory is None:
+        return False
+    for other in candidates:
+        required = other.required_mib
+        if required is None:
+            continue
+        # A trial is better evidence than the prediction: one that needs less has run out of this memory.
+        ran_out = any(trial.status == (OOM_HOST if other.on_cpus else OOM_GPU) for trial in other.trials)
+        if ran_out and required <= needed:
+            return False
+        if other.completed:
+            memory = max(memory, required)
+    return needed <= memory
+
+
+def _allowed_if_too_close(candidate: Candidate, candidates: Iterable[Candidate], rules: SearchRules) -> float:
+    """Return the most that the expected score of a candidate that may not fit may be, relative to the best one."""
+    # A trial that runs out of memory costs a start-up. So it must promise a clear gain if it probably does not fit.
+    return 1.0 if probably_fits(candidate, candidates) else 1 - rules.worthwhile
+
+
+# Families: the first trial of each, and which ones cannot be the best any more.
 
 
 def representatives(families: Families, objective: Objective, *, only_certain: bool = False) -> list[Candidate]:
     """Return the best forecast member of each family without a score, the best one first.
 
     One that may not fit, but probably does, is chosen only after the first score, because then its forecast is compared
-    with that. The others that may not fit are chosen only if the family has no other member.
-
-    Args:
-        families: All candidates, by family.
-        objective: The objective of the search.
-        only_certain: Whether members that may not fit are left out.
+    with that. The others that may not fit are chosen only if the family has no other member. On request, members that
+    may not fit are left out.
     """
-    members_of_families = list(families)
-    order = _order([member for members in members_of_families for member in members], objective)
+    order = _order([member for members in families for member in members], objective)
     chosen = []
-    for members in members_of_families:
+    for members in families:
         waiting = [each for each in members if each.status is Status.WAITING and not (only_certain and each.too_close)]
         if waiting and not any(member.status is Status.TRIED for member in members):
             # Of two with the same forecast, the larger micro-batch launches fewer kernels.
@@ -47,15 +165,12 @@ def representatives(families: Families, objective: Objective, *, only_certain: b
 
 
 def useful_representatives(families: Families, objective: Objective, rules: SearchRules) -> list[Candidate]:
-    """Return a member of each family without a score that may still be the best one, the best forecast first.
-
-    If a member that may not fit is not worth its risk, another member of its family may be worth a trial.
-    """
-    members_of_families = list(families)
-    candidates = [member for members in members_of_families for member in members]
-    found = useful_forecasts(representatives(members_of_families, objective), candidates, objective, rules)
+    """Return a member of each family without a score that may still be the best one, the best forecast first."""
+    candidates = [member for members in families for member in members]
+    found = useful_forecasts(representatives(families, objective), candidates, objective, rules)
+    # If a member that may not fit is not worth its risk, another member of its family may be worth a trial.
     known = {candidate.family for candidate in found}
-    certain = representatives(members_of_families, objective, only_certain=True)
+    certain = representatives(families, objective, only_certain=True)
     others = [candidate for candidate in certain if candidate.family not in known]
     found += useful_forecasts(others, candidates, objective, rules)
     return sorted(found, key=_order(candidates, objective))
@@ -73,66 +188,76 @@ def _order(candidates: Sequence[Candidate], objective: Objective) -> Callable[[C
     return key
 
 
-# The neighbors to try: the next smaller and larger micro-batches of the families that were tried.
-
-
-def neighbors_to_try(
-    families: Iterable[Sequence[Candidate]], objective: Objective, rules: SearchRules
+def useful_forecasts(
+    waiting: Sequence[Candidate], candidates: Sequence[Candidate], objective: Objective, rules: SearchRules
 ) -> list[Candidate]:
-    """Return the members next to the best ones of their families that may be the best of all.
+    """Return those of the waiting candidates that may still be the best, by the errors of the forecasts so far."""
+    best = best_score(candidates, objective)
+    if best is None:
+        return list(waiting)
+    return [each for each in waiting if _family_may_win(each, candidates, best, objective, rules)]
 
-    Args:
-        families: All candidates, by family and in the order of their micro-batches.
-        objective: The objective of the search.
-        rules: How much the expected scores are trusted, and of how many families neighbors are tried.
+
+def _family_may_win(
+    candidate: Candidate, candidates: Sequence[Candidate], best: float, objective: Objective, rules: SearchRules
+) -> bool:
+    # By the scales of all families: the search ends if no trial is expected to gain enough for its cost.
+    forecast, scales = candidate.forecast(objective), forecast_scales(candidates, objective, candidate)
+    if forecast and scales:
+        gain = expected_gain(forecast, best, scales, exact_scale(candidates, objective), rules)
+        if gain < least_gain(candidates, rules):
+            return False
+    # By the scales of the families that differ only in checkpointing: their errors are the same, so few are possible.
+    expected = scaled_forecast(candidate, candidates, objective)
+    if expected is None or not (candidate.too_close or _own_scales(candidate, candidates, objective)):
+        return True
+    allowed = _allowed_if_too_close(candidate, candidates, rules) if candidate.too_close else 1 + rules.same_kernels
+    return expected < best * allowed
+
+
+def least_gain(candidates: Iterable[Candidate], rules: SearchRules) -> float:
+    """Return the expected improvement for which a trial is worth its cost, relative to the best score.
+
+    It is the smaller one of ``least_gain`` and of ``gain_of_sweep`` divided by the number of candidates that may be
+    tried: in a large space a trial costs a smaller part of the sweep.
     """
+    fitting = sum(candidate.status is not Status.PRUNED for candidate in candidates)
+    return min(rules.least_gain, rules.gain_of_sweep / max(1, fitting))
+
+
+# Neighbors: the next smaller and larger micro-batches of the families that were tried.
+
+
+def neighbors_to_try(families: Families, objective: Objective, rules: SearchRules) -> list[Candidate]:
+    """Return the members next to the best ones of their families that may be the best of all."""
     candidates = [member for members in families for member in members]
+    best_members = by_score((member for members in families for member in by_score(members, objective)[:1]), objective)
     found: list[Candidate] = []
-    for known in _best_members(families, objective):
-        around = _untried_neighbors(known, [each for each in candidates if each.family == known.family])
-        found += [each for each in around if _may_be_best(each, known, candidates, objective, rules)]
+    for known in best_members:
+        family = [each for each in candidates if each.family == known.family]
+        usable = [each for each in family if each.status in (Status.WAITING, Status.TRIED)]
+        position = usable.index(known)
+        around = [each for each in usable[max(0, position - 1) : position + 2] if each.status is Status.WAITING]
+        found += [each for each in around if _neighbor_may_win(each, known, candidates, objective, rules)]
         if len({each.family for each in found}) == rules.families:
             break
     return found
 
 
-def _best_members(families: Iterable[Sequence[Candidate]], objective: Objective) -> list[Candidate]:
-    """Return the best member of each family that was tried, the best one of all first."""
-    return by_score((member for members in families for member in by_score(members, objective)[:1]), objective)
-
-
-def _untried_neighbors(known: Candidate, members: Sequence[Candidate]) -> Iterator[Candidate]:
-    usable = [candidate for candidate in members if candidate.status in (Status.WAITING, Status.TRIED)]
-    position = usable.index(known)
-    around = usable[max(0, position - 1) : position + 2]
-    yield from (candidate for candidate in around if candidate.status is Status.WAITING)
-
-
-def _may_be_best(
-    candidate: Candidate,
-    known: Candidate,
-    candidates: Sequence[Candidate],
-    objective: Objective,
-    rules: SearchRules,
+def _neighbor_may_win(
+    candidate: Candidate, known: Candidate, candidates: Sequence[Candidate], objective: Objective, rules: SearchRules
 ) -> bool:
-    """Return whether a member may be the best one of all. One that may not fit must be expected to be better.
-
-    Args:
-        candidate: A member that was not tried.
-        known: The best member of its family.
-        candidates: All candidates.
-        objective: The objective of the search.
-        rules: How much the expected scores are trusted.
-    """
+    """Return whether a neighbor of the best member of a family may be the best of all."""
     own = (known.score(objective) or 0.0) / (best_score(candidates, objective) or inf)
     measured = _measured_ratio(candidate, known, candidates, objective)
     forecast, forecast_of_known = candidate.forecast(objective), known.forecast(objective)
     if measured is None and (forecast is None or not forecast_of_known):
         return own <= 1 + rules.near and not candidate.too_close
+    # What other families have measured is better evidence than the forecasts.
     fewer_launches = fewer_launches_factor(known, candidate, objective)
     ratio = measured or (forecast or 0.0) / (forecast_of_known or 1.0) * fewer_launches
     if candidate.too_close:
-        return ratio * own < allowed_if_too_close(candidate, candidates, rules)
+        return ratio * own < _allowed_if_too_close(candidate, candidates, rules)
     # A smaller micro-batch launches more kernels and reads the weights more often. It is rarely better than forecast.
     if candidate.micro_batch < known.micro_batch:
         return ratio * own <= 1
@@ -142,29 +267,26 @@ def _may_be_best(
 def _measured_ratio(
     candidate: Candidate, known: Candidate, candidates: Sequence[Candidate], objective: Objective
 ) -> float | None:
-    """Return the ratio of the scores of two members of a family, as measured in other families.
+    """Return the ratio of the scores of two members of a family: the median over other families that have both.
 
     Only families with the same workers and kernels count, because others saturate a GPU at another micro-batch.
-
-    Returns:
-        The median over these families; None if no other family has both micro-batches.
     """
     scores: dict[tuple[str, ...], dict[int, float]] = {}
     for other in candidates:
         score = other.score(objective) if other.status is Status.TRIED else None
-        if score and other.family != candidate.family and _curve(other) == _curve(candidate):
+        if score and other.family != candidate.family and _saturation(other) == _saturation(candidate):
             scores.setdefault(other.family, {})[other.micro_batch] = score
     sizes = candidate.micro_batch, known.micro_batch
     ratios = [found[sizes[0]] / found[sizes[1]] for found in scores.values() if all(size in found for size in sizes)]
     return median(ratios) if ratios else None
 
 
-def _curve(candidate: Candidate) -> tuple[int, list[str]]:
+def _saturation(candidate: Candidate) -> tuple[int, list[str]]:
     """Return what decides at which micro-batch a GPU is saturated."""
     return candidate.workers, [text for text in candidate.family if text.startswith(f"{KERNELS}=")]
 
 
-# Trials that a search repeats, because they are far slower than the forecasts let expect.
+# Doubtful trials: those that are far slower than the forecasts let expect.
 #
 # Other programs can slow down one trial by several times. Without a repeat, the whole family would be left out.
 
@@ -193,146 +315,35 @@ def mark_disturbed(candidate: Candidate, objective: Objective, rules: SearchRule
         candidate.trials = (replace(candidate.trials[0], disturbed=True), *candidate.trials[1:])
 
 
-# Why the candidates that still wait at the end of a search were not tried.
+# Repeats: the best candidate, and the rival that may be better within the noise.
 
 
-NOT_TRIED = "not tried"
-"""Start of the reason of a candidate that fits, and that the search left out."""
+def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> list[Candidate]:
+    """Return the best candidate and its strongest rival, or the one of both with fewer steps; none if all is certain.
 
-LOOKS_EQUAL = 0.005
-"""Ratios that are nearer to 1 look like 1 with two decimals."""
-
-LOOKS_LIKE_ONE = 1.05
-"""Smaller ratios look like 1 or less with one decimal."""
-
-NEEDED = {
-    Objective.THROUGHPUT: "time",
-    Objective.ENERGY: "energy",
-    Objective.COST: "price",
-    Objective.MEMORY: "memory",
-}
-"""What an objective minimizes."""
-
-
-def prune_untried(families: Iterable[Sequence[Candidate]], objective: Objective, *, near: float, stopped: str) -> None:
-    """Prune the candidates that still wait, with the reason why they were not tried.
-
-    Args:
-        families: All candidates, by family.
-        objective: The objective of the search.
-        near: Most that a family's score may exceed the best one if its other members are tried, relative to it.
-        stopped: Why the search ended early; empty if it ended by itself.
+    The best one is repeated in any case, because the best of many short trials was often only lucky. It is repeated
+    first, because its repeat may show that no rival needs one.
     """
-    members_of_families = list(families)
-    candidates = [member for members in members_of_families for member in members]
-    best = best_score(candidates, objective)
-    for members in members_of_families:
-        tried = by_score(members, objective)
-        for waiting in (member for member in members if member.status is Status.WAITING):
-            reason = ""
-            if tried and best:
-                ratio = (tried[0].score(objective) or 0.0) / best
-                reason = _reason_of_family(tried[0], ratio, NEEDED[objective], near=near, stopped=stopped)
-            if not reason:
-                expected = scaled_forecast(waiting, candidates, objective)
-                ratio_of_forecast = None if best is None or expected is None else expected / best
-                reason = _reason_of_forecast(waiting, ratio_of_forecast, NEEDED[objective], stopped)
-            waiting.prune(f"{NOT_TRIED}: {reason}")
+    tried = by_score(candidates, objective)
+    if not tried:
+        return []
+    best, others = tried[0], tried[1:]
+    if len(best.completed) < 2:
+        return [best]
+    # A rival's possible gain is that at the end of the 95 % confidence interval. The noise is that of the logarithm. So
+    # on a busy machine the worst candidates are not the strongest rivals.
+    noise, score = deviation_of_a_step(candidates, objective, rules).noise_of_mean(1), best.score(objective) or 1.0
+    gain, rival = 0.0, best
+    for other in others:
+        noise_of_ratio = noise * sqrt(1 / best.measured_steps + 1 / other.measured_steps)
+        possible = 1 - (other.score(objective) or inf) / score * exp(-noise_of_ratio)
+        gain, rival = max((gain, rival), (possible, other), key=itemgetter(0))
+    if gain <= rules.negligible:
+        return []
+    return [each for each in (best, rival) if each.measured_steps == min(best.measured_steps, rival.measured_steps)]
 
 
-def _reason_of_family(best_member: Candidate, ratio: float, needed: str, *, near: float, stopped: str) -> str:
-    """Return why the other members of a family were not tried; empty if only the early end is the reason.
-
-    Args:
-        best_member: The best member that was tried.
-        ratio: Its score relative to the best one of all.
-        needed: What the objective minimizes.
-        near: As for ``prune_untried``.
-        stopped: As for ``prune_untried``.
-    """
-    micro_batch = f"micro-batch {best_member.micro_batch} of this family"
-    if ratio > 1 + near:
-        return f"{micro_batch} needs {ratio:.1f} times the {needed} of the best"
-    return "" if stopped else f"{micro_batch} is measured or forecast to be better"
-
-
-def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, stopped: str) -> str:
-    """Return why no member of a family was tried.
-
-    Args:
-        candidate: A member.
-        ratio: Scaled forecast relative to the best score; None if one of both is unknown.
-        needed: What the objective minimizes.
-        stopped: As for ``prune_untried``.
-    """
-    if stopped or ratio is None:
-        return stopped or "the search ended"
-    if ratio <= 1 and candidate.too_close:
-        return "it probably does not fit"
-    if abs(ratio - 1) < LOOKS_EQUAL:
-        return f"its forecast needs as much {needed} as the best"
-    return f"its forecast is {_format_ratio(ratio)} times the {needed} of the best"
-
-
-def _format_ratio(ratio: float) -> str:
-    """Return a ratio with one decimal, or with two if it would look like 1 or less."""
-    return f"{ratio:.1f}" if ratio >= LOOKS_LIKE_ONE else f"{ratio:.2f}"
-
-
-# Why a search has no winner, with the configuration that needs the least memory.
-
-
-def describe_no_winner(candidates: Sequence[Candidate]) -> str:
-    """Return why no candidate completed, with the configuration that needs the least memory."""
-    failed = [candidate for candidate in candidates if candidate.status is Status.FAILED]
-    if failed:
-        reasons = list(dict.fromkeys(candidate.reason for candidate in failed))
-        has_completed = any(candidate.completed for candidate in failed)
-        failure = "no candidate has a result" if has_completed else "no trial completed"
-        text = f"{failure}: {reasons[0]}"
-        ran_out = [
-            candidate for candidate in failed if any(trial.status in OUT_OF_MEMORY for trial in candidate.trials)
-        ]
-        nearest = nearest_candidate(ran_out) if len(ran_out) == len(failed) else None
-    else:
-        nearest = nearest_candidate(candidates)
-        text = "no candidate can be tried" if nearest is None else "no candidate fits into the memory"
-    if nearest is None:
-        reasons = list(dict.fromkeys(candidate.reason for candidate in candidates if candidate.reason))
-        return f"{text}: {reasons[0]}" if reasons and not failed else text
-    return f"{text}; the nearest one is {describe_nearest(nearest)}"
-
-
-def nearest_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the predicted candidate that needs the least memory; None if none is predicted."""
-    known = [
-        candidate
-        for candidate in candidates
-        if candidate.predicted is not None and candidate.predicted.required_mib is not None
-    ]
-    return min(known, key=_required_mib, default=None)
-
-
-def _required_mib(candidate: Candidate) -> float:
-    assert candidate.predicted is not None, "the caller chose predicted ones"
-    return candidate.predicted.required_mib or 0.0
-
-
-def describe_nearest(candidate: Candidate) -> str:
-    """Return the overrides of a candidate, what it needs, and the GPUs on which it fits."""
-    predicted = candidate.predicted
-    assert predicted is not None, "the caller chose a predicted one"
-    needed, most = predicted.required_mib or 0.0, predicted.most_mib or predicted.required_mib or 0.0
-    memory = predicted.gpu_memory_mib or predicted.host_memory_mib
-    limit = "" if memory is None else f" of {memory / MIB_PER_GB:,.1f} GB"
-    text = f"{' '.join(candidate.overrides)}, which needs {needed / MIB_PER_GB:,.1f} GB{limit}"
-    if predicted.host_memory_mib is not None:
-        return f"{text}: use fewer workers, or a machine with at least {most / MIB_PER_GB:,.1f} GB"
-    fitting = gpus_with(most)
-    return f"{text}: it fits on {fitting[0]} and larger" if fitting else f"{text}: it fits on no known GPU"
-
-
-# The budget of a search: the expected cost of trials, and which of them it allows.
+# Budget: the expected cost of trials, and which of them it allows.
 
 
 STARTUP_S = 15.0
@@ -340,22 +351,13 @@ STARTUP_S = 15.0
 
 
 def affordable_trials(
-    batch: Sequence[PlannedTrial], candidates: Sequence[Candidate], rungs: Sequence[Rung], budget_gpu_s: float
+    batch: Sequence[PlannedTrial], candidates: Sequence[Candidate], spent_gpu_s: float, budget_gpu_s: float
 ) -> list[PlannedTrial]:
-    """Return the first trials of a batch that the budget allows. The first trial of a search is always allowed.
-
-    Args:
-        batch: Trials to run, in order.
-        candidates: All candidates of the search. The costs of their trials so far give the expected ones.
-        rungs: The batches that have ended.
-        budget_gpu_s: Most GPU-seconds of all trials together.
-    """
-    expected_s = sum(rung.gpu_seconds for rung in rungs)
+    """Return the first trials of a batch with which the whole search stays within its budget."""
     allowed: list[PlannedTrial] = []
     for planned in batch:
-        expected_s += expected_gpu_seconds(planned, candidates)
-        is_first_of_search = not allowed and not rungs
-        if expected_s > budget_gpu_s and not is_first_of_search:
+        spent_gpu_s += expected_gpu_seconds(planned, candidates)
+        if spent_gpu_s > budget_gpu_s:
             break
         allowed.append(planned)
     return allowed
@@ -369,19 +371,13 @@ def expected_gpu_seconds(planned: PlannedTrial, candidates: Sequence[Candidate])
     """
     all_tried = [candidate for candidate in candidates if candidate.status is Status.TRIED]
     done = [(tried, trial) for tried in all_tried for trial in tried.completed if trial.step_s]
-    startups = [trial.gpu_seconds / tried.workers - trial.steps * (trial.step_s or 0.0) for tried, trial in done]
     scales = [(trial.step_s or 0.0) / tried.forecast_s for tried, trial in done if tried.forecast_s]
     candidate = planned.candidate
     step_s = (candidate.forecast_s or 0.0) * (median(scales) if scales else 1.0)
     if candidate.completed and candidate.completed[-1].step_s:
         step_s = candidate.completed[-1].step_s
-    return candidate.workers * (_startup_s(startups, candidate) + planned.steps * step_s)
-
-
-def _startup_s(startups: Sequence[float], candidate: Candidate) -> float:
-    """Return the expected start-up: the median of the trials so far. Before the first one, it is assumed.
-
-    The longest start-up of local trials does not count: the first trial imports the libraries for all of them.
-    """
-    usual = sorted(startups) if candidate.queues else sorted(startups)[:-1]
-    return median(usual) if usual else min([STARTUP_S, *startups])
+    startups = sorted(trial.gpu_seconds / tried.workers - trial.steps * (trial.step_s or 0.0) for tried, trial in done)
+    # The longest start-up of local trials does not count: the first trial imports the libraries for all of them.
+    usual = startups if candidate.queues else startups[:-1]
+    startup_s = median(usual) if usual else min([STARTUP_S, *startups])
+    return candidate.workers * (startup_s + planned.steps * step_s)

@@ -1,11 +1,11 @@
-"""The order of measured candidates, and the margin between two of them."""
+"""The order of measured candidates, the margin between two of them, and the results of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from math import exp, log, log1p, sqrt
-from operator import attrgetter, itemgetter
+from dataclasses import asdict, dataclass
+from math import log, log1p, sqrt
+from operator import attrgetter
 from typing import Any
 
 from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, Status, Trial
@@ -17,13 +17,8 @@ from distexp.strategies.traits import CUSTOM_COMPLEXITY
 
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
     """Return the candidates with a score, the best one first. If scores are equal, the faster one is first."""
-    tried = [
-        candidate
-        for candidate in candidates
-        if candidate.status is Status.TRIED and candidate.score(objective) is not None
-    ]
-    tried.sort(key=lambda candidate: candidate.score(Objective.THROUGHPUT) or 0.0)
-    return sorted(tried, key=lambda candidate: candidate.score(objective) or 0.0)
+    tried = [each for each in candidates if each.status is Status.TRIED and each.score(objective) is not None]
+    return sorted(tried, key=lambda each: (each.score(objective) or 0.0, each.score(Objective.THROUGHPUT) or 0.0))
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
@@ -66,12 +61,6 @@ def margin_between(
 
     The variance of a trial is taken to be in inverse proportion to its steps. It is that of ``deviation_of_a_step``.
     Speed and memory on CPUs have at least the noise that the report assumes.
-
-    Args:
-        winner: The winner.
-        other: The candidate to compare.
-        objective: What both are compared by.
-        candidates: Further candidates, whose repeated trials show the noise too.
     """
     winner_score, other_score = winner.score(objective), other.score(objective)
     if not winner_score or other_score is None:
@@ -82,7 +71,7 @@ def margin_between(
     least = _least_noise_on_cpus(winner, other, objective) if winner.on_cpus else None
     if step is None:
         return Margin(value, least)
-    root = sqrt(sum(1 / sum(trial.steps for trial in candidate.completed) for candidate in (winner, other)))
+    root = sqrt(1 / winner.measured_steps + 1 / other.measured_steps)
     return Margin(value, max(root * step.noise_of_mean(1), least or 0.0))
 
 
@@ -186,13 +175,8 @@ def measured_json(candidate: Candidate) -> dict[str, Any] | None:
     """Return what the trials of a candidate measured; None if it was not tried."""
     if not candidate.trials:
         return None
-    values = mean_metrics(candidate)
     return {
-        "samples_per_second": values.samples_per_second,
-        "step_s": values.step_s,
-        "peak_allocated_mib": values.peak_allocated_mib,
-        "j_per_sample": values.j_per_sample,
-        "price_per_sample": values.price_per_sample,
+        **asdict(mean_metrics(candidate)),
         "gpu_seconds": round(sum(trial.gpu_seconds for trial in candidate.trials), 1),
         "trials": [
             {
@@ -235,55 +219,12 @@ def _complexity(config: Config | None) -> tuple[int | bool, ...]:
     return strategy.own_complexity(), config.offload.enabled, is_checkpointed, is_fast, option
 
 
-# Which candidates a search repeats: the best one, and the rival that may be better within the noise.
-
-
-def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, rules: SearchRules) -> list[Candidate]:
-    """Return the best candidate and its strongest rival, or the one of both with fewer steps; none if all is certain.
-
-    The best one is repeated in any case, because the best of many short trials was often only lucky. It is repeated
-    first, because its repeat may show that no rival needs one.
-    """
-    tried = by_score(candidates, objective)
-    if not tried:
-        return []
-    best, others = tried[0], tried[1:]
-    if len(best.completed) < 2:
-        return [best]
-    noise = deviation_of_a_step(candidates, objective, rules)
-    rivals = [(_possible_gain(best, other, objective, noise), other) for other in others]
-    gain, rival = max(rivals, key=itemgetter(0), default=(0.0, best))
-    if gain <= rules.negligible:
-        return []
-    steps = _steps(best), _steps(rival)
-    return [each for each, own in zip((best, rival), steps, strict=True) if own == min(steps)]
-
-
-def _possible_gain(best: Candidate, other: Candidate, objective: Objective, noise: Deviation) -> float:
-    """Return by how much another candidate may be better, at the end of the 95 % confidence interval."""
-    score, other_score = best.score(objective), other.score(objective)
-    assert score, "both were tried"
-    assert other_score, "both were tried"
-    noise_of_ratio = noise.noise_of_mean(1) * sqrt(1 / _steps(best) + 1 / _steps(other))
-    # The noise is that of the logarithm. So on a busy machine the worst candidates are not the strongest rivals.
-    return 1 - other_score / score * exp(-noise_of_ratio)
-
-
-def _steps(candidate: Candidate) -> int:
-    return sum(trial.steps for trial in candidate.completed)
-
-
 # The batches of trials of a search, and its result.
 
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """A trial to run.
-
-    Attributes:
-        candidate: The configuration to try.
-        steps: Number of measured steps.
-    """
+    """A trial to run: a candidate, and the number of measured steps."""
 
     candidate: Candidate
     steps: int

@@ -24,13 +24,7 @@ SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")
 
 
 def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> str:
-    """Return the winner with its evidence, and its margin to the second best candidate.
-
-    Args:
-        candidates: The candidates that may be taken, without those whose losses differ.
-        winner: The best one of them.
-        objective: What it has least of.
-    """
+    """Return the winner with its evidence, and its margin to the second best candidate."""
     evidence = f"{label(winner)}: {describe_values(mean_metrics(winner))}"
     second = next((candidate for candidate in ranked(candidates, objective) if candidate is not winner), None)
     margin = None if second is None else margin_between(winner, second, objective, candidates)
@@ -55,7 +49,9 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
     if margin.is_noise:
         return f"equal within the noise of ±{format_noise(margin)} to {second}"
     if margin.value < 0:  # The budget ended before the second best was repeated.
-        return f"but a shorter trial of {second} was {format_share(_gain(-margin.value, objective))} better"
+        saving = -margin.value
+        gain = saving / (1 - saving) if objective is Objective.THROUGHPUT else saving
+        return f"but a shorter trial of {second} was {format_share(gain)} better"
     share, error = margin.value, margin.error
     if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
         share, error = share / (1 + share), None if error is None else error / (1 + share) ** 2
@@ -65,23 +61,13 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
     return f"{format_share(share)} {BETTER[objective]} {second}{unknown}"
 
 
-def _gain(saving: float, objective: Objective) -> float:
-    """Return by how much a candidate is better that needs less by this share of what the winner needs."""
-    return saving / (1 - saving) if objective is Objective.THROUGHPUT else saving
-
-
 def format_noise(margin: Margin) -> str:
     """Return the largest relative difference that may be noise."""
     return format_share(expm1(margin.noise or 0.0))
 
 
 def equals_sentence(winner: Candidate, equal: Sequence[Candidate]) -> str:
-    """Return how many configurations are as good as the winner within the noise, and the simplest one of all.
-
-    Args:
-        winner: The winner.
-        equal: The others; at least one.
-    """
+    """Return how many configurations are as good as the winner within the noise, and the simplest one of all."""
     simple = simplest([winner, *equal])
     name = "the winner" if simple is winner else label(simple)
     count = len(equal)
@@ -176,17 +162,14 @@ def _changes(candidate: Candidate, winner: Candidate, candidates: Sequence[Candi
     """Yield how a candidate differs from the winner: ``3 % slower``, ``40 % less memory``."""
     own, best = mean_metrics(candidate), mean_metrics(winner)
     for objective, (more, less) in MORE_AND_LESS.items():
-        change = _relative_change(own, best, objective)
+        mine, theirs = own.value(objective), best.value(objective)
         margin = margin_between(winner, candidate, objective, candidates)
-        if change is None or margin is None or abs(change) < SAME:
+        if not mine or not theirs or margin is None:
+            continue
+        change = mine / theirs - 1
+        if abs(change) < SAME:
             continue
         if not margin.is_noise:
             yield f"{100 * abs(change):.0f} % {more if change > 0 else less}"
         elif objective is Objective.THROUGHPUT:
             yield f"equal speed within the noise of ±{format_noise(margin)}"
-
-
-def _relative_change(own: MeanMetrics, other: MeanMetrics, objective: Objective) -> float | None:
-    """Return by how much a value is larger than another, relative to it; None if one of both is unknown."""
-    mine, theirs = own.value(objective), other.value(objective)
-    return mine / theirs - 1 if mine and theirs else None

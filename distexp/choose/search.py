@@ -13,7 +13,7 @@
    repeated, so no candidate wins by one trial. The order alternates, so that a machine that gets slower is no
    advantage for the first one.
 
-A search is deterministic: with the same trials it makes the same decisions.
+A search is deterministic: with the same trials it makes the same decisions. ``policy`` makes them.
 """
 
 from __future__ import annotations
@@ -23,28 +23,35 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
-from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, format_worker_time, strategy_in
+from distexp.choose.candidate import (
+    DEFAULT_RULES,
+    Candidate,
+    Objective,
+    SearchRules,
+    Status,
+    format_worker_time,
+    strategy_in,
+)
 from distexp.choose.policy import (
+    Families,
     affordable_trials,
-    describe_no_winner,
+    best_score,
+    candidates_to_repeat,
     doubtful_candidates,
     mark_disturbed,
     neighbors_to_try,
-    prune_untried,
     representatives,
+    scaled_forecast,
     useful_representatives,
+    without_checkpointing,
 )
-from distexp.choose.predictions.forecast_scale import without_checkpointing
-from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, candidates_to_repeat, ranked
+from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, by_score, ranked
 from distexp.choose.trial_metrics import add_trial, most_different, prune_by_common_error, prune_unmeasured
+from distexp.hardware.facts import gpus_with
 from distexp.strategies.base import COMMUNICATION, Strategy, shipped_strategies
+from distexp.system.units import MIB_PER_GB
 
 FINALISTS = "finalists"
-
-
-def nothing_reserved() -> float:
-    """Return that the search may use the whole budget."""
-    return 0.0
 
 
 def search(
@@ -54,7 +61,7 @@ def search(
     budget_gpu_s: float = inf,
     rules: SearchRules = DEFAULT_RULES,
     *,
-    reserved_gpu_s: Callable[[], float] = nothing_reserved,
+    reserved_gpu_s: Callable[[], float] = lambda: 0.0,
 ) -> SearchResult:
     """Try candidates until the best one is known, or the budget allows no further trial.
 
@@ -102,7 +109,7 @@ class _Search:
     objective: Objective
     budget_gpu_s: float
     rules: SearchRules
-    reserved_gpu_s: Callable[[], float] = nothing_reserved
+    reserved_gpu_s: Callable[[], float] = lambda: 0.0
     rungs: list[Rung] = field(default_factory=list)
     stopped: str = ""
 
@@ -112,8 +119,6 @@ class _Search:
             self.families.setdefault(candidate.family, []).append(candidate)
         for members in self.families.values():
             members.sort(key=attrgetter("micro_batch"))
-
-    # Families
 
     def try_first_family(self) -> None:
         """Try the family with the best forecast, and its neighbors. A good score leaves out more of the others."""
@@ -136,8 +141,6 @@ class _Search:
             wave = [candidate for candidate in useful if first_of[without_checkpointing(candidate)] is candidate]
             self._try("families", wave[: self.rules.wave])
 
-    # Neighbors
-
     def try_neighbors(self) -> None:
         """Try smaller and larger micro-batches of the best families."""
         for _ in range(self.rules.neighbor_rounds):
@@ -145,8 +148,6 @@ class _Search:
             if not batch or self.stopped:
                 return
             self._try("neighbors", batch)
-
-    # Finalists
 
     def try_finalists(self) -> None:
         """Repeat the best candidate and its strongest rival, until the best one is certain enough.
@@ -166,8 +167,6 @@ class _Search:
             self._run(FINALISTS, batch, steps)
             last = batch[-1]
 
-    # Trials
-
     def _try(self, name: str, batch: Sequence[Candidate]) -> None:
         """Run the first trials of a batch, and repeat those that other programs have probably disturbed."""
         self._run(name, batch, self.rules.steps)
@@ -183,10 +182,17 @@ class _Search:
         """Run a batch of trials, as far as the budget allows."""
         planned = [PlannedTrial(candidate, steps) for candidate in batch]
         reserved = self.reserved_gpu_s()
-        affordable = affordable_trials(planned, self.candidates, self.rungs, self.budget_gpu_s - reserved)
+        spent = sum(rung.gpu_seconds for rung in self.rungs)
+        affordable = affordable_trials(planned, self.candidates, spent, self.budget_gpu_s - reserved)
+        if not self.rungs:  # The first trial of a search is always allowed.
+            affordable = affordable or planned[:1]
         if not affordable:
-            budget = format_worker_time(self.budget_gpu_s, self.candidates)
-            self.stopped = f"the budget of {budget}{self._for_check(reserved)} allows no further trial"
+            budget, check = format_worker_time(self.budget_gpu_s, self.candidates), ""
+            if reserved and reserved >= self.budget_gpu_s:
+                check = f" (the check of the losses alone needs about {reserved:,.0f})"
+            elif reserved:
+                check = f" (of which {reserved:,.0f} for the check of the losses)"
+            self.stopped = f"the budget of {budget}{check} allows no further trial"
             return
         if name != FINALISTS:  # Their order alternates. The others run so that few of them need another start-up.
             affordable.sort(key=_shared_start)
@@ -197,17 +203,98 @@ class _Search:
         prune_by_common_error(self.candidates)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
 
-    def _for_check(self, reserved_gpu_s: float) -> str:
-        """Return how much of the budget the check of the losses needs; empty if it needs nothing."""
-        if not reserved_gpu_s:
-            return ""
-        if reserved_gpu_s >= self.budget_gpu_s:
-            return f" (the check of the losses alone needs about {reserved_gpu_s:,.0f})"
-        return f" (of which {reserved_gpu_s:,.0f} for the check of the losses)"
-
 
 def _shared_start(planned: PlannedTrial) -> tuple[int, list[str]]:
     """Return the key by which trials are sorted that can share a start-up: the workers, and the libraries they need."""
     candidate = planned.candidate
     kind = shipped_strategies().get(strategy_in(candidate.family), Strategy)
     return candidate.workers, [name for name in kind.requires if name != COMMUNICATION]
+
+
+# Why the candidates that still wait at the end of a search were not tried.
+
+
+NOT_TRIED = "not tried"
+"""Start of the reason of a candidate that fits, and that the search left out."""
+
+LOOKS_EQUAL = 0.005
+"""Ratios that are nearer to 1 look like 1 with two decimals."""
+
+LOOKS_LIKE_ONE = 1.05
+"""Smaller ratios look like 1 or less with one decimal."""
+
+NEEDED = {
+    Objective.THROUGHPUT: "time",
+    Objective.ENERGY: "energy",
+    Objective.COST: "price",
+    Objective.MEMORY: "memory",
+}
+"""What an objective minimizes."""
+
+
+def prune_untried(families: Families, objective: Objective, *, near: float, stopped: str) -> None:
+    """Prune the candidates that still wait, with the reason why they were not tried.
+
+    The neighbors of families within ``near`` of the best score were tried, unless something ``stopped`` the search.
+    """
+    candidates = [member for members in families for member in members]
+    best, needed = best_score(candidates, objective), NEEDED[objective]
+    for members in families:
+        tried = by_score(members, objective)
+        reason_of_family = ""
+        if tried and best:
+            micro_batch = f"micro-batch {tried[0].micro_batch} of this family"
+            ratio = (tried[0].score(objective) or 0.0) / best
+            if ratio > 1 + near:
+                reason_of_family = f"{micro_batch} needs {ratio:.1f} times the {needed} of the best"
+            elif not stopped:
+                reason_of_family = f"{micro_batch} is measured or forecast to be better"
+        for waiting in (member for member in members if member.status is Status.WAITING):
+            expected = scaled_forecast(waiting, candidates, objective)
+            ratio_of_forecast = None if best is None or expected is None else expected / best
+            reason = reason_of_family or _reason_of_forecast(waiting, ratio_of_forecast, needed, stopped)
+            waiting.prune(f"{NOT_TRIED}: {reason}")
+
+
+def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, stopped: str) -> str:
+    """Return why a candidate was not tried, by its scaled forecast relative to the best score."""
+    if stopped or ratio is None:
+        return stopped or "the search ended"
+    if ratio <= 1 and candidate.too_close:
+        return "it probably does not fit"
+    if abs(ratio - 1) < LOOKS_EQUAL:
+        return f"its forecast needs as much {needed} as the best"
+    shown = f"{ratio:.1f}" if ratio >= LOOKS_LIKE_ONE else f"{ratio:.2f}"
+    return f"its forecast is {shown} times the {needed} of the best"
+
+
+def describe_no_winner(candidates: Sequence[Candidate]) -> str:
+    """Return why no candidate completed, with the configuration that needs the least memory."""
+    failed = [candidate for candidate in candidates if candidate.status is Status.FAILED]
+    known = [candidate for candidate in failed or candidates if candidate.required_mib is not None]
+    nearest = min(known, key=lambda candidate: candidate.required_mib or 0.0, default=None)
+    if failed:
+        has_completed = any(candidate.completed for candidate in failed)
+        text = f"{'no candidate has a result' if has_completed else 'no trial completed'}: {failed[0].reason}"
+        if nearest is None or not all(candidate.ran_out_of_memory for candidate in failed):
+            return text
+    elif nearest is None:
+        reason = next((candidate.reason for candidate in candidates if candidate.reason), "")
+        return f"no candidate can be tried: {reason}" if reason else "no candidate can be tried"
+    else:
+        text = "no candidate fits into the memory"
+    return f"{text}; the nearest one is {_describe_nearest(nearest)}"
+
+
+def _describe_nearest(candidate: Candidate) -> str:
+    """Return the overrides of a candidate, what it needs, and the GPUs on which it fits."""
+    predicted = candidate.predicted
+    assert predicted is not None, "the caller chose a predicted one"
+    needed, most = predicted.required_mib or 0.0, predicted.most_mib or predicted.required_mib or 0.0
+    memory = predicted.gpu_memory_mib or predicted.host_memory_mib
+    limit = "" if memory is None else f" of {memory / MIB_PER_GB:,.1f} GB"
+    text = f"{' '.join(candidate.overrides)}, which needs {needed / MIB_PER_GB:,.1f} GB{limit}"
+    if predicted.host_memory_mib is not None:
+        return f"{text}: use fewer workers, or a machine with at least {most / MIB_PER_GB:,.1f} GB"
+    fitting = gpus_with(most)
+    return f"{text}: it fits on {fitting[0]} and larger" if fitting else f"{text}: it fits on no known GPU"

@@ -1,4 +1,4 @@
-"""What is known of a search so far, and its document for programs."""
+"""What is known of a search so far: the document for programs, and the text and tables at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rich.text import Text
 
 from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status, format_worker_time, label, row_label
 from distexp.choose.loss_check import LossCheck
-from distexp.choose.policy import NOT_TRIED
 from distexp.choose.ranking import (
     PlannedTrial,
     SearchResult,
@@ -36,19 +35,12 @@ from distexp.choose.result_texts import (
     training_overrides,
     winner_sentence,
 )
+from distexp.choose.search import NOT_TRIED
 from distexp.choose.space import Settings
 from distexp.choose.trials import SearchState
 from distexp.config.overrides import format_count, format_override, suggest_command
 from distexp.system.units import MIB_PER_GB, format_amount
 from distexp.tables.columns import cell, print_plain
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A candidate that was better than the winner, but whose losses differ."""
-
-    candidate: Candidate
-    check: LossCheck
 
 
 @dataclass
@@ -61,7 +53,7 @@ class Outcome:
         result: Result of the search; None before its end.
         winner: The winner, whose losses were checked; None before the end, or if there is none.
         check: Check of the winner's losses.
-        rejected: Better candidates whose losses differ.
+        rejected: Better candidates whose losses differ, with the check.
         finished: Whether the losses were checked, too.
     """
 
@@ -70,7 +62,7 @@ class Outcome:
     result: SearchResult | None = None
     winner: Candidate | None = None
     check: LossCheck | None = None
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[tuple[Candidate, LossCheck]] = field(default_factory=list)
     finished: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -85,8 +77,7 @@ class Outcome:
             "objective": str(self.settings.objective),
             "losses": self.check.to_json() if self.check else None,
             "rejected": [
-                {"overrides": typed_overrides(rejection.candidate), **rejection.check.to_json()}
-                for rejection in self.rejected
+                {"overrides": typed_overrides(candidate), **check.to_json()} for candidate, check in self.rejected
             ],
             "candidates": [candidate_json(candidate) for candidate in self.candidates],
         }
@@ -129,12 +120,8 @@ class Outcome:
     @property
     def usable(self) -> list[Candidate]:
         """Return the candidates that were tried, without the families of those whose losses differ."""
-        rejected = [rejection.candidate.family for rejection in self.rejected]
-        return [
-            candidate
-            for candidate in self.candidates
-            if candidate.status is Status.TRIED and candidate.family not in rejected
-        ]
+        rejected = [candidate.family for candidate, _ in self.rejected]
+        return [each for each in self.candidates if each.status is Status.TRIED and each.family not in rejected]
 
 
 def typed_overrides(candidate: Candidate) -> list[str]:
@@ -164,7 +151,6 @@ MAX_TRADE_OFFS = 5
 def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: Console) -> None:
     """Print the table, the winner, and what was given up for what."""
     line = partial(print_plain, console)
-
     objective, result = outcome.settings.objective, outcome.result
     line("")
     for part in result_table(outcome.candidates, objective, outcome.winner, outcome.equal):
@@ -172,8 +158,8 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
     line("")
     if result is not None and result.stopped:
         line(f"{result.stopped}: there may be a better one. For more trials, raise choose.budget_min")
-    for rejection in outcome.rejected:
-        line(f"not chosen: {label(rejection.candidate)}: {loss_sentence(rejection.check)}", "red")
+    for candidate, check in outcome.rejected:
+        line(f"not chosen: {label(candidate)}: {loss_sentence(check)}", "red")
     if outcome.winner is None:
         line(outcome.statement or "no candidate completed a trial")
     else:
@@ -234,14 +220,7 @@ PLAN_LEGEND = f"{BATCH_LEGEND} steps: measured steps. s/step: forecast. Cost: of
 def result_table(
     candidates: Sequence[Candidate], objective: Objective, winner: Candidate | None, equal: Sequence[Candidate] = ()
 ) -> Iterator[RenderableType]:
-    """Yield the table of the candidates that were tried, the best first, and what happened to the others.
-
-    Args:
-        candidates: All candidates.
-        objective: What the best one has least of.
-        winner: The winner; None if there is none.
-        equal: Candidates that are as good as the winner within the noise.
-    """
+    """Yield the table of the candidates that were tried, the best first, and what happened to the others."""
     tried = [candidate for candidate in candidates if candidate.trials]
     best = ranked(tried, objective)
     order = [*best, *(candidate for candidate in tried if candidate not in best)]
@@ -314,12 +293,7 @@ def _reason(candidate: Candidate) -> str:
 
 
 def planned_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Table:
-    """Return the table of planned trials.
-
-    Args:
-        planned: The trials.
-        costs: Forecast cost of each trial: seconds of all workers together.
-    """
+    """Return the table of planned trials."""
     table = _table("planned trial", "workers", "steps", "predicted GB", "s/step", "cost (s)")
     for trial, cost in zip(planned, costs, strict=True):
         candidate = trial.candidate

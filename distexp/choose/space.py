@@ -1,4 +1,4 @@
-"""The candidates of a search: all combinations of strategy, micro-batch, checkpointing and kernels."""
+"""The candidates of a search: all combinations of the axes, and the settings of the command that starts it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,6 @@ from distexp.tables.columns import show_progress
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
     """Return all candidates for one training. Those that are invalid are pruned, with the reason.
 
-    Args:
-        make: Composes a cell.
-        command: Overrides of the command's cell. They set the global batch.
-        gpus: Numbers of workers, over all nodes; empty for that of the command.
-        axes: What to vary.
-
     Raises:
         ConfigError: the command has no global batch size, or a number of GPUs is impossible, or no number of workers
             can share the global batch.
@@ -71,7 +65,9 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
     overrides = [with_overrides(command, candidate.overrides) for candidate in candidates]
     with show_progress("composing", len(overrides)) as advance:
         for candidate, cell in zip(candidates, compose_all(make, overrides), strict=True):
-            _set_config(candidate, cell)
+            candidate.config = cell.config
+            if cell.config is None:
+                candidate.prune("invalid: " + join_errors(cell.errors))
             advance()
     _prune_duplicates(candidates)
     return candidates
@@ -116,24 +112,17 @@ def base_config(make: MakeCell, command: Sequence[str]) -> Config:
     Raises:
         ConfigError: the command is invalid for another reason than its strategy or sizes.
     """
-    cell = make(command if _limits_workers(command) else replace_overrides(command, [_probe()]))
+    kinds = shipped_strategies()
+    limiting = [f"{STRATEGY}={name}" for name, kind in kinds.items() if kind.max_workers is not None]
+    # The strategy of the command may decide the size of the cluster. Otherwise it is read with the simplest one that
+    # runs on any number of workers.
+    limits = any(text in limiting or text.startswith(tuple(f"{group}=" for group in STRATEGY_OF)) for text in command)
+    probe = next(f"{STRATEGY}={name}" for name in kinds if f"{STRATEGY}={name}" not in limiting)
+    cell = make(command if limits else replace_overrides(command, [probe]))
     config = cell.config or cell.decided
     if config is None or config.cluster.workers_per_node is None:
         raise ConfigError(cell.errors)
     return config
-
-
-def _limits_workers(command: Sequence[str]) -> bool:
-    """Return whether the strategy of a command decides the size of the cluster, or the command has an option of it."""
-    is_set = any(text.startswith(tuple(f"{group}=" for group in STRATEGY_OF)) for text in command)
-    return is_set or any(
-        f"{STRATEGY}={name}" in command for name, kind in shipped_strategies().items() if kind.max_workers
-    )
-
-
-def _probe() -> str:
-    """Return the simplest strategy for which the size of the cluster can be read: one for any number of workers."""
-    return next(f"{STRATEGY}={name}" for name, kind in shipped_strategies().items() if kind.max_workers is None)
 
 
 def _kinds(make: MakeCell, command: Sequence[str], axes: Axes) -> Kinds:
@@ -151,30 +140,20 @@ def _kinds(make: MakeCell, command: Sequence[str], axes: Axes) -> Kinds:
 def _combinations(
     base: Config, size: ClusterSize, axes: Axes, typed: Container[str], kinds: Kinds
 ) -> Iterator[Candidate]:
-    """Yield the candidates on a part of the cluster, without their configurations.
-
-    Args:
-        base: Configuration of the command with all of its workers.
-        size: The part of the cluster.
-        axes: What to vary.
-        typed: Keys that the command sets. Defaults of other keys are left out of the overrides.
-        kinds: Classes of the strategies.
-    """
+    """Yield the candidates on a part of the cluster, without their configurations."""
+    nodes = [] if size.nodes == base.cluster.nodes else [f"cluster.nodes={size.nodes}"]
+    cluster = (*nodes, f"cluster.workers_per_node={size.workers_per_node}")
+    # Defaults are left out of the overrides, unless the command sets another value.
+    defaults = {f"{key}={DEFAULT_VALUES[key][0]}" for key in (OFFLOAD, CHECKPOINTING, KERNELS) if key not in typed}
     for choice in strategy_choices(size, axes, kinds):
         further = [
             [f"{key}={value}" for value in values] for key, values in axes.further.items() if _applies(key, choice)
         ]
         for others in product(axes.overrides_of(CHECKPOINTING), axes.overrides_of(KERNELS), *further):
-            overrides = (choice.strategy, choice.offload, *others, *_cluster_overrides(base, size))
-            family = tuple(text for text in overrides if text and not _is_default(text, typed))
+            overrides = (choice.strategy, choice.offload, *others, *cluster)
+            family = tuple(text for text in overrides if text and text not in defaults)
             for micro_batch in _micro_batches(base, size, axes):
                 yield Candidate((*family, f"{MICRO_BATCH}={micro_batch}"), family, micro_batch, size.workers)
-
-
-def _is_default(override: str, typed: Container[str]) -> bool:
-    """Return whether an override sets the default of an axis, and the command does not set another value."""
-    key, _, value = override.partition("=")
-    return key in (OFFLOAD, CHECKPOINTING, KERNELS) and value == DEFAULT_VALUES[key][0] and key not in typed
 
 
 def _applies(key: str, choice: StrategyChoice) -> bool:
@@ -182,11 +161,6 @@ def _applies(key: str, choice: StrategyChoice) -> bool:
     section = key.partition(".")[0]
     owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
     return section not in owners or not choice.strategy or strategy_in([choice.strategy]) == owners[section]
-
-
-def _cluster_overrides(base: Config, size: ClusterSize) -> list[str]:
-    nodes = [] if size.nodes == base.cluster.nodes else [f"cluster.nodes={size.nodes}"]
-    return [*nodes, f"cluster.workers_per_node={size.workers_per_node}"]
 
 
 def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
@@ -199,13 +173,6 @@ def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
     if total % size.workers:
         return [1]  # invalid, with the reason
     return divisors(total // size.workers)
-
-
-def _set_config(candidate: Candidate, cell: Cell) -> None:
-    """Set the configuration of a candidate, or why it is invalid."""
-    candidate.config = cell.config
-    if cell.config is None:
-        candidate.prune("invalid: " + join_errors(cell.errors))
 
 
 def _prune_duplicates(candidates: Sequence[Candidate]) -> None:
@@ -244,7 +211,6 @@ def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> 
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
-"""Limits of a scale that would give candidates with other micro-batches another global batch."""
 OWN_KEYS = ("choose.", "hydra.", "sweep.")
 DRY_RUN = "choose.dry_run=true"
 """Override of a dry run for the GPUs of another machine. Without it, this machine must have as many GPUs."""
@@ -254,13 +220,7 @@ SECONDS_PER_MINUTE = 60.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What to search for.
-
-    Attributes:
-        section: Section ``choose`` of the configuration.
-        command: Overrides of the command without those of the search.
-        notes: What the user should know before the search.
-    """
+    """The section ``choose``, the command without the overrides of the search, and notes for the user."""
 
     section: ChooseConfig
     command: list[str]
@@ -277,11 +237,7 @@ class Settings:
         return self.section.output == "json"
 
     def budget_gpu_s(self, workers: int) -> float:
-        """Return the GPU time of the trials.
-
-        Args:
-            workers: Most workers of a candidate.
-        """
+        """Return the GPU time of the trials."""
         return self.section.budget_min * SECONDS_PER_MINUTE * workers
 
 
@@ -305,7 +261,8 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
     if errors := _errors(section, cell, master):
         raise ConfigError(errors)
     command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
-    if section.dry_run and _names_gpu(cell):
+    plan = cell.composed.plan
+    if section.dry_run and (plan.gpu is not None or plan.gpu_memory_gb is not None):
         command.append(DRY_RUN)
     return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
 
@@ -329,15 +286,11 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
         command = [*(text for text in command if not sets_key([text], ACCUMULATION)), f"{BATCH}={samples}"]
         notes.append(f"the global batch is {samples} samples, from these arguments: set {BATCH} for another one")
     if config.scale.name != "full":
-        command = _without_batch_limits(command, config)
+        # Limits of a scale would give candidates with other micro-batches another global batch.
+        command = [text for text in command if not any(sets_key([text], key) for key in BATCH_LIMITS)]
+        batch = [] if sets_key(command, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
+        command += [*batch, *(f"{key}=null" for key in BATCH_LIMITS)]
     return Settings(section, command, notes)
-
-
-def _without_batch_limits(command: Sequence[str], config: Config) -> list[str]:
-    """Return a command of a shrunk training whose global batch is the same for all micro-batches."""
-    kept = [text for text in command if not any(sets_key([text], key) for key in BATCH_LIMITS)]
-    batch = [] if sets_key(kept, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
-    return [*kept, *batch, *(f"{key}=null" for key in BATCH_LIMITS)]
 
 
 def global_batch(config: Config) -> int:
@@ -369,9 +322,3 @@ def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:
     if cluster.dry_run:
         found.append("cluster.dry_run=true prints sbatch files: use choose.dry_run=true")
     return found
-
-
-def _names_gpu(cell: Cell) -> bool:
-    """Return whether a command names the GPU or its memory."""
-    plan = cell.composed.plan
-    return plan.gpu is not None or plan.gpu_memory_gb is not None

@@ -1,4 +1,4 @@
-"""What a trial measured: from the record of its run to a trial of the search."""
+"""What a trial measured, by the record of its run, and what it means for its candidate and for the others."""
 
 from __future__ import annotations
 
@@ -34,21 +34,14 @@ def read_record(run_dir: Path) -> RunRecord | None:
 
 
 def trial_of(record: RunRecord | None, run_dir: Path, steps: int, config: Config, cost: float) -> Trial:
-    """Return the trial of a run that has ended.
-
-    Args:
-        record: Record of the run; None if it left none.
-        run_dir: Directory of the run.
-        steps: Number of measured steps.
-        config: Resolved configuration of the run.
-        cost: GPU-seconds of the run.
-    """
+    """Return the trial of a run that has ended, with its cost in GPU-seconds. The record is None if it left none."""
     if record is None:
         return Trial(steps, "failed", run_dir, error=f"the run left no record in {run_dir}")
     if record.status != COMPLETED:
         return Trial(steps, record.status, run_dir, gpu_seconds=cost, error=failure_text(record))
-    metrics = record.metrics
-    speed = metrics.train_samples_per_second
+    metrics, cluster = record.metrics, config.cluster
+    speed, price = metrics.train_samples_per_second, cluster.price_per_gpu_hour
+    has_price = price is not None and speed and cluster.device != "cpu"
     return Trial(
         steps,
         record.status,
@@ -57,7 +50,7 @@ def trial_of(record: RunRecord | None, run_dir: Path, steps: int, config: Config
         samples_per_second=speed,
         peak_allocated_mib=peak_mib(record),
         j_per_sample=(metrics.energy or {}).get("j_per_sample"),
-        price_per_sample=_price_per_sample(config, speed),
+        price_per_sample=cluster.world_size * (price or 0.0) / SECONDS_PER_HOUR / (speed or 1.0) if has_price else None,
         gpu_seconds=cost,
         dropout=None if record.built is None else record.built.dropout,
     )
@@ -76,33 +69,17 @@ def gpu_seconds(record: RunRecord, run_dir: Path, config: Config) -> float:
         seconds = (run_dir / RECORD).stat().st_mtime - (run_dir / SPEC).stat().st_mtime
     except OSError:
         return 0.0
-    return max(0.0, seconds - _compilation_s(run_dir)) * config.cluster.world_size
-
-
-def _compilation_s(run_dir: Path) -> float:
-    """Return how long the nodes of a run compiled DeepSpeed's operators, or waited for another run that did."""
+    # A node compiles the operators, or waits for another run that does.
     entries = read_entries(run_dir / OPERATORS)
     times = (number_of(entry, key) for entry in entries for key in ("compiled_s", "waited_s"))
-    return max((time for time in times if time is not None), default=0.0)
-
-
-def training_gpu_seconds(record: RunRecord, config: Config) -> float:
-    """Return the time of training and evaluation times the number of workers; 0 for a run that failed."""
-    return (record.metrics.train_runtime or 0.0) * config.cluster.world_size
+    compilation_s = max((time for time in times if time is not None), default=0.0)
+    return max(0.0, seconds - compilation_s) * config.cluster.world_size
 
 
 def peak_mib(record: RunRecord) -> float | None:
     """Return the highest peak of torch's memory on a GPU; for a run on CPUs that of the processes of a node."""
     allocated = device_values(record.memory.get("torch"), "peak_allocated_mib")
     return max(allocated) if allocated else cpu_peak_mib(record.memory)
-
-
-def _price_per_sample(config: Config, samples_per_second: float | None) -> float | None:
-    """Return the price of the GPUs for a sample; None if it is unknown, or for a run on CPUs."""
-    price = config.cluster.price_per_gpu_hour
-    if price is None or not samples_per_second or config.cluster.device == "cpu":
-        return None
-    return config.cluster.world_size * price / SECONDS_PER_HOUR / samples_per_second
 
 
 # What a trial means for its candidate, and for the other members of its family.
@@ -124,26 +101,26 @@ MAX_FAILURES = 1
 
 
 def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], objective: Objective) -> None:
-    """Add a trial to its candidate, and set the status. If it failed, prune what would fail too.
-
-    Args:
-        candidate: The candidate that was tried.
-        trial: Its trial.
-        family: All members of its family.
-        objective: The objective, whose metric the trial must have measured.
-    """
+    """Add a trial to its candidate, and set the status. If it failed, prune what would fail too."""
     candidate.trials = (*candidate.trials, trial)
     if trial.status == COMPLETED:
         known = candidate.score(objective) is not None
         candidate.status = Status.TRIED if known else Status.FAILED
-        candidate.reason = "" if known else _why_unmeasured(trial, objective)
+        why = UNMEASURED[objective] if trial.measured(objective) is None else NOT_ADVANCED
+        candidate.reason = "" if known else why
         return
     candidate.status = Status.FAILED
-    ran_out = trial.status in OUT_OF_MEMORY
+    ran_out, size = trial.status in OUT_OF_MEMORY, candidate.micro_batch
     candidate.reason = trial.error or ("it ran out of memory" if ran_out else f"the run is {trial.status}")
-    if ran_out:
-        _prune_larger(candidate, family)
-    _prune_failing_family(candidate.reason, family)
+    waiting = [member for member in family if member.status is Status.WAITING]
+    for member in waiting:
+        if ran_out and member.micro_batch > size:
+            member.prune(f"micro-batch {member.micro_batch} needs more than {size}, which ran out of memory")
+    # The rest of a family is pruned if too many of its trials failed for another reason than memory.
+    failed = [member for member in family if member.status is Status.FAILED and not member.ran_out_of_memory]
+    for member in waiting:
+        if len(failed) > MAX_FAILURES and member.status is Status.WAITING:
+            member.prune(f"{len(failed)} trials of this family failed: {candidate.reason}")
 
 
 def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> None:
@@ -152,33 +129,6 @@ def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> N
     if completed and all(trial.measured(objective) is None for trial in completed):
         for waiting in (candidate for candidate in candidates if candidate.status is Status.WAITING):
             waiting.prune(UNMEASURED[objective])
-
-
-def _why_unmeasured(trial: Trial, objective: Objective) -> str:
-    """Return why a completed trial has no score."""
-    return UNMEASURED[objective] if trial.measured(objective) is None else NOT_ADVANCED
-
-
-def _prune_larger(candidate: Candidate, family: Sequence[Candidate]) -> None:
-    """Prune the members with a larger micro-batch than that of a candidate that ran out of memory."""
-    size = candidate.micro_batch
-    for member in family:
-        if member.status is Status.WAITING and member.micro_batch > size:
-            member.prune(f"micro-batch {member.micro_batch} needs more than {size}, which ran out of memory")
-
-
-def _prune_failing_family(reason: str, family: Sequence[Candidate]) -> None:
-    """Prune the rest of a family if too many of its trials failed for another reason than memory."""
-    failed = [candidate for candidate in family if candidate.status is Status.FAILED and not _ran_out(candidate)]
-    if len(failed) <= MAX_FAILURES:
-        return
-    for member in family:
-        if member.status is Status.WAITING:
-            member.prune(f"{len(failed)} trials of this family failed: {reason}")
-
-
-def _ran_out(candidate: Candidate) -> bool:
-    return any(trial.status in OUT_OF_MEMORY for trial in candidate.trials)
 
 
 # Errors that all candidates have in common, such as a data set that cannot be read. They end a search early.
@@ -192,9 +142,6 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
     """Prune all candidates that wait if no trial completed, and no setting explains why the others failed.
 
     A setting explains an error if all trials that failed have it, and some candidate that waits does not.
-
-    Args:
-        candidates: All candidates of the search.
     """
     failed = _failed_alike(candidates)
     if len(failed) < 2:
@@ -207,14 +154,9 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
 
 
 def most_different(waiting: Sequence[Candidate], candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the candidate with the fewest settings that all failed ones have.
+    """Return the waiting candidate with the fewest settings that all failed ones have.
 
-    Args:
-        waiting: Candidates that may be tried, the best forecast first.
-        candidates: All candidates of the search.
-
-    Returns:
-        None if a trial completed, none failed, or the errors differ.
+    Of several, it is the first one; None if a trial completed, none failed, or the errors differ.
     """
     failed = _failed_alike(candidates)
     if not failed:

@@ -1,4 +1,4 @@
-"""Trials of candidates: short runs with records, in the directory of the search."""
+"""Trials of candidates: short runs with records, their overrides, and what ``choose.json`` stores of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distexp.choose.candidate import COMPLETED, Candidate, Trial
+from distexp.choose.candidate import COMPLETED, Trial
 from distexp.choose.ranking import PlannedTrial
 from distexp.choose.space import with_overrides, without_other_strategy
-from distexp.choose.trial_metrics import gpu_seconds, read_record, training_gpu_seconds, trial_of
+from distexp.choose.trial_metrics import gpu_seconds, read_record, trial_of
 from distexp.compose.cells import Cell, MakeCell
 from distexp.config import Config, ConfigError
 from distexp.config.overrides import suggest_command
 from distexp.launch.launcher import TrialRunner
 from distexp.launch.run_dirs import AssignedRun, claim_run_dir, make_run_info, run_dir_for
 from distexp.runs.attempts import SUBMISSION_REFUSED
-from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import CHOICE
 from distexp.runs.texts import join_errors
 from distexp.system.files import read_json, write_json
@@ -32,15 +31,7 @@ INTERRUPTED = frozenset({"killed", "preempted"})
 
 @dataclass(frozen=True)
 class _TrialRun:
-    """A trial with its run.
-
-    Attributes:
-        cell: Cell of the run.
-        config: Resolved configuration of the cell.
-        stored: Entry of the trial in ``choose.json``.
-        composed: Composed configuration of the cell, whose hydra node has the number and the directory of the run.
-        directory: Run directory.
-    """
+    """A trial with its run: the cell, its configuration, the entry in ``choose.json``, and the directory."""
 
     cell: Cell
     config: Config
@@ -52,7 +43,10 @@ class _TrialRun:
     def has_ended(self) -> bool:
         """Return whether the run has a final record, so that it must not run again."""
         record = read_record(self.directory)
-        return record is not None and record.status not in INTERRUPTED and not _is_refused(record)
+        if record is None or record.status in INTERRUPTED:
+            return False
+        # If Slurm has refused the job, another command may submit it.
+        return record.error is None or record.error.type != SUBMISSION_REFUSED
 
     def store_cost(self) -> None:
         """Set status and cost in the entry, if the run has a record."""
@@ -61,12 +55,8 @@ class _TrialRun:
             stored.status = record.status
             stored.gpu_seconds = gpu_seconds(record, self.directory, self.config)
             if record.status == COMPLETED:  # A run that failed does not know how long it trained.
-                stored.startup_gpu_seconds = max(0.0, stored.gpu_seconds - training_gpu_seconds(record, self.config))
-
-    def result(self) -> Trial:
-        """Return the trial of the run, which has ended."""
-        stored = self.stored
-        return trial_of(read_record(self.directory), self.directory, stored.steps, self.config, stored.gpu_seconds)
+                training_s = (record.metrics.train_runtime or 0.0) * self.config.cluster.world_size
+                stored.startup_gpu_seconds = max(0.0, stored.gpu_seconds - training_s)
 
 
 @dataclass
@@ -84,45 +74,39 @@ class Trials:
     make: MakeCell
     runner: TrialRunner
     budget_min: float
-
-    def __post_init__(self) -> None:
-        self._repeats: dict[tuple[tuple[str, ...], int], int] = {}
-        self._cells: dict[tuple[tuple[str, ...], int], Cell] = {}
+    _repeats: dict[tuple[tuple[str, ...], int], int] = field(default_factory=dict)
+    _cells: dict[tuple[tuple[str, ...], int], Cell] = field(default_factory=dict)
 
     def try_all(
         self, batch: Sequence[PlannedTrial], further: Sequence[str] = (), *, compares_losses: bool = False
     ) -> list[Trial]:
-        """Run a batch of trials. Those that ended before the search was resumed are not repeated.
-
-        Args:
-            batch: The trials, in the order in which they run.
-            further: More overrides of all trials.
-            compares_losses: Whether they are run to compare the losses, after the search.
-        """
+        """Run a batch of trials. Those that ended before the search was resumed are not repeated."""
         cells = [self._cell(planned, further) for planned in batch]
-        runs = [self._claim(cell, planned, further) for cell, planned in zip(cells, batch, strict=True)]
+        claimed = [self._claim(cell, planned, further) for cell, planned in zip(cells, batch, strict=True)]
+        runs = [run for run in claimed if run is not None]
         for run in runs:
-            if run is not None and compares_losses:
-                run.stored.compares_losses = True
-        self._run_missing([run for run in runs if run is not None])
-        return [
-            Trial(planned.steps, "invalid", error=join_errors(cell.errors)) if run is None else run.result()
-            for run, cell, planned in zip(runs, cells, batch, strict=True)
-        ]
+            run.stored.compares_losses |= compares_losses
+        self._run_missing(runs)
+        results: list[Trial] = []
+        for done, cell, planned in zip(claimed, cells, batch, strict=True):
+            if done is None:
+                results.append(Trial(planned.steps, "invalid", error=join_errors(cell.errors)))
+            else:
+                record, cost = read_record(done.directory), done.stored.gpu_seconds
+                results.append(trial_of(record, done.directory, planned.steps, done.config, cost))
+        return results
 
     def _cell(self, planned: PlannedTrial, further: Sequence[str]) -> Cell:
         """Return the cell of a trial. Repeated trials share it."""
-        key = (*planned.candidate.overrides, *further), planned.steps
-        if key not in self._cells:
-            self._cells[key] = self._compose(planned.candidate, planned.steps, further)
-        return self._cells[key]
-
-    def _compose(self, candidate: Candidate, steps: int, further: Sequence[str]) -> Cell:
+        candidate, steps = planned.candidate, planned.steps
+        key = (*candidate.overrides, *further), steps
+        if key in self._cells:
+            return self._cells[key]
         assert candidate.config is not None, "an invalid candidate is pruned"
         # The overrides of the candidate come last, because tables show the last ones.
         new = [*trial_overrides(candidate.config, steps, self.budget_min), *candidate.overrides, *further]
         command = without_other_strategy(self.state.command, candidate.overrides)
-        cell = self.make(with_overrides(command, new))
+        cell = self._cells[key] = self.make(with_overrides(command, new))
         if not further and candidate.predicted is not None and candidate.estimate is not None:
             cell.predicted, cell.curve = candidate.predicted, candidate.estimate.curve
         return cell
@@ -134,12 +118,13 @@ class Trials:
         overrides, steps = (*planned.candidate.overrides, *further), planned.steps
         repeat = self._repeats.get((overrides, steps), 0)
         self._repeats[overrides, steps] = repeat + 1
-        composed = cell.composed
+        composed = cell.composed  # a new object, in which ``run_dir_for`` sets the number of the run
         directory_of = partial(run_dir_for, composed, self.state.folder)
         stored = self.state.find(overrides, steps, repeat)
         if stored is None:
             number = claim_run_dir(directory_of, 0, resume=False).number
-            stored = self.state.add(StoredTrial(list(overrides), steps, repeat, number))
+            stored = StoredTrial(list(overrides), steps, repeat, number)
+            self.state.trials.append(stored)
         return _TrialRun(cell, cell.config, stored, composed, directory_of(stored.number))
 
     def _run_missing(self, runs: Sequence[_TrialRun]) -> None:
@@ -148,22 +133,17 @@ class Trials:
         # An interrupted command may have ended between a record and its entry.
         self._store([run for run in runs if run.stored.status is None])
         if missing:
-            self.runner.run_all([self._assign(run) for run in missing], lambda: self._store(missing))
+            assigned = []
+            for run in missing:
+                info = make_run_info(run.cell, run.stored.number, self.runner.code, self.runner.snapshot)
+                assigned.append(AssignedRun(run.cell, info, run.directory, run.composed))
+            self.runner.run_all(assigned, lambda: self._store(missing))
             self._store(missing)
-
-    def _assign(self, run: _TrialRun) -> AssignedRun:
-        info = make_run_info(run.cell, run.stored.number, self.runner.code, self.runner.snapshot)
-        return AssignedRun(run.cell, info, run.directory, run.composed)
 
     def _store(self, runs: Sequence[_TrialRun]) -> None:
         for run in runs:
             run.store_cost()
         self.state.write()
-
-
-def _is_refused(record: RunRecord) -> bool:
-    """Return whether Slurm has refused the job of a trial. Another command may submit it."""
-    return record.error is not None and record.error.type == SUBMISSION_REFUSED
 
 
 # The overrides that make a short trial of a training.
@@ -180,11 +160,6 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
     """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output.
 
     The model, the global batch, the seed and the order of the data stay the same.
-
-    Args:
-        config: Resolved configuration of the candidate.
-        steps: Number of measured steps.
-        budget_min: Budget of the search in minutes.
     """
     total, train = steps + EXCLUDED_STEPS, config.train
     limit = max(budget_min, SHORTEST_LIMIT_MIN)
@@ -241,10 +216,6 @@ class StoredTrial:
     compares_losses: bool = False
 
 
-def _no_content() -> dict[str, Any]:
-    return {}
-
-
 @dataclass
 class SearchState:
     """The file of a search.
@@ -258,7 +229,7 @@ class SearchState:
 
     folder: Path
     command: list[str]
-    describe: Callable[[], dict[str, Any]] = _no_content
+    describe: Callable[[], dict[str, Any]] = dict
     trials: list[StoredTrial] = field(default_factory=list)
 
     @classmethod
@@ -288,11 +259,6 @@ class SearchState:
         """Return a trial that was started before; None if it was not."""
         wanted = (list(overrides), steps, repeat)
         return next((trial for trial in self.trials if (trial.overrides, trial.steps, trial.repeat) == wanted), None)
-
-    def add(self, trial: StoredTrial) -> StoredTrial:
-        """Add a trial and return it."""
-        self.trials.append(trial)
-        return trial
 
     @property
     def gpu_seconds(self) -> float:

@@ -66,7 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for message in explain(error):
             print(f"distexp: {message}", file=sys.stderr)
         return 2
-    _enter_directory_of(run)
+    if run.is_own:
+        # Paths of the run are relative to the folder in which this user has started it.
+        try:
+            os.chdir(str(read_json(run.command_path)["directory"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            note = f"relative paths of the run are read from the current folder, because its own is not known: {error}"
+            print(f"distexp: note: {note}", file=sys.stderr)
     return run_command([*folders, *composed], Command.FORECAST)
 
 
@@ -100,17 +106,6 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
     return find_profiled_run(directory.absolute()), overrides
 
 
-def _enter_directory_of(run: ProfiledRun) -> None:
-    """Change to the folder in which this user has started the run, because its paths are relative to it."""
-    if not run.is_own:
-        return
-    try:
-        os.chdir(str(read_json(run.command_path)["directory"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        note = f"relative paths of the run are read from the current folder, because its own is not known: {error}"
-        print(f"distexp: note: {note}", file=sys.stderr)
-
-
 # The command line of a forecast: that of the profiled run, with other sizes.
 
 
@@ -135,31 +130,47 @@ NOT_REPEATED_KEYS = ("train.profile_steps", "train.resume", "train.micro_batch_s
 def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool) -> list[str]:
     """Return the arguments with which the sizes of a forecast are composed.
 
-    Args:
-        run: The profiled run.
-        typed: Overrides that the user has typed.
-        as_json: Whether the output is JSON.
-
     Raises:
         ConfigError: an override changes what the workers compute, or another user's run may run code.
     """
-    errors = list(short_key_errors(typed)) or [_refused(run, text) for text in typed if not _may_be_set(run, text)]
-    if errors:
+    if errors := list(_errors(run, typed)):
         raise ConfigError(errors)
-    _check_sweeps(typed)
     stored = run.record.run.overrides
     if not run.is_own:
         check_stored_command(run.directory / RECORD, stored, typed)
     fixed, added = list(_fixed_values(run, typed)), [text for text in typed if key_of(text) not in SIZE_KEYS]
-    fixed += _replaced_size(typed)
     replaced = {*NOT_REPEATED_KEYS, *map(key_of, [*fixed, *added])}
     kept = [text for text in stored if key_of(text) not in replaced and _section(text) not in NOT_REPEATED]
+    for position, text in enumerate(added):
+        value = value_of(text)
+        if key_of(text) == "forecast.preflight" and value != "null":
+            added[position] = f'forecast.preflight="{Path(value).absolute()}"'  # The run may be of another folder.
     cells = json.dumps([as_cell(size) for size in choose_sizes(run, typed)], separators=(",", ":"))
     output = ["plan.output=json", "forecast.output=json"] if as_json else []
-    return [
-        *kept, *fixed, *map(_absolute, added), *output, f"sweep.cells={cells}",
-        f'forecast.run="{run.directory}"',
+    return [*kept, *fixed, *added, *output, f"sweep.cells={cells}", f'forecast.run="{run.directory}"']
+
+
+def _errors(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
+    """Yield the errors of short keys; else those of values that change the work; else those of several values."""
+    if errors := list(short_key_errors(typed)):
+        yield from errors
+        return
+    allowed = [
+        text == _device(run) if key_of(text) == "cluster.device"
+        else _section(text) in KEPT_SECTIONS or key_of(text) in KEPT_KEYS
+        for text in typed
     ]  # fmt: skip
+    for text, is_allowed in zip(typed, allowed, strict=True):
+        if not is_allowed:
+            yield (
+                f"{text} changes what a worker computes, but the forecast is from the profile of {run.directory}: "
+                "leave it out, or run this training with profile=true and forecast that run"
+            )
+    if all(allowed):
+        for override in parse(typed):
+            if override.is_sweep_override() and override.get_key_element().lstrip("+") not in SIZE_KEYS:
+                only = f"but only {' and '.join(SIZE_KEYS)} can: set one value"
+                yield f"{override.input_line} has several values, {only}"
 
 
 def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
@@ -171,18 +182,13 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
     yield "repeats=1"
     # A preset may sweep the sizes. Values on the command line replace its sweep.
     yield from as_cell(run.size)
+    values = {key_of(text): value_of(text) for text in typed}
     memory_mib = run.record.environment.gpu_total_mib if run.record.environment else None
-    predicts = not any(key_of(text) == "forecast.memory" and value_of(text) == "off" for text in typed)
-    is_set = any(key_of(text) in ("plan.gpu", "plan.gpu_memory_gb") for text in typed)
-    if predicts and not is_set and run.on_gpu and memory_mib and not visible_gpus():
+    predicts = values.get("forecast.memory") != "off" and not values.keys() & {"plan.gpu", "plan.gpu_memory_gb"}
+    if predicts and run.on_gpu and memory_mib and not visible_gpus():
         yield f"plan.gpu_memory_gb={memory_mib / MIB_PER_GB:.1f}"
-
-
-def _replaced_size(typed: Sequence[str]) -> list[str]:
-    """Return what replaces the size of the training set, which ``scaling=weak_data`` computes."""
-    scales = any(key_of(text) == "scaling" and value_of(text) == "weak_data" for text in typed)
-    is_typed = any(key_of(text) == "dataset.train_size" for text in typed)
-    return ["dataset.train_size=null"] if scales and not is_typed else []
+    if values.get("scaling") == "weak_data" and "dataset.train_size" not in values:
+        yield "dataset.train_size=null"  # The rule computes the size of the training set.
 
 
 def _device(run: ProfiledRun) -> str:
@@ -191,36 +197,6 @@ def _device(run: ProfiledRun) -> str:
 
 def _section(override: str) -> str:
     return key_of(override).partition(".")[0]
-
-
-def _may_be_set(run: ProfiledRun, override: str) -> bool:
-    if key_of(override) == "cluster.device":
-        return override == _device(run)
-    return _section(override) in KEPT_SECTIONS or key_of(override) in KEPT_KEYS
-
-
-def _refused(run: ProfiledRun, text: str) -> str:
-    return (
-        f"{text} changes what a worker computes, but the forecast is from the profile of {run.directory}: leave it "
-        "out, or run this training with profile=true and forecast that run"
-    )
-
-
-def _check_sweeps(typed: Sequence[str]) -> None:
-    """Check that only sizes have several values."""
-    errors = [
-        f"{override.input_line} has several values, but only {' and '.join(SIZE_KEYS)} can: set one value"
-        for override in parse(typed)
-        if override.is_sweep_override() and override.get_key_element().lstrip("+") not in SIZE_KEYS
-    ]
-    if errors:
-        raise ConfigError(errors)
-
-
-def _absolute(override: str) -> str:
-    """Return an override with an absolute path, because the run may have been started in another folder."""
-    key, value = key_of(override), value_of(override)
-    return f'{key}="{Path(value).absolute()}"' if key == "forecast.preflight" and value != "null" else override
 
 
 if __name__ == "__main__":

@@ -64,43 +64,29 @@ class CollectiveTime:
 
 
 def collective_time(machine: MachineCurves, kind: str, size: int, layout: GroupLayout) -> CollectiveTime:
-    """Return the duration of a collective without waiting for other ranks.
-
-    Args:
-        machine: Curves and links.
-        kind: Kind of the collective.
-        size: Bytes as in nccl-tests.
-        layout: Its process group.
-    """
+    """Return the duration of a collective without waiting for other ranks. Its size is in bytes, as in nccl-tests."""
     if layout.ranks <= 1:
         return CollectiveTime(0.0, MEASURED)
     measured = kind if machine.layouts(kind) else SIMILAR_KINDS.get(kind, kind)
     curve = machine.curve(measured, layout.ranks, layout.nodes)
     if curve:
         return CollectiveTime(interpolate(curve, size), MEASURED)
-    inside_s = _time_inside_a_node(machine, kind, size, layout)
-    near = _nearest(machine.layouts(measured), layout)
-    if near is None:
-        slowed = _with_measured_links(machine, kind, size, layout, inside_s)
-        return CollectiveTime(max(model_time(slowed, kind, size, layout), inside_s), MODEL)
+    # A group with several nodes takes at least as long as its part on one node.
+    inside_s = 0.0 if layout.nodes == 1 else collective_time(machine, kind, size, layout.inside_a_node).seconds
+    similar = [
+        (ranks, nodes) for ranks, nodes in machine.layouts(measured)
+        if ranks > 1 and (nodes > 1) == (layout.nodes > 1)
+    ]  # fmt: skip
+    if not similar:
+        if layout.nodes > 1 and layout.ranks_per_node > 1:
+            # The links in a node are as slow as measured, if they are slower than those of the model.
+            slowdown = max(1.0, inside_s / model_time(machine, kind, size, layout.inside_a_node))
+            machine = replace(machine, intra=replace(machine.intra, bandwidth=machine.intra.bandwidth / slowdown))
+        return CollectiveTime(max(model_time(machine, kind, size, layout), inside_s), MODEL)
+    near = min(similar, key=lambda known: abs(math.log(known[0] / layout.ranks)))
     there = GroupLayout(*near, workers_per_node=max(1, near[0] // near[1]))
     ratio = interpolate(machine.curve(measured, *near), size) / model_time(machine, measured, size, there)
     return CollectiveTime(max(model_time(machine, kind, size, layout) * ratio, inside_s), SCALED)
-
-
-def _time_inside_a_node(machine: MachineCurves, kind: str, size: int, layout: GroupLayout) -> float:
-    """Return the duration on one node of a group with several; the whole group takes at least as long."""
-    return 0.0 if layout.nodes == 1 else collective_time(machine, kind, size, layout.inside_a_node).seconds
-
-
-def _with_measured_links(
-    machine: MachineCurves, kind: str, size: int, layout: GroupLayout, inside_s: float
-) -> MachineCurves:
-    """Return a machine whose links in a node are as slow as measured, if they are slower than those of the model."""
-    if layout.nodes == 1 or layout.ranks_per_node == 1:
-        return machine
-    slowdown = max(1.0, inside_s / model_time(machine, kind, size, layout.inside_a_node))
-    return replace(machine, intra=replace(machine.intra, bandwidth=machine.intra.bandwidth / slowdown))
 
 
 def interpolate(curve: Sequence[CurvePoint], size: int) -> float:
@@ -119,12 +105,6 @@ def interpolate(curve: Sequence[CurvePoint], size: int) -> float:
     return float(low.seconds * (high.seconds / low.seconds) ** share)
 
 
-def _nearest(layouts: Sequence[tuple[int, int]], layout: GroupLayout) -> tuple[int, int] | None:
-    """Return the measured layout that is most similar: first by whether it has several nodes, then by size."""
-    similar = [(ranks, nodes) for ranks, nodes in layouts if ranks > 1 and (nodes > 1) == (layout.nodes > 1)]
-    return min(similar, key=lambda measured: abs(math.log(measured[0] / layout.ranks)), default=None)
-
-
 def model_time(machine: MachineCurves, kind: str, size: int, layout: GroupLayout) -> float:
     """Return the duration by the cost model: that of the fastest algorithm and protocol."""
     return min(_candidates(machine, kind, size, layout))
@@ -132,14 +112,7 @@ def model_time(machine: MachineCurves, kind: str, size: int, layout: GroupLayout
 
 @dataclass(frozen=True)
 class NcclProtocol:
-    """A way in which NCCL sends data.
-
-    Attributes:
-        bandwidth: Bytes per second and direction.
-        near: Seconds of a hop in a node.
-        far: Seconds of a hop between nodes.
-        base: Seconds without hops.
-    """
+    """Bytes per second and direction; and seconds of a hop in a node, of a hop between nodes, and without hops."""
 
     bandwidth: float
     near: float
@@ -162,16 +135,10 @@ def _candidates(machine: MachineCurves, kind: str, size: int, layout: GroupLayou
 
 
 def ring_time(kind: str, size: int, layout: GroupLayout, protocol: NcclProtocol) -> float:
-    """Return the duration in a ring.
+    """Return the duration in a ring. The size is in bytes, as in nccl-tests.
 
     A ring of n workers sends the n-th part of the data in n - 1 steps; an all-reduce in 2 (n - 1) steps. As many of
     each n steps are between nodes as there are nodes.
-
-    Args:
-        kind: Kind of the collective.
-        size: Bytes as in nccl-tests.
-        layout: Process group.
-        protocol: Bandwidth and latencies.
     """
     rounds = 2 if kind == "all_reduce" else 1
     steps, far = rounds * (layout.ranks - 1), rounds * (layout.nodes - 1)

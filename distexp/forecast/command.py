@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +34,6 @@ from distexp.runs.predictions import (
     write_forecasts,
 )
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import RECORD
 from distexp.system.files import nan_to_none
 from distexp.system.typed_values import number_of
@@ -46,9 +46,6 @@ LARGE_SHARE_WITHOUT_CORE = 0.2
 def run_forecast(cells: Sequence[Cell]) -> None:
     """Print the forecast of the sizes of a command.
 
-    Args:
-        cells: The configuration of each size.
-
     Raises:
         ConfigError: no size can be forecast.
     """
@@ -60,29 +57,27 @@ def run_forecast(cells: Sequence[Cell]) -> None:
 def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, planner: Planner) -> None:
     """Print the forecast of all sizes, and keep it in the directory of the profiled run.
 
-    Args:
-        run: The profiled run.
-        cells: The configuration of each size.
-        options: Options of the forecast.
-        planner: Source of estimates of memory.
-
     Raises:
         ConfigError: no size can be forecast.
     """
     rows = forecast_sizes(run, cells, options, read_errors(machine_name(run.record)))
     rows = add_memory(rows, options.memory, planner)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     kept = (stored_forecast(row, what_if(options, run.record, row.size[0])) for row in rows)
     stored = [forecast for forecast in kept if forecast is not None]
-    _store(run, stored)
+    try:
+        write_forecasts(run.directory, [replace(forecast, created_at=now) for forecast in stored])
+    except OSError as error:
+        print(f"distexp: the forecast is not kept for the report: {run.directory}: {error.strerror}", file=sys.stderr)
     rows = add_measured(run, rows, stored)
-    if options.output == "json":
-        print(json.dumps(nan_to_none([row_to_json(row) for row in rows]), indent=2))
-        for line in _disturbed(run):
-            print(f"distexp: {line}", file=sys.stderr)
-        if not any(row.forecast for row in rows):
-            raise SweepFailedError
-    else:
+    if options.output != "json":
         _print_table(run, rows)
+        return
+    print(json.dumps(nan_to_none([row_to_json(row) for row in rows]), indent=2))
+    for line in _disturbed(run):
+        print(f"distexp: {line}", file=sys.stderr)
+    if not any(row.forecast for row in rows):
+        raise SweepFailedError
 
 
 def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
@@ -103,19 +98,14 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
 def _disturbed(run: ProfiledRun) -> Iterator[str]:
     """Yield a warning if other programs slowed the profiled run or its profiled step down."""
     again = "so the forecast may be wrong. Profile it again when no other program runs."
-    share = _share_without_core(run)
+    ranks = run.record.metrics.step_breakdown or []
+    known = [(number_of(rank, "without_core_ms"), number_of(rank, "step_ms")) for rank in ranks]
+    shares = [waited / step for waited, step in known if waited is not None and step]
+    share = fmean(shares) if shares else 0.0
     if disturbance := describe_disturbance(run.record):
         yield f"The profiled run was disturbed ({disturbance}), {again}"
     elif share > LARGE_SHARE_WITHOUT_CORE:
         yield f"The workers waited for a free CPU core for {share:.0%} of the profiled step, {again}"
-
-
-def _share_without_core(run: ProfiledRun) -> float:
-    """Return the mean share of the profiled step in which a worker had no core; 0 on GPUs, or if it is unknown."""
-    ranks = run.record.metrics.step_breakdown or []
-    known = [(number_of(rank, "without_core_ms"), number_of(rank, "step_ms")) for rank in ranks]
-    shares = [waited / step for waited, step in known if waited is not None and step]
-    return fmean(shares) if shares else 0.0
 
 
 def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
@@ -126,22 +116,8 @@ def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
         yield f"{running_error(errors)} {widened if least > 1 else 'Their errors do not widen the intervals.'}"
 
 
-def _store(run: ProfiledRun, stored: Sequence[StoredForecast]) -> None:
-    """Keep the forecasts for the report. Warn if the run directory is not writable."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    try:
-        write_forecasts(run.directory, [replace(forecast, created_at=now) for forecast in stored])
-    except OSError as error:
-        print(f"distexp: the forecast is not kept for the report: {run.directory}: {error.strerror}", file=sys.stderr)
-
-
 def stored_forecast(row: SizeRow, assumed: str) -> StoredForecast | None:
-    """Return what is kept of a size; None without a forecast.
-
-    Args:
-        row: The size.
-        assumed: Options for another machine.
-    """
+    """Return what is kept of a size; None without a forecast."""
     forecast, config = row.forecast, row.cell.config
     if forecast is None or config is None:
         return None
@@ -207,35 +183,20 @@ NETWORK_KEYS = ("network", "rail_optimized", "oversubscription")
 
 
 def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
-    """Return the options that make a forecast one for another machine, as typed; empty without them.
-
-    Args:
-        options: Options of the forecast.
-        profiled: Record of the profiled run.
-        nodes: Number of nodes of the forecast. One node has no network.
-    """
-    return " ".join([*_preflight(options, profiled), *(_network(options) if nodes > 1 else ())])
-
-
-def _network(options: ForecastConfig) -> Iterator[str]:
-    """Yield the options of the network. A record does not have its network, so each one is an assumption."""
-    default = ForecastConfig()
-    for name in NETWORK_KEYS:
+    """Return the options that make a forecast one for another machine, as typed; empty without them."""
+    default, found = ForecastConfig(), []
+    if options.preflight is not None:
+        measured = None
+        with suppress(ValueError):
+            measured = machine_name(RunRecord.read(Path(options.preflight) / RECORD))
+        if measured != machine_name(profiled):
+            found.append(f"forecast.preflight={options.preflight}")
+    # A record does not have its network, so each option of it is an assumption. One node has no network.
+    for name in NETWORK_KEYS if nodes > 1 else ():
         value = getattr(options, name)
         if value != getattr(default, name):
-            yield f"forecast.{name}={str(value).lower()}"
-
-
-def _preflight(options: ForecastConfig, profiled: RunRecord) -> Iterator[str]:
-    """Yield the option of the bandwidths, unless the same type of device has measured them."""
-    if options.preflight is None:
-        return
-    try:
-        measured = RunRecord.read(Path(options.preflight) / RECORD)
-    except ValueError:
-        measured = None
-    if measured is None or machine_name(measured) != machine_name(profiled):
-        yield f"forecast.preflight={options.preflight}"
+            found.append(f"forecast.{name}={str(value).lower()}")
+    return " ".join(found)
 
 
 # Memory of the sizes of a forecast, as ``distexp plan`` predicts it.
@@ -251,40 +212,29 @@ NOT_CACHED = "memory was not predicted before: leave forecast.memory=cached out"
 
 
 def add_memory(rows: Sequence[SizeRow], mode: str, planner: Planner) -> list[SizeRow]:
-    """Return the rows with their predicted memory.
-
-    Args:
-        rows: The sizes.
-        mode: predict, cached or off.
-        planner: Source of estimates.
-    """
+    """Return the rows with their predicted memory. The mode is ``predict``, ``cached`` or ``off``."""
     if mode == OFF:
         return list(rows)
-    reasons = [row.error or _reason(row, mode, planner) for row in rows]
-    wanted = [row.cell for row, reason in zip(rows, reasons, strict=True) if not reason]
+
+    def reason(row: SizeRow) -> str:
+        if mode == CACHED and row.cell.config is not None:
+            return "" if planner.cached(with_gpu(row.cell.config)) is not None else NOT_CACHED
+        return TOO_LARGE if row.workers > MAX_PREDICTED_WORKERS else ""
+
+    reasons = [row.error or reason(row) for row in rows]
+    wanted = [row.cell for row, why in zip(rows, reasons, strict=True) if not why]
     configs = [cell.config for cell in wanted if cell.config is not None]
     with show_predictions(planner.count_missing(configs), "") as advance:
         planned = iter(plan_cells(wanted, planner, advance))
     return [
-        replace(row, memory_error=reason) if reason else _with_memory(row, next(planned))
-        for row, reason in zip(rows, reasons, strict=True)
+        replace(row, memory_error=why) if why else _with_memory(row, next(planned))
+        for row, why in zip(rows, reasons, strict=True)
     ]
 
 
-def _reason(row: SizeRow, mode: str, planner: Planner) -> str:
-    """Return why the memory of a size is not predicted; empty if it is."""
-    if mode == CACHED and row.cell.config is not None:
-        return "" if planner.cached(with_gpu(row.cell.config)) is not None else NOT_CACHED
-    return TOO_LARGE if row.workers > MAX_PREDICTED_WORKERS else ""
-
-
 def _with_memory(row: SizeRow, planned: PlannedCell) -> SizeRow:
-    return replace(row, memory=_of_one_node(planned), memory_error=planned.error)
-
-
-def _of_one_node(planned: PlannedCell) -> Predicted | None:
-    """Return the prediction for a node with the memory of this machine, although a local run would simulate nodes."""
-    estimate, config = planned.estimate, planned.cell.config
-    if estimate is None or config is None or not estimate.on_cpu:
-        return planned.predicted
-    return predict(replace(estimate, step_mib=estimate.host_mib), memory_to_fit_mib(config))
+    estimate, config, memory = planned.estimate, planned.cell.config, planned.predicted
+    if estimate is not None and config is not None and estimate.on_cpu:
+        # For a node with the memory of this machine, although a local run would simulate all nodes on it.
+        memory = predict(replace(estimate, step_mib=estimate.host_mib), memory_to_fit_mib(config))
+    return replace(row, memory=memory, memory_error=planned.error)

@@ -18,23 +18,14 @@ from distexp.strategies.communication import GATHERS, LAUNCH_S, REDUCTIONS, Step
 def plan_communication(
     items: Sequence[Item], model: StepModel, communication: StepCommunication, *, micro_batches: int
 ) -> tuple[Item, ...]:
-    """Return the items of a step of one worker with the collectives of several workers.
-
-    Args:
-        items: Items of the step, as measured with one worker.
-        model: The profiled step, with the parameters of the model.
-        communication: What the strategy states about its collectives.
-        micro_batches: Micro-batches of the step.
-    """
-    if model.on_gpu:
-        items = [_with_launch(item) for item in items]
-    return tuple(communication.plan(list(items), model, micro_batches))
-
-
-def _with_launch(item: Item) -> Item:
-    """Return an item with the time of the CPU for a collective that one worker skips."""
-    skipped = isinstance(item, Collective) and item.axis == "shard" and item.transfer_s is None
-    return replace(item, host_s=item.host_s + LAUNCH_S) if skipped else item
+    """Return the items of a step of one worker with the collectives of several workers."""
+    planned = list(items)
+    for position, item in enumerate(items):
+        # One worker skips such a collective, so the profile lacks the time of the CPU for it.
+        skipped = isinstance(item, Collective) and item.axis == "shard" and item.transfer_s is None
+        if model.on_gpu and skipped:
+            planned[position] = replace(item, host_s=item.host_s + LAUNCH_S)
+    return tuple(communication.plan(planned, model, micro_batches))
 
 
 def add_replication(items: Sequence[Item], communication: StepCommunication, target: Target) -> tuple[Item, ...]:
@@ -126,43 +117,25 @@ def with_micro_batches(
 ) -> tuple[Item, ...]:
     """Return the items of a step with another number of micro-batches of the same size.
 
-    The first and the last micro-batch are as in the profiled step, and those between them are all alike. Gradients are
-    reduced in the last one, unless the strategy reduces them in each.
-
-    Args:
-        items: Items of the profiled step, with at most three micro-batches.
-        profiled: Micro-batches of the profiled step.
-        wanted: Micro-batches of the result.
-        communication: What the strategy states about its collectives.
+    The first and the last micro-batch are as in the profiled step, which has at most three. Those between them are all
+    alike. Gradients are reduced in the last one, unless the strategy reduces them in each.
     """
-    blocks = _blocks(items)
+    by_number: dict[int, list[Item]] = {}
+    for item in items:
+        if item.phase != OPTIMIZER:
+            by_number.setdefault(item.micro_batch, []).append(item)
+    blocks = [by_number[number] for number in sorted(by_number)]
     if not blocks or (wanted == profiled and len(blocks) == profiled):
         return tuple(items)
     found: list[Item] = []
     for position in range(wanted):
         last = position == wanted - 1
-        block = _source(blocks, position, wanted)
+        block = blocks[-1] if last else blocks[1] if position and len(blocks) > 2 else blocks[0]
         if last and wanted == 1 and communication.gathers_once:
             block = _with_gathers_of(block, blocks[0])
         kept = [item for item in block if _is_used(item, position, last=last, communication=communication)]
         found += [replace(item, micro_batch=position) for item in kept]
     return (*found, *(replace(item, micro_batch=wanted - 1) for item in items if item.phase == OPTIMIZER))
-
-
-def _blocks(items: Sequence[Item]) -> list[list[Item]]:
-    """Return the items of forward and backward pass of each micro-batch that the profile has."""
-    blocks: dict[int, list[Item]] = {}
-    for item in items:
-        if item.phase != OPTIMIZER:
-            blocks.setdefault(item.micro_batch, []).append(item)
-    return [blocks[number] for number in sorted(blocks)]
-
-
-def _source(blocks: Sequence[list[Item]], position: int, wanted: int) -> list[Item]:
-    """Return the profiled micro-batch for a position."""
-    if position == wanted - 1:
-        return blocks[-1]
-    return blocks[0] if position == 0 else blocks[1] if len(blocks) > 2 else blocks[0]
 
 
 def _is_used(item: Item, position: int, *, last: bool, communication: StepCommunication) -> bool:
@@ -208,31 +181,17 @@ FEWEST_LAUNCHES = 32
 SMALL_PARAMETER_S = 40e-6
 """Time of a CPU to update a parameter of 1,000 elements with AdamW: 33 us on a 2-core machine, and its norm."""
 
-Groups = Sequence[Sequence[int]]
-"""Elements of each parameter in each group of the optimizer."""
-
 
 @dataclass(frozen=True)
 class UpdateShare:
-    """What a worker updates.
-
-    Attributes:
-        elements: Elements of the worker with the most.
-        parameters: Parameters of which the worker with the most has a part.
-    """
+    """The elements of the worker with the most, and the most parameters of which a worker has a part."""
 
     elements: int
     parameters: int
 
 
-def update_share(groups: Groups, communication: StepCommunication, shards: int) -> UpdateShare:
-    """Return what a worker updates.
-
-    Args:
-        groups: The parameters of the optimizer.
-        communication: What the strategy states about its update.
-        shards: Workers over which the optimizer states are sharded.
-    """
+def update_share(groups: Sequence[Sequence[int]], communication: StepCommunication, shards: int) -> UpdateShare:
+    """Return what a worker updates of groups with the elements of each parameter, by the shards of the states."""
     if communication.flattens_groups:
         parts = [-(-sum(group) // shards) for group in groups]
         counts = [_parameters_by_worker(group, part, shards) for group, part in zip(groups, parts, strict=True)]
@@ -242,13 +201,7 @@ def update_share(groups: Groups, communication: StepCommunication, shards: int) 
 
 
 def _parameters_by_worker(group: Sequence[int], part: int, shards: int) -> list[int]:
-    """Return how many parameters of a flat group each worker has a part of.
-
-    Args:
-        group: Elements of each parameter.
-        part: Elements of a worker.
-        shards: Number of workers.
-    """
+    """Return how many parameters of a flat group each worker has a part of."""
     starts = [0] * (shards + 1)  # differences between a worker and the one before
     end = 0
     for elements in group:
@@ -266,57 +219,26 @@ def shard_update(
     *,
     on_gpu: bool,
 ) -> tuple[Item, ...]:
-    """Return the items of a step with the update of another share.
-
-    Args:
-        items: Items of the profiled step.
-        before: What a worker of the profiled run updates.
-        after: What a worker updates instead.
-        communication: What the strategy states about its update.
-        on_gpu: Whether the worker uses a GPU.
-    """
-    update = [item for item in items if _is_update(item)]
-    elements = after.elements / before.elements
+    """Return the items of a step with the update of another share."""
+    update = [item for item in items if isinstance(item, Segment) and item.phase == OPTIMIZER]
+    elements, host = after.elements / before.elements, 1.0
     updates_on_cpu = communication.offloads or not on_gpu
-    host = _factor_on_cpu(update, elements, after.parameters) if updates_on_cpu else 1.0
+    host_s = sum(item.host_s for item in update)
+    if updates_on_cpu and host_s:  # Each parameter takes some time, also a tiny one.
+        host = max(elements, min(host_s, after.parameters * SMALL_PARAMETER_S) / host_s)
     parameters = after.parameters / before.parameters if communication.flattens_groups else 1.0
 
     def shrink(item: Item) -> Item:
-        if not isinstance(item, Segment) or not _is_update(item):
+        if not isinstance(item, Segment) or item.phase != OPTIMIZER:
             return item
-        is_loop = item.launches >= FEWEST_LAUNCHES
-        launches = parameters if is_loop else 1.0
+        launches = parameters if item.launches >= FEWEST_LAUNCHES else 1.0
         return _scale(item, host if updates_on_cpu else launches, elements, launches)
 
     return tuple(map(shrink, items))
 
 
-def _is_update(item: Item) -> bool:
-    return isinstance(item, Segment) and item.phase == OPTIMIZER
-
-
-def _factor_on_cpu(update: Sequence[Item], elements: float, parameters: int) -> float:
-    """Return the factor of the time of a CPU that does the update.
-
-    Args:
-        update: The segments of the update.
-        elements: Factor of the elements.
-        parameters: Parameters of which a worker has a part.
-    """
-    host_s = sum(item.host_s for item in update)
-    least_s = min(host_s, parameters * SMALL_PARAMETER_S)
-    return max(elements, least_s / host_s) if host_s else 1.0
-
-
 def _scale(item: Segment, host: float, elements: float, launches: float) -> Segment:
-    """Return a segment of an update of other elements.
-
-    Args:
-        item: The segment.
-        host: Factor of the time of the CPU.
-        elements: Factor of the elements, and so of the time of a long kernel.
-        launches: Factor of the number of kernels.
-    """
+    """Return a segment with other factors of the CPU's time, of the elements of a long kernel, and of the kernels."""
     count = round(launches * item.launches)
     device_s = max(elements * item.device_s, min(item.device_s, count * SHORTEST_KERNEL_S))
     device = device_s / item.device_s if item.device_s else 1.0

@@ -71,10 +71,6 @@ def expected_maximum(count: int) -> float:
 def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredStep:
     """Return what a forecast needs of a run.
 
-    Args:
-        run_dir: Directory of the run.
-        trusted: Packages that the user trusts, which may have its strategy.
-
     Raises:
         ConfigError: The run was not profiled, its record cannot be read, or its collectives are not known.
     """
@@ -130,14 +126,19 @@ def fill_sizes(items: Sequence[Item], model: StepModel, communication: StepCommu
     The reductions of a backward pass send all gradients, in parts that the strategy states. Gathers send all weights,
     in equal parts. Other all-reduces sum a number.
     """
-    counts = Counter(_pass(item) for item in items if isinstance(item, Collective) and item.bytes is None)
+
+    def sharing(item: Collective) -> tuple[str, str, int]:  # what the collectives that share a size have in common
+        kind = "reduction" if item.kind in REDUCTIONS else "gather" if item.kind in GATHERS else item.kind
+        return kind, item.phase, item.micro_batch
+
+    counts = Counter(sharing(item) for item in items if isinstance(item, Collective) and item.bytes is None)
     seen: Counter[tuple[str, str, int]] = Counter()
     found: list[Item] = []
     for item in items:
         if not isinstance(item, Collective) or item.bytes is not None:
             found.append(item)
             continue
-        key = _pass(item)
+        key = sharing(item)
         size = SCALAR_BYTES
         if is_gradient_reduction(item):
             size = communication.reduction_sizes(model, counts[key])[seen[key]]
@@ -146,9 +147,3 @@ def fill_sizes(items: Sequence[Item], model: StepModel, communication: StepCommu
         seen[key] += 1
         found.append(replace(item, bytes=size))
     return tuple(found)
-
-
-def _pass(item: Collective) -> tuple[str, str, int]:
-    """Return what the collectives that share a size have in common."""
-    kind = "reduction" if item.kind in REDUCTIONS else "gather" if item.kind in GATHERS else item.kind
-    return kind, item.phase, item.micro_batch

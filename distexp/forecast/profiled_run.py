@@ -101,17 +101,16 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
         raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
     profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
     if len(profiled) > 1:
-        shown = "\n  ".join(_title(run) for run in profiled[:MAX_LISTED_RUNS])
+        titles = []
+        for run in profiled[:MAX_LISTED_RUNS]:
+            overrides = " ".join(run.record.run.overrides).replace("'", "")
+            titles.append(f"{run.directory} ({overrides})" if overrides else str(run.directory))
+        shown = "\n  ".join(titles)
         more = f"\n  and {len(profiled) - MAX_LISTED_RUNS} more" if len(profiled) > MAX_LISTED_RUNS else ""
         raise ConfigError(f"{directory} has {len(profiled)} profiled runs: give one of them:\n  {shown}{more}")
     if not profiled:
         raise ConfigError(_not_profiled(directory, runs))
     return profiled[0]
-
-
-def _title(run: ProfiledRun) -> str:
-    overrides = " ".join(run.record.run.overrides).replace("'", "")
-    return f"{run.directory} ({overrides})" if overrides else str(run.directory)
 
 
 def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
@@ -153,12 +152,7 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class PowerModel:
-    """The energy of one GPU.
-
-    Attributes:
-        idle_w: Power of an idle GPU.
-        busy_j: Energy of a micro-batch above the idle power.
-    """
+    """The idle power of one GPU in W, and the energy of a micro-batch above it in J."""
 
     idle_w: float
     busy_j: float
@@ -174,13 +168,7 @@ class PowerModel:
 
 
 def read_power(run: ProfiledRun, samples_per_step: float, micro_batches: int) -> PowerModel | None:
-    """Return the power of the GPUs of a run; None if it was not measured.
-
-    Args:
-        run: The profiled run.
-        samples_per_step: Its samples of a step over all workers.
-        micro_batches: Its micro-batches of a step.
-    """
+    """Return the power of the GPUs of a run; None if it was not measured."""
     energy = run.record.metrics.energy or {}
     per_sample, idle_w, step_s = number_of(energy, "j_per_sample"), number_of(energy, "idle_w"), run.step_s
     if not run.on_gpu or per_sample is None or idle_w is None or step_s is None:

@@ -27,9 +27,6 @@ class Scales:
     device: float = 1.0
 
 
-MEASURED_TIMES = Scales()
-
-
 @dataclass
 class SimulatedStep:
     """Duration of a step and what the device did; times are in seconds.
@@ -58,16 +55,13 @@ class _Clocks:
 
 
 def simulate(
-    items: Sequence[Item], durations: Sequence[float], *, on_gpu: bool, scales: Scales = MEASURED_TIMES
+    items: Sequence[Item], durations: Sequence[float], *, on_gpu: bool, scales: Scales | None = None
 ) -> SimulatedStep:
-    """Return the step in the steady state.
+    """Return the step in the steady state. Each item that is a collective has a duration; those of others are ignored.
 
-    Args:
-        items: Segments and collectives of a step, in the order of their launches.
-        durations: Seconds of each item that is a collective; others are ignored.
-        on_gpu: Whether a device executes the segments. If not, the CPU does it while it launches them.
-        scales: Factors of the times of the segments.
+    Without a GPU, the CPU executes the segments while it launches them. The scales are for the times of the segments.
     """
+    scales = scales or Scales()
     awaited = dependencies(items)
     clocks, previous = _Clocks(), SimulatedStep()
     for _ in range(MAX_STEPS):
@@ -191,16 +185,9 @@ def scaled_tail(item: Segment, scales: Scales) -> float:
 
 
 def extrapolate(fewer: SimulatedStep, most: SimulatedStep, more: int) -> SimulatedStep:
-    """Return a step with more micro-batches than two others, of which one has a micro-batch more.
-
-    Args:
-        fewer: The step with the fewest micro-batches.
-        most: The step with one more.
-        more: How many more the result has.
-    """
-    names = [spec.name for spec in fields(SimulatedStep)]
-    return SimulatedStep(**{name: _line(getattr(fewer, name), getattr(most, name), more) for name in names})
-
-
-def _line(fewer: float, most: float, more: int) -> float:
-    return most + more * max(0.0, most - fewer)
+    """Return a step with some more micro-batches than two others, of which one has a micro-batch more."""
+    found = {}
+    for name in (spec.name for spec in fields(SimulatedStep)):
+        less, value = getattr(fewer, name), getattr(most, name)
+        found[name] = value + more * max(0.0, value - less)
+    return SimulatedStep(**found)

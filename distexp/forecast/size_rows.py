@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -25,7 +25,7 @@ from distexp.runs.predictions import (
     store_error,
     subject_of,
 )
-from distexp.runs.record import RunRecord, read_records
+from distexp.runs.record import read_records
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors
 from distexp.strategies.base import load_strategy
@@ -35,30 +35,21 @@ from distexp.system.cgroups import visible_gpus
 def forecast_sizes(
     run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, earlier: Sequence[ForecastError]
 ) -> list[SizeRow]:
-    """Return the forecast of each cell.
-
-    Args:
-        run: The profiled run.
-        cells: A cell for each size.
-        options: Options of the forecast.
-        earlier: Errors of earlier forecasts on this machine, which widen the intervals.
+    """Return the forecast of each cell. Errors of earlier forecasts on this machine widen the intervals.
 
     Raises:
         ConfigError: the run cannot be forecast.
     """
     rows = [_make_row(run, cell) for cell in cells]
     targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
-    own = _own_target(run)
+    steps = int(run.setting("train", "gradient_accumulation_steps") or 1)
+    samples = (run.micro_batch_size or 1) * steps * run.workers * run.samples_per_row
+    own = Target(*run.size, steps, samples)
     machine = load_machine(run.directory, options) if targets else None
     trusted = [package for cell in cells if cell.config is not None for package in cell.config.trusted_packages]
     forecasts = forecast_steps(run.directory, [own, *targets], machine, trusted) if targets else []
-    widened = iter(
-        [
-            forecast if _is_own(run, forecast) else _widen(forecast, _of_others(run, forecast, earlier))
-            for forecast in forecasts[1:]
-        ]
-    )
-    power = read_power(run, own.samples_per_step, own.micro_batches)
+    widened = iter([_widened(run, forecast, earlier) for forecast in forecasts[1:]])
+    power = read_power(run, samples, steps)
     found = [row if row.error else replace(row, forecast=next(widened), power=power) for row in rows]
     baseline = _baseline(forecasts[:1], [row.forecast for row in found if row.forecast])
     return [replace(row, baseline=baseline, profiled_workers=run.workers) for row in found]
@@ -66,13 +57,13 @@ def forecast_sizes(
 
 def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
     config = cell.config or cell.decided
-    size = sizes_of(cell.composed.cluster if config is None else _size_values(config))
+    if config is None:
+        cluster = cell.composed.cluster
+        size = int(cluster.nodes), int(cluster.workers_per_node)
+    else:
+        size = config.cluster.nodes, config.cluster.workers_per_node or 1
     error = join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
     return SizeRow(size, cell, error=error)
-
-
-def _size_values(config: Config) -> Mapping[str, Any]:
-    return {"nodes": config.cluster.nodes, "workers_per_node": config.cluster.workers_per_node or 1}
 
 
 def _other_steps(run: ProfiledRun, config: Config | None) -> str:
@@ -95,51 +86,31 @@ def _target(run: ProfiledRun, config: Config) -> Target:
     return Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples)
 
 
-def _own_target(run: ProfiledRun) -> Target:
-    """Return the size of the profiled run itself."""
-    steps = int(run.setting("train", "gradient_accumulation_steps") or 1)
-    samples = (run.micro_batch_size or 1) * steps * run.workers * run.samples_per_row
-    return Target(*run.size, steps, samples)
-
-
-def _is_own(run: ProfiledRun, forecast: Forecast) -> bool:
-    """Return whether a forecast is for the measured size, which no earlier error is about."""
-    target = forecast.target
-    return (target.nodes, target.workers_per_node) == run.size
-
-
-def _of_others(run: ProfiledRun, forecast: Forecast, earlier: Sequence[ForecastError]) -> list[ForecastError]:
-    """Return the earlier errors without that of this forecast, which must not explain itself."""
-    own = subject_of(run.record, forecast.target.nodes, forecast.target.workers_per_node)
-    return [error for error in earlier if error.subject != own]
-
-
-def _widen(forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
-    """Return a forecast whose interval is at least as wide as earlier errors were."""
-    error = largest_expected(earlier)
-    low, high = (forecast.step_time_s * factor for factor in (1 / (1 + error), 1 + error))
+def _widened(run: ProfiledRun, forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
+    """Return a forecast whose interval is at least as wide as earlier errors of other forecasts were."""
+    nodes, workers_per_node = forecast.target.nodes, forecast.target.workers_per_node
+    if (nodes, workers_per_node) == run.size:  # It is measured, so no earlier error is about it.
+        return forecast
+    # A forecast's own error must not explain itself.
+    own = subject_of(run.record, nodes, workers_per_node)
+    factor = 1 + largest_expected([error for error in earlier if error.subject != own])
+    low, high = forecast.step_time_s * (1 / factor), forecast.step_time_s * factor
     return replace(forecast, low_s=min(forecast.low_s, low), high_s=max(forecast.high_s, high))
 
 
 def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | None:
     """Return the fewest workers of all rows, and of the profiled run if its batch is as theirs."""
-    comparable = [forecast for forecast in own if all(_same_batch(forecast, row) for row in rows)]
-    first = min([*rows, *comparable], key=_by_size, default=None)
+
+    def same_batch(one: Target, other: Target) -> bool:
+        same_of_worker = one.micro_batches == other.micro_batches
+        return same_of_worker or math.isclose(one.samples_per_step, other.samples_per_step)
+
+    comparable = [forecast for forecast in own if all(same_batch(forecast.target, row.target) for row in rows)]
+    first = min([*rows, *comparable], key=lambda each: (each.target.workers, each.target.nodes), default=None)
     if first is None:
         return None
     target = first.target
-    return Baseline((target.nodes, target.workers_per_node), target.samples_per_step / first.step_time_s)
-
-
-def _by_size(forecast: Forecast) -> tuple[int, int]:
-    """Return the key by which forecasts are sorted: the workers, then the nodes."""
-    return forecast.target.workers, forecast.target.nodes
-
-
-def _same_batch(one: Forecast, other: Forecast) -> bool:
-    """Return whether two steps have the same batch of a worker, or the same global batch."""
-    a, b = one.target, other.target
-    return a.micro_batches == b.micro_batches or math.isclose(a.samples_per_step, b.samples_per_step)
+    return Baseline((target.nodes, target.workers_per_node), first.samples_per_second)
 
 
 # A size of a forecast, with everything that is printed for it.
@@ -223,7 +194,9 @@ class SizeRow:
             return None
         samples, ends = self.forecast.target.samples_per_step, (self.forecast.high_s, self.forecast.low_s)
         low, high = (self.baseline.efficiency(self.workers, samples / step_s) for step_s in ends)
-        is_limited = self.size == self.baseline.size or _has_constant_work(self.cell.config)
+        config = self.cell.config
+        has_constant_work = config is not None and load_strategy(config).keeps_states_whole(config) is True
+        is_limited = self.size == self.baseline.size or has_constant_work
         return low, cap_efficiency(high, self.efficiency or 0.0) if is_limited else high
 
     def share(self, part: str) -> float | None:
@@ -254,46 +227,29 @@ class SizeRow:
         return price_per_million_samples(self.forecast, config.cluster.price_per_gpu_hour)
 
 
-def _has_constant_work(config: Config | None) -> bool:
-    """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    return config is not None and load_strategy(config).keeps_states_whole(config) is True
-
-
 # Measured runs of the forecast sizes: those in the sweep of the profiled run.
 
 
 def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[StoredForecast]) -> list[SizeRow]:
-    """Return the rows with the measured runs of the same training, and keep their errors.
-
-    Args:
-        run: The profiled run.
-        rows: The sizes.
-        stored: What is kept of each row that has a forecast.
-    """
-    records = {record.run.id: record for record in _siblings(run)}
-    forecasts = {(forecast.nodes, forecast.workers_per_node): forecast for forecast in stored}
-    return [_with_measured(run, row, forecasts.get(row.size), records.get(row.cell.id)) for row in rows]
-
-
-def _siblings(run: ProfiledRun) -> list[RunRecord]:
-    """Return the completed runs in the sweep of the profiled run, without the runs of its own size."""
+    """Return the rows with the measured runs of the same training, and keep their errors."""
     size = ("nodes", "workers_per_node")
     own = [run.setting("cluster", name) for name in size]
-    return [
-        record for record in read_records(run.command_path.parent).records
+    records = {
+        record.run.id: record for record in read_records(run.command_path.parent).records
         if record.status == "completed" and [(record.config.get("cluster") or {}).get(name) for name in size] != own
-    ]  # fmt: skip
-
-
-def _with_measured(
-    run: ProfiledRun, row: SizeRow, forecast: StoredForecast | None, record: RunRecord | None
-) -> SizeRow:
-    if forecast is None or record is None:
-        return row
-    error: ForecastError | None = compare_with_run(run.record, forecast, record)
-    if error is not None:
-        store_error(run.record, forecast, record, error)
-    return replace(row, measured=error)
+    }  # fmt: skip
+    forecasts = {(forecast.nodes, forecast.workers_per_node): forecast for forecast in stored}
+    found = []
+    for row in rows:
+        forecast, record = forecasts.get(row.size), records.get(row.cell.id)
+        if forecast is None or record is None:
+            found.append(row)
+            continue
+        error: ForecastError | None = compare_with_run(run.record, forecast, record)
+        if error is not None:
+            store_error(run.record, forecast, record, error)
+        found.append(replace(row, measured=error))
+    return found
 
 
 # The sizes to forecast: those that the user typed, or powers of two.
@@ -316,16 +272,20 @@ Size = tuple[int, int]
 
 
 def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
-    """Return the sizes to forecast, in the order of the command line.
-
-    Args:
-        run: The profiled run.
-        typed: Overrides that the user has typed. Those of other keys are ignored.
+    """Return the sizes to forecast, in the order of the command line. Overrides of other keys are ignored.
 
     Raises:
         ConfigError: a size is not a positive whole number, or too large.
     """
-    values = dict(_typed_values(typed))
+    values: dict[str, list[Any]] = {}
+    for override in parse(typed):
+        key = override.get_key_element().lstrip("+")
+        if key in SIZE_KEYS:
+            found: list[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+            values[key] = [each for item in found for each in (item if isinstance(item, list) else [item])]
+            for value in values[key]:
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                    raise ConfigError(f"{key}={value} must be a whole number from 1: write {key}=1,2,4")
     if not values:
         return default_sizes(_workers_of_node(run))
     nodes, workers = run.size
@@ -337,24 +297,6 @@ def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
                 f"has at most {MAX_WORKERS:,}: lower one of them"
             )
     return sizes
-
-
-def _typed_values(typed: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
-    for override in parse(typed):
-        key = override.get_key_element().lstrip("+")
-        if key in SIZE_KEYS:
-            values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
-            yield key, [_checked(key, value) for item in values for value in _items(item)]
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _checked(key: str, value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise ConfigError(f"{key}={value} must be a whole number from 1: write {key}=1,2,4")
 
 
 def default_sizes(workers_of_node: int) -> list[Size]:
@@ -381,8 +323,3 @@ def _workers_of_node(run: ProfiledRun) -> int:
 def as_cell(size: Size) -> list[str]:
     """Return the overrides of a size."""
     return [f"{key}={value}" for key, value in zip(SIZE_KEYS, size, strict=True)]
-
-
-def sizes_of(overrides: Mapping[str, Any]) -> Size:
-    """Return the size of composed values of ``cluster``."""
-    return int(overrides["nodes"]), int(overrides["workers_per_node"])

@@ -1,9 +1,9 @@
-"""The forecast of the step time of a profiled run with other numbers of workers."""
+"""The forecast of the step time of a profiled run with other numbers of workers, its interval, and its calibration."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -22,11 +22,12 @@ from distexp.forecast.communication import (
 )
 from distexp.forecast.measured_step import MeasuredStep, assign_waits, read_measured_step
 from distexp.forecast.simulate import Scales, SimulatedStep, extrapolate, simulate
-from distexp.forecast.uncertainty import HOST_SPREAD, HostChange, describe_distance, describe_limit, interval_of
 from distexp.hardware.facts import facts
 from distexp.preflight.machine import MachineCurves, machine_of
 from distexp.runs.step_files import Collective, Item
+from distexp.statistics.noise import SINGLE_CPU_RUN
 from distexp.strategies.communication import StepCommunication
+from distexp.system.typed_values import number_of
 
 MAX_MICRO_BATCHES = 6
 """Micro-batches that are simulated. Each further one takes as long as the last of these."""
@@ -34,13 +35,7 @@ MAX_MICRO_BATCHES = 6
 
 @dataclass(frozen=True)
 class SimulatedTarget:
-    """The simulated step of a target.
-
-    Attributes:
-        step: Duration and parts.
-        sources: Sources of the durations of its collectives.
-        largest: Kind and size of the collective that takes longest; empty: none.
-    """
+    """The simulated step of a target, with the sources of its collectives, and the kind and size of the longest one."""
 
     step: SimulatedStep
     sources: frozenset[str]
@@ -49,12 +44,7 @@ class SimulatedTarget:
 
 @dataclass(frozen=True)
 class Forecaster:
-    """Forecasts of one run on one machine.
-
-    Attributes:
-        run: The profiled run.
-        machine: Curves and links.
-    """
+    """Forecasts of one profiled run with the curves and links of one machine."""
 
     run: MeasuredStep
     machine: MachineCurves
@@ -83,24 +73,19 @@ class Forecaster:
 
     def items(self, target: Target) -> tuple[Item, ...]:
         """Return the segments and collectives of a step of a target."""
-        model, count = self.run.model, target.micro_batches
-        items = with_micro_batches(model.items, model.micro_batches, count, self.communication)
-        items = self._with_update_of(target, items)
+        model, count, communication = self.run.model, target.micro_batches, self.communication
+        items = with_micro_batches(model.items, model.micro_batches, count, communication)
+        # The optimizer updates the share of a worker of the target.
+        shards = [communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)]
+        if model.group_elements and shards[0] != shards[1]:
+            before, after = (update_share(model.group_elements, communication, number) for number in shards)
+            items = shard_update(items, before, after, communication, on_gpu=model.on_gpu)
         if target.workers == 1:
             return items
         if model.workers == 1:
-            items = plan_communication(items, model, self.communication, micro_batches=count)
-        items = add_replication(items, self.communication, target)
-        return assign_waits(items, self.communication, on_gpu=model.on_gpu)
-
-    def _with_update_of(self, target: Target, items: tuple[Item, ...]) -> tuple[Item, ...]:
-        """Return the items of a step whose optimizer updates the share of a worker of a target."""
-        model = self.run.model
-        shards = [self.communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)]
-        if not model.group_elements or shards[0] == shards[1]:
-            return items
-        before, after = (update_share(model.group_elements, self.communication, count) for count in shards)
-        return shard_update(items, before, after, self.communication, on_gpu=model.on_gpu)
+            items = plan_communication(items, model, communication, micro_batches=count)
+        items = add_replication(items, communication, target)
+        return assign_waits(items, communication, on_gpu=model.on_gpu)
 
     def _duration(self, item: Item, target: Target) -> tuple[float, str]:
         """Return the seconds of a collective in a target, and their source.
@@ -113,58 +98,49 @@ class Forecaster:
         here = group_layout(self.communication, item.axis, self.run.target)
         if item.transfer_s is not None and there == here:
             return item.transfer_s, MEASURED
-        new = collective_time(self.machine, item.kind, self._size_in(target, item), there)
+        size = new_size = item.bytes or 0
+        if item.axis == "replicate" and item.transfer_s is not None:  # Replicas exchange the share of a worker.
+            shards = (group_layout(self.communication, "shard", each).ranks for each in (self.run.target, target))
+            new_size = size * next(shards) // next(shards)
+        new = collective_time(self.machine, item.kind, new_size, there)
         if item.transfer_s is None or here.ranks == 1:
             return new.seconds, new.source
-        old = collective_time(self.machine, item.kind, item.bytes or 0, here)
+        old = collective_time(self.machine, item.kind, size, here)
         return item.transfer_s * new.seconds / old.seconds, MODEL if new.source == MODEL else SCALED
-
-    def _size_in(self, target: Target, item: Collective) -> int:
-        """Return the bytes of a collective in a target: replicas exchange the share of a worker."""
-        size = item.bytes or 0
-        if item.axis != "replicate" or item.transfer_s is None:
-            return size
-        shard_here = group_layout(self.communication, "shard", self.run.target).ranks
-        return size * shard_here // group_layout(self.communication, "shard", target).ranks
 
     def forecast(self, target: Target, calibration: Calibration) -> Forecast:
         """Return the forecast of a target."""
-        found, run = self.simulate(target, calibration.scales), self.run
-        more = target.micro_batches / run.model.micro_batches
+        scales, run = calibration.scales, self.run
+        found = self.simulate(target, scales)
+        step, more = found.step, target.micro_batches / run.model.micro_batches
         parts = {
-            "compute": found.step.compute_s,
-            "exposed_communication": found.step.exposed_s,
-            "launch": found.step.launch_s,
+            "compute": step.compute_s,
+            "exposed_communication": step.exposed_s,
+            "launch": step.launch_s,
             "waiting": run.waiting_s(target.workers) * math.sqrt(more),
             "other": calibration.other_s * more,
         }
         seconds = max(sum(parts.values()), 1e-9)
-        host = self._change_with_host(target, calibration.scales, found.step)
-        low, high = interval_of(seconds, found.step, found.sources, run, target, host=host)
+        shorter_s = longer_s = 0.0
+        if run.model.on_gpu:  # On CPUs, the noise of a run includes that of the launches.
+            shorter_s = step.step_s - self._step_s(target, scales, 1 / HOST_SPREAD)
+            longer_s = self._step_s(target, scales, HOST_SPREAD) - step.step_s
+        low, high = interval_of(seconds, step, found.sources, run, target, shorter_s=shorter_s, longer_s=longer_s)
         return Forecast(
             target,
             seconds,
             low,
             high,
             parts,
-            found.step.hidden_s,
+            step.hidden_s,
             beyond=describe_distance(run, target, found.sources),
             limit=describe_limit(parts, found.largest),
-            notes=(
-                *self._notes_on_collectives(found.sources, target),
-                *self._notes_on_oversubscription(target),
-            ),
+            notes=(*self._notes_on_collectives(found.sources, target), *self._notes_on_oversubscription(target)),
         )
 
-    def _change_with_host(self, target: Target, scales: Scales, step: SimulatedStep) -> HostChange:
-        """Return how a step changes with a faster and a slower CPU. On CPUs, the noise of a run includes this."""
-        if not self.run.model.on_gpu:
-            return HostChange()
-        faster, slower = (
-            self.simulate(target, replace(scales, host=scales.host * factor)).step
-            for factor in (1 / HOST_SPREAD, HOST_SPREAD)
-        )
-        return HostChange(step.step_s - faster.step_s, slower.step_s - step.step_s)
+    def _step_s(self, target: Target, scales: Scales, host: float) -> float:
+        """Return the simulated step if the times of the CPU have another factor."""
+        return self.simulate(target, replace(scales, host=scales.host * host)).step.step_s
 
     def _notes_on_collectives(self, sources: frozenset[str], target: Target) -> Iterator[str]:
         """Yield whether the times of collectives are those of a preflight, or which link was assumed."""
@@ -238,6 +214,77 @@ def _measure(override: str) -> str:
     return f"{TO_MEASURE} distexp preflight {override}"
 
 
+# The interval of a forecast, and how far it is from what was measured.
+
+
+UNCERTAINTY = {MEASURED: 0.15, SCALED: 0.3, MODEL: 0.6}
+"""Relative error of the exposed communication that the interval assumes, by the source of its duration."""
+HIDDEN_UNCERTAINTY = 0.15
+"""Fraction of the hidden communication by which a step may be longer: its kernels share the device with others."""
+BASE_UNCERTAINTY = 0.03
+"""Relative error of the interval at the profiled size, from run to run."""
+DOUBLING_UNCERTAINTY = 0.01
+"""Relative error that each doubling of the workers adds."""
+HOST_SPREAD = 4 / 3
+"""Factor by which launches on GPUs may be slower, or faster, in another run (docs/results/forecast.md)."""
+LEAST_SHARE = 0.05
+"""Smallest lower end of an interval, relative to the forecast: no step takes no time."""
+
+
+def interval_of(
+    seconds: float,
+    step: SimulatedStep,
+    sources: Set[str],
+    run: MeasuredStep,
+    target: Target,
+    *,
+    shorter_s: float,
+    longer_s: float,
+) -> tuple[float, float]:
+    """Return the ends of the interval. The errors are independent, so their squares are added."""
+    worst = max((UNCERTAINTY[source] for source in sources), default=0.0)
+    speed_error = number_of(run.record.metrics.speed_error or {}, "relative") or 0.0
+    errors = (
+        BASE_UNCERTAINTY * seconds,
+        DOUBLING_UNCERTAINTY * abs(math.log2(target.workers / run.model.workers)) * seconds,
+        2 * speed_error * seconds,
+        worst * step.exposed_s,
+        (run.waiting_s(target.workers) - run.own_waiting_s) / 2,
+        0.0 if run.model.on_gpu else SINGLE_CPU_RUN * seconds,  # As in the report: other programs share the cores.
+    )
+    combined = math.hypot(*errors)
+    # A slower or faster CPU makes the step longer or shorter.
+    below = math.hypot(combined, shorter_s)
+    above = math.hypot(combined, longer_s, HIDDEN_UNCERTAINTY * step.hidden_s)
+    return max(seconds - below, LEAST_SHARE * seconds), seconds + above
+
+
+def describe_distance(run: MeasuredStep, target: Target, sources: Set[str]) -> str:
+    """Return how far a target is outside of the measured range; empty if it is inside."""
+    parts = []
+    if target.workers > run.model.workers:
+        parts.append(f"{target.workers / run.model.workers:g} x the workers of the profiled run ({run.model.workers})")
+    if target.nodes > run.model.nodes:
+        parts.append(f"{target.nodes} nodes instead of {run.model.nodes}")
+    if MODEL in sources:
+        parts.append("collectives from link speeds, not measured")
+    elif SCALED in sources:
+        parts.append("collectives scaled from another number of workers")
+    return ", ".join(parts)
+
+
+def describe_limit(parts: dict[str, float], largest: str) -> str:
+    """Return what limits a step most, other than its kernels; empty if nothing takes a tenth of it."""
+    names = {
+        "exposed_communication": f"communication, mainly the {largest}" if largest else "communication",
+        "launch": "the launches of the CPU",
+        "waiting": "the wait for the slowest worker",
+    }
+    total = sum(parts.values())
+    part = max(names, key=lambda name: parts[name])
+    return names[part] if parts[part] >= 0.1 * total else ""
+
+
 # Calibration: the profiled run's own size must give its own measured median.
 #
 # The profiler slows down the CPU and not the kernels, usually by TYPICAL_HOST. If the simulated step then is about as
@@ -259,12 +306,7 @@ ROUNDS = 30
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors of the times of the profiled step, and what they do not explain.
-
-    Attributes:
-        scales: Factors of the CPU's and of the device's times.
-        other_s: Seconds of a step that the simulation does not explain.
-    """
+    """Factors of the times of the profiled step, and the seconds of a step that they do not explain."""
 
     scales: Scales
     other_s: float = 0.0
@@ -275,13 +317,7 @@ StepTime = Callable[[Scales], float]
 
 
 def calibrate(step_s: StepTime, median_s: float, *, on_gpu: bool) -> Calibration:
-    """Return the factors with which the simulation gives the measured median.
-
-    Args:
-        step_s: The simulation.
-        median_s: Median of the steps that were not profiled.
-        on_gpu: Whether kernels run on a device.
-    """
+    """Return the factors with which the simulation gives the measured median."""
     if not on_gpu:
         return _fit(lambda factor: Scales(factor, 1.0), step_s, median_s, (0.0, 10.0))
     if abs(step_s(Scales(TYPICAL_HOST, 1.0)) - median_s) <= CLOSE * median_s:

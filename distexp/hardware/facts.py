@@ -63,7 +63,11 @@ class Gpu:
 
     def match(self, parts: set[str]) -> int:
         """Return how many characters of a name's parts this entry describes; 0 if it is another GPU."""
-        return max(_characters(name, parts) for name in self.names)
+        found = [0]
+        for name in self.names:
+            if all(any(fnmatchcase(part, pattern) for part in parts) for pattern in name.split()):
+                found.append(sum(character.isalnum() for character in name))
+        return max(found)
 
     def peak_tflops(self, precision: str) -> float | None:
         """Return the peak for fp32, bf16 or fp16; None if it is unknown, or the GPU has no bf16."""
@@ -168,29 +172,17 @@ def gpu_facts(name: str | None) -> Gpu:
     Args:
         name: Value of ``plan.gpu``, or the name that torch or NVML reports. None for an unknown GPU.
     """
-    known, defaults = _find(name), facts().unknown_gpu
-    if known is None:
-        return Gpu((), {}, None, None, **defaults)
-    return replace(known, **{key: value for key, value in defaults.items() if getattr(known, key) is None})
-
-
-def _find(name: str | None) -> Gpu | None:
-    """Return the entry of a GPU. A name may match several ones; the longest match is the most specific one."""
-    parts, gpus = name_parts(name), facts().gpus
+    parts, gpus, defaults = name_parts(name), facts().gpus, facts().unknown_gpu
+    # A name may match several entries. The longest match is the most specific one.
     best = next((gpu for gpu in gpus if name in gpu.memory_mib), None) or max(gpus, key=lambda gpu: gpu.match(parts))
-    return best if name in best.memory_mib or best.match(parts) else None
+    if name not in best.memory_mib and not best.match(parts):
+        return Gpu((), {}, None, None, **defaults)
+    return replace(best, **{key: value for key, value in defaults.items() if getattr(best, key) is None})
 
 
 def name_parts(name: str | None) -> set[str]:
     """Return the parts of a GPU's name in upper case."""
     return set(re.split(r"[^A-Z0-9]+", (name or "").upper())) - {""}
-
-
-def _characters(pattern: str, parts: set[str]) -> int:
-    wanted = pattern.split()
-    if all(any(fnmatchcase(part, each) for part in parts) for each in wanted):
-        return sum(character.isalnum() for character in pattern)
-    return 0
 
 
 def planned_gpus() -> Mapping[str, float]:
@@ -205,12 +197,7 @@ def gpus_with(mib: float) -> list[str]:
 
 
 def peak_tflops(name: str | None, precision: str) -> float | None:
-    """Return the peak of a GPU in TFLOP/s; None if it is unknown, as that of a MIG instance, which is a part of a GPU.
-
-    Args:
-        name: See ``gpu_facts``.
-        precision: fp32, bf16 or fp16.
-    """
+    """Return the peak of a GPU in TFLOP/s; None if it is unknown, as that of a MIG instance: a part of a GPU."""
     return None if "MIG" in name_parts(name) else gpu_facts(name).peak_tflops(precision)
 
 

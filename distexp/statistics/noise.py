@@ -106,13 +106,7 @@ def step_noise(error: dict[str, float] | None) -> float | None:
 
 
 def speed_noise(steps: float | None, device: object, *, repeats: float | None = None) -> float | None:
-    """Return the relative noise of a speed: the largest one that is known; None if none is.
-
-    Args:
-        steps: Noise of the step times.
-        device: Device of the run, such as ``cpu``.
-        repeats: Noise between repeats; None if nothing was repeated.
-    """
+    """Return the relative noise of a speed: the largest one that is known; None if none is."""
     floor = SINGLE_CPU_RUN if repeats is None and device == "cpu" else None
     return max((noise for noise in (steps, repeats, floor) if noise is not None), default=None)
 

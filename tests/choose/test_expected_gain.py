@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, Status, Trial, rules_for
-from distexp.choose.predictions.forecast_scale import exact_scale, least_gain
-from distexp.choose.predictions.pruning import probably_fits
+from distexp.choose.policy import exact_scale, least_gain, probably_fits
 from distexp.runs.record_sections import Predicted
 from distexp.statistics.noise import expected_gain
 

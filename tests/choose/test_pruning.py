@@ -9,9 +9,9 @@ import pytest
 
 from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Objective, Status
-from distexp.choose.policy import describe_no_winner
 from distexp.choose.predictions.pruning import prune_by_plan
 from distexp.choose.predictions.rough_forecast import MachineSpeeds, Work, rough_step_s, set_forecasts
+from distexp.choose.search import describe_no_winner
 from distexp.choose.space import make_space
 from distexp.config import Config
 from distexp.plan.estimate import Estimate

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from distexp.choose.candidate import Candidate, Objective, Status, Trial, rules_for
-from distexp.choose.policy import prune_untried
-from distexp.choose.predictions.forecast_scale import scaled_forecast
+from distexp.choose.policy import scaled_forecast
 from distexp.choose.ranking import PlannedTrial, SearchResult, margin_between, ranked
-from distexp.choose.search import first_trials, search
+from distexp.choose.search import first_trials, prune_untried, search
 from distexp.runs.record_sections import Predicted
 from tests.helpers.landscapes import Landscape
 

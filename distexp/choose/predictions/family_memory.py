@@ -37,6 +37,11 @@ class FamilyMemory:
     def __post_init__(self) -> None:
         self.members = sorted(self.candidates, key=attrgetter("micro_batch"))
         self.memory_mib = memory_to_fit_mib(self.config)
+        # On CPUs the memory of a node is measured, and that of the simulated nodes together decides.
+        cluster, on_cpus = self.config.cluster, self.config.cluster.device == "cpu"
+        self._workers_measured = (cluster.workers_per_node or 1) if on_cpus else 1
+        self._workers_in_memory = self._workers_measured * (simulated_nodes(self.config) if on_cpus else 1)
+        self._reserve = step_reserve(self.config) if on_cpus else 1.0  # how often a tensor of a step counts
 
     @property
     def config(self) -> Config:
@@ -44,27 +49,6 @@ class FamilyMemory:
         config = self.candidates[0].config
         assert config is not None, "the members are valid"
         return config
-
-    @property
-    def workers_of_node(self) -> int:
-        """Return how many workers have their tensors in the memory that is measured: on CPUs those of a node."""
-        cluster = self.config.cluster
-        return (cluster.workers_per_node or 1) if cluster.device == "cpu" else 1
-
-    @property
-    def workers_in_memory(self) -> int:
-        """Return how many workers have their tensors in the memory that decides whether a member fits."""
-        return self.workers_of_node * (simulated_nodes(self.config) if self.config.cluster.device == "cpu" else 1)
-
-    @property
-    def _reserve(self) -> float:
-        """Return the factor by which a tensor of a step counts in the memory that decides."""
-        return step_reserve(self.config) if self.config.cluster.device == "cpu" else 1.0
-
-    @property
-    def label(self) -> str:
-        """Return the overrides of the family."""
-        return " ".join(self.candidates[0].family)
 
     @property
     def largest_that_fits(self) -> Candidate | None:
@@ -85,7 +69,15 @@ class FamilyMemory:
         if self.unknown:
             return None
         without_verdict = [member for member in self.waiting() if member.micro_batch not in self._verdicts]
-        return without_verdict[-1] if without_verdict else self._first_that_accumulates()
+        if without_verdict:
+            return without_verdict[-1]
+        # Accumulated gradients stay in memory during the next forward pass. So the peak of a member that accumulates
+        # does not follow from one that does not. The largest one that fits shows it for all of them.
+        accumulating = [member for member in self.members if _accumulates(member)]
+        if any(member.estimate is not None for member in accumulating):
+            return None
+        fitting = [member for member in accumulating if self._verdicts.get(member.micro_batch) == FITS]
+        return next((member for member in reversed(fitting) if member.status is Status.WAITING), None)
 
     def probably_next(self) -> Candidate | None:
         """Return the member that will probably be predicted after ``next_to_predict``; None if there is none.
@@ -96,18 +88,6 @@ class FamilyMemory:
         if following is None or following in accumulating or any(each.estimate is not None for each in accumulating):
             return None
         return next((each for each in reversed(accumulating) if each.status is Status.WAITING), None)
-
-    def _first_that_accumulates(self) -> Candidate | None:
-        """Return the largest member that accumulates gradients; None if the memory of such a member is known.
-
-        Accumulated gradients stay in memory during the next forward pass. So the peak of a member that accumulates
-        does not follow from one that does not.
-        """
-        accumulating = [member for member in self.members if _accumulates(member)]
-        if any(member.estimate is not None for member in accumulating):
-            return None
-        fitting = [member for member in accumulating if self._verdicts.get(member.micro_batch) == FITS]
-        return next((member for member in reversed(fitting) if member.status is Status.WAITING), None)
 
     def add_estimate(self, member: Candidate, outcome: Estimate | str) -> None:
         """Keep the estimate of a member, and infer what follows for the others."""
@@ -129,15 +109,15 @@ class FamilyMemory:
 
     def _infer_fitting(self, member: Candidate, estimate: Estimate) -> None:
         """Infer that smaller members fit. Those that accumulate gradients may need another copy of them."""
-        extra = 0.0 if _accumulates(member) else self._gradients_mib()
-        if extra is not None and (estimate.most_mib or 0.0) + extra <= (self.memory_mib or 0.0):
+        parameters, extra = parameter_count(self.config.model), 0.0
+        if not _accumulates(member):
+            if parameters is None:
+                return
+            extra = self._workers_in_memory * GRADIENT_BYTES * parameters / MIB
+        if (estimate.most_mib or 0.0) + extra <= (self.memory_mib or 0.0):
             for other in self.members:
                 if other.micro_batch < member.micro_batch:
                     self._verdicts.setdefault(other.micro_batch, FITS)
-
-    def _gradients_mib(self) -> float | None:
-        parameters = parameter_count(self.config.model)
-        return None if parameters is None else self.workers_in_memory * GRADIENT_BYTES * parameters / MIB
 
     def _infer_too_large(self, member: Candidate, estimate: Estimate) -> None:
         """Infer which smaller members do not fit either, because what does not shrink with them is too much."""
@@ -148,8 +128,12 @@ class FamilyMemory:
                 self._verdicts.setdefault(other.micro_batch, DOES_NOT_FIT)
         if not needed or least is None or self.memory_mib is None:
             return
-        shrinking = self.workers_in_memory * self._reserve * _sum_of_parts(estimate, *PER_SAMPLE, "temporaries")
-        line = MemoryLine(member.micro_batch, _without_reserve(estimate, needed), shrinking / member.micro_batch)
+        shrinking = self._workers_in_memory * self._reserve * _sum_of_parts(estimate, *PER_SAMPLE, "temporaries")
+        # A smaller micro-batch may not need the reserve of the allocator.
+        used = needed
+        if not estimate.on_cpu and estimate.peak_allocated_mib is not None:
+            used = min(needed, estimate.peak_allocated_mib + estimate.overhead_mib)
+        line = MemoryLine(member.micro_batch, used, shrinking / member.micro_batch)
         for smaller in (other for other in self.members if other.micro_batch < member.micro_batch):
             if line.at(smaller.micro_batch) * least / needed > self.memory_mib:
                 self._verdicts.setdefault(smaller.micro_batch, DOES_NOT_FIT)
@@ -159,49 +143,27 @@ class FamilyMemory:
         for member in self.waiting():
             if self.unknown:
                 member.reason = f"its memory is not predicted: {self.unknown}"
-            verdict = self._verdicts.get(member.micro_batch)
+            verdict, size = self._verdicts.get(member.micro_batch), member.micro_batch
             member.too_close = verdict == TOO_CLOSE
-            if member.expected_mib is None:
-                member.expected_mib = self._expected_mib(member)
+            # The member itself, or the next larger one that is predicted.
+            larger = (each for each in self.members if each.micro_batch >= size)
+            nearest = next((each for each in larger if each.estimate is not None and each.predicted is not None), None)
+            if member.expected_mib is None and nearest is not None and nearest.expected_mib is not None:
+                assert nearest.estimate is not None
+                shrunk = self._workers_measured * self._reserve * _sum_of_parts(nearest.estimate, *PER_SAMPLE)
+                line = MemoryLine(nearest.micro_batch, nearest.expected_mib, shrunk / nearest.micro_batch)
+                member.expected_mib = line.at(size)
             if verdict == DOES_NOT_FIT:
-                member.prune(self._reason(member))
-
-    def _nearest_predicted(self, member: Candidate) -> Candidate | None:
-        """Return a member if it is predicted, else the next larger one that is predicted; None if there is none."""
-        larger = (larger_member for larger_member in self.members if larger_member.micro_batch >= member.micro_batch)
-        return next((other for other in larger if other.estimate is not None and other.predicted is not None), None)
-
-    def _expected_mib(self, member: Candidate) -> float | None:
-        """Return the peak that follows from a larger member."""
-        nearest = self._nearest_predicted(member)
-        if nearest is None or nearest.estimate is None or nearest.expected_mib is None:
-            return None
-        shrunk = self.workers_of_node * self._reserve * _sum_of_parts(nearest.estimate, *PER_SAMPLE)
-        return MemoryLine(nearest.micro_batch, nearest.expected_mib, shrunk / nearest.micro_batch).at(
-            member.micro_batch
-        )
-
-    def _reason(self, member: Candidate) -> str:
-        """Return why a member does not fit."""
-        nearest = self._nearest_predicted(member)
-        assert nearest is not None, "its verdict follows from a prediction"
-        assert nearest.predicted is not None
-        text = describe_verdict(nearest.predicted)
-        if nearest is member:
-            return text
-        return f"micro-batch {nearest.micro_batch} {text}, and too little of its memory depends on the size"
+                assert nearest is not None, "its verdict follows from a prediction"
+                assert nearest.predicted is not None
+                text = describe_verdict(nearest.predicted)
+                other = f"micro-batch {nearest.micro_batch} {text}, and too little of its memory depends on the size"
+                member.prune(text if nearest is member else other)
 
 
 def _sum_of_parts(estimate: Estimate, *parts: str) -> float:
     """Return some parts of the peak of a worker in MiB."""
     return sum(estimate.parts.get(part, 0.0) for part in parts)
-
-
-def _without_reserve(estimate: Estimate, needed: float) -> float:
-    """Return the needed memory without the reserve of the allocator, which a smaller micro-batch may not need."""
-    if estimate.on_cpu or estimate.peak_allocated_mib is None:
-        return needed
-    return min(needed, estimate.peak_allocated_mib + estimate.overhead_mib)
 
 
 def _accumulates(member: Candidate) -> bool:

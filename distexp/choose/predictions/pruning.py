@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distexp.choose.candidate import CHECKPOINTING, OOM_GPU, OOM_HOST, Candidate, Objective, SearchRules, Status
+from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective, Status
 from distexp.choose.predictions.family_memory import FamilyMemory
-from distexp.config import Config
 from distexp.config.overrides import format_count
 from distexp.plan.fitting_change import EstimateAll
 from distexp.plan.process_overheads import step_reserve
-from distexp.plan.verdict import available_mib
 from distexp.strategies.base import load_strategy, shipped_strategies
 
 STAGES = ((False, False), (False, True), (True, False), (True, True))
@@ -51,21 +49,17 @@ def prune_by_plan(
 ) -> None:
     """Prune the candidates that cannot fit, and those that cannot be better than one that fits.
 
-    Args:
-        candidates: All candidates. They get their predictions.
-        estimate_all: Returns estimates of several configurations, as ``Planner.estimate``.
-        objective: For memory, nothing is pruned because it is slower.
-        at_a_time: Configurations that are predicted in parallel.
-        limit_s: Time after which no more are predicted. The others stay, without a forecast.
-        report: Prints a line of progress.
-        clock: Time in seconds.
+    The others get their predictions. For the objective memory, nothing is pruned because it is slower. After the limit,
+    no more are predicted: the others stay, without a forecast.
     """
     families: dict[tuple[str, ...], list[Candidate]] = {}
     for candidate in candidates:
         if candidate.config is not None and candidate.status is Status.WAITING:
             families.setdefault(candidate.family, []).append(candidate)
     memories = {name: FamilyMemory(members) for name, members in families.items()}
-    lighter = _lighter_overrides(family.config for family in memories.values())
+    configs = [family.config for family in memories.values()]
+    kinds = {**shipped_strategies(), **{config.strategy.name: type(load_strategy(config)) for config in configs}}
+    lighter = {text: other for name, kind in kinds.items() for text, other in kind.lighter_overrides(name).items()}
     pruning = _Pruning(memories, lighter, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
     for offload, checkpoints in STAGES:
         pruning.predict_stage(offload=offload, checkpoints=checkpoints)
@@ -101,8 +95,9 @@ class _Pruning:
 
     def predict_stage(self, *, offload: bool, checkpoints: bool) -> None:
         """Predict the families of a stage, in the order of their memory."""
-        names = [name for name, family in self.families.items() if _stage(family.config) == (offload, checkpoints)]
-        for group in self._groups(names):
+        configs = {name: family.config for name, family in self.families.items()}
+        stages = {name: (each.offload.enabled, each.train.activation_checkpointing) for name, each in configs.items()}
+        for group in self._groups([name for name, stage in stages.items() if stage == (offload, checkpoints)]):
             for name in group:
                 self._prune_without_prediction(name, offload=offload, checkpoints=checkpoints)
             self._predict([self.families[name] for name in group])
@@ -140,7 +135,7 @@ class _Pruning:
             return
         for member in family.waiting():
             if lighter.is_too_large(member.micro_batch):
-                member.prune(f"needs more memory than {lighter.label}, which does not fit")
+                member.prune(f"needs more memory than {' '.join(lighter.candidates[0].family)}, which does not fit")
 
     def _prune_offloaded(self, family: FamilyMemory) -> None:
         """Prune a family with offloading, which is slow, if something fits without it on the same workers."""
@@ -173,13 +168,14 @@ class _Pruning:
 
     def _level(self, name: Sequence[str]) -> int:
         """Return how many options need less memory than that of a family, each less than the one before."""
-        return max((sum(1 for _ in self._lighter_options(text)) for text in name), default=0)
-
-    def _lighter_options(self, option: str) -> Iterator[str]:
-        for _ in self.lighter:  # At most once for each, because custom strategies may name each other.
-            if option in self.lighter:
-                option = self.lighter[option]
-                yield option
+        levels = [0]
+        for text in name:
+            option, level = text, 0
+            # At most once for each, because custom strategies may name each other.
+            while option in self.lighter and level < len(self.lighter):
+                option, level = self.lighter[option], level + 1
+            levels.append(level)
+        return max(levels)
 
     def _predict(self, families: Sequence[FamilyMemory]) -> None:
         """Search the largest micro-batch of each family, all of them in parallel."""
@@ -224,53 +220,3 @@ class _Pruning:
         for error, count in self.errors.most_common(MAX_ERRORS):
             all_of = "all of the first " if self.errors.total() == self.done else ""
             self.report(f"{all_of}{format_count(count, 'prediction')} failed: {error}")
-
-
-def _stage(config: Config) -> tuple[bool, bool]:
-    """Return the entry of STAGES to which a configuration belongs."""
-    return config.offload.enabled, config.train.activation_checkpointing
-
-
-def _lighter_overrides(configs: Iterable[Config]) -> dict[str, str]:
-    """Return the override that needs less memory, by each override that chooses an option of a strategy."""
-    kinds = {**shipped_strategies(), **{config.strategy.name: type(load_strategy(config)) for config in configs}}
-    return {text: lighter for name, kind in kinds.items() for text, lighter in kind.lighter_overrides(name).items()}
-
-
-# Which of the candidates that may not fit are tried: those that probably fit, by the prediction and by the trials.
-
-
-def allowed_if_too_close(candidate: Candidate, candidates: Iterable[Candidate], rules: SearchRules) -> float:
-    """Return the most that the expected score of a candidate that may not fit may be, relative to the best one."""
-    return 1.0 if probably_fits(candidate, candidates) else 1 - rules.worthwhile
-
-
-def probably_fits(candidate: Candidate, candidates: Iterable[Candidate]) -> bool:
-    """Return whether a candidate fits if the prediction has no error, or if one that needs as much has completed.
-
-    The memory is that of a GPU, or on CPUs that of a node. It does not fit if one that needs less ran out of it.
-
-    Args:
-        candidate: A candidate. If it may not fit, and its memory is unknown, it probably does not.
-        candidates: All candidates.
-    """
-    if not candidate.too_close:
-        return True
-    needed, memory = required_mib(candidate), available_mib(candidate.predicted) if candidate.predicted else None
-    if needed is None or memory is None:
-        return False
-    tried = [(other, required_mib(other)) for other in candidates if other.trials]
-    known = [(other, required) for other, required in tried if required is not None]
-    if any(_ran_out_of_memory(other) and required <= needed for other, required in known):
-        return False
-    return needed <= max([memory, *(required for other, required in known if other.completed)])
-
-
-def required_mib(candidate: Candidate) -> float | None:
-    """Return the predicted MiB of a candidate, of a GPU or on CPUs of a node; None if it was not predicted."""
-    return None if candidate.predicted is None else candidate.predicted.required_mib
-
-
-def _ran_out_of_memory(candidate: Candidate) -> bool:
-    """Return whether a trial ran out of the memory that was predicted: that of a GPU, or on CPUs that of a node."""
-    return any(trial.status == (OOM_HOST if candidate.on_cpus else OOM_GPU) for trial in candidate.trials)

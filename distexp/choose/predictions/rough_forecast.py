@@ -16,7 +16,6 @@ from distexp.config import Config, ConfigError
 from distexp.forecast.collectives import GroupLayout
 from distexp.forecast.communication import Target, group_layout
 from distexp.hardware.facts import facts, gpu_facts, peak_tflops
-from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.resources import parameter_count
 from distexp.strategies.base import load_strategy
@@ -24,20 +23,14 @@ from distexp.system.cache_dir import cache_dir
 from distexp.system.files import read_json
 from distexp.system.units import MIB
 
-# A rough forecast of the communication of a step: the collectives of ``distexp forecast``, as bytes on links.
+# The communication of a step: the collectives of ``distexp forecast``, as bytes on links.
 
 
-BYTES_PER_GB = 1e9
+GB, TERA = 1e9, 1e12
 
 
 def communication_s(config: Config, parameters: float, speeds: MachineSpeeds) -> float:
-    """Return the seconds in collectives of a step, without latencies. None of them is hidden.
-
-    Args:
-        config: Configuration of the run.
-        parameters: Number of parameters of the whole model.
-        speeds: Speeds of the machine.
-    """
+    """Return the seconds in collectives of a step, without latencies. None of them is hidden."""
     cluster, steps = config.cluster, config.train.gradient_accumulation_steps
     target = Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples_per_step=0.0)
     communication = load_strategy(config).communication(config)
@@ -52,7 +45,7 @@ def _ring_s(size: float, group: GroupLayout, speeds: MachineSpeeds) -> float:
     link = speeds.link_gb_per_s
     if group.nodes > 1:
         link = min(link, speeds.network_gb_per_s * group.ranks_per_node)
-    return size * (group.ranks - 1) / group.ranks / (link * BYTES_PER_GB)
+    return size * (group.ranks - 1) / group.ranks / (link * GB)
 
 
 # Speeds of a machine for the order of the candidates: measured ones if a preflight stored them, else rough ones.
@@ -115,7 +108,7 @@ def stored_tflops(device: str, precision: str) -> float | None:
     return max(found, default=None)
 
 
-GB, TERA = 1e9, 1e12
+# The time of a step.
 
 ADAMW_BYTES = 28
 """Bytes per parameter that a step of AdamW reads and writes: weight, gradient and two moments in fp32."""
@@ -160,46 +153,26 @@ def set_forecasts(
         families.setdefault(candidate.family, []).append(candidate)
     for members in families.values():
         estimated = [member for member in members if member.estimate is not None and member.estimate.flops is not None]
-        if estimated:
-            for waiting in (member for member in members if member.status is Status.WAITING):
-                waiting.forecast_s = _forecast_s(waiting, estimated, speeds_of)
-
-
-def _forecast_s(
-    candidate: Candidate, estimated: Sequence[Candidate], speeds_of: Callable[[Config], MachineSpeeds]
-) -> float | None:
-    """Return the forecast of a candidate, from the estimated member of its family with the nearest micro-batch."""
-    config = candidate.config
-    if config is None:
-        return None
-    nearest = min(estimated, key=lambda other: abs(other.micro_batch - candidate.micro_batch))
-    work = _scaled_work(nearest, config)
-    return None if work is None else rough_step_s(config, work, speeds_of(config))
+        for waiting in (member for member in members if estimated and member.status is Status.WAITING):
+            config, size = waiting.config, waiting.micro_batch
+            nearest = min(estimated, key=lambda other: abs(other.micro_batch - size))
+            work = None if config is None else _scaled_work(nearest, config)
+            waiting.forecast_s = None
+            if config is not None and work is not None:
+                waiting.forecast_s = rough_step_s(config, work, speeds_of(config))
 
 
 def _scaled_work(known: Candidate, config: Config) -> Work | None:
-    """Return the work of another member of a candidate's family. The samples of a step are the same.
-
-    Args:
-        known: A candidate with an estimate.
-        config: Configuration of the other member.
-    """
+    """Return the work of another member of a candidate's family. The samples of a step are the same."""
     estimate = known.estimate
     if estimate is None or known.config is None or estimate.flops is None or estimate.operations is None:
         return None
     of_passes = estimate.operations - (estimate.optimizer_operations or 0)
     per_micro_batch = of_passes / known.config.train.gradient_accumulation_steps
-    return Work(
-        estimate.flops,
-        per_micro_batch * config.train.gradient_accumulation_steps,
-        (estimate.written_mib or 0.0) * MIB,
-        _parameter_count_of(known.config, estimate),
-    )
-
-
-def _parameter_count_of(config: Config, estimate: Estimate) -> float:
-    """Return the number of parameters of the whole model. If it is unknown, that of the worker's share of fp32 ones."""
-    return parameter_count(config.model) or estimate.parts.get("parameters", 0.0) * MIB / 4
+    operations = per_micro_batch * config.train.gradient_accumulation_steps
+    # If the size of the whole model is unknown, that of the worker's share of fp32 parameters counts.
+    parameters = parameter_count(known.config.model) or estimate.parts.get("parameters", 0.0) * MIB / 4
+    return Work(estimate.flops, operations, (estimate.written_mib or 0.0) * MIB, parameters)
 
 
 def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
@@ -208,7 +181,10 @@ def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     moved = (1 + READS_PER_WRITE) * work.written_bytes + PASSES * steps * work.parameters * _compute_bytes(config)
     computation = work.flops / (speeds.tflops * TERA) + moved / (speeds.memory_gb_per_s * GB)
     body = max(computation, work.operations * speeds.launch_s * load_strategy(config).launch_factor(config))
-    return body + _optimizer_s(config, work, speeds) + _exposed_s(config, work, speeds, body)
+    exposed = total = communication_s(config, work.parameters, speeds)
+    if load_strategy(config).overlaps_communication(config):
+        exposed = max(MIN_EXPOSED_SHARE * total, total - HIDDEN_SHARE * body)
+    return body + _optimizer_s(config, work, speeds) + exposed
 
 
 def _compute_bytes(config: Config) -> int:
@@ -222,10 +198,3 @@ def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
         return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
     moved = values * (4 + _compute_bytes(config)) / (facts().gpu_to_cpu_gb_per_s * GB)
     return moved + values * ADAMW_BYTES / (facts().cpu_adam_gb_per_s * GB)
-
-
-def _exposed_s(config: Config, work: Work, speeds: MachineSpeeds, body: float) -> float:
-    """Return the communication that the computation does not hide."""
-    total = communication_s(config, work.parameters, speeds)
-    overlaps = load_strategy(config).overlaps_communication(config)
-    return max(MIN_EXPOSED_SHARE * total, total - HIDDEN_SHARE * body) if overlaps else total
