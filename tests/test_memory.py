@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distexp.memory import main
+from distexp.runs.memory_trace import COLUMNS
 
 GPU_LINE = "[gpu_memory_log - GPU 0] Peak = 21658 MiB, Avg = 18683.53 MiB, Mode = 21658 MiB"
 WORKSHOP_OUTPUT = f"""\
@@ -50,9 +51,9 @@ def test_output_is_that_of_the_workshop(gpu_log: Path, cpu_log: Path, capsys: py
 
 def test_only_one_kind(gpu_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "node0.csv"
+    rest = "," * (len(COLUMNS) - 11)
     trace.write_text(
-        "unix_time_s,phase,kind,index,used_mib,total_mib,utilization_pct,power_w,job_mib,energy_j,source\n"
-        "1.0,train,cpu,0,100.0,1000,,,,,pss\n1.0,train,gpu,1,2000.0,80000,50,300,,,nvml\n"
+        f"{','.join(COLUMNS)}\n1.0,train,cpu,0,100.0,1000,,,,,pss{rest}\n1.0,train,gpu,1,2000.0,80000,50,300,,,nvml{rest}\n"
     )
     assert main([str(trace), "--gpu-only"]) == 0
     assert capsys.readouterr().out == (

@@ -33,7 +33,8 @@ def planned_bytes(overrides: Sequence[str]) -> float:
     items: list[Item] = [Segment(phase, step, 0.001, 0.01, 0.01, 0.01, 5) for phase, step in phases]
     items.append(Segment(OPTIMIZER, steps - 1, 0.001, 0.01, 0.01, 0.01, 5))
     units = (Parameters("a", (PARAMETERS // 2,)), Parameters("b", (PARAMETERS // 2,)))
-    model = StepModel(False, 1, 1, steps, 0.1, ((0.1,),), tuple(items), units)
+    groups = ((PARAMETERS,),)
+    model = StepModel(False, 1, 1, steps, 0.1, ((0.1,),), tuple(items), units, group_elements=groups)
     planned = plan_communication(items, model, settings, micro_batches=steps)
     planned = add_replication(planned, settings, Target(1, 2, steps, 8.0))
     sent = [item for item in planned if isinstance(item, Collective) and (item.bytes or 0) > SCALAR_BYTES]

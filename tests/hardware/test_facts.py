@@ -120,10 +120,10 @@ def toy_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.mark.usefixtures("toy_table")
 def test_an_entry_in_the_table_is_all_that_a_gpu_needs() -> None:
     reported = "ACME Toy9 123GB"
-    config = resolve_cell("plan.only=true", "plan.gpu=toy9-123gb", "precision=fp16", "strategy=single")
+    config = resolve_cell("command=plan", "plan.gpu=toy9-123gb", "precision=fp16", "strategy=single")
     # plan
     assert gpu_memory_mib(config) == 123_000
-    other = resolve_cell("plan.only=true", "plan.gpu=h100-80gb", "precision=fp16", "strategy=single")
+    other = resolve_cell("command=plan", "plan.gpu=h100-80gb", "precision=fp16", "strategy=single")
     assert cache_path(config) != cache_path(other), "the kernels of both GPUs need other buffers"
     # choose
     speeds = read_machine_speeds(config)

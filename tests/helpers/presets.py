@@ -20,6 +20,8 @@ from distexp.runs.record_sections import Built, Environment, Predicted, RunInfo
 from distexp.strategies.base import load_strategy
 from tests.helpers.runs import register_schema_once
 
+AVERAGES = {"average_mib": 18000.0, "mode_mib": 20000.0}
+
 
 @cache
 def cells_of(preset: str, *overrides: str) -> list[list[str]]:
@@ -52,7 +54,8 @@ def finished(config: Config, number: int, overrides: Sequence[str] = ()) -> RunR
         eval_samples_per_second=40.0, steps_per_epoch=31, total_steps=93,
         step_time_s={"p50": 0.25, "p90": 0.3, "max": 0.4}, communication={"share": 0.2} if config.profile else None,
     )  # fmt: skip
-    peaks = {"peak_mib": 20000.0 + number, "average_mib": 18000.0, "mode_mib": 20000.0}
+    averages = {f"{steps}{name}": mib for steps in ("", "training_") for name, mib in AVERAGES.items()}
+    peaks = {"peak_mib": 20000.0 + number, **averages}
     return RunRecord(
         status="completed",
         run=RunInfo(run_id(config), config.name, number, list(overrides)),

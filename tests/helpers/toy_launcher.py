@@ -155,11 +155,15 @@ def run_job(directory: Path) -> None:
     """Run one run of a sweep to its record."""
     from distexp.console.screen import Screen
     from distexp.exceptions import InterruptedRunError
+    from distexp.launch.local.launcher import LocalLauncher
     from distexp.launch.local.runner import run_locally
+    from distexp.launch.local.shared_start import SharedStart
     from distexp.runs.spec import RunSpec
 
     try:
-        run_locally(RunSpec.read(directory), directory, Screen(total=1, sweep_dir=directory.parent))
+        screen = Screen(total=1, sweep_dir=directory.parent)
+        with SharedStart() as shared_start:
+            run_locally(RunSpec.read(directory), directory, screen, shared_start, LocalLauncher().agent_command)
     except InterruptedRunError as error:
         sys.exit(128 + error.number)
 

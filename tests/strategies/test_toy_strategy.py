@@ -153,7 +153,7 @@ def test_an_unknown_strategy_of_a_search_is_refused_with_the_known_ones(tmp_path
 
 def test_its_launches_and_its_exposed_reduction_are_forecast() -> None:
     """DDP hides a part of its communication. The toy reduces after the backward pass."""
-    speeds = MachineSpeeds(1e6, 1e6, link_gb_per_s=1.0, launch_s=1e-3)
+    speeds = MachineSpeeds(1e6, 1e6, link_gb_per_s=1.0, network_gb_per_s=1.0, launch_s=1e-3)
     toy = toy_candidate().config
     ddp = resolve_cell("strategy=ddp", "cluster.device=cpu", "cluster.workers_per_node=2")
     assert toy is not None
