@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 
+from distexp.choose import policy
 from distexp.choose.candidate import (
     DEFAULT_RULES,
     Candidate,
@@ -31,19 +32,6 @@ from distexp.choose.candidate import (
     Status,
     format_worker_time,
     strategy_in,
-)
-from distexp.choose.policy import (
-    Families,
-    affordable_trials,
-    best_score,
-    candidates_to_repeat,
-    doubtful_candidates,
-    mark_disturbed,
-    neighbors_to_try,
-    representatives,
-    scaled_forecast,
-    useful_representatives,
-    without_checkpointing,
 )
 from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, by_score, ranked
 from distexp.choose.trial_metrics import add_trial, most_different, prune_by_common_error, prune_unmeasured
@@ -91,7 +79,7 @@ def first_trials(
 ) -> list[PlannedTrial]:
     """Return the trial of one member of each family, in the order in which a search would run them."""
     state = _Search(candidates, lambda batch: [], objective, inf, rules)
-    first = representatives(state.families.values(), objective)
+    first = policy.representatives(state.families.values(), objective)
     return [PlannedTrial(candidate, rules.steps) for candidate in first]
 
 
@@ -122,7 +110,7 @@ class _Search:
 
     def try_first_family(self) -> None:
         """Try the family with the best forecast, and its neighbors. A good score leaves out more of the others."""
-        first = representatives(self.families.values(), self.objective)[:1]
+        first = policy.representatives(self.families.values(), self.objective)[:1]
         if first and first[0].forecast(self.objective) is not None:
             self._try("families", first)
             self.try_neighbors()
@@ -130,21 +118,21 @@ class _Search:
     def try_families(self) -> None:
         """Try one member of each family that may be the best."""
         while not self.stopped:
-            useful = useful_representatives(self.families.values(), self.objective, self.rules)
+            useful = policy.useful_representatives(self.families.values(), self.objective, self.rules)
             if not useful:
                 return
             if (different := most_different(useful, self.candidates)) is not None:
                 self._try("families", [different])
                 continue
             # One of two families that differ in checkpointing shows whether the other one may be better.
-            first_of = {without_checkpointing(candidate): candidate for candidate in reversed(useful)}
-            wave = [candidate for candidate in useful if first_of[without_checkpointing(candidate)] is candidate]
+            first_of = {policy.without_checkpointing(candidate): candidate for candidate in reversed(useful)}
+            wave = [candidate for candidate in useful if first_of[policy.without_checkpointing(candidate)] is candidate]
             self._try("families", wave[: self.rules.wave])
 
     def try_neighbors(self) -> None:
         """Try smaller and larger micro-batches of the best families."""
         for _ in range(self.rules.neighbor_rounds):
-            batch = neighbors_to_try(self.families.values(), self.objective, self.rules)
+            batch = policy.neighbors_to_try(self.families.values(), self.objective, self.rules)
             if not batch or self.stopped:
                 return
             self._try("neighbors", batch)
@@ -159,7 +147,7 @@ class _Search:
         steps = self.rules.steps * self.rules.growth
         last: Candidate | None = None
         for _ in range(self.rules.repeats):
-            batch = candidates_to_repeat(self.candidates, self.objective, self.rules)
+            batch = policy.candidates_to_repeat(self.candidates, self.objective, self.rules)
             if not batch or self.stopped:
                 return
             if batch[-1] is last:
@@ -172,18 +160,18 @@ class _Search:
         self._run(name, batch, self.rules.steps)
         if self.objective is Objective.MEMORY or self.stopped:
             return
-        doubtful = list(doubtful_candidates(self.candidates, self.objective, self.rules))
+        doubtful = list(policy.doubtful_candidates(self.candidates, self.objective, self.rules))
         if doubtful:
             self._run("repeats", doubtful, self.rules.steps)
         for candidate in doubtful:
-            mark_disturbed(candidate, self.objective, self.rules)
+            policy.mark_disturbed(candidate, self.objective, self.rules)
 
     def _run(self, name: str, batch: Sequence[Candidate], steps: int) -> None:
         """Run a batch of trials, as far as the budget allows."""
         planned = [PlannedTrial(candidate, steps) for candidate in batch]
         reserved = self.reserved_gpu_s()
         spent = sum(rung.gpu_seconds for rung in self.rungs)
-        affordable = affordable_trials(planned, self.candidates, spent, self.budget_gpu_s - reserved)
+        affordable = policy.affordable_trials(planned, self.candidates, spent, self.budget_gpu_s - reserved)
         if not self.rungs:  # The first trial of a search is always allowed.
             affordable = affordable or planned[:1]
         if not affordable:
@@ -232,13 +220,13 @@ NEEDED = {
 """What an objective minimizes."""
 
 
-def prune_untried(families: Families, objective: Objective, *, near: float, stopped: str) -> None:
+def prune_untried(families: policy.Families, objective: Objective, *, near: float, stopped: str) -> None:
     """Prune the candidates that still wait, with the reason why they were not tried.
 
     The neighbors of families within ``near`` of the best score were tried, unless something ``stopped`` the search.
     """
     candidates = [member for members in families for member in members]
-    best, needed = best_score(candidates, objective), NEEDED[objective]
+    best, needed = policy.best_score(candidates, objective), NEEDED[objective]
     for members in families:
         tried = by_score(members, objective)
         reason_of_family = ""
@@ -250,7 +238,7 @@ def prune_untried(families: Families, objective: Objective, *, near: float, stop
             elif not stopped:
                 reason_of_family = f"{micro_batch} is measured or forecast to be better"
         for waiting in (member for member in members if member.status is Status.WAITING):
-            expected = scaled_forecast(waiting, candidates, objective)
+            expected = policy.scaled_forecast(waiting, candidates, objective)
             ratio_of_forecast = None if best is None or expected is None else expected / best
             reason = reason_of_family or _reason_of_forecast(waiting, ratio_of_forecast, needed, stopped)
             waiting.prune(f"{NOT_TRIED}: {reason}")
