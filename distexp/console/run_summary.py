@@ -127,7 +127,9 @@ def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
     if parts := tensor_entries(record.memory):
         yield "memory parts", _largest_parts(parts)
     if peak := highest_peak(record.memory):
-        yield "memory peak", _peak_parts(peak)
+        shown = [(name.removesuffix("_mib").replace("_", " "), peak.get(name)) for name in PEAK_PARTS]
+        texts = [f"{name} {value:,.0f}" for name, value in shown if value is not None and round(value)]
+        yield "memory peak", f"{_mib(peak.get('allocated_mib'))} in the {peak.get('phase')} phase: {', '.join(texts)}"
 
 
 def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -235,7 +237,8 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "model FLOPs", _utilization(metrics.tflops_per_device, metrics.mfu, metrics, "MFU")
         yield "executed FLOPs", _utilization(metrics.executed_tflops_per_device, metrics.hfu, metrics, "HFU")
     if metrics.compile:
-        yield "compilation", _compilation(metrics.compile)
+        text = f"{metrics.compile.get('seconds', 0.0):.1f} s, {format_count(metrics.compile.get('graphs', 0), 'graph')}"
+        yield "compilation", (f"{text}, with the cache of earlier runs" if metrics.compile.get("cache_hits") else text)
     if metrics.communication is not None:
         yield "communication", _communication(metrics.communication)
 
@@ -265,15 +268,6 @@ def _share_of_ceiling(tflops: float, ceiling: float) -> str:
     )
 
 
-def _compilation(measured: dict[str, Any]) -> str:
-    """Return the time of all compilations.
-
-    For example: ``8.1 s, 4 graphs, with the cache of earlier runs``.
-    """
-    text = f"{measured.get('seconds', 0.0):.1f} s, {format_count(measured.get('graphs', 0), 'graph')}"
-    return f"{text}, with the cache of earlier runs" if measured.get("cache_hits") else text
-
-
 def _interconnect(preflight: dict[str, Any]) -> str:
     """Return the bus bandwidth of the largest all-reduce over all ranks."""
     reduces = [one for one in preflight["measurements"] if (one["group"], one["operation"]) == ("all", "all_reduce")]
@@ -299,13 +293,6 @@ def _communication(measured: dict[str, Any]) -> str:
     steps = format_count(measured["profiled_steps"], "profiled step")
     share = f"{measured['share']:.0%} of the time of {steps}, including waiting for other ranks"
     return f"{share}{overlap} (profile/rank0.json.gz)"
-
-
-def _peak_parts(peak: Mapping[str, Any]) -> str:
-    """Return the parts of the highest peak of a step, without those that are empty."""
-    shown = [(name.removesuffix("_mib").replace("_", " "), peak.get(name)) for name in PEAK_PARTS]
-    texts = [f"{name} {value:,.0f}" for name, value in shown if value is not None and round(value)]
-    return f"{_mib(peak.get('allocated_mib'))} in the {peak.get('phase')} phase: {', '.join(texts)}"
 
 
 def _largest_parts(entries: Sequence[Mapping[str, Any]]) -> str:

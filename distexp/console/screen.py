@@ -61,7 +61,11 @@ class LiveRun:
             if not self.failed and not OPERATOR_LOADED.fullmatch(line):
                 self._print(f"[dim]{escape(line)}[/dim]")
         for entry in self.operators.read_entries() if self.operators else []:
-            self._show_build(entry)
+            message = build_message(entry)
+            if message is not None and ("step" not in entry or self.progress is None):
+                (self.build_console or self.console).print(escape(message), highlight=False, soft_wrap=True)
+            if self.progress is not None and self.task is not None:
+                self._show_build_bar(self.progress, self.task, entry)
         events = self.events.read_entries()
         for event in events:
             self.total_steps = event.get("total_steps", self.total_steps)
@@ -71,14 +75,6 @@ class LiveRun:
                 self._show_step(metrics)
         for event in events:
             self._show_event(event)
-
-    def _show_build(self, entry: dict[str, Any]) -> None:
-        """Show the progress of the build of DeepSpeed's operators."""
-        message = build_message(entry)
-        if message is not None and ("step" not in entry or self.progress is None):
-            (self.build_console or self.console).print(escape(message), highlight=False, soft_wrap=True)
-        if self.progress is not None and self.task is not None:
-            self._show_build_bar(self.progress, self.task, entry)
 
     def _show_build_bar(self, progress: Progress, task: TaskID, entry: dict[str, Any]) -> None:
         if "step" in entry:

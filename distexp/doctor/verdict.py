@@ -45,7 +45,7 @@ def make_verdict(results: Sequence[CheckResult], torch: TorchInfo) -> Verdict:
     if broken:
         return Verdict(False, "none", not_possible=[f"any training: fix {', '.join(broken)} first"])
     gpus = len(torch.capabilities) if torch.usable else 0
-    needs = _communication_checks(gpus)
+    needs = ("loopback port", *([] if gpus == 1 else ["nccl all-reduce" if gpus > 1 else "gloo all-reduce"]))
     states[COMMUNICATION] = "ok" if all(states.get(name) == "ok" for name in needs) else "missing"
     unmet = {name: _unmet(requirements, states) for name, requirements in strategy_requirements().items()}
     return Verdict(
@@ -63,11 +63,6 @@ def strategy_requirements() -> dict[str, tuple[str, ...]]:
     """Return what each strategy requires, those with the fewest requirements first."""
     requirements = {name: strategy.requires for name, strategy in shipped_strategies().items()}
     return dict(sorted(requirements.items(), key=lambda item: len(item[1])))
-
-
-def _communication_checks(gpus: int) -> tuple[str, ...]:
-    """Return the checks that must pass for two workers to communicate; a single GPU cannot test NCCL."""
-    return ("loopback port", *([] if gpus == 1 else ["nccl all-reduce" if gpus > 1 else "gloo all-reduce"]))
 
 
 def _unmet(requirements: Sequence[str], states: Mapping[str, str]) -> str | None:

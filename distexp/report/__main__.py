@@ -45,15 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.directories:
         code = report(options.directories, options.trace)
     if options.open and options.directories and code == 0:
-        _open_page((options.directories[0] / REPORT / PAGE).resolve())
+        page = (options.directories[0] / REPORT / PAGE).resolve()
+        if not webbrowser.open(page.as_uri()):
+            print(f"no browser on this machine: copy {page} to yours, and open it there")
     if options.compare and code != 2:
         code = max(code, compare(*options.compare))
     return code
-
-
-def _open_page(page: Path) -> None:
-    if not webbrowser.open(page.as_uri()):
-        print(f"no browser on this machine: copy {page} to yours, and open it there")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -295,19 +295,16 @@ def comparison_columns(comparison: Comparison) -> Iterator[Column]:
         yield Column("n", counts, 50)
     for name in (SPEED, *MEMORIES):
         if any(pair.ratio(name) is not None for pair in pairs):
-            yield from _ratio_columns(pairs, METRICS_BY_NAME[name])
+            metric = METRICS_BY_NAME[name]
+            for side, groups in (("A", [pair.before for pair in pairs]), ("B", [pair.after for pair in pairs])):
+                yield Column(f"{metric.title} {side}", format_metric(groups, metric), metric.importance - 30)
+            first_line = metric.title.split("\n")[0]
+            ratios = tuple(_format_ratio(pair, metric.name) for pair in pairs)
+            yield Column(f"{first_line}\nB/A", ratios, metric.importance + 10)
     for name in LOSSES:
         if any(pair.metric_pair(name) for pair in pairs):
             cells = tuple(_format_difference(pair, name) for pair in pairs)
             yield Column(METRICS_BY_NAME[name].title + " B-A", cells, 90)
-
-
-def _ratio_columns(pairs: Sequence[Pair], metric: Metric) -> Iterator[Column]:
-    for side, groups in (("A", [pair.before for pair in pairs]), ("B", [pair.after for pair in pairs])):
-        yield Column(f"{metric.title} {side}", format_metric(groups, metric), metric.importance - 30)
-    first_line = metric.title.split("\n")[0]
-    ratios = tuple(_format_ratio(pair, metric.name) for pair in pairs)
-    yield Column(f"{first_line}\nB/A", ratios, metric.importance + 10)
 
 
 def _format_ratio(pair: Pair, name: str) -> str:

@@ -74,7 +74,11 @@ class OverviewTable:
             yield Text(f"{more_rows} more rows are {self._where}.", style="dim")
         if hidden:
             yield hidden_columns_note(hidden, f"All columns are in {self.results}." if self.results else "")
-        yield from _notes(overview)
+        notes = list(overview.notes())
+        for note in notes[:MAX_NOTES]:
+            yield Text(note, style="yellow")
+        if len(notes) > MAX_NOTES:
+            yield Text(f"{len(notes) - MAX_NOTES} more errors are not shown.", style="dim")
         yield from map(Text, describe_same_training(overview))
         for sentence in summarize(overview, hidden={column.title for column in hidden}):
             yield Text(sentence)
@@ -144,14 +148,6 @@ def status_style(group: RunGroup) -> str:
     if statuses == {"completed"}:
         return "green"
     return "red" if statuses & FAILURES else "yellow" if "invalid" in statuses else "magenta"
-
-
-def _notes(overview: Overview) -> Iterator[Text]:
-    notes = list(overview.notes())
-    for note in notes[:MAX_NOTES]:
-        yield Text(note, style="yellow")
-    if len(notes) > MAX_NOTES:
-        yield Text(f"{len(notes) - MAX_NOTES} more errors are not shown.", style="dim")
 
 
 # Sentences below the table of runs: results and warnings that the table itself cannot show.
@@ -239,11 +235,6 @@ def _trials(overview: Overview) -> Iterator[str]:
 
 def _fastest(overview: Overview) -> Iterator[str]:
     yield from _best(overview, SPEED, "Fastest", "{:,.1f} samples/s", largest=True)
-    yield from _not_ranked(overview)
-
-
-def _not_ranked(overview: Overview) -> Iterator[str]:
-    """Yield the tasks whose fastest run is not known, because at most one run was not disturbed."""
     tasks = group_by_task([group for group in overview.groups if group.completed and group.metric(SPEED)])
     for task, groups in list(tasks.items())[:MAX_TASKS]:
         disturbed = [group.label for group in groups if group.disturbance is not None]
@@ -271,7 +262,9 @@ def _compare_best(overview: Overview, ranking: Ranking, start: str, number_forma
     """Yield the best group and the next one. The next one is the first that is equal to the best, if there is one."""
     best, equal = ranking.best, ranking.equal_to_best
     following = equal[0] if equal else ranking.ranked[1]
-    first, other = (_describe_value(overview, group, number_format) for group in (best, following))
+    first, other = (
+        f"{overview.describe(group.group)}, {number_format.format(group.value.mean)}" for group in (best, following)
+    )
     noise = difference_noise(best.value, following.value)
     if equal and noise is not None:
         yield f"{start}{first}, and {other}, are equal within the noise of {format_noise(noise, best.value.mean)}."
@@ -283,10 +276,6 @@ def _compare_best(overview: Overview, ranking: Ranking, start: str, number_forma
         yield f"The next is {other}, beyond the noise of {format_noise(noise, best.value.mean)}."
     elif abs(best.value.mean - following.value.mean) < SAME * best.value.mean:
         yield f"Equal within {SAME:.1%}: {other}."
-
-
-def _describe_value(overview: Overview, ranked: RankedGroup, number_format: str) -> str:
-    return f"{overview.describe(ranked.group)}, {number_format.format(ranked.value.mean)}"
 
 
 def _setup_peaks(overview: Overview) -> Iterator[str]:
@@ -333,20 +322,15 @@ def _global_batches(overview: Overview) -> Iterator[str]:
     """Yield a warning for each task whose runs have different global batch sizes."""
     tasks = group_by_task([group for group in overview.groups if group.completed])
     for task, groups in list(tasks.items())[:MAX_TASKS]:
-        batches = _labels_by_batch(groups)
+        batches: dict[int, list[str]] = {}
+        for group in groups:
+            if batch := global_batch(group.rows[0].settings):
+                batches.setdefault(batch, []).append(group.label)
         if len(batches) > 1:
             of = f" ({task})" if len(tasks) > 1 else ""
             sizes = join_first((f"{batch} in {name_runs(labels, 2)}" for batch, labels in batches.items()), MAX_TASKS)
             yield f"Global batch sizes differ{of}: {sizes}."
             yield "Their losses are not comparable. Make the batches equal with train.gradient_accumulation_steps."
-
-
-def _labels_by_batch(groups: Sequence[RunGroup]) -> dict[int, list[str]]:
-    batches: dict[int, list[str]] = {}
-    for group in groups:
-        if batch := global_batch(group.rows[0].settings):
-            batches.setdefault(batch, []).append(group.label)
-    return batches
 
 
 def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:

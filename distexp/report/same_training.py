@@ -40,21 +40,18 @@ def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
     """Report which runs trained the same model: at each logged step their losses agree."""
     trainings: dict[str, list[LossCurve]] = {}
     for curve in curves:
-        trainings.setdefault(_training_key(curve.trace), []).append(curve)
+        settings = {
+            name: value for name, value in curve.trace.row.settings.items()
+            if name not in NOT_THE_MODEL and not is_strategy_option(name)
+            and not is_environment_setting(name)
+        }  # fmt: skip
+        trainings.setdefault(
+            json.dumps([settings, global_batch(curve.trace.row.settings)], sort_keys=True, default=str), []
+        ).append(curve)
     several_tasks = len({task_name(curve.trace.row.settings) for curve in curves}) > 1
     for alike in trainings.values():
         if any(one.steps & other.steps for one, other in combinations(alike, 2)):
             yield _compare(alike, task_name(alike[0].trace.row.settings) if several_tasks else "")
-
-
-def _training_key(trace: RunTrace) -> str:
-    """Return a key that is equal for runs whose losses should agree."""
-    settings = {
-        name: value for name, value in trace.row.settings.items()
-        if name not in NOT_THE_MODEL and not is_strategy_option(name)
-        and not is_environment_setting(name)
-    }  # fmt: skip
-    return json.dumps([settings, global_batch(trace.row.settings)], sort_keys=True, default=str)
 
 
 def _compare(curves: Sequence[LossCurve], task: str) -> str:

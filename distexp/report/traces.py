@@ -143,22 +143,17 @@ def _with_curves(trace: RunTrace) -> RunTrace:
     assert trace.row.path is not None
     directory = trace.row.path.parent
     memory = read_memory(directory / MEMORY)
+    found = {
+        path.name.removeprefix("rank").removesuffix(TRACE): path for path in (directory / PROFILE).glob(f"rank*{TRACE}")
+    }
     return replace(
         trace,
         memory=memory.curves,
         phases=memory.phases,
         predicted=read_curve(directory),
         lanes=read_lanes(directory),
-        profiles=tuple(_find_profiles(directory)),
+        profiles=tuple([found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)]),
     )
-
-
-def _find_profiles(directory: Path) -> list[Path]:
-    """Return the full traces of the profiler, in the order of the ranks."""
-    found = {
-        path.name.removeprefix("rank").removesuffix(TRACE): path for path in (directory / PROFILE).glob(f"rank*{TRACE}")
-    }
-    return [found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -173,20 +168,15 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 def read_memory(directory: Path) -> MemoryTrace:
     """Read the samples of all nodes; files that are missing or damaged are left out."""
-    nodes = _read_nodes(directory)
+    numbers = [path.stem.removeprefix("node") for path in directory.glob("node*.csv")]
+    samples = {int(number): _read_samples(directory / f"node{number}.csv") for number in numbers if number.isdigit()}
+    nodes = {node: samples[node] for node in sorted(samples) if samples[node]}
     if not nodes:
         return MemoryTrace()
     start = min(samples[0].unix_time_s for samples in nodes.values())
     phases = tuple(_phase_intervals(nodes[min(nodes)], start))
     curves = [curve for node, samples in nodes.items() for curve in _memory_curves(node, samples, start, phases)]
     return MemoryTrace(tuple(curves), phases)
-
-
-def _read_nodes(directory: Path) -> dict[int, list[MemorySample]]:
-    """Return the samples of each node that has any, in the order of the nodes."""
-    numbers = [path.stem.removeprefix("node") for path in directory.glob("node*.csv")]
-    samples = {int(number): _read_samples(directory / f"node{number}.csv") for number in numbers if number.isdigit()}
-    return {node: samples[node] for node in sorted(samples) if samples[node]}
 
 
 def _read_samples(path: Path) -> list[MemorySample]:

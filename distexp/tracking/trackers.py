@@ -107,7 +107,7 @@ class MLflow:
         """Log the metrics of a step."""
         now = int(time.time() * 1000)
         for name, value in values.items():
-            self.client.log_metric(self.run_id, _valid_name(name), value, timestamp=now, step=step)
+            self.client.log_metric(self.run_id, name.replace("%", "pct"), value, timestamp=now, step=step)
 
     def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
         """Log summary, status and files, and end the run."""
@@ -117,8 +117,3 @@ class MLflow:
             self.client.log_artifact(self.run_id, str(path))
         self.client.set_terminated(self.run_id, "FINISHED" if record.status == "completed" else "FAILED")
         return [f"mlflow ui --backend-store-uri {self.uri}"]
-
-
-def _valid_name(name: str) -> str:
-    """Return a metric name without the percent sign, which MLflow refuses."""
-    return name.replace("%", "pct")

@@ -252,15 +252,10 @@ COLUMNS = {
 """Metric of each column, by its title."""
 
 
-def predicted_groups(overview: Overview) -> list[RunGroup]:
-    """Return the groups whose memory was predicted."""
-    names = (COLUMNS["predicted"], COLUMNS["host, predicted"])
-    return [group for group in overview.groups if any(group.metric(name) for name in names)]
-
-
 def build_predictions_table(overview: Overview) -> TextTable | None:
     """Build the table with a row per training; None if no run was predicted."""
-    groups = predicted_groups(overview)
+    names = (COLUMNS["predicted"], COLUMNS["host, predicted"])
+    groups = [group for group in overview.groups if any(group.metric(name) for name in names)]
     if not groups:
         return None
     columns = {title: format_metric(groups, METRICS_BY_NAME[name]) for title, name in COLUMNS.items()}

@@ -47,7 +47,10 @@ class Overview:
     def from_rows(cls, rows: Sequence[Row]) -> Overview:
         """Group and compare rows, and fill in their speedups and efficiencies."""
         groups = share_deviations(group_repeats(rows))
-        _add_noise(groups)
+        for group in groups:
+            speed = group.metric(SPEED)
+            for row in group.counted_rows:
+                row.metrics[NOISE] = 100 * speed.noise / speed.mean if speed and speed.noise and speed.mean else None
         varied = varying_settings([row.record for row in rows], [row.settings for row in rows])
         if any(group.has_several_seeds for group in groups):
             varied = [name for name in varied if name != SEED]
@@ -118,14 +121,6 @@ class Overview:
     def notes(self) -> Iterator[str]:
         """Yield why runs did not complete, one line for each reason."""
         yield from failure_notes(self.rows)
-
-
-def _add_noise(groups: Sequence[RunGroup]) -> None:
-    """Fill in the noise of the speed of each group, in percent."""
-    for group in groups:
-        speed = group.metric(SPEED)
-        for row in group.counted_rows:
-            row.metrics[NOISE] = 100 * speed.noise / speed.mean if speed and speed.noise and speed.mean else None
 
 
 # Rankings of runs: by task, by one metric, and the Pareto front of a cost and throughput.

@@ -151,19 +151,11 @@ def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         key = training_key(row.settings)
         if row.record.status == "invalid":
-            key += str(_overrides_without_seed(row))
+            key += str(sorted(text for text in row.record.run.overrides if short_name(text.split("=")[0]) != SEED))
         else:
             key = key_of_id.setdefault(row.record.run.id, key)
         trainings.setdefault(key, []).append(row)
     return trainings
-
-
-def _overrides_without_seed(row: Row) -> list[str]:
-    """Return what distinguishes invalid cells.
-
-    They were never resolved, so their settings may be equal.
-    """
-    return sorted(text for text in row.record.run.overrides if short_name(text.split("=")[0]) != SEED)
 
 
 def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, list[str]]]:

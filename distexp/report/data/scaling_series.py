@@ -372,7 +372,8 @@ def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) 
         return False
     if any(group.setting(name) != baseline.setting(name) for name in varied if not _is_of_strategy(name)):
         return False
-    ideal = _ideal_speedup(group, baseline)
+    threads = (threads_per_worker(group) or 1) / (threads_per_worker(baseline) or 1)
+    ideal = world_of(group).workers / world_of(baseline).workers * max(1.0, threads)
     per_worker = Spread(speed.mean / ideal, None, None if speed.noise is None else speed.noise / ideal)
     return per_worker.mean > MAX_TRUSTED_EFFICIENCY * slow.mean and not is_within_noise(per_worker, slow)
 
@@ -381,12 +382,6 @@ def _has_one_worker(group: RunGroup) -> bool:
     """Return whether the strategy of a group trains on one worker, without distribution."""
     strategy = group.rows[0].record.strategy
     return strategy is not None and strategy.one_worker
-
-
-def _ideal_speedup(group: RunGroup, baseline: RunGroup) -> float:
-    """Return the speedup of the larger number of workers and, on CPU, of threads. Fewer threads are not slower."""
-    threads = (threads_per_worker(group) or 1) / (threads_per_worker(baseline) or 1)
-    return world_of(group).workers / world_of(baseline).workers * max(1.0, threads)
 
 
 def _is_of_strategy(name: str) -> bool:

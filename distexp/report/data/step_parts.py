@@ -185,7 +185,9 @@ def _time_columns(runs: Sequence[ProfiledRun], shown: Sequence[ShownStep]) -> di
     unit = fair_unit(runs)
     columns = {"step (ms)": [f"{step.step_ms:,.2f}" for _, step in shown]}
     if any(run.differs for run in runs):
-        columns["median of the other steps (ms)"] = [_time(run.median_ms) for run, _ in shown]
+        columns["median of the other steps (ms)"] = [
+            NOT_MEASURED if run.median_ms is None else f"{run.median_ms:,.2f}" for run, _ in shown
+        ]
     if unit.per_sample:
         columns[unit.title] = [f"{unit.convert(run, step.step_ms):,.3f}" for run, step in shown]
     return columns
@@ -197,10 +199,6 @@ def _part_columns(shown: Sequence[ShownStep]) -> dict[str, list[str]]:
     columns["hidden communication"] = [_percent(step.hidden_ms, step) for _, step in shown]
     columns["bottleneck"] = [_bottleneck(run) for run, _ in shown]
     return columns
-
-
-def _time(milliseconds: float | None) -> str:
-    return NOT_MEASURED if milliseconds is None else f"{milliseconds:,.2f}"
 
 
 def _percent(value: float | None, step: RankStep) -> str:

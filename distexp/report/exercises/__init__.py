@@ -61,7 +61,8 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
     for key, group in keyed:
         labels = layout.labels_of(key)
         if group is not None and counts[key] > 1:
-            labels = (labels[0] + _differing_settings(overview, group), *labels[1:])
+            settings = format_settings(group.settings, overview.varied[:MAX_SETTINGS])
+            labels = (labels[0] + f", {settings or f'run {group.label}'}", *labels[1:])
         rows.append(TableRow(labels, format_row(layout.columns, group, baseline, reasons)))
         if layout.printed and key == layout.keys[0]:
             rows.append(_printed_row(layout))
@@ -83,11 +84,6 @@ def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKe
     for key in keys:
         assigned += [(key, group) for group in found.get(key, [None])]
     return assigned
-
-
-def _differing_settings(overview: Overview, group: RunGroup) -> str:
-    settings = format_settings(group.settings, overview.varied[:MAX_SETTINGS])
-    return f", {settings or f'run {group.label}'}"
 
 
 def _printed_row(layout: Layout) -> TableRow:

@@ -69,14 +69,9 @@ class ExerciseColumn:
         """Return whether runs on CPUs have no value."""
         return self.gpu_0 or self.metric.startswith(("gpu_", "torch_", "predict"))
 
-    @property
-    def survives_failure(self) -> bool:
-        """Return whether failed runs have a value."""
-        return not self.relative and self.metric.endswith(MEASURED_UNTIL_FAILURE)
-
     def _values(self, group: RunGroup) -> list[float]:
         if self.metric == PARAMETERS:
-            values = _parameters(group)
+            values = [float(row.record.built.parameters) for row in group.counted_rows if row.record.built][:1]
         elif self.gpu_0:
             values = _first_gpu(group, self.metric)
         elif self.epoch is not None:
@@ -84,11 +79,6 @@ class ExerciseColumn:
         else:
             values = group.values(self.metric)
         return [value * UNITS[self.unit] for value in values]
-
-
-def _parameters(group: RunGroup) -> list[float]:
-    """Return the number of parameters, once: it is the same for all repeats."""
-    return [float(row.record.built.parameters) for row in group.counted_rows if row.record.built][:1]
 
 
 def _first_gpu(group: RunGroup, key: str) -> list[float]:
@@ -150,7 +140,9 @@ def _format_cell(column: ExerciseColumn, group: RunGroup, baseline: RunGroup | N
 
 def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:
     """Return the value that was measured until the failure, with the status; empty if there is none."""
-    values = column.read(group, None) if column.survives_failure else []
+    values = (
+        column.read(group, None) if (not column.relative and column.metric.endswith(MEASURED_UNTIL_FAILURE)) else []
+    )
     return f"{_format_values(column, values)} ({group.status})" if values else ""
 
 

@@ -82,9 +82,12 @@ def panel_legend(curves: Sequence[LossCurve], *, others: bool) -> tuple[LegendEn
 def draw_together(curves: Sequence[LossCurve]) -> alt.LayerChart:
     """Draw a line per run, and a ring per evaluation. A click on the legend highlights a run."""
     picked = alt.selection_point(fields=["run"], bind="legend")
+    names = [curve.name for curve in curves]
+    style = {"symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": alt.ExprRef("width")}
+    legend = alt.Legend(title=None, columns=1, **style) if len(names) > 1 else None
     encoding = {
         **_axes(curves),
-        "color": _run_color(curves),
+        "color": alt.Color("run:N", scale=alt.Scale(domain=names), legend=legend),
         "opacity": alt.condition(picked, alt.value(0.95), alt.value(0.12)),
     }
     rows = [row for curve in curves for row in _rows(curve, curve.training)]
@@ -179,10 +182,3 @@ def _rings(rows: Rows) -> alt.Chart:
 def _ring_shape() -> alt.Shape:
     """Return the encoding that puts the rings into the legend."""
     return alt.Shape("kind:N", scale=alt.Scale(domain=[EVALUATION], range=["circle"]), legend=alt.Legend(title=None))
-
-
-def _run_color(curves: Sequence[LossCurve]) -> alt.Color:
-    names = [curve.name for curve in curves]
-    style = {"symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": alt.ExprRef("width")}
-    legend = alt.Legend(title=None, columns=1, **style) if len(names) > 1 else None
-    return alt.Color("run:N", scale=alt.Scale(domain=names), legend=legend)

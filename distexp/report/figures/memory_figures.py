@@ -237,13 +237,11 @@ def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure 
     caption = f"Line: {LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
     sentences = (*_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
     title = f"{DEVICES[kind]} memory over time"
-    return Figure(f"{kind}_memory", title, panels, caption, sentences, legend=_legend(nodes, phases))
-
-
-def _legend(nodes: Sequence[int], phases: Sequence[str]) -> tuple[LegendEntry, ...]:
     lines = [LegendEntry(f"node {node}", f"c{n % MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
     areas = [LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
-    return (*(lines if len(lines) > 1 else ()), *areas)
+    return Figure(
+        f"{kind}_memory", title, panels, caption, sentences, legend=(*(lines if len(lines) > 1 else ()), *areas)
+    )
 
 
 def _memory_title(trace: RunTrace) -> str:

@@ -248,7 +248,9 @@ def _columns(overview: Overview) -> dict[str, Read]:
         "configuration": lambda series, point: f"{series.name} ({series.title})" if series.name else series.title,
         SHAPE: lambda series, point: _shape(point),
         "parameters": lambda series, point: _parameters(point),
-        "samples per worker": lambda series, point: _samples(point),
+        "samples per worker": lambda series, point: (
+            "-" if point.samples is None else f"{point.samples / point.workers:,.0f}"
+        ),
         "relative work per worker": lambda series, point: f"{_relative_work(series, point):.2f}",
         "time (s)": lambda series, point: "-" if point.samples is None else f"{point.time:,.2f}",
         "samples/s": lambda series, point: f"{point.speed:,.1f}",
@@ -264,10 +266,6 @@ def _columns(overview: Overview) -> dict[str, Read]:
 def _parameters(point: ScalingPoint) -> str:
     built = point.group.counted_rows[0].record.built
     return f"{built.parameters:,}" if built else "-"
-
-
-def _samples(point: ScalingPoint) -> str:
-    return "-" if point.samples is None else f"{point.samples / point.workers:,.0f}"
 
 
 def _relative_work(series: ScalingSeries, point: ScalingPoint) -> float:

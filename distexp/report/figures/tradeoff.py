@@ -93,7 +93,12 @@ class Tradeoff:
         if not points:
             return None
         failed = [{**channels.point(group), "speed": 0.0} for group in self.failed]
-        frame = _frame(points + failed)
+        rows = points + failed
+        costs = [row["cost"] for row in rows]
+        low, high = min(costs), max(costs)
+        margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
+        fastest = max(row["speed"] for row in rows)
+        frame = Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
         x, y = self._axes(frame)
         front = [
             {**channels.point(group), "front": n, "line": FRONT}
@@ -141,15 +146,6 @@ def _labels(points: Rows, failed: Rows, front: Rows, frame: Frame, **axes: Any) 
         if rows:
             labels = alt.Chart(inline_data(rows)).mark_text(align=place.align, dx=place.dx, dy=place.dy)
             yield labels.encode(**axes, text="run:N", opacity=is_shown())
-
-
-def _frame(rows: Rows) -> Frame:
-    """Return the axes. That of the cost is at least 20 % wide, and that of the speed starts at 0."""
-    costs = [row["cost"] for row in rows]
-    low, high = min(costs), max(costs)
-    margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
-    fastest = max(row["speed"] for row in rows)
-    return Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
 
 
 def _front_line(front: Rows, x: alt.X, y: alt.Y) -> alt.Chart:

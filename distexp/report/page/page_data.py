@@ -90,18 +90,13 @@ def provenance_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
     yield _count_kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
     yield _count_kinds("Versions", VERSIONS, rows, _versions)
     yield _count_kinds("Code", ("git commit", "uncommitted changes"), rows, _code)
-    yield command_table(rows)
-
-
-def command_table(rows: Sequence[Row]) -> TextTable:
-    """List the command of each run."""
     shown = tuple(
         (row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " "))
         for row in rows[:MAX_COMMANDS]
     )
     more = len(rows) - MAX_COMMANDS
     note = f"{more} more runs are in results.csv, column overrides." if more > 0 else ""
-    return TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
+    yield TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
 
 
 def command(row: Row) -> str:
@@ -113,12 +108,8 @@ def _count_kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[
     counts: dict[Cells, list[str]] = {}
     for row in rows:
         counts.setdefault(read(row), []).append(row.label)
-    cells = tuple((*kind, _runs(labels, len(rows))) for kind, labels in counts.items())
+    cells = tuple((*kind, "all" if len(labels) == len(rows) else join_first(labels)) for kind, labels in counts.items())
     return TextTable(title, (*header, "runs"), cells)
-
-
-def _runs(labels: Sequence[str], total: int) -> str:
-    return "all" if len(labels) == total else join_first(labels)
 
 
 def _machine(row: Row) -> Cells:
@@ -245,30 +236,23 @@ class Tile:
 
 def build_tiles(overview: Overview) -> Iterator[Tile]:
     """Yield the tiles that these runs have numbers for, in their order."""
-    yield _completed_tile(overview)
-    yield from _disturbed_tile(overview)
+    statuses = Counter(row.record.status for row in overview.rows)
+    others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
+    value = f"{statuses['completed']:,} of {len(overview.rows):,}"
+    yield Tile("completed runs", value, others or "no failures", "bad" if FAILURES & set(statuses) else "")
+    labels = [group.label for group in overview.groups if group.disturbance]
+    if labels:
+        yield Tile("disturbed", name_runs(labels), "not ranked by speed", "bad")
     if not are_trials(overview.rows):  # The winner of a search is in choose.json.
         yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
     memory = memory_metric(overview)
     if memory and not are_trials(overview.rows):
         yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
-    yield from _energy_tiles(overview)
-    scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
-    yield from _efficiency_tiles(scaled)
-
-
-def _disturbed_tile(overview: Overview) -> Iterator[Tile]:
-    """Yield the runs whose speeds are not ranked, because something else slowed them down."""
-    labels = [group.label for group in overview.groups if group.disturbance]
-    if labels:
-        yield Tile("disturbed", name_runs(labels), "not ranked by speed", "bad")
-
-
-def _energy_tiles(overview: Overview) -> Iterator[Tile]:
-    """Yield the energy and cost of all runs together, if they were measured."""
     totals = list(energy_totals(overview.rows))
     if totals:
         yield Tile("total energy and cost", totals[0], ", ".join(totals[1:]))
+    scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
+    yield from _efficiency_tiles(scaled)
 
 
 def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
@@ -277,22 +261,17 @@ def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
     if trusted:
         best = max(trusted, key=lambda series: series.points[-1].efficiency)
         value = f"{best.points[-1].efficiency:.0%}"
-        yield Tile("efficiency at the most workers", value, _describe_efficiency(best, trusted))
+        last = best.points[-1]
+        parts = [f"{last.workers} workers", best.name]
+        if best.noise is not None:
+            parts.append(f"noise {format_noise(best.noise, 1)}")
+            equal = [point for point in trusted if point is not best and _is_equal_efficiency(best, point)]
+            parts.append(f"{len(equal)} more equal within the noise" if equal else "")
+        yield Tile("efficiency at the most workers", value, ", ".join(filter(None, parts)))
     for series in [series for series in scaled if not series.is_trusted][:1]:
         highest = max(point.efficiency for point in series.points)
         detail = f"{highest:.0%} relative to run {series.baseline.group.label}. {explain_doubt(series)}"
         yield Tile("efficiency", "do not trust the baseline", detail, "bad")
-
-
-def _describe_efficiency(best: ScalingSeries, others: Sequence[ScalingSeries]) -> str:
-    """Return the workers of a series with the noise of its efficiency, and the series that are equal within it."""
-    last = best.points[-1]
-    parts = [f"{last.workers} workers", best.name]
-    if best.noise is not None:
-        parts.append(f"noise {format_noise(best.noise, 1)}")
-        equal = [point for point in others if point is not best and _is_equal_efficiency(best, point)]
-        parts.append(f"{len(equal)} more equal within the noise" if equal else "")
-    return ", ".join(filter(None, parts))
 
 
 def _is_equal_efficiency(best: ScalingSeries, other: ScalingSeries) -> bool:
@@ -300,13 +279,6 @@ def _is_equal_efficiency(best: ScalingSeries, other: ScalingSeries) -> bool:
         return False
     one, two = best.points[-1].efficiency, other.points[-1].efficiency
     return abs(one - two) <= math.hypot(one * best.noise, two * other.noise)
-
-
-def _completed_tile(overview: Overview) -> Tile:
-    statuses = Counter(row.record.status for row in overview.rows)
-    others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
-    value = f"{statuses['completed']:,} of {len(overview.rows):,}"
-    return Tile("completed runs", value, others or "no failures", "bad" if FAILURES & set(statuses) else "")
 
 
 def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest: bool) -> Iterator[Tile]:
