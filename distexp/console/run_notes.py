@@ -130,11 +130,7 @@ COMPILE_MIN = 3
 
 
 def build_message(entry: dict[str, Any]) -> str | None:
-    """Return the line for one change of a build; None for the passing of time.
-
-    Args:
-        entry: A line of ``operators.jsonl``.
-    """
+    """Return the line for a line of ``operators.jsonl``; None for the passing of time."""
     if "compiling" in entry:
         return f"compiling DeepSpeed's operator {entry['compiling']}, once, about {COMPILE_MIN} minutes"
     if "waiting" in entry:

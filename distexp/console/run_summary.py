@@ -44,10 +44,7 @@ def status_color(status: str) -> str:
 
 
 def run_title(spec: RunSpec) -> str:
-    """Describe a run before it starts.
-
-    For example: ``bloom_tiny on squad_sample, fsdp full_shard, fp32, 2 cpu workers``.
-    """
+    """Describe a run: ``bloom_tiny on squad_sample, fsdp full_shard, fp32, 2 cpu workers``."""
     config = spec.config
     workers = format_count(spec.world_size, f"{config.cluster.device} worker")
     nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
@@ -117,7 +114,6 @@ def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the measured peaks, and what they are made of."""
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
         *(f"CPU of node {entry['node']} {_mib(entry.get('peak_mib'))}" for entry in record.memory["cpu"]),
@@ -156,10 +152,7 @@ def _wrapper(name: str) -> str:
 
 
 def describe_kernels(config: Mapping[str, Any]) -> str:
-    """Return the options of speed that differ from the reference; empty if none does.
-
-    For example: ``fast (train.compile=model, train.logits=targets)``.
-    """
+    """Return the options of speed that differ from the reference: ``fast (train.compile=model)``; or nothing."""
     changed = []
     for key, reference in speed_references().items():
         section, _, name = key.rpartition(".")
@@ -187,10 +180,7 @@ def _replicas_and_shards(mesh: Sequence[int]) -> str:
 
 
 def format_loss(value: float | None) -> str:
-    """Format a loss.
-
-    None is a loss that is not finite, because JSON has no number for it.
-    """
+    """Format a loss. None is a loss that is not finite, because JSON has no number for it."""
     return "nan" if value is None else f"{value:.4f}"
 
 
@@ -214,10 +204,7 @@ def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _by_epoch(texts: Iterable[str]) -> str:
-    """Join the values of all epochs.
-
-    If there are many, only the first two and the last three are shown.
-    """
+    """Join the values of all epochs, of many only the first two and the last three."""
     epochs = list(texts)
     shown = epochs if len(epochs) <= MAX_EPOCHS else [*epochs[:2], "...", *epochs[-3:]]
     return " -> ".join(shown)
@@ -244,10 +231,7 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _utilization(tflops: float, fraction: float | None, metrics: Metrics, name: str) -> str:
-    """Return a rate with its fractions of the datasheet's peak and of the matrix ceiling, if they are known.
-
-    For example: ``502 TFLOP/s per worker, MFU 50.7%, 63.5% of the matrix ceiling (790 TFLOP/s)``.
-    """
+    """Return a rate with its known fractions of the datasheet's peak and of the matrix ceiling."""
     parts = [f"{format_tflops(tflops)} per worker"]
     if fraction is not None:
         parts.append(f"{name} {fraction:.1%}")

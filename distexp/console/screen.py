@@ -122,13 +122,7 @@ class Screen:
     """
 
     def __init__(self, total: int, sweep_dir: Path, *, invalid: Sequence[str] = ()) -> None:
-        """Create the screen of a command.
-
-        Args:
-            total: Number of cells.
-            sweep_dir: Directory of the sweep.
-            invalid: The reason of each invalid cell.
-        """
+        """Create the screen of a command, given the reason of each invalid cell."""
         self.console = Console(emoji=False)  # A path or a log may contain ``:key:``.
         self.total, self.sweep_dir = total, sweep_dir
         self.sweep = SweepProgress(total, total - len(invalid))
@@ -137,12 +131,7 @@ class Screen:
         self.records: list[RunRecord] = []
 
     def run_header(self, number: int, overrides: str) -> None:
-        """Print which run of a sweep starts; print nothing for a single run.
-
-        Args:
-            number: The run's number, which is also the name of its directory.
-            overrides: The overrides in which the run differs from the others.
-        """
+        """Print which run of a sweep starts, with the overrides of its own; print nothing for a single run."""
         self.shown += 1
         self.sweep.start()
         if self.total == 1:
@@ -241,10 +230,7 @@ class Screen:
         self.print(f"{not_started}to continue: {suggest_command('resume', self.sweep_dir)}")
 
     def show_comparison(self) -> None:
-        """Print the table of a sweep, its directory, and the command for its report.
-
-        For a single run print the tables of its exercise, if it has one.
-        """
+        """Print the tables of a sweep or a single run, and the command for the report of a sweep."""
         if not self.records:
             return
         if self.total < 2:

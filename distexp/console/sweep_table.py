@@ -33,12 +33,7 @@ class Row:
 
 
 def states_table(rows: Sequence[Row], width: int) -> Table:
-    """Build a table with one row per run.
-
-    Args:
-        rows: The runs to show; at least one.
-        width: Characters of the terminal.
-    """
+    """Build a table with one row per run, and at least one."""
     table = Table(box=None, padding=(0, COLUMN_GAP, 0, 0))
     widths = column_widths(rows, width)
     for name, size in widths.items():
@@ -58,10 +53,7 @@ def states_table(rows: Sequence[Row], width: int) -> Table:
 
 
 def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
-    """Return the width of each column in characters.
-
-    Empty columns are absent, and "detail" gets the remaining width.
-    """
+    """Return the widths of the columns that are not empty; "detail" gets the remaining width."""
     longest = {
         "folder": min(max(len(row.sweep) for row in rows), width // 4),
         "run": max(len(str(row.run.number)) for row in rows),
@@ -75,10 +67,7 @@ def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
 
 
 def truncated_reasons(rows: Sequence[Row], width: int) -> list[str]:
-    """Return the full text of each reason that the table truncates.
-
-    Each text names all runs of a sweep with this reason, failed or waiting.
-    """
+    """Return the full text of each reason that the table truncates, with all runs of a sweep that have it."""
     detail_width = column_widths(rows, width)["detail"]
     groups: dict[tuple[str, str], list[int]] = {}
     for row in rows:
@@ -114,10 +103,7 @@ def describe_state(run: RunState) -> str:
 
 
 def state_key(run: RunState) -> str:
-    """Return a text that changes with the run's state, nodes, reason or phase.
-
-    It does not change with every step.
-    """
+    """Return a text that changes with the run's state, nodes, reason or phase, but not with every step."""
     if run.state == "running":
         return f"running {run.nodes}{read_progress(run.directory).phase or 'start'}"
     return f"{run.state}{run.nodes}{run.reason}"
@@ -141,21 +127,12 @@ class InvalidCells:
     """The reasons of the invalid cells of a sweep, and which ones were printed."""
 
     def __init__(self, reasons: Iterable[str]) -> None:
-        """Count the cells of each reason.
-
-        Args:
-            reasons: The reason of each invalid cell.
-        """
+        """Count the cells of each reason."""
         self._counts = Counter(reasons)
         self._printed: set[str] = set()
 
     def label(self, number: int, reason: str) -> str | None:
-        """Return which runs a reason concerns: ``run 0 and 3 more``. None if the reason was printed before.
-
-        Args:
-            number: Number of a run.
-            reason: Why it is invalid.
-        """
+        """Return which runs a reason concerns: ``run 0 and 3 more``. None if the reason was printed before."""
         if reason in self._printed:
             return None
         self._printed.add(reason)

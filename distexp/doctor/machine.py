@@ -189,12 +189,7 @@ class CommandResult:
 
 
 def run_command(command: Sequence[str], timeout_s: float) -> CommandResult:
-    """Run a command, then kill everything it started; never raise.
-
-    Args:
-        command: Program and arguments.
-        timeout_s: Seconds after which the command is killed.
-    """
+    """Run a command, then kill everything it started; never raise."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(

@@ -117,11 +117,7 @@ NAME = "DeepSpeed operators"
 
 
 def check_operators(device: str) -> CheckResult:
-    """Check whether the operators that usual runs need are compiled.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-    """
+    """Check whether the operators that usual runs need are compiled."""
     try:
         version("deepspeed")
     except PackageNotFoundError:

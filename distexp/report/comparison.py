@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from distexp.config.overrides import format_count
-from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
+from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import DISTURBED_MARK, failure_reason
 from distexp.report.data.repeats import (
     RunGroup,
@@ -95,13 +95,7 @@ class Matching:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sweep A (before) and sweep B (after).
-
-    Attributes:
-        pairs: Matched trainings.
-        varied: Settings that vary within a sweep.
-        changed: Settings with one value in A and another one in B, such as ``precision fp32 -> bf16``.
-    """
+    """Sweep A (before) and sweep B (after); ``changed`` are settings such as ``precision fp32 -> bf16``."""
 
     pairs: tuple[Pair, ...]
     only_before: tuple[RunGroup, ...]
@@ -132,10 +126,7 @@ class Comparison:
                 yield f"{self.describe(pair.after)}: {regression}"
 
     def uncertain(self) -> Iterator[str]:
-        """Yield a line for each lower speed and larger memory that is no regression, with the reason.
-
-        The noise is as large, or something else slowed the run of B down.
-        """
+        """Yield a line for each lower speed and larger memory that is no regression, with the reason."""
         for pair in self.pairs:
             memory = pair.first_measured(list(MEMORIES))
             if (ratio := pair.ratio(SPEED)) is not None and ratio < MIN_SPEED_RATIO:
@@ -148,7 +139,6 @@ class Comparison:
                 yield from self._within_noise(pair, memory, f"MiB of {MEMORIES[memory]}", ratio)
 
     def _within_noise(self, pair: Pair, name: str, unit: str, ratio: float) -> Iterator[str]:
-        """Yield the line about a metric, if its difference is within the noise."""
         noise = pair.noise(name)
         if noise is not None and pair.is_noise(name):
             change = f"{_format_change(pair, name)} {unit} ({ratio - 1:+.1%})"
@@ -170,7 +160,6 @@ def _varying(rows: Sequence[Row]) -> list[str]:
 
 
 def _match_by_training(before: Sequence[Row], after: Sequence[Row]) -> Matching:
-    """Match the groups of both sweeps that repeat the same training."""
     pairs, only_before, only_after = [], [], []
     ids_before = {id(row) for row in before}
     for group in group_repeats([*before, *after]):
@@ -239,12 +228,7 @@ DISTURBED_NOTE = (
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """A row for each training that is in both sweeps, then the regressions.
-
-    Attributes:
-        before: Name of sweep A.
-        after: Name of sweep B.
-    """
+    """A row for each training that is in both sweeps, then the regressions; ``before`` and ``after`` are names."""
 
     comparison: Comparison
     before: str

@@ -24,16 +24,11 @@ PAGE = "report.html"
 def write_files(
     overview: Overview, directory: Path, traced_runs: Sequence[str] = (), skipped: Sequence[str] = ()
 ) -> list[Path]:
-    """Write all files of a report. Each is written completely or not at all.
+    """Write all files of a report, each completely or not at all, and return their paths.
 
     Args:
-        overview: The runs.
-        directory: Where to write. It is created if missing.
         traced_runs: Labels of the runs to draw over time; empty for the most informative ones.
         skipped: Messages on records that could not be read.
-
-    Returns:
-        The paths of the files.
 
     Raises:
         OSError: if a file cannot be written.
@@ -80,10 +75,7 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
-    """Write comma-separated values. A value that was not measured is empty.
-
-    A text that a spreadsheet would take for a formula gets an apostrophe.
-    """
+    """Write comma-separated values. A text that a spreadsheet would take for a formula gets an apostrophe."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, restval=None)
         writer.writeheader()
@@ -95,10 +87,7 @@ def _as_text(value: Any) -> Any:
 
 
 def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
-    """Write typed columns.
-
-    Metrics are doubles even if no run has them, so that files can be concatenated.
-    """
+    """Write typed columns. Metrics are doubles even if no run has them, so that files can be concatenated."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -148,7 +137,6 @@ def result_row(row: Row) -> ResultRow:
 
 
 def _run_values(row: Row) -> ResultRow:
-    """Return what identifies a run, and how it ended."""
     record, run, error = row.record, row.record.run, row.record.error
     return {
         "run_id": run.id,
@@ -165,7 +153,6 @@ def _run_values(row: Row) -> ResultRow:
 
 
 def _section(name: str, section: object | None) -> ResultRow:
-    """Return the fields of a section of a record; none if the record lacks it."""
     return {} if section is None else {f"{name}.{key}": value for key, value in vars(section).items()}
 
 

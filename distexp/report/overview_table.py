@@ -17,7 +17,6 @@ from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, S
 from distexp.report.data.overview import (
     NOISE_MARK,
     Overview,
-    RankedGroup,
     Ranking,
     group_by_task,
     memory_metric,
@@ -53,11 +52,7 @@ SETTING_IMPORTANCE = (ALWAYS - 2, 94, 92, 88)
 
 @dataclass(frozen=True)
 class OverviewTable:
-    """Table of runs for a terminal of any width.
-
-    Attributes:
-        results: File with all columns and rows; None if none was written.
-    """
+    """Table of runs for a terminal of any width; ``results`` is the file with all columns, if one was written."""
 
     overview: Overview
     results: Path | None = None
@@ -114,20 +109,12 @@ def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
 
 
 def build_overview_table(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> OverviewTable:
-    """Return the table of some runs, as printed after a sweep.
-
-    Args:
-        records: The records of the runs.
-        sweep_dir: Directory of the sweep. Without it, the losses are not compared.
-    """
+    """Return the table printed after a sweep. Without its directory, the losses are not compared."""
     return OverviewTable(Overview.from_rows(rows_from_records(records, sweep_dir)))
 
 
 def overview_columns(overview: Overview) -> Iterator[Column]:
-    """Yield the columns: run, number of repeats, varying settings, status and metrics.
-
-    Columns that a quiz of the workshop asks for are required.
-    """
+    """Yield the columns of runs, settings, status and metrics; those that a quiz asks for are required."""
     groups, quiz = overview.groups, quiz_columns(overview)
     yield Column("run", tuple(group.label for group in groups), ALWAYS)
     if any(len(group.rows) > 1 for group in groups):
@@ -161,12 +148,7 @@ HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
 
 def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[str]:
-    """Yield the sentences below a table of runs.
-
-    Args:
-        overview: The runs.
-        hidden: Titles of the columns that the table does not show. They are not explained.
-    """
+    """Yield the sentences below a table of runs. The titles of hidden columns are not explained."""
     yield from _stand_ins(overview)
     yield from explain_cpu_speeds(overview)
     if are_trials(overview.rows):
@@ -250,7 +232,6 @@ def _smallest(overview: Overview) -> Iterator[str]:
 
 
 def _best(overview: Overview, name: str, what: str, number_format: str, *, largest: bool) -> Iterator[str]:
-    """Yield the best group of each task, or that several are equal within the noise."""
     rankings = list(rank_by_metric(overview, name, largest=largest))[:MAX_TASKS]
     for ranking in rankings:
         if len(ranking.ranked) > 1:
@@ -305,10 +286,7 @@ def _few_steps(overview: Overview) -> Iterator[str]:
 
 
 def _measured_steps(row: Row) -> int:
-    """Return the number of steps that the speed is measured over, up to ten; 0 if there is no speed.
-
-    So few steps are a block each. A single step has no error.
-    """
+    """Return the number of steps that the speed is measured over, up to ten, each a block of its own."""
     total, speed = row.record.metrics.total_steps, row.metrics[SPEED]
     if total is None or speed is None:
         return 0
@@ -319,7 +297,6 @@ def _measured_steps(row: Row) -> int:
 
 
 def _global_batches(overview: Overview) -> Iterator[str]:
-    """Yield a warning for each task whose runs have different global batch sizes."""
     tasks = group_by_task([group for group in overview.groups if group.completed])
     for task, groups in list(tasks.items())[:MAX_TASKS]:
         batches: dict[int, list[str]] = {}

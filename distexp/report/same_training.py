@@ -91,11 +91,7 @@ Losses = dict[int, float]
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Training and evaluation losses of a run.
-
-    Attributes:
-        invalid: Steps whose training loss is no finite number.
-    """
+    """Training and evaluation losses of a run; ``invalid`` are steps whose training loss is no finite number."""
 
     trace: RunTrace
     training: Losses

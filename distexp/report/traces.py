@@ -106,10 +106,7 @@ def load_losses(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace
 
 
 def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """Return at most MAX_TRACES groups.
-
-    The fastest, the smallest and those out of memory come first, then the others in their order.
-    """
+    """Return at most MAX_TRACES groups: the fastest, the smallest and those out of memory come first."""
     started = [group for group in groups if group.status != "invalid"]
     if len(started) <= MAX_TRACES:
         return started
@@ -139,7 +136,6 @@ def _read_losses(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTr
 
 
 def _with_curves(trace: RunTrace) -> RunTrace:
-    """Return a trace with everything that the figures draw."""
     assert trace.row.path is not None
     directory = trace.row.path.parent
     memory = read_memory(directory / MEMORY)
@@ -202,10 +198,7 @@ def _memory_curves(
 
 
 def _thin(points: Points, phases: Sequence[float]) -> Points:
-    """Return the peaks of MAX_POINTS intervals, at the first time of each.
-
-    An interval ends at the start of a phase, so that each peak is in its own phase.
-    """
+    """Return the peaks of MAX_POINTS intervals, at the first time of each, each peak in its own phase."""
     width = (points[-1][0] - points[0][0]) / MAX_POINTS
     if len(points) <= MAX_POINTS or not width:
         return points

@@ -86,13 +86,9 @@ def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
 
 
 def split_widths(widths: Sequence[int], num_labels: int, gap: int, width: int) -> list[list[int]]:
-    """Return the indices of columns in blocks that fit into a width.
+    """Return the indices of columns in blocks that fit into a width; each block repeats the labels.
 
-    Args:
-        widths: Characters of each column.
-        num_labels: Number of first columns that each block repeats.
-        gap: Spaces between two columns.
-        width: Characters of a block. A block has at least one column besides the labels, even if it is wider.
+    A block has at least one column besides the labels, even if it is wider.
     """
     labels = list(range(num_labels))
     room = width - sum(widths[:num_labels]) - gap * num_labels
@@ -173,15 +169,7 @@ MIN_CELLS = 20
 
 @contextmanager
 def show_progress(step: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr until the block ends, if stderr is a terminal. Stdout may be redirected to a file.
-
-    Args:
-        step: What is done, as in ``composing``.
-        total: Number of cells.
-
-    Yields:
-        Function to call after each cell.
-    """
+    """Show a bar on stderr until the block ends, if stderr is a terminal; yield a function to call after each cell."""
     if total < MIN_CELLS:
         yield lambda: None
         return

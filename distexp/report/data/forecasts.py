@@ -37,14 +37,7 @@ FORECAST_NOTE = "Forecast by distexp forecast. Error: forecast minus measured, i
 
 @dataclass(frozen=True)
 class ForecastRow:
-    """The forecast of one size, with the measured runs of this size.
-
-    Attributes:
-        row: The profiled run.
-        forecast: The forecast.
-        measured: The measured training of this size; None if the report has none.
-        errors: Errors relative to each of its runs.
-    """
+    """The forecast of a profiled run for one size, with the measured training of this size, and the errors."""
 
     row: Row
     forecast: StoredForecast
@@ -147,7 +140,6 @@ def _size(forecast: StoredForecast) -> str:
 
 
 def _columns(found: Sequence[ForecastRow], *, measured: bool) -> dict[str, tuple[str, ...]]:
-    """Return the cells of each column."""
     header, rows = (*HEADER, *(MEASURED if measured else ())), [_cells(entry) for entry in found]
     return {title: tuple(cells[position] for cells in rows) for position, title in enumerate(header)}
 

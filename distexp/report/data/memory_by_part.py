@@ -61,14 +61,12 @@ def build_parts_table(overview: Overview) -> TextTable | None:
 
 
 def _note(metrics: Mapping[str, str], groups: Sequence[RunGroup]) -> str:
-    """Return what the columns mean."""
     strategies = [row.record.strategy for group in groups for row in group.counted_rows]
     notes = dict.fromkeys(strategy.memory_note for strategy in strategies if strategy is not None)
     return " ".join(filter(None, (NOTE, *notes, OFFLOAD_NOTE if NOT_OFFLOADED in metrics.values() else "")))
 
 
 def _metrics_by_title(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:
-    """Return the metric of each column, by its title."""
     metrics = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
     if any(_is_offloaded(group) for group in groups):
         metrics["not offloaded"] = NOT_OFFLOADED
@@ -101,13 +99,7 @@ PEAK_NOTE = (
 
 @dataclass(frozen=True)
 class Peak:
-    """The parts of a peak.
-
-    Attributes:
-        kind: ``measured`` or ``predicted``.
-        phase: Phase of the step; empty if unknown.
-        parts: MiB by key of ``TITLES``, without those that are unknown.
-    """
+    """The parts of a peak in MiB by key of ``TITLES``; ``kind`` is ``measured`` or ``predicted``."""
 
     kind: str
     phase: str

@@ -75,10 +75,7 @@ def largest_of_devices(kind: str, key: str) -> ReadMetric:
 
 
 def gpu_peak(record: RunRecord) -> float | None:
-    """Return the peak that NVML sampled, or what torch had reserved if that is more.
-
-    A run may run out of memory between two samples.
-    """
+    """Return the peak that NVML sampled, or what torch had reserved if that is more, as between two samples."""
     sampled = largest_of_devices("gpu", "peak_mib")(record)
     return None if sampled is None else max(sampled, largest_of_devices("torch", "peak_reserved_mib")(record) or 0.0)
 
@@ -104,7 +101,6 @@ def sum_not_offloaded(record: RunRecord) -> float | None:
 
 
 def _largest_sum(record: RunRecord, names: Iterable[str]) -> float | None:
-    """Return the sum of some parts on the worker where it is largest."""
     kept = list(names)
     sums = [sum(float(entry.get(name) or 0.0) for name in kept) for entry in tensor_entries(record.memory)]
     return max(sums, default=None)
@@ -301,9 +297,5 @@ METRICS_BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def read_metrics(record: RunRecord) -> dict[str, float | None]:
-    """Return all metrics of a record by name.
-
-    Raises:
-        TypeError, ValueError: if a value is not a number.
-    """
+    """Return all metrics of a record by name; raise TypeError or ValueError if a value is not a number."""
     return {metric.name: metric.read(record) for metric in METRICS}

@@ -91,12 +91,7 @@ class Overview:
         return self.baseline is not None and group.completed and exceeds_workers(group, self.baseline, self.varied)
 
     def label_columns(self, labels: Sequence[str], groups: Sequence[RunGroup]) -> dict[str, list[str]]:
-        """Return the first columns of a table: the runs, and their settings that vary.
-
-        Args:
-            labels: Label of the run of each row.
-            groups: Training of each row.
-        """
+        """Return the first columns of a table: the runs, and their settings that vary."""
         settings = {name: [format_setting(group.setting(name), MAX_LENGTH) for group in groups] for name in self.varied}
         return {"run": list(labels), **settings}
 
@@ -167,13 +162,7 @@ def group_by_task(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
 
 
 def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[Ranking]:
-    """Yield a ranking of each task: its completed groups that have the metric. Disturbed ones have no known speed.
-
-    Args:
-        overview: The runs.
-        name: Name of the metric.
-        largest: Whether the largest value is the best.
-    """
+    """Yield a ranking of each task: its completed groups that have the metric. Disturbed ones have no known speed."""
     completed = [group for group in overview.groups if group.completed and group.metric(name)]
     known = [group for group in completed if name != SPEED or group.disturbance is None]
     for task, groups in group_by_task(known).items():

@@ -102,7 +102,6 @@ def energy_totals(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _energies_of_attempts(row: Row) -> list[Mapping[str, Any]]:
-    """Return the energy of each attempt of a run; an empty one if it is not known."""
     earlier = earlier_records(row.path.parent) if row.path else []
     known = [record.metrics.energy or {} for record in [row.record, *earlier]]
     return [*known, *[{}] * (len(row.record.run.attempts) - len(known))]

@@ -120,7 +120,6 @@ class RunGroup:
         return [value for row in rows if (value := row.metrics[name]) is not None]
 
     def _relative_noise(self, name: str, count: int) -> float | None:
-        """Return the noise of a metric's mean over some runs, relative to the mean; None if unknown."""
         repeated = self.deviations.get(name)
         repeats = None if repeated is None else repeated.noise_of_mean(count)
         if name != SPEED:
@@ -215,10 +214,6 @@ def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings])
 
     A setting that follows from another one is left out: with ``model=a,b`` the width of a model is part of the
     model. A setting that a user typed is always kept: with ``fsdp.replicas=1,2`` it is a choice.
-
-    Args:
-        records: The records of the runs.
-        settings: The settings of the same runs, as ``read_settings`` returns them.
     """
     overridden = overridden_names(records)
     kept = []

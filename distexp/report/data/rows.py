@@ -56,12 +56,7 @@ def row_from_record(record: RunRecord, label: str, path: Path | None = None) -> 
 
 
 def rows_from_records(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> list[Row]:
-    """Return the rows of records in memory; their labels are their run numbers.
-
-    Args:
-        records: The records.
-        sweep_dir: Directory of their sweep; None: the rows have no path.
-    """
+    """Return the rows of records in memory, labeled by run number; without a directory they have no path."""
     return [
         row_from_record(record, number := str(record.run.number), sweep_dir and sweep_dir / number / RECORD)
         for record in records
@@ -69,11 +64,7 @@ def rows_from_records(records: Sequence[RunRecord], sweep_dir: Path | None = Non
 
 
 def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
-    """Read all records below some directories. A record below two of them counts once.
-
-    Returns:
-        A row for each readable record, and a message for each other one.
-    """
+    """Return a row for each readable record below some directories, and a message for each other one."""
     rows: list[Row] = []
     skipped: list[str] = []
     paths = list(dict.fromkeys(Path(os.path.abspath(path)) for path in find_records(*roots)))

@@ -55,7 +55,6 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the defaults of the keys that it lacks."""
     completed: dict[str, Any] = dict(config)
     for section, defaults in _defaults().items():
         present = completed.get(section)
@@ -66,7 +65,6 @@ def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _defaults() -> dict[str, dict[str, Any]]:
-    """Return the default of each key that has one, by section and name."""
     found: dict[str, dict[str, Any]] = {}
     for key, spec in schema_fields():
         section, _, name = key.rpartition(".")
@@ -121,10 +119,7 @@ def value_key(value: Any) -> str:
 
 
 def format_setting(value: Any, limit: int | None = None) -> str:
-    """Return a value as it is typed.
-
-    It is cut on the left if longer than a limit, because paths differ at their end.
-    """
+    """Return a value as it is typed. If too long, it is cut on the left, because paths differ at their end."""
     if value is None:
         return "-"
     text = value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
@@ -173,10 +168,7 @@ def is_environment_setting(name: str) -> bool:
 
 
 def is_hardware(name: str) -> bool:
-    """Return whether a setting is the GPU or an environment variable.
-
-    A run that failed early may not know it.
-    """
+    """Return whether a setting is the GPU or an environment variable, which a run that failed early may not know."""
     return name == GPU or name.isupper()
 
 
@@ -190,10 +182,7 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def is_distinguishing(name: str, overridden: Collection[str]) -> bool:
-    """Return whether an environment setting may distinguish runs.
-
-    Hardware always does, a key only if a user set it.
-    """
+    """Return whether an environment setting may distinguish runs: hardware always, a key only if a user set it."""
     return is_hardware(name) or name in overridden or name.partition(".")[0] in overridden
 
 

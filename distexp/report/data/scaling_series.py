@@ -121,12 +121,7 @@ class ScalingSeries:
 
 
 def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[ScalingSeries]:
-    """Return the series of configurations, the longest first.
-
-    Args:
-        groups: Groups of repeats.
-        varied: Names of the settings in which the groups differ.
-    """
+    """Return the series of configurations, the longest first."""
     measured = [group for group in groups if _is_measured(group)]
     names = _configuration_settings(measured, varied)
     several = [
@@ -189,23 +184,14 @@ def _is_measured(group: RunGroup) -> bool:
 
 
 def _configuration_settings(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[str]:
-    """Return the settings that distinguish configurations.
-
-    These are not the number of workers, nor the settings that are scaled with it.
-    """
+    """Return the settings that distinguish configurations: not the workers, nor what is scaled with them."""
     names = [name for name in varied if name not in (*WORLD, SEED)]
     choices = [name for name in names if name in usual_order()]
     return [name for name in names if name in choices or not _follows_world(groups, name, choices)]
 
 
 def _follows_world(groups: Sequence[RunGroup], name: str, choices: Sequence[str]) -> bool:
-    """Return whether workers and nodes decide a setting, as in weak scaling.
-
-    Args:
-        groups: The measured groups.
-        name: The setting.
-        choices: Settings that always make another configuration, even if each ran on one number of workers only.
-    """
+    """Return whether workers and nodes decide a setting, as in weak scaling. ``choices`` never follow."""
     values: dict[str, str] = {}
     for group in groups:
         key = json.dumps([world_of(group), *(group.setting(other) for other in choices)], default=str)
@@ -221,7 +207,6 @@ def _make_series(groups: Sequence[RunGroup], names: Sequence[str]) -> ScalingSer
 
 
 def _make_points(groups: Sequence[RunGroup]) -> tuple[ScalingPoint, ...]:
-    """Return a point for each group. The first group is the baseline."""
     works = works_of(groups)
     times = [count / _speed(group) for group, count in zip(groups, sample_counts(groups), strict=True)]
     baseline_rate, fewest = works[0] / times[0], world_of(groups[0]).workers
@@ -309,7 +294,6 @@ def samples_of(group: RunGroup) -> float | None:
 
 
 def _packed_samples(group: RunGroup) -> float | None:
-    """Return the samples of a training whose rows have several samples each; None if unknown."""
     metrics, size = group.counted_rows[0].record.metrics, group.setting("dataset.train_size")
     if not size or not metrics.total_steps or not metrics.steps_per_epoch:
         return None
@@ -317,7 +301,6 @@ def _packed_samples(group: RunGroup) -> float | None:
 
 
 def _padded_samples(group: RunGroup) -> float | None:
-    """Return the samples of a training with a sample in each row; None if unknown."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "num_epochs", "dataset.train_size", "max_steps")
     micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
     steps = group.counted_rows[0].record.metrics.total_steps or max_steps
@@ -336,13 +319,9 @@ def is_constant(values: Sequence[float]) -> bool:
 
 
 def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
-    """Fill in the speedups of the rows and return the baseline.
+    """Fill in the speedups of the rows and return the baseline; None if no two groups can be compared.
 
-    The baseline is the first completed group of a task that other groups have too. Rows of other tasks get no
-    speedup.
-
-    Returns:
-        None if no two groups can be compared.
+    The baseline is the first completed group of a task that other groups have too. Rows of other tasks get no speedup.
     """
     measured = [group for group in groups if group.completed and group.metric(SPEED)]
     tasks = Counter(group.task for group in measured)
@@ -363,9 +342,6 @@ def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) 
 
     On CPU, more threads per worker explain a speedup too. If it is larger, and all but the strategy and the workers is
     equal, something slowed the one worker down.
-
-    Args:
-        varied: Names of the settings in which the runs differ.
     """
     speed, slow = group.metric(SPEED), baseline.metric(SPEED)
     if not _has_one_worker(baseline) or group.task != baseline.task or not (speed and slow and group.setting(WORKERS)):

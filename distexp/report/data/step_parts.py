@@ -31,12 +31,7 @@ DIFFERENT = 0.05
 
 @dataclass(frozen=True)
 class RankStep:
-    """The median profiled step of a rank.
-
-    Attributes:
-        parts: Milliseconds by key of ``STEP_PARTS``, without those that were not measured.
-        hidden_ms: Communication behind computation; None if unknown.
-    """
+    """The median profiled step of a rank: the measured parts by key of ``STEP_PARTS``, and hidden communication."""
 
     rank: int
     step_ms: float
@@ -181,7 +176,6 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
 
 
 def _time_columns(runs: Sequence[ProfiledRun], shown: Sequence[ShownStep]) -> dict[str, list[str]]:
-    """Return the durations of the steps; of other steps and of a sample only if they are needed."""
     unit = fair_unit(runs)
     columns = {"step (ms)": [f"{step.step_ms:,.2f}" for _, step in shown]}
     if any(run.differs for run in runs):
@@ -194,7 +188,6 @@ def _time_columns(runs: Sequence[ProfiledRun], shown: Sequence[ShownStep]) -> di
 
 
 def _part_columns(shown: Sequence[ShownStep]) -> dict[str, list[str]]:
-    """Return the parts of the steps in percent, and the bottleneck."""
     columns = {title: [_percent(step.parts.get(name), step) for _, step in shown] for name, title in STEP_PARTS.items()}
     columns["hidden communication"] = [_percent(step.hidden_ms, step) for _, step in shown]
     columns["bottleneck"] = [_bottleneck(run) for run, _ in shown]

@@ -87,7 +87,6 @@ def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKe
 
 
 def _printed_row(layout: Layout) -> TableRow:
-    """Return the row of the numbers that the workshop printed."""
     labels = (PRINTED, *[""] * (len(layout.label) - 1))
     return TableRow(labels, tuple(layout.printed.get(column.title, "") for column in layout.columns))
 

@@ -210,7 +210,6 @@ def load_layouts() -> dict[str, Layout]:
 
 
 def _flatten(columns: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of a list with nested lists."""
     for column in columns:
         if isinstance(column, list):
             yield from _flatten(column)

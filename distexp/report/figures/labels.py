@@ -19,12 +19,7 @@ LINE_HEIGHT = 14  # pixels of a line of a label
 
 
 def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:
-    """Return the axis of the labels of bars.
-
-    Args:
-        names: The labels.
-        text: Vega expression of a label.
-    """
+    """Return the axis of the labels of bars; ``text`` is the Vega expression of a label."""
     broken = f"replace({text}, ' (', ', (')" if _breaks_settings(names) else text
     offset = -LINE_HEIGHT * (_most_lines(names) - 1) / 2
     return alt.Axis(
@@ -61,12 +56,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Frame:
-    """The axes of a chart, and its size in pixels.
-
-    Attributes:
-        x: Range of the field ``cost``.
-        y: Range of the field ``speed``.
-    """
+    """The ranges of the fields ``cost`` and ``speed`` of a chart, and its size in pixels."""
 
     x: Range
     y: Range
@@ -80,7 +70,6 @@ class Frame:
 
 
 def _fraction(value: float, ends: Range) -> float:
-    """Return the position of a value in a range, from 0 to 1."""
     low, high = ends
     return (value - low) / (high - low)
 

@@ -146,7 +146,6 @@ def _percent_rows(run: str, differences: Losses) -> Rows:
 
 
 def _draw_run(curve: LossCurve, curves: Sequence[LossCurve], kinds: Sequence[str]) -> Iterator[alt.Chart]:
-    """Yield the line and the rings of one run, on the axes of all."""
     yield _lines(_rows(curve, curve.training), TRAINING, kinds).encode(**_axes(curves))
     if curve.evaluation:
         yield _rings(_rows(curve, curve.evaluation)).encode(**_axes(curves), shape=_ring_shape())
@@ -180,5 +179,4 @@ def _rings(rows: Rows) -> alt.Chart:
 
 
 def _ring_shape() -> alt.Shape:
-    """Return the encoding that puts the rings into the legend."""
     return alt.Shape("kind:N", scale=alt.Scale(domain=[EVALUATION], range=["circle"]), legend=alt.Legend(title=None))

@@ -166,12 +166,10 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
 
 
 def _shade(part: str) -> str:
-    """Return the color of a part, as in the figure of the peak."""
     return PEAK_COLORS.get(TITLES.get(f"{part}_mib", ""), "muted")
 
 
 def _parts(curve: Curve) -> list[str]:
-    """Return the parts that are not always 0."""
     return [name for name, values in curve.items() if name != PHASE and any(values)]
 
 
@@ -198,7 +196,6 @@ def _draw_prediction(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
 
 
 def _changes(curve: Curve, last: int) -> Iterator[dict[str, Any]]:
-    """Yield the positions at which a phase starts."""
     for number, (before, after) in enumerate(pairwise(curve[PHASE]), start=1):
         if before != after:
             yield {"position": round(100 * number / last, 2), "phase": after}

@@ -53,7 +53,6 @@ def _caption(overview: Overview, *, has_forecasts: bool) -> str:
 
 
 def _describe(series: ScalingSeries) -> Iterator[str]:
-    """Compare the most workers with the fewest."""
     first, last = series.baseline, series.points[-1]
     ratio = last.workers / first.workers
     name = f" ({series.name})" if series.name else ""
@@ -71,7 +70,6 @@ def _describe(series: ScalingSeries) -> Iterator[str]:
 
 
 def _are_equal(one: ScalingPoint, other: ScalingPoint) -> bool:
-    """Return whether two speeds are equal within the noise."""
     speed, other_speed = one.group.metric(SPEED), other.group.metric(SPEED)
     return bool(speed and other_speed and is_within_noise(speed, other_speed))
 
@@ -185,13 +183,7 @@ def forecast_rows(curve: ForecastCurve) -> list[dict[str, Any]]:
 
 
 def draw_forecasts(rows: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """Return the layers of the forecasts; none without forecasts.
-
-    Args:
-        rows: Data of all curves.
-        x: Axis of the workers.
-        y: Axis of the metric.
-    """
+    """Return the layers of the forecasts on the axes of a panel; none without forecasts."""
     if not rows:
         return []
     metric = str(y.to_dict()["field"])

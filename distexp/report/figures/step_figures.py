@@ -118,7 +118,6 @@ def _draw_breakdown(overview: Overview, runs: Sequence[ProfiledRun], bars: Seque
 
 
 def _colors(bars: Sequence[Bar]) -> dict[str, str]:
-    """Return the color of each part that any bar has, by its title."""
     return {
         title: f"c{n}" for n, (name, title) in enumerate(STEP_PARTS.items(), start=1)
         if any(bar.step.parts.get(name) for bar in bars)

@@ -34,12 +34,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Cost:
-    """The horizontal axis: a metric of which less is better.
-
-    Attributes:
-        metric: Name of the metric.
-        number_format: Format of a value in the tooltip.
-    """
+    """The horizontal axis: a metric of which less is better."""
 
     metric: str
     title: str
@@ -49,11 +44,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The runs of a chart of a cost against throughput.
-
-    Attributes:
-        failed: Groups that are drawn as crosses on the axis of the cost.
-    """
+    """The runs of a chart of a cost against throughput; the failed ones are crosses on the axis of the cost."""
 
     overview: Overview
     cost: Cost
@@ -221,7 +212,6 @@ def _caption(tradeoff: Tradeoff) -> str:
 
 
 def _out_of_memory(overview: Overview, memory: str) -> tuple[RunGroup, ...]:
-    """Return the groups that ran out of memory and have a peak."""
     return tuple(
         group for group in overview.groups if "oom" in group.status and not group.completed and group.metric(memory)
     )

@@ -60,7 +60,6 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
 
 
 def _page_data(overview: Overview, figures: Sequence[Figure], directory: Path) -> dict[str, Any]:
-    """Return the data for the page's script."""
     return {
         "runs": run_table(overview, directory),
         "configurations": configurations(overview),

@@ -188,7 +188,6 @@ def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
 
 
 def _marks(overview: Overview, metric: Metric) -> list[str]:
-    """Return the mark behind a metric of each run."""
     marks = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
     return [DISTURBED_MARK if _is_disturbed(row, metric) else marks[id(row)] for row in overview.rows]
 
