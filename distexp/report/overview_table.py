@@ -155,7 +155,9 @@ def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[s
         yield from _trials(overview)
     else:
         yield from _fastest(overview)
-        yield from _smallest(overview)
+        name = memory_metric(overview)
+        if name is not None:
+            yield from _best(overview, name, f"Lowest {MEMORIES[name]}", "{:,.0f} MiB", largest=False)
     yield from describe_disturbances(overview)
     yield from describe_stragglers(overview.rows)
     yield from _setup_peaks(overview)
@@ -223,12 +225,6 @@ def _fastest(overview: Overview) -> Iterator[str]:
         if len(groups) > 1 and len(groups) - len(disturbed) < 2:
             start = f"Fastest ({task})" if len(tasks) > 1 else "Fastest"
             yield f"{start}: not decided, because the speed of {name_runs(disturbed)} is not known."
-
-
-def _smallest(overview: Overview) -> Iterator[str]:
-    name = memory_metric(overview)
-    if name is not None:
-        yield from _best(overview, name, f"Lowest {MEMORIES[name]}", "{:,.0f} MiB", largest=False)
 
 
 def _best(overview: Overview, name: str, what: str, number_format: str, *, largest: bool) -> Iterator[str]:
