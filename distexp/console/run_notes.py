@@ -12,6 +12,12 @@ from distexp.runs.disturbance import describe_disturbance, starved_share, thread
 from distexp.runs.record import RunRecord
 from distexp.system.units import format_amount, format_kwh
 
+LARGE_SHARE = 0.6
+"""Padding share from which options against padding are named. The default run has 53 %."""
+
+COMPILE_MIN = 3
+"""Minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4."""
+
 
 def busy_core_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of the line about a run that something else slowed down; nothing for other runs."""
@@ -35,9 +41,6 @@ def _advice(record: RunRecord) -> str:
         f"The {threads} threads of a worker then wait for each other. Try cluster.cpus_per_worker=1 or "
         "cluster.environment={OMP_WAIT_POLICY:PASSIVE}. One thread sums in another order, so losses differ slightly"
     )
-
-
-# Texts about the energy and cost of a run.
 
 
 def energy_lines(energy: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
@@ -78,13 +81,6 @@ def _cost(energy: Mapping[str, float | None]) -> Iterator[str]:
             yield text.format(f"{value:,.2f}" if key == "price" else format_amount(value))
 
 
-# Text about the padding of a run, if it is most of the work.
-
-
-LARGE_SHARE = 0.6
-"""Padding share from which options against padding are named. The default run has 53 %."""
-
-
 def padding_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of the line about padding, if its share is large.
 
@@ -120,13 +116,6 @@ def _packing(model: Mapping[str, Any]) -> str:
     if model["attention"] in UNPACKED_ATTENTION.get(model["_target_"], ()):
         return "model.attention=sdpa dataset.packing=true"
     return "dataset.packing=true"
-
-
-# Messages about the build of DeepSpeed's operators.
-
-
-COMPILE_MIN = 3
-"""Minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4."""
 
 
 def build_message(entry: dict[str, Any]) -> str | None:

@@ -35,12 +35,10 @@ MAX_STRAGGLERS = 3
 AUTO = ModelConfig().attention
 """The attention that a model has by default."""
 
-COLORS = {"completed": "green", "invalid": "yellow", "oom_gpu": "magenta", "oom_host": "magenta"}
-
 
 def status_color(status: str) -> str:
     """Return the color of a status on a terminal."""
-    return COLORS.get(status, "red")
+    return {"completed": "green", "invalid": "yellow", "oom_gpu": "magenta", "oom_host": "magenta"}.get(status, "red")
 
 
 def run_title(spec: RunSpec) -> str:

@@ -37,6 +37,9 @@ from distexp.system.units import format_about
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
 """Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log."""
 
+MIN_SPREAD = 1.5
+"""Longest over shortest duration from which both are printed."""
+
 
 @dataclass
 class LiveRun:
@@ -245,13 +248,6 @@ class Screen:
 def _plain(text: str) -> str:
     """Return a text that neither rich nor a terminal interprets."""
     return escape(printable(text))
-
-
-# Progress of a sweep: how many cells are done, and how long the others will take.
-
-
-MIN_SPREAD = 1.5
-"""Longest over shortest duration from which both are printed."""
 
 
 @dataclass

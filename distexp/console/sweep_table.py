@@ -1,4 +1,4 @@
-"""Table and summary of the states of a sweep's runs, local or on Slurm."""
+"""Table and summary of the states of a sweep's runs, and the reasons why cells are invalid."""
 
 from __future__ import annotations
 
@@ -118,9 +118,6 @@ def _state_color(run: RunState) -> str:
 def _truncate_left(text: str, size: int) -> str:
     """Shorten a text on the left; the rightmost override varies fastest."""
     return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
-
-
-# Invalid cells of a sweep: each reason is printed once, with the number of cells that it concerns.
 
 
 class InvalidCells:

@@ -1,4 +1,4 @@
-"""Checks of memory, cores, disks, limits and caches."""
+"""Checks of memory, cores, disks, limits and caches; the result of a check, and commands that may hang."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from distexp.system.cgroups import cpu_count, usable_memory
 from distexp.system.units import GIB, MIB
 
 MIN_SHM, MIN_DISK, MIN_RAM, MIN_OPEN_FILES = 1 * GIB, 10 * GIB, 4 * GIB, 4096
+TOOL_TIMEOUT_S = 10.0
 
 
 def check_shm(path: str = "/dev/shm") -> CheckResult:
@@ -139,9 +140,6 @@ def write_error(folder: Path) -> str | None:
     return None
 
 
-# Result of one check.
-
-
 @dataclass(frozen=True)
 class CheckResult:
     """Result of one check; ``hint`` is set unless the state is ok."""
@@ -165,12 +163,6 @@ def warning(name: str, found: str, hint: str) -> CheckResult:
 def missing(name: str, found: str, hint: str) -> CheckResult:
     """Return the result of a check that failed."""
     return CheckResult(name, "missing", found, hint)
-
-
-# Commands that may hang, run with a timeout.
-
-
-TOOL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)

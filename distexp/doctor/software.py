@@ -1,4 +1,4 @@
-"""Checks of Python, distexp's configuration files, torch and the libraries."""
+"""Checks of Python, configuration files, torch, libraries, compilers, Slurm, GPUs and communication."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ IMPORT_TIMEOUT_S = 180.0  # a cold network file system is slow
 SLOW_IMPORTS = ("torch", "transformers", "deepspeed")
 LIBRARIES = ("torchvision", "transformers", "accelerate", "datasets", "deepspeed")
 REINSTALL = "pip install --force-reinstall"
+COLLECTIVE_TIMEOUT_S = 60.0
+COLLECTIVE_HINTS = {
+    "gloo": "check that the host name resolves (getent hosts $(hostname)), or set GLOO_SOCKET_IFNAME=lo",
+    "nccl": "set NCCL_DEBUG=INFO to see the reason; try NCCL_P2P_DISABLE=1, which avoids direct GPU-to-GPU links",
+}
 
 
 @dataclass(frozen=True)
@@ -181,9 +186,6 @@ def _check_library(name: str, version: str | None, state: str | None, result: Co
     return warning(name, f"{version} cannot be imported: {' '.join(state.split())[:200]}", hint)
 
 
-# Checks of Slurm, and of the compilers that DeepSpeed needs for its extensions.
-
-
 def check_compiler() -> CheckResult:
     """Check the C++ compiler, which DeepSpeed needs for its CPU Adam."""
     compiler = os.environ.get("CXX") or "c++"
@@ -257,17 +259,6 @@ def check_slurm(timeout_s: float = TOOL_TIMEOUT_S) -> CheckResult:
     if not partitions:
         return warning("Slurm", f"{version}, no partition", "ask the administrators for access to a partition")
     return ok("Slurm", f"{version}, partitions {', '.join(partitions[:8])}")
-
-
-# Checks of GPUs, NCCL and the communication between processes.
-
-
-COLLECTIVE_TIMEOUT_S = 60.0
-
-COLLECTIVE_HINTS = {
-    "gloo": "check that the host name resolves (getent hosts $(hostname)), or set GLOO_SOCKET_IFNAME=lo",
-    "nccl": "set NCCL_DEBUG=INFO to see the reason; try NCCL_P2P_DISABLE=1, which avoids direct GPU-to-GPU links",
-}
 
 
 def check_gpus() -> CheckResult:

@@ -1,4 +1,4 @@
-"""Verdict of all checks: the strategies, precisions, offload options and clusters that work on this machine."""
+"""Verdict of all checks: the options that work on this machine; and the build of DeepSpeed's operators."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ REQUIRED_CHECKS = ("configuration", "torch", "distexp cache", "current folder")
 
 GPU_ONLY = {"precision": "fp16", "offload": "pinned"}
 """Options that ``distexp.resolve.resources`` refuses on the CPU, by config group."""
+
+NAME = "DeepSpeed operators"
 
 
 @dataclass
@@ -108,12 +110,6 @@ def format_verdict(verdict: Verdict) -> Iterator[str]:
         yield "This machine cannot train."
     for reason in verdict.not_possible:
         yield f"Not possible: {reason}."
-
-
-# DeepSpeed's C++ operators: whether they are compiled, and ``distexp doctor --build``.
-
-
-NAME = "DeepSpeed operators"
 
 
 def check_operators(device: str) -> CheckResult:

@@ -1,4 +1,4 @@
-"""Comparison of two sweeps: matching runs and regressions."""
+"""Comparison of two sweeps, ``distexp report --compare A B``: matching runs, regressions, and their table."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ MIN_SPEED_RATIO = 0.95
 MAX_MEMORY_RATIO = 1.05
 MAX_LOSS_RATIO = 1.01  # without any change, two runs on GPUs differ by less
 LOSSES = {"eval_loss": "eval loss", "train_loss": "train loss"}
+DISTURBED_NOTE = (
+    "Another program slowed one of the two runs down. If this is B, its lower speed does not count as a regression."
+)
 
 
 @dataclass(frozen=True)
@@ -216,14 +219,6 @@ def _ratio_beyond_noise(pair: Pair, name: str) -> float | None:
 def _format_change(pair: Pair, name: str) -> str:
     before, after = (format_metric([group], METRICS_BY_NAME[name])[0] for group in (pair.before, pair.after))
     return f"{before} -> {after}"
-
-
-# Terminal table of two sweeps, printed by ``distexp report --compare A B``.
-
-
-DISTURBED_NOTE = (
-    "Another program slowed one of the two runs down. If this is B, its lower speed does not count as a regression."
-)
 
 
 @dataclass(frozen=True)

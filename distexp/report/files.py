@@ -1,4 +1,4 @@
-"""Writes all files of a report: results, page and figures."""
+"""Writes all files of a report: results as CSV and Parquet, page and figures."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PAGE = "report.html"
+ResultRow = dict[str, Any]
 
 
 def write_files(
@@ -68,12 +69,6 @@ def _replace(path: Path, write: Callable[[Path], None]) -> Path:
     return path
 
 
-# Results of all runs as CSV and Parquet.
-
-
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-
-
 def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
     """Write comma-separated values. A text that a spreadsheet would take for a formula gets an apostrophe."""
     with path.open("w", newline="") as file:
@@ -83,7 +78,7 @@ def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> No
 
 
 def _as_text(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
@@ -112,12 +107,6 @@ def _typed_array(values: list[Any]) -> pa.Array:
     if types and types <= {int, float}:
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     return pa.array([None if value is None else str(value) for value in values], pa.string())
-
-
-# Rows of ``results.csv`` and ``results.parquet``.
-
-
-ResultRow = dict[str, Any]
 
 
 def result_row(row: Row) -> ResultRow:

@@ -45,9 +45,14 @@ from distexp.tables.text_table import render_text_table, without_wide_labels
 
 MAX_ROWS = 200  # on a terminal
 MAX_NOTES = 20
-WORKSHOP = "The workshop explains the exercises: docs/workshop.md"
 SETTING_IMPORTANCE = (ALWAYS - 2, 94, 92, 88)
 """Importance of the first settings, relative to the metrics; the others are hidden before any metric."""
+
+MAX_TASKS = 4
+SAME = 0.005  # relative difference
+FEW_STEPS = 5
+CPU_SPEEDS = "Speeds on CPU vary with other programs"
+HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class ExerciseTables:
         for table in tables:
             yield from render_text_table(table, console.width)
         if tables:
-            yield Text(WORKSHOP, style="dim")
+            yield Text("The workshop explains the exercises: docs/workshop.md", style="dim")
 
 
 def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
@@ -135,16 +140,6 @@ def status_style(group: RunGroup) -> str:
     if statuses == {"completed"}:
         return "green"
     return "red" if statuses & FAILURES else "yellow" if "invalid" in statuses else "magenta"
-
-
-# Sentences below the table of runs: results and warnings that the table itself cannot show.
-
-
-MAX_TASKS = 4
-SAME = 0.005  # relative difference
-FEW_STEPS = 5
-CPU_SPEEDS = "Speeds on CPU vary with other programs"
-HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
 
 def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[str]:

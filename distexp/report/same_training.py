@@ -1,4 +1,4 @@
-"""Whether runs trained the same model: their losses agree at each logged step."""
+"""Losses of runs by step, and whether runs trained the same model: their losses agree at each logged step."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ NOT_THE_MODEL = frozenset(
 
 
 DROPOUT = "With dropout, strategies draw other random numbers. To compare them, set model.dropout=0."
+MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
+OVERLAPPING = 0.02  # distance of two curves, relative to the axis
+Losses = dict[int, float]
+"""Loss by step."""
 
 
 def describe_same_training(overview: Overview) -> Iterator[str]:
@@ -77,16 +81,6 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
 
 def _has_dropout(curve: LossCurve) -> bool:
     return bool((curve.trace.row.record.config.get("model") or {}).get("dropout"))
-
-
-# Losses of a run by step, and whether the curves of two runs coincide or overlap.
-
-
-MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
-OVERLAPPING = 0.02  # distance of two curves, relative to the axis
-
-Losses = dict[int, float]
-"""Loss by step."""
 
 
 @dataclass(frozen=True)

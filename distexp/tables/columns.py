@@ -20,6 +20,10 @@ GAP = 2  # spaces between two columns; one of them is part of rich's box
 ALWAYS = 1000
 """Importance of a required column, which is never hidden."""
 
+PIPED_WIDTH = 240  # characters, if the output is not a terminal
+MIN_CELLS = 20
+"""Number of cells from which a bar is shown; fewer take less than a second."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -138,12 +142,6 @@ def build_table(columns: Sequence[Column], status_styles: Sequence[str] = ()) ->
     return table
 
 
-# The console of commands that print tables.
-
-
-PIPED_WIDTH = 240  # characters, if the output is not a terminal
-
-
 def make_console() -> Console:
     """Return a console as wide as the terminal; without one, as PIPED_WIDTH."""
     console = Console(emoji=False)
@@ -152,19 +150,9 @@ def make_console() -> Console:
     return Console(width=PIPED_WIDTH, emoji=False)
 
 
-# Lines printed exactly as they are: rich would style numbers, wrap paths, and replace ``[...]`` and ``:name:``.
-
-
 def print_plain(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text in one style, without markup, emoji and line breaks."""
+    """Print a text exactly as it is: rich would style numbers, wrap paths, and replace ``[...]`` and ``:name:``."""
     console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-# Progress bar of the steps before the runs of a large sweep start.
-
-
-MIN_CELLS = 20
-"""Number of cells from which a bar is shown; fewer take less than a second."""
 
 
 @contextmanager

@@ -12,6 +12,9 @@ from distexp.runs.run_dir import TENSORBOARD
 from distexp.runs.spec import RunSpec
 from distexp.tracking.base import flat_config, run_name
 
+MAX_PARAM_LENGTH = 500
+"""Characters that every store of MLflow accepts."""
+
 
 class TensorBoard:
     """Tracker that writes event files: metrics as scalars, the configuration as text."""
@@ -36,9 +39,6 @@ class TensorBoard:
         self.writer.add_text("status", record.status)
         self.writer.close()
         return [f"tensorboard --logdir {self.folder}"]
-
-
-# Tracker for Weights & Biases; offline unless ``tracker.online=true``.
 
 
 class Wandb:
@@ -75,13 +75,6 @@ class Wandb:
         folder, address = Path(self.run.dir).parent, self.run.url
         self.run.finish(exit_code=0 if record.status == "completed" else 1)
         return [f"wandb: {address}"] if self.online else [f"wandb sync {folder}"]
-
-
-# Tracker for MLflow, with a server or a local folder.
-
-
-MAX_PARAM_LENGTH = 500
-"""Characters that every store of MLflow accepts."""
 
 
 class MLflow:

@@ -1,4 +1,4 @@
-"""Forecasts of the runs of a report, and the measured runs of the same training at these sizes."""
+"""Forecasts of time and predictions of memory, next to the measured runs of the same training."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")
 RUN, SIZE, BATCH = "run", "nodes x workers per node", "global batch"
 HEADER = (RUN, SIZE, BATCH, "forecast (ms/step)", "interval (ms)", "samples/s")
 FORECAST_NOTE = "Forecast by distexp forecast. Error: forecast minus measured, in percent of the measured median step."
+PREDICTIONS_TITLE = "Predicted and measured memory (MiB)"
+PREDICTIONS_NOTE = (
+    "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak."
+)
 
 
 @dataclass(frozen=True)
@@ -224,13 +228,7 @@ def _curve(overview: Overview, row: Row, forecasts: Sequence[StoredForecast]) ->
     return ForecastCurve(series, row, points) if any(point.workers > fewest for point in points) else None
 
 
-# Predicted memory next to the measured one.
-
-
-TITLE = "Predicted and measured memory (MiB)"
-NOTE = "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak."
-
-COLUMNS = {
+PREDICTIONS = {
     "predicted": "predicted_peak_allocated_mib",
     "measured": "torch_peak_allocated_mib",
     "error %": "prediction_error_pct",
@@ -246,10 +244,10 @@ COLUMNS = {
 
 def build_predictions_table(overview: Overview) -> TextTable | None:
     """Build the table with a row per training; None if no run was predicted."""
-    names = (COLUMNS["predicted"], COLUMNS["host, predicted"])
+    names = (PREDICTIONS["predicted"], PREDICTIONS["host, predicted"])
     groups = [group for group in overview.groups if any(group.metric(name) for name in names)]
     if not groups:
         return None
-    columns = {title: format_metric(groups, METRICS_BY_NAME[name]) for title, name in COLUMNS.items()}
+    columns = {title: format_metric(groups, METRICS_BY_NAME[name]) for title, name in PREDICTIONS.items()}
     labels = overview.label_columns([group.label for group in groups], groups)
-    return TextTable.from_columns(TITLE, {**labels, **columns}, NOTE, num_labels=len(labels))
+    return TextTable.from_columns(PREDICTIONS_TITLE, {**labels, **columns}, PREDICTIONS_NOTE, num_labels=len(labels))

@@ -1,4 +1,4 @@
-"""Memory of one worker by part, next to that of all processes."""
+"""Memory of one worker by part: next to that of all processes, and at the peak of a step."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ PEAK_TITLES = {
     "cpu_peak_mib": "peak of all processes",
 }
 """Titles of the metrics in ``MEMORIES``."""
+
+RESERVE, CONTEXT = "reserve_mib", "context_mib"
+TITLES = {
+    **{name: name.removesuffix("_mib").replace("_", " ") for name in PEAK_PARTS},
+    RESERVE: "allocator reserve",
+    CONTEXT: "CUDA context",
+}
+"""Titles of the parts. All but the last two are allocated."""
+
+MAX_RUNS = 32
+PEAK_TITLE = "GPU memory of one worker at the peak of a step (MiB)"
+PEAK_NOTE = (
+    "Measured: the rank and the phase with the most, with train.profile_steps. Predicted: by distexp plan. "
+    "Reserve: held by torch's allocator and not allocated. Context: outside of the allocator."
+)
 
 
 def measured_groups(overview: Overview) -> list[RunGroup]:
@@ -76,25 +91,6 @@ def _metrics_by_title(overview: Overview, groups: Sequence[RunGroup]) -> dict[st
 
 def _is_offloaded(group: RunGroup) -> bool:
     return any(row.record.built and row.record.built.offload != "none" for row in group.counted_rows)
-
-
-# Parts of the GPU memory at the peak of a step: measured, and predicted before the run.
-
-
-RESERVE, CONTEXT = "reserve_mib", "context_mib"
-TITLES = {
-    **{name: name.removesuffix("_mib").replace("_", " ") for name in PEAK_PARTS},
-    RESERVE: "allocator reserve",
-    CONTEXT: "CUDA context",
-}
-"""Titles of the parts. All but the last two are allocated."""
-
-MAX_RUNS = 32
-PEAK_TITLE = "GPU memory of one worker at the peak of a step (MiB)"
-PEAK_NOTE = (
-    "Measured: the rank and the phase with the most, with train.profile_steps. Predicted: by distexp plan. "
-    "Reserve: held by torch's allocator and not allocated. Context: outside of the allocator."
-)
 
 
 @dataclass(frozen=True)

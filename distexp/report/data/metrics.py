@@ -1,4 +1,4 @@
-"""All metrics of a run: name with unit, header in tables, and number format."""
+"""All metrics of a run: how they are read from a record, name with unit, header in tables, and number format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,41 @@ from distexp.runs.record import RunRecord
 from distexp.statistics.noise import step_noise
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
 
-# Readers of metrics: what a record has to be searched or computed for.
-#
-# A function with a record as argument is a reader. The others return the reader of a key.
-
-
 ReadMetric = Callable[[RunRecord], float | None]
-"""A function that returns a metric of a run, or None if it was not measured."""
+"""A function that returns a metric of a run, or None if it was not measured. Other functions here return one."""
+
+SPEED = "train_samples_per_second"
+STEP_NOISE = "train_samples_per_second_step_noise_pct"
+NOISE = "train_samples_per_second_noise_pct"
+SPEEDUP = "speedup"
+EFFICIENCY = "efficiency_pct"
+ENERGY = "energy_j_per_sample"
+COMMUNICATION = "communication_pct"
+EXPOSED = "communication_exposed_pct"
+CPU_PEAK = "cpu_peak_mib"
+MEMORIES = {
+    "gpu_peak_mib": "peak GPU memory",
+    "torch_peak_allocated_mib": "peak GPU memory allocated by torch",
+    CPU_PEAK: "peak CPU memory",
+}
+"""Metrics of memory, by preference: a run is compared by the first that was measured."""
+
+SPEEDS = frozenset(
+    {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
+)
+"""Metrics in the tables that a disturbed run does not show."""
+
+PARTS_TOTAL = "parts_mib"
+NOT_OFFLOADED = "parts_not_offloaded_mib"
+_FILE_METRICS = (
+    "train_samples_per_second_overall", "train_steps_per_second", "eval_samples_per_second",
+    "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
+    "executed_tflops_per_device", "model_tflops_per_sample", "executed_tflops_per_sample", "matrix_ceiling_tflops",
+)  # fmt: skip
+_FILE_ENERGIES = (
+    "gpu_j", "gpu_j_by_power", "power_difference_pct", "cpu_j", "gpu_j_training", "cpu_j_training", "idle_w",
+    "j_per_token",
+)  # fmt: skip
 
 
 def metrics_field(name: str) -> ReadMetric:
@@ -188,30 +216,6 @@ class Metric:
         return text if deviation is None else f"{text} ± {self.number_format.format(deviation * self.factor)}"
 
 
-SPEED = "train_samples_per_second"
-STEP_NOISE = "train_samples_per_second_step_noise_pct"
-NOISE = "train_samples_per_second_noise_pct"
-SPEEDUP = "speedup"
-EFFICIENCY = "efficiency_pct"
-ENERGY = "energy_j_per_sample"
-COMMUNICATION = "communication_pct"
-EXPOSED = "communication_exposed_pct"
-CPU_PEAK = "cpu_peak_mib"
-MEMORIES = {
-    "gpu_peak_mib": "peak GPU memory",
-    "torch_peak_allocated_mib": "peak GPU memory allocated by torch",
-    CPU_PEAK: "peak CPU memory",
-}
-"""Metrics of memory, by preference: a run is compared by the first that was measured."""
-
-SPEEDS = frozenset(
-    {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
-)
-"""Metrics in the tables that a disturbed run does not show."""
-
-PARTS_TOTAL = "parts_mib"
-NOT_OFFLOADED = "parts_not_offloaded_mib"
-
 TABLE_METRICS = (
     Metric("train_loss", metrics_field("train_loss"), "train\nloss", "{:z.4f}", importance=60),
     Metric("eval_loss", metrics_field("eval_loss"), "eval\nloss", "{:z.4f}", importance=85),
@@ -253,15 +257,6 @@ TABLE_METRICS = (
     Metric(EFFICIENCY, filled_in_later, "effi-\nciency %", "{:z.0f}", importance=80),
 )  # fmt: skip
 
-_FILE_METRICS = (
-    "train_samples_per_second_overall", "train_steps_per_second", "eval_samples_per_second",
-    "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
-    "executed_tflops_per_device", "model_tflops_per_sample", "executed_tflops_per_sample", "matrix_ceiling_tflops",
-)  # fmt: skip
-_FILE_ENERGIES = (
-    "gpu_j", "gpu_j_by_power", "power_difference_pct", "cpu_j", "gpu_j_training", "cpu_j_training", "idle_w",
-    "j_per_token",
-)  # fmt: skip
 
 METRICS = (
     *TABLE_METRICS,

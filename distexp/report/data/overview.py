@@ -1,4 +1,4 @@
-"""Comparison of runs: repeats, varying settings, baseline, scaling series."""
+"""Comparison of runs: repeats, varying settings, baseline, scaling series, rankings, and reasons of failures."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from distexp.statistics.noise import Spread, is_within_noise
 MAX_SETTINGS = 4  # in a description of a run
 NOISE_MARK = "~"
 DISTURBED_MARK = "!"
+MAX_REASON_LENGTH = 300  # characters of a message
+MAX_LABELS = 8
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,6 @@ class Overview:
         yield from failure_notes(self.rows)
 
 
-# Rankings of runs: by task, by one metric, and the Pareto front of a cost and throughput.
-
-
 @dataclass(frozen=True)
 class RankedGroup:
     """A training with the value of the metric by which it is ranked."""
@@ -212,13 +211,6 @@ def _order(one: Spread, other: Spread) -> int:
     if one.mean == other.mean or is_within_noise(one, other):
         return 0
     return 1 if one.mean > other.mean else -1
-
-
-# Reasons why runs did not complete.
-
-
-MAX_REASON_LENGTH = 300  # characters of a message
-MAX_LABELS = 8
 
 
 def failure_notes(rows: Sequence[Row]) -> Iterator[str]:

@@ -19,6 +19,9 @@ from distexp.system.units import format_amount, format_kwh
 
 MAX_DISTURBED = 4
 MARK_NOTE = "This run, or the run it is compared with, was slowed down by another program. Such speeds are not ranked."
+MAX_STRAGGLERS = 8
+RETRIES = METRICS_BY_NAME["torch_alloc_retries"].name
+MAX_DOUBTS = 2
 
 
 def describe_disturbances(overview: Overview) -> Iterator[str]:
@@ -55,12 +58,6 @@ def _capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-# Sentences about ranks that are slower than the others of their run, or have a problem.
-
-
-MAX_STRAGGLERS = 8
-
-
 def describe_stragglers(rows: Sequence[Row]) -> Iterator[str]:
     """Yield each such rank with the evidence, and the number of those that are left out."""
     found = [(row, entry) for row in rows for entry in row.record.metrics.stragglers or ()]
@@ -69,9 +66,6 @@ def describe_stragglers(rows: Sequence[Row]) -> Iterator[str]:
         yield f"In run {row.label}, {text[0].lower()}{text[1:].rstrip('.')}."
     if len(found) > MAX_STRAGGLERS:
         yield f"{format_count(len(found) - MAX_STRAGGLERS, 'more slow rank')} are in the records."
-
-
-# Energy and cost of all runs together.
 
 
 TOTALS: dict[str, Callable[[float], str]] = {
@@ -105,13 +99,6 @@ def _energies_of_attempts(row: Row) -> list[Mapping[str, Any]]:
     earlier = earlier_records(row.path.parent) if row.path else []
     known = [record.metrics.energy or {} for record in [row.record, *earlier]]
     return [*known, *[{}] * (len(row.record.run.attempts) - len(known))]
-
-
-# Remarks on scaling: baselines that are not to be trusted, missing ones, and more workers than cores.
-
-
-RETRIES = METRICS_BY_NAME["torch_alloc_retries"].name
-MAX_DOUBTS = 2
 
 
 def remark_on_scaling(overview: Overview) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Groups of runs that repeat a training: mean, deviation, run-to-run noise."""
+"""Groups of runs that repeat a training: mean, deviation, run-to-run noise, and settings in which they vary."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ from distexp.report.data.run_settings import (
 )
 from distexp.runs.record import RunRecord
 from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, pool_deviations, speed_noise
+
+Settings = Mapping[str, Any]
+KERNELS_DEPEND_ON = ("kernels", "strategy", "zero_stage", "engine", "model", "dataset", "precision", "device")
+"""Settings that decide what ``kernels=fast`` chooses."""
 
 
 def format_metric(groups: Sequence[RunGroup], metric: Metric) -> tuple[str, ...]:
@@ -198,15 +202,6 @@ def _pool(groups: Sequence[RunGroup]) -> dict[str, Deviation]:
         return {}
     pooled = {name: pool_deviations(group.values(name) for group in repeated) for name in METRICS_BY_NAME}
     return {name: deviation for name, deviation in pooled.items() if deviation is not None}
-
-
-# Settings that vary between runs, without those that follow from another setting.
-
-
-Settings = Mapping[str, Any]
-
-KERNELS_DEPEND_ON = ("kernels", "strategy", "zero_stage", "engine", "model", "dataset", "precision", "device")
-"""Settings that decide what ``kernels=fast`` chooses."""
 
 
 def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rows of a report: one run each, read from the records on disk."""
+"""Rows of a report: one run each, read from the records on disk; and how sentences name runs and numbers."""
 
 from __future__ import annotations
 
@@ -101,9 +101,6 @@ def _shorten(folders: Sequence[str]) -> dict[str, str]:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(min(ends), max(ends), strict=False))
     cut = "".join(first for first, _ in same).rfind("_") + 1
     return {folder: end[cut:] for folder, end in zip(folders, ends, strict=True)}
-
-
-# Helpers that format the sentences and labels of a report.
 
 
 def name_runs(labels: Iterable[str], limit: int = 4) -> str:

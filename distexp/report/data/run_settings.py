@@ -1,4 +1,8 @@
-"""Settings of one run by their short names, and how they are written."""
+"""Settings of one run by their short names, how they are written, and its hardware and environment.
+
+Hardware and environment settings do not define a training, but repeats must share them. Nothing here lists the
+strategies: the config groups in ``conf/`` and the sections of ``Config`` define them.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,28 @@ NOT_A_SETTING = (
 """Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""
 
 MAX_LENGTH = 24  # characters of a value in a table or in a list of settings
+TRAINING_KEYS = frozenset({"nodes", "workers_per_node", "device"})
+SUBMISSION_KEYS = frozenset(
+    {"name", "_target_", "gpus_per_node", "timeout_min", "hang_timeout_min", "account", "qos", "reservation"}
+    | {"signal_delay_s", "requeue", "array_parallelism", "wait", "dry_run"}
+)
+"""Keys of ``cluster`` that no metric depends on: how a job is submitted, and how long it may run."""
+
+CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINING_KEYS - SUBMISSION_KEYS
+TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps", "micro_batch_search_s"})
+SECTIONS = frozenset({"measure", "preflight", "tracker"})
+GPU = "gpu"
+IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")
+"""Prefixes of environment variables that change nothing but the logs."""
+
+SEED = "seed"
+WORKERS = "workers"
+RENAMED = {
+    "cluster.workers_per_node": WORKERS,
+    "offload.enabled": "offload",
+    "offload.pin_memory": "offload",
+}
+"""Keys whose short name follows no rule."""
 
 
 def run_label(number: str, settings: str = "") -> str:
@@ -132,28 +158,6 @@ def format_settings(settings: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={format_setting(value, MAX_LENGTH)}" for name, value in known if value is not None)
 
 
-# Hardware and environment settings.
-#
-# They do not define a training, but repeats must share them.
-
-
-TRAINING_KEYS = frozenset({"nodes", "workers_per_node", "device"})
-SUBMISSION_KEYS = frozenset(
-    {"name", "_target_", "gpus_per_node", "timeout_min", "hang_timeout_min", "account", "qos", "reservation"}
-    | {"signal_delay_s", "requeue", "array_parallelism", "wait", "dry_run"}
-)
-"""Keys of ``cluster`` that no metric depends on: how a job is submitted, and how long it may run."""
-
-CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINING_KEYS - SUBMISSION_KEYS
-TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps", "micro_batch_search_s"})
-SECTIONS = frozenset({"measure", "preflight", "tracker"})
-
-GPU = "gpu"
-
-IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")
-"""Prefixes of environment variables that change nothing but the logs."""
-
-
 def is_environment_key(key: str) -> bool:
     """Return whether a dotted key of the configuration is an environment setting."""
     section, _, rest = key.partition(".")
@@ -191,24 +195,6 @@ def knows_hardware(record: RunRecord) -> bool:
     return record.status == "completed" or bool(record.environment and record.environment.gpu_name)
 
 
-# Short names of settings, such as ``seed`` for ``train.seed``.
-#
-# Nothing here lists the strategies. The config groups in ``conf/`` and the sections of ``Config`` define them.
-
-
-SEED = "seed"
-WORKERS = "workers"
-
-RENAMED = {
-    "cluster.workers_per_node": WORKERS,
-    "offload.enabled": "offload",
-    "offload.pin_memory": "offload",
-}
-"""Keys whose short name follows no rule."""
-
-HIDDEN_PREFIXES = ("cluster.environment.", "cluster.", "train.")
-
-
 @lru_cache(maxsize=4096)
 def short_name(key: str) -> str:
     """Return the name under which people type a key.
@@ -223,7 +209,7 @@ def short_name(key: str) -> str:
         return section
     if leaf in config_groups():
         return leaf
-    prefix = next((prefix for prefix in HIDDEN_PREFIXES if key.startswith(prefix)), "")
+    prefix = next((prefix for prefix in ("cluster.environment.", "cluster.", "train.") if key.startswith(prefix)), "")
     return key.removeprefix(prefix)
 
 

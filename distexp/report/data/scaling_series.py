@@ -26,6 +26,7 @@ FORECAST = "forecast"
 """Kind of a series with one measured point, next to which forecasts are drawn."""
 
 MAX_TRUSTED_EFFICIENCY = 1.05  # efficiency; more than ideal shows that the baseline was slow
+TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
 
 
 @dataclass(frozen=True)
@@ -249,12 +250,6 @@ def _scaled(points: Sequence[ScalingPoint]) -> tuple[str, ...]:
     return tuple(name for name, differs in found.items() if differs)
 
 
-# Work of a training: how many samples it processes, with how many parameters.
-
-
-TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
-
-
 class World(NamedTuple):
     """Numbers of workers and of nodes, by which a series is sorted."""
 
@@ -313,9 +308,6 @@ def _padded_samples(group: RunGroup) -> float | None:
 def is_constant(values: Sequence[float]) -> bool:
     """Return whether values of at least 0 are equal, up to TOLERANCE."""
     return max(values) - min(values) <= TOLERANCE * max(values)
-
-
-# Speedup: throughput relative to the baseline run.
 
 
 def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:

@@ -1,4 +1,4 @@
-"""Parts of a training step, by rank, of the runs that were profiled."""
+"""Parts of a profiled training step by rank, and its lanes: what a rank does at which time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ STEP, HIDDEN, WAITING = "step_ms", "hidden_communication_ms", "waiting_ms"
 STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
 """Titles of the parts by their key in ``metrics.step_breakdown``."""
 
-TITLE = "Parts of the median profiled step (%)"
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."
 SLOWEST_NOTE = (
     "Each row shows the slowest rank (without its waiting). The column bottleneck uses the mean of all ranks."
@@ -27,6 +26,17 @@ SLOWEST_NOTE = (
 MAX_ROWS = 32
 DIFFERENT = 0.05
 """Relative difference from which a profiled step differs from the median of the other steps."""
+
+LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}
+"""Titles of the lanes, in their order."""
+
+TITLES = {
+    "matmul": PARTS["matmul"], "other kernel": PARTS["other_kernels"], "waiting": PARTS["waiting"],
+    "data": PARTS["data_wait"],
+}  # fmt: skip
+"""Titles of labels that are parts of a step with another name."""
+
+MAX_SPANS = 2000  # of a lane; a run writes fewer
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,7 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
     more = f"{len(shown) - MAX_ROWS} more rows are in the records." if len(shown) > MAX_ROWS else ""
     note = " ".join(filter(None, (NOTE, SLOWEST_NOTE if len(runs) > 1 else "", more)))
     columns = {**labels, **_time_columns(runs, shown), **_part_columns(shown)}
-    table = TextTable.from_columns(TITLE, columns, note, num_labels=len(labels))
+    table = TextTable.from_columns("Parts of the median profiled step (%)", columns, note, num_labels=len(labels))
     return replace(table, rows=table.rows[:MAX_ROWS])
 
 
@@ -205,19 +215,6 @@ def _bottleneck(run: ProfiledRun) -> str:
     if name == ["compute"]:
         return "none: compute"
     return PARTS.get(name[0], name[0].replace("_", " ")) + ("" if share is None else f", {share:.0%}")
-
-
-# Lanes of one profiled step: what computation, communication and the CPU of each rank do at which time.
-
-
-LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}
-"""Titles of the lanes, in their order."""
-TITLES = {
-    "matmul": PARTS["matmul"], "other kernel": PARTS["other_kernels"], "waiting": PARTS["waiting"],
-    "data": PARTS["data_wait"],
-}  # fmt: skip
-"""Titles of labels that are parts of a step with another name."""
-MAX_SPANS = 2000  # of a lane; a run writes fewer
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ from distexp.report.data.run_settings import format_settings
 from distexp.report.exercises.columns import Layout, Reasons, RowKey, format_row, load_layouts
 from distexp.tables.text_table import TextTable
 
+MAX_SETTINGS = 4  # in the label of a row
+Groups = Sequence[RunGroup]
+
 
 def quiz_columns(overview: Overview) -> frozenset[str]:
     """Return the names of the settings and metrics that the quizzes of the exercises ask for."""
@@ -34,13 +37,6 @@ def exercise_tables(overview: Overview) -> Iterator[TextTable]:
         layout = load_layouts().get(exercise)
         if layout is not None:
             yield fill_table(exercise, layout, overview, groups)
-
-
-# Fills the layout of a table with the runs of an exercise.
-
-
-PRINTED = "printed in the workshop"
-MAX_SETTINGS = 4  # in the label of a row
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKe
 
 
 def _printed_row(layout: Layout) -> TableRow:
-    labels = (PRINTED, *[""] * (len(layout.label) - 1))
+    labels = ("printed in the workshop", *[""] * (len(layout.label) - 1))
     return TableRow(labels, tuple(layout.printed.get(column.title, "") for column in layout.columns))
 
 
@@ -104,13 +100,6 @@ def _build_transposed(title: str, layout: Layout, rows: Sequence[TableRow]) -> T
     titles = [(column.category, column.title) if has_categories else (column.title,) for column in layout.columns]
     texts = tuple((*row_title, *(row.cells[n] for row in rows)) for n, row_title in enumerate(titles))
     return TextTable(title, (*corner, *(row.labels[0] for row in rows)), texts, num_labels=len(corner))
-
-
-# Notes below the workshop's tables that are computed from the runs.
-
-
-OVERALL_SPEED = "train_samples_per_second_overall"
-Groups = Sequence[RunGroup]
 
 
 def table_notes(layout: Layout, groups: Groups) -> Iterator[str]:
@@ -130,7 +119,7 @@ def describe_scale(groups: Groups) -> str:
 
 def _speed_with_evaluation(groups: Groups) -> str:
     """Return the speed as the Trainer computes it, with evaluation time."""
-    speed = groups[0].metric(OVERALL_SPEED)
+    speed = groups[0].metric("train_samples_per_second_overall")
     if speed is None or not groups[0].completed:
         return ""
     return f"The workshop's samples/s include evaluation time. With it, this run has {speed.mean:,.2f} samples/s."

@@ -1,4 +1,4 @@
-"""Columns of the workshop's tables: a metric or a setting, and the text of its cells."""
+"""Layouts of the workshop's tables from ``workshop.yaml``, and the text of the cells of their columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.run_settings import format_setting
 from distexp.system.units import MIN_GB
 
-PARAMETERS = "parameters"
 UNITS = {
     "": 1.0,
     "GB": 2**20 / 1e9,
@@ -35,6 +34,9 @@ SMALLER_UNITS = {"GB": ("MB", 1e3), "GiB": ("MiB", 1024.0)}
 
 MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
 """Ends of the names of metrics that a failed run has too."""
+
+RowKey = tuple[Any, ...]
+"""Values of the settings that identify a row."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class ExerciseColumn:
         return self.gpu_0 or self.metric.startswith(("gpu_", "torch_", "predict"))
 
     def _values(self, group: RunGroup) -> list[float]:
-        if self.metric == PARAMETERS:
+        if self.metric == "parameters":
             values = [float(row.record.built.parameters) for row in group.counted_rows if row.record.built][:1]
         elif self.gpu_0:
             values = _first_gpu(group, self.metric)
@@ -154,13 +156,6 @@ def _format_values(column: ExerciseColumn, values: Sequence[float]) -> str:
         values, digits, suffix = [value * factor for value in values], 1, f" {unit}"
     text = f"{statistics.fmean(values):,.{digits}f}{suffix}"
     return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):,.{digits}f}{suffix}"
-
-
-# Layouts of the workshop's tables, read from ``workshop.yaml``.
-
-
-RowKey = tuple[Any, ...]
-"""Values of the settings that identify a row."""
 
 
 @dataclass(frozen=True)

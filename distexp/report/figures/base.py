@@ -1,4 +1,7 @@
-"""A figure with its panels, and the PNG and SVG files of figures."""
+"""A figure with its panels, its PNG and SVG files, and the colors of all charts.
+
+Charts name their colors as CSS variables. The page defines them for light and dark mode; files get the light palette.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,9 @@ VEGALITE = "6.4"  # version that altair writes and vl_convert draws
 SINGLE_WIDTH = 640  # pixels of the only panel in a file
 PANEL_WIDTH = 460  # pixels of one of several panels in a file
 PNG_SCALE = 2.0
+PHASES = ("search", "setup", "warmup", "train", "profile", "eval", "save")
+MAX_COLORS = 8  # of one legend
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
 
 
 @dataclass(frozen=True)
@@ -113,12 +119,6 @@ def render_files(figures: Sequence[Figure], directory: Path) -> Iterator[tuple[P
         yield directory / f"{figure.name}.svg", vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE).encode()
 
 
-# Colors and styles of all charts.
-#
-# Charts name their colors as CSS variables. The page defines the variables for light and dark mode; files get the
-# light palette.
-
-
 LIGHT = {
     "page": "#f6f7f9", "card": "#ffffff", "ink": "#1b2430", "muted": "#5b6675", "grid": "#e6e9ee", "line": "#d3d8e0",
     "accent": "#2f5fd0", "good": "#14804a", "bad": "#c62f2f", "warn": "#946200",
@@ -135,10 +135,6 @@ DARK = {
     "phase-setup": "#8d99ab", "phase-warmup": "#e8b04a", "phase-train": "#6a9cf5", "phase-eval": "#52c493",
     "phase-profile": "#ee82b8", "phase-save": "#c78adb", "phase-search": "#57c0cf",
 }  # fmt: skip
-
-PHASES = ("search", "setup", "warmup", "train", "profile", "eval", "save")
-MAX_COLORS = 8  # of one legend
-FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
 
 
 def color(name: str) -> str:

@@ -16,6 +16,14 @@ LONGEST_LINE = 28
 """Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line."""
 
 LINE_HEIGHT = 14  # pixels of a line of a label
+CHART_WIDTHS = (220, 420, 800, 100_000)
+"""Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one."""
+
+LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
+MARK = 6.0  # pixels from the center of a mark to its border, at most
+Row = dict[str, Any]
+Range = tuple[float, float]
+"""Lowest and highest value of an axis."""
 
 
 def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:
@@ -39,19 +47,6 @@ def _most_lines(names: Sequence[str]) -> int:
 def _breaks_settings(names: Sequence[str]) -> bool:
     """Return whether the settings start a line, because a first line with them is too long."""
     return any(" (" in name and len(name.split(", ")[0]) > LONGEST_LINE for name in names)
-
-
-# Places of the labels of a scatter chart, so that they hide neither marks nor each other.
-
-
-CHART_WIDTHS = (220, 420, 800, 100_000)
-"""Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one."""
-LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
-MARK = 6.0  # pixels from the center of a mark to its border, at most
-
-Row = dict[str, Any]
-Range = tuple[float, float]
-"""Lowest and highest value of an axis."""
 
 
 @dataclass(frozen=True)

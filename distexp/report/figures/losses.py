@@ -1,4 +1,4 @@
-"""Training losses over the steps, evaluation losses, and whether runs trained the same model."""
+"""Training losses over the steps, evaluation losses, and their differences to a baseline."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ from distexp.report.same_training import (
     relative_differences,
 )
 from distexp.report.traces import MAX_TRACES, RunTrace
+
+TRAINING, OTHERS, EVALUATION = "training loss", "training loss of the other runs", "evaluation loss"
+ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)
+COLORS = {TRAINING: "c1", OTHERS: "line", EVALUATION: "c2"}
+SINGLE_HEIGHT = 320
+PANEL_HEIGHT = 150
+WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
+"""Vega expression of a label. Between two steps that are close, Vega places ticks in spite of ``tickMinStep``."""
+
+Rows = list[dict[str, Any]]
 
 
 def build_losses(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -57,19 +67,6 @@ def _difference_figure(
         "losses", "Losses", panels, " ".join(filter(None, notes)), sentences,
         legend=panel_legend(curves, others=False), subtitle=f"All curves coincide; drawn: {drawn}",
     )  # fmt: skip
-
-
-# Charts of losses: all curves in one, one panel per run, or differences to a baseline.
-
-
-TRAINING, OTHERS, EVALUATION = "training loss", "training loss of the other runs", "evaluation loss"
-ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)
-COLORS = {TRAINING: "c1", OTHERS: "line", EVALUATION: "c2"}
-SINGLE_HEIGHT = 320
-PANEL_HEIGHT = 150
-WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
-"""Vega expression of a label. Between two steps that are close, Vega places ticks in spite of ``tickMinStep``."""
-Rows = list[dict[str, Any]]
 
 
 def panel_legend(curves: Sequence[LossCurve], *, others: bool) -> tuple[LegendEntry, ...]:

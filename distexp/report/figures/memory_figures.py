@@ -44,6 +44,20 @@ BAR_HEIGHT = 26  # pixels
 COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}
 """Colors of the parts by title."""
 
+MAX_PEAK_BARS = 16  # each with a predicted one
+PEAK_BAR_HEIGHT = 24  # pixels
+PREDICTED_OPACITY = 0.55
+PEAK_COLORS = {title: f"c{n}" if n <= MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
+PEAK_COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
+PREDICTED_HEIGHT = 190  # pixels
+PREDICTED_CAPTION = (
+    "One worker, from the start to the end of a step. Dashed lines: a new phase. Height: memory of each part."
+)
+UNEVEN = 1.1  # ratio of two nodes' peaks
+SEARCH, PROFILE = "search", "profile"
+DEVICES = {"gpu": "GPU", "cpu": "CPU"}
+MEMORY_LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
+
 
 def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no run measured its parts."""
@@ -75,16 +89,6 @@ def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
         tooltip=["run:N", "settings:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.3f")],
     )  # fmt: skip
     return alt.layer(bars).properties(height=bar_height(names, BAR_HEIGHT) * len(names))
-
-
-# GPU memory at the peak of a step by part: a measured bar per training, and the predicted one below it.
-
-
-MAX_PEAK_BARS = 16  # each with a predicted one
-PEAK_BAR_HEIGHT = 24  # pixels
-PREDICTED_OPACITY = 0.55
-PEAK_COLORS = {title: f"c{n}" if n <= MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
-PEAK_COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
 
 
 def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -143,13 +147,6 @@ def _rows(overview: Overview, peaks: GroupPeaks, peak: Peak, label: str) -> Iter
             }  # fmt: skip
 
 
-# Predicted memory through one training step: a panel per run, with its parts stacked, and the table of errors.
-
-
-HEIGHT = 190  # pixels
-CAPTION = "One worker, from the start to the end of a step. Dashed lines: a new phase. Height: memory of each part."
-
-
 def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no run was predicted."""
     table = build_predictions_table(overview)
@@ -158,7 +155,7 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
     drawn = [trace for trace in traces if trace.predicted]
     parts = list(dict.fromkeys(part for trace in drawn for part in _parts(trace.predicted)))
     panels = tuple(Panel(trace.name, _draw_prediction(trace.predicted, parts)) for trace in drawn)
-    caption = f"{CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
+    caption = f"{PREDICTED_CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
     legend = tuple(LegendEntry(_prediction_title(part), _shade(part), "bar") for part in parts)
     return Figure(
         "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,), legend=legend
@@ -192,22 +189,13 @@ def _draw_prediction(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
         tooltip=["phase:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
     )  # fmt: skip
     lines = alt.Chart(inline_data(list(_changes(curve, last)))).mark_rule(strokeDash=[4, 3], color=color("muted"))
-    return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=HEIGHT)
+    return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=PREDICTED_HEIGHT)
 
 
 def _changes(curve: Curve, last: int) -> Iterator[dict[str, Any]]:
     for number, (before, after) in enumerate(pairwise(curve[PHASE]), start=1):
         if before != after:
             yield {"position": round(100 * number / last, 2), "phase": after}
-
-
-# GPU and CPU memory over time: one panel per run, one line per node, the phases as shaded areas.
-
-
-UNEVEN = 1.1  # ratio of two nodes' peaks
-SEARCH, PROFILE = "search", "profile"
-DEVICES = {"gpu": "GPU", "cpu": "CPU"}
-LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
 
 
 def build_gpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -231,7 +219,7 @@ def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure 
     highest = max(mib for trace in sampled for curve in trace.curves(kind) for _, mib in curve.points)
     panels = tuple(Panel(_memory_title(trace), _draw_memory(trace, kind, highest, nodes, phases)) for trace in sampled)
     shades = " Shades: phases of the run. White: its processes start or end." if phases else ""
-    caption = f"Line: {LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
+    caption = f"Line: {MEMORY_LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
     sentences = (*_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
     title = f"{DEVICES[kind]} memory over time"
     lines = [LegendEntry(f"node {node}", f"c{n % MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]

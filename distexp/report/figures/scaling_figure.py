@@ -1,4 +1,4 @@
-"""Scaling with the number of workers: speedup or time, and efficiency, next to the ideal."""
+"""Scaling with the number of workers: measured and forecast, next to the ideal, and tables of it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ KINDS = ("strong", "weak", "mixed", FORECAST)
 NOT_CONSTANT = "neither the total work nor the work per worker is constant"
 MAX_SENTENCES = 6
 Rows = list[dict[str, Any]]
+OPACITY = 0.18
+MAX_ROWS = 40
+SHAPE = "nodes x workers per node"
+Read = Callable[[ScalingSeries, ScalingPoint], str]
 
 
 def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -155,12 +159,6 @@ def _tooltip() -> list[Any]:
     ]  # fmt: skip
 
 
-# Forecasts in the scaling figure: a dashed line with rings, and a band for the interval.
-
-
-OPACITY = 0.18
-
-
 def forecast_rows(curve: ForecastCurve) -> list[dict[str, Any]]:
     """Return the data of a curve. Each metric has its value and both ends of its interval."""
     rows = []
@@ -212,15 +210,6 @@ def _forecast_tooltip(metric: str) -> list[Any]:
     ]
 
 
-# Tables of the scaling figure: work and efficiency, and equal numbers of workers on few and on many nodes.
-
-
-MAX_ROWS = 40
-SHAPE = "nodes x workers per node"
-AVERAGES = {"gpu_peak_mib": "gpu_training_average_mib", "cpu_peak_mib": "cpu_training_average_mib"}
-Read = Callable[[ScalingSeries, ScalingPoint], str]
-
-
 def build_scaling_table(overview: Overview) -> TextTable | None:
     """Build the table with a row per training of a series; None if nothing was scaled."""
     points = [(series, point) for series in overview.series for point in series.points]
@@ -234,7 +223,7 @@ def build_scaling_table(overview: Overview) -> TextTable | None:
 
 def _columns(overview: Overview) -> dict[str, Read]:
     memory = memory_metric(overview) or ""
-    average = AVERAGES.get(memory, "")
+    average = {"gpu_peak_mib": "gpu_training_average_mib", "cpu_peak_mib": "cpu_training_average_mib"}.get(memory, "")
     peak_title = MEMORIES.get(memory, "memory")
     return {
         "configuration": lambda series, point: f"{series.name} ({series.title})" if series.name else series.title,

@@ -30,6 +30,22 @@ from distexp.runs.step_files import PARTS
 MAX_BARS = 24
 MAX_SENTENCES = 8
 ROOM = 1.2  # of the axis, relative to the longest bar: for its label
+MAX_RANKS = 8  # of all panels together: each has up to 1,200 marks
+LANE_HEIGHT = 20  # pixels
+KNOWN = {
+    PARTS["matmul"]: "c1", PARTS["other_kernels"]: "c2", PARTS["optimizer"]: "c7", PARTS["waiting"]: "c4",
+    PARTS["data_wait"]: "c6",
+    "forward": "phase-setup", "backward": "phase-save",
+}  # fmt: skip
+"""Colors of labels. Those of parts are as in the figure of where the step goes."""
+
+OTHERS = ("c3", "c5", "c8", "phase-search", "phase-warmup", "phase-eval")
+"""Colors of all other labels, such as the collectives."""
+
+ZOOM = "wheel![event.ctrlKey]"
+"""Zoom with Ctrl only: without it the wheel scrolls the page."""
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -142,23 +158,6 @@ def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar])
             }  # fmt: skip
 
 
-# Timeline of one step: the lanes of a few ranks, one panel per profiled run, with links to the full traces.
-
-
-MAX_RANKS = 8  # of all panels together: each has up to 1,200 marks
-LANE_HEIGHT = 20  # pixels
-KNOWN = {
-    PARTS["matmul"]: "c1", PARTS["other_kernels"]: "c2", PARTS["optimizer"]: "c7", PARTS["waiting"]: "c4",
-    PARTS["data_wait"]: "c6",
-    "forward": "phase-setup", "backward": "phase-save",
-}  # fmt: skip
-"""Colors of labels. Those of parts are as in the figure of where the step goes."""
-OTHERS = ("c3", "c5", "c8", "phase-search", "phase-warmup", "phase-eval")
-"""Colors of all other labels, such as the collectives."""
-ZOOM = "wheel![event.ctrlKey]"
-"""Zoom with Ctrl only: without it the wheel scrolls the page."""
-
-
 def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no run has the lanes of a step."""
     drawn = [trace for trace in traces if trace.lanes]
@@ -240,12 +239,6 @@ def _with_gaps(ranks: Sequence[RankLanes]) -> Iterator[str]:
         if n:
             yield " " * n  # names of a scale are unique
         yield from (f"rank {rank.rank} {title}" for title in rank.lanes)
-
-
-# Times of the training steps: median, 90th percentile, and each logged mean.
-
-
-Rows = list[dict[str, Any]]
 
 
 def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:

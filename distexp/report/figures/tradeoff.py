@@ -1,4 +1,4 @@
-"""Charts of a cost, such as memory or energy, against throughput."""
+"""Charts of memory and of energy against throughput, and the table of what offloading costs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ FRONT = "Pareto front"
 FRONT_DASH = [5, 4]
 LEGEND_COLUMNS = alt.ExprRef("width < 420 ? 2 : 4")
 Rows = list[dict[str, Any]]
+OFFLOADS = (False, True, "pinned")
+"""Values of ``offload``. The first one that was run is the baseline."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,6 @@ class _Channels:
         return found
 
 
-# Memory against throughput: one point per training, the Pareto front, and runs out of memory.
-
-
 def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no memory was measured."""
     memory = memory_metric(overview)
@@ -217,9 +216,6 @@ def _out_of_memory(overview: Overview, memory: str) -> tuple[RunGroup, ...]:
     )
 
 
-# Energy per sample against throughput: one point per training, and the Pareto front.
-
-
 COST = Cost(ENERGY, "energy per sample", "J", ",.3~f")
 
 
@@ -231,13 +227,6 @@ def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
         return None
     caption = " ".join(tradeoff.describe("more economical"))
     return Figure("energy_throughput", "Energy against throughput", (Panel("", chart),), caption)
-
-
-# Table of what offloading costs in time and saves in memory, all other settings equal.
-
-
-OFFLOADS = (False, True, "pinned")
-"""Values of ``offload``. The first one that was run is the baseline."""
 
 
 def build_offload_table(overview: Overview, memory: str) -> TextTable | None:

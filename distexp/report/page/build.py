@@ -1,4 +1,4 @@
-"""Builds the page from its template, style and script, the data, and two JavaScript libraries."""
+"""Builds the page from its template, style, script, data and two libraries; and writes ``results.md``."""
 
 from __future__ import annotations
 
@@ -67,9 +67,6 @@ def _page_data(overview: Overview, figures: Sequence[Figure], directory: Path) -
     }
 
 
-# Scripts, styles and data in the form in which the page contains them.
-
-
 @cache
 def bundle_chart_library() -> str:
     """Return a JavaScript module with Vega, Vega-Lite and Vega-Embed. Cached, because it takes a second."""
@@ -100,9 +97,6 @@ def escape_closing_tags(code: str) -> Markup:
 def to_json(content: Any) -> str:
     """Return compact JSON; NaN and infinity become null."""
     return json.dumps(nan_to_none(content), separators=(",", ":"), allow_nan=False)
-
-
-# ``results.md``: the table of runs, the notes and summary, and the figures.
 
 
 def write_markdown(overview: Overview, figures: Sequence[Figure], path: Path) -> None:

@@ -29,6 +29,11 @@ from distexp.tables.text_table import TextTable
 
 COMPARED_SECTIONS = ("config.", "built.", "environment.")
 COMPARED_KEYS = ("overrides", "git_sha")
+MAX_COMMANDS = 200
+Cells = tuple[str, ...]
+VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
+LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS, PROFILE)
+MAX_CHARACTERS = 48  # of a setting
 
 
 def configurations(overview: Overview) -> dict[str, Any]:
@@ -77,14 +82,6 @@ def _compared(row: Row) -> dict[str, str]:
     }
 
 
-# Tables of the machines, versions, git commits and commands of runs.
-
-
-MAX_COMMANDS = 200
-Cells = tuple[str, ...]
-VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
-
-
 def provenance_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
     """Yield the tables. The last column of each row lists its runs."""
     yield _count_kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
@@ -130,13 +127,6 @@ def _code(row: Row) -> Cells:
     run = row.record.run
     changed = {True: "yes", False: "no", None: "unknown"}[run.git_dirty]
     return run.git_sha or "unknown", changed
-
-
-# Data of the page's table of runs.
-
-
-LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS, PROFILE)
-MAX_CHARACTERS = 48  # of a setting
 
 
 def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
@@ -218,9 +208,6 @@ def _links(row: Row, directory: Path) -> list[str]:
 def relative_link(path: Path, directory: Path) -> str:
     """Return a link from a page in a directory to a path."""
     return quote(os.path.relpath(path, directory))
-
-
-# Tiles at the top of the page: the most important numbers.
 
 
 @dataclass(frozen=True)
