@@ -23,13 +23,10 @@ def busy_core_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of the line about a run that something else slowed down; nothing for other runs."""
     share = starved_share(record)
     if share is not None:
-        yield "busy cores", f"{_share_of_time(share)}. {_advice(record)}"
+        text = f"this run got {share:.0%} of the time of its CPU cores, probably because other programs use them"
+        yield "busy cores", f"{text}. {_advice(record)}"
     elif disturbance := describe_disturbance(record):
         yield "uneven steps", f"{disturbance}, probably because of other programs. Repeat the run when they are done"
-
-
-def _share_of_time(share: float) -> str:
-    return f"this run got {share:.0%} of the time of its CPU cores, probably because other programs use them"
 
 
 def _advice(record: RunRecord) -> str:
@@ -93,12 +90,14 @@ def padding_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _options(record: RunRecord, share: float) -> Iterator[str]:
     """Yield the overrides with less padding that this run supports; none if it packs or sorts its samples."""
-    config = record.config
+    config, model = record.config, record.config["model"]
     dataset, can_vary = config["dataset"], config["train"].get("compile") not in WHOLE_MODEL
     if dataset.get("packing") or dataset.get("bucketing"):
         return
-    if "packing" in dataset["keys"] and config["model"]["_target_"] in ATTENTIONS and _fills_rows(record, share):
-        yield _packing(config["model"])
+    if "packing" in dataset["keys"] and model["_target_"] in ATTENTIONS and _fills_rows(record, share):
+        # Packing requires an attention that keeps the samples of a row apart.
+        is_unpacked = model["attention"] in UNPACKED_ATTENTION.get(model["_target_"], ())
+        yield "model.attention=sdpa dataset.packing=true" if is_unpacked else "dataset.packing=true"
     elif "bucketing" in dataset["keys"] and can_vary:
         yield "dataset.bucketing=true"
     if "padding" in dataset["keys"] and can_vary and dataset["padding"] != "longest":
@@ -109,13 +108,6 @@ def _fills_rows(record: RunRecord, share: float) -> bool:
     """Return whether packed samples fill a micro-batch of each worker. With fewer rows, packing is refused."""
     accumulation: int = record.config["train"]["gradient_accumulation_steps"]
     return (record.metrics.steps_per_epoch or 0) * accumulation * (1 - share) >= 1
-
-
-def _packing(model: Mapping[str, Any]) -> str:
-    """Return the overrides for packing, with an attention that keeps the samples of a row apart."""
-    if model["attention"] in UNPACKED_ATTENTION.get(model["_target_"], ()):
-        return "model.attention=sdpa dataset.packing=true"
-    return "dataset.packing=true"
 
 
 def build_message(entry: dict[str, Any]) -> str | None:

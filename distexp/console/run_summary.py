@@ -26,12 +26,7 @@ from distexp.strategies.base import strategy_label
 from distexp.system.typed_values import cpu_peak_mib, device_values
 from distexp.system.units import MIB, format_tflops
 
-MAX_EPOCHS = 6
-"""Epochs shown in a panel."""
-
-MAX_STRAGGLERS = 3
-"""Slow ranks shown in a panel."""
-
+MAX_EPOCHS, MAX_STRAGGLERS = 6, 3  # epochs and slow ranks that are shown in a panel
 AUTO = ModelConfig().attention
 """The attention that a model has by default."""
 
@@ -73,14 +68,11 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if missing := "; ".join(missing_costs(record)):
         yield "not measured", missing
     if metrics.train_runtime is not None:
-        whole = "in the latest attempt" if _is_resumed(record) else "total"
+        attempts = record.run.attempts
+        is_resumed = bool(attempts) and attempts[-1].get("resumed_from_step") is not None
+        whole = "in the latest attempt" if is_resumed else "total"
         duration = f"{record.run.duration_s:.1f} s {whole}"
         yield "runtime", f"{metrics.train_runtime:.1f} s training and evaluation, {duration}"
-
-
-def _is_resumed(record: RunRecord) -> bool:
-    """Return whether the latest attempt continued an earlier one, so that the training is longer than the attempt."""
-    return bool(record.run.attempts) and record.run.attempts[-1].get("resumed_from_step") is not None
 
 
 def _error(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -102,11 +94,10 @@ def _preflight(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
     if (built := record.built) is not None:
-        yield (
-            "built",
-            f"{_wrapper(built.wrapper)}{_replicas_and_shards(built.mesh)}, "
-            f"{built.parameters:,} parameters{_stand_in(record)}, {built.optimizer}",
-        )
+        label, wrapper = record_model_label(record), "no wrapper" if built.wrapper == "none" else built.wrapper
+        stand_in = f" ({label})" if STAND_IN in label else ""
+        model = f"{built.parameters:,} parameters{stand_in}, {built.optimizer}"
+        yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}, {model}"
     if kernels := describe_kernels(record.config):
         yield "kernels", kernels
 
@@ -145,10 +136,6 @@ def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "prediction", f"{_mib(predicted)} {what}"
 
 
-def _wrapper(name: str) -> str:
-    return "no wrapper" if name == "none" else name
-
-
 def describe_kernels(config: Mapping[str, Any]) -> str:
     """Return the options of speed that differ from the reference: ``fast (train.compile=model)``; or nothing."""
     changed = []
@@ -162,12 +149,6 @@ def describe_kernels(config: Mapping[str, Any]) -> str:
     if config.get("kernels", {}).get("name") == "fast":
         return f"fast ({listed or 'no faster option for this model and device'})"
     return listed
-
-
-def _stand_in(record: RunRecord) -> str:
-    """Return `` (tiny stand-in for bloom_560m)``; empty for a model of full size."""
-    label = record_model_label(record)
-    return f" ({label})" if STAND_IN in label else ""
 
 
 def _replicas_and_shards(mesh: Sequence[int]) -> str:

@@ -117,11 +117,7 @@ class LiveRun:
 class Screen:
     """Output of one command: a progress bar on a terminal, else plain lines.
 
-    Attributes:
-        total: Number of cells of the sweep.
-        shown: Number of cells that have started, were skipped or are invalid.
-        records: Records of the runs shown so far.
-        sweep: What is done, and how long the other runs will take.
+    Cells that have started, were skipped or are invalid are ``shown``, of a ``total`` in the sweep.
     """
 
     def __init__(self, total: int, sweep_dir: Path, *, invalid: Sequence[str] = ()) -> None:
@@ -252,19 +248,12 @@ def _plain(text: str) -> str:
 
 @dataclass
 class SweepProgress:
-    """Progress of a sweep on this machine.
-
-    Attributes:
-        cells: Number of cells.
-        runs: Number of cells that train; the others are invalid.
-        ended: Number of cells that have ended.
-        durations: Status and seconds of each run of this command, with the start of its processes.
-    """
+    """Progress of a sweep on this machine, as numbers of cells. Those that train are runs; the others are invalid."""
 
     cells: int
     runs: int
     ended: int = 0
-    durations: list[tuple[str, float]] = field(default_factory=list)
+    durations: list[tuple[str, float]] = field(default_factory=list)  # status and seconds, with the start of processes
     ended_runs: int = 0
     started: float | None = None
 

@@ -19,13 +19,7 @@ COLUMN_GAP = 2
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
-
-    Attributes:
-        run: State of the run.
-        overrides: The overrides in which the run differs from the others of its sweep.
-        sweep: Folder of the sweep if the table has several; else empty.
-    """
+    """A row of the table: a run, with the overrides of its own, and the folder of its sweep if there are several."""
 
     run: RunState
     overrides: str = ""

@@ -16,11 +16,7 @@ from distexp.runs.texts import failure_text
 
 
 class TrialScreen(Screen):
-    """Output of the local trials of a search. The logs of the workers stay in their files.
-
-    Attributes:
-        labels: Label of each configuration, by the number of its run.
-    """
+    """Output of the local trials of a search, with their labels by number. The logs of workers stay in their files."""
 
     def __init__(self, sweep_dir: Path, console: Console, labels: Mapping[int, str]) -> None:
         super().__init__(1, sweep_dir)

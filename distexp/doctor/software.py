@@ -22,7 +22,7 @@ from pathlib import Path
 from distexp.config import ConfigError
 from distexp.config.keys import conf_dir
 from distexp.doctor.machine import TOOL_TIMEOUT_S, CheckResult, CommandResult, missing, ok, run_command, warning
-from distexp.system.cgroups import BUSY_MIB, Gpu, as_text, nvml_session, visible_gpus
+from distexp.system.cgroups import BUSY_MIB, as_text, nvml_session, visible_gpus
 from distexp.system.units import MIB
 
 IMPORT_TIMEOUT_S = 180.0  # a cold network file system is slow
@@ -271,7 +271,8 @@ def check_gpus() -> CheckResult:
         driver, used_mib = _driver_and_used_mib([gpu.index for gpu in gpus])
     except RuntimeError as error:
         return warning("GPUs", f"{len(gpus)} found, but NVML reports: {error}", "use another node")
-    found = f"{_describe(gpus)}, driver {driver}"
+    names = ", ".join(dict.fromkeys(f"{gpu.name} {gpu.total_mib:,.0f} MiB" for gpu in gpus))
+    found = f"{len(gpus)} x {names}, driver {driver}"
     busy = [f"GPU {gpu.index} {mib:,.0f} MiB" for gpu, mib in zip(gpus, used_mib, strict=True) if mib > BUSY_MIB]
     if busy:
         hint = (
@@ -291,11 +292,6 @@ def _driver_and_used_mib(indices: list[int]) -> tuple[str, list[float]]:
             return as_text(nvml.nvmlSystemGetDriverVersion()), used
         except nvml.NVMLError as error:
             raise RuntimeError(str(error)) from error
-
-
-def _describe(gpus: tuple[Gpu, ...]) -> str:
-    names = ", ".join(dict.fromkeys(f"{gpu.name} {gpu.total_mib:,.0f} MiB" for gpu in gpus))
-    return f"{len(gpus)} x {names}"
 
 
 def check_port() -> CheckResult:

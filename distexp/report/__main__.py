@@ -89,15 +89,10 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     except OSError as error:
         print(f"distexp: cannot write to {target}: {describe_disk_error(error)}", file=sys.stderr)
         return 1
-    names = sorted({_first_part(path, target) for path in written})
+    parts = [path.relative_to(target).parts for path in written]
+    names = sorted({f"{first}/" if rest else first for first, *rest in parts})
     print(f"written: {target}, {len(written)} files:", ", ".join(names))
     return 0
-
-
-def _first_part(path: Path, folder: Path) -> str:
-    """Return the name of a file in a folder, or of the subfolder that contains it."""
-    first, *rest = path.relative_to(folder).parts
-    return f"{first}/" if rest else first
 
 
 def compare(before: Path, after: Path) -> int:

@@ -56,14 +56,10 @@ def write_files(
 
 def _write_image(path: Path, content: bytes) -> Path:
     path.parent.mkdir(exist_ok=True)
-    return _replace(path, lambda temporary: _write_bytes(temporary, content))
+    return _replace(path, lambda temporary: temporary.write_bytes(content))
 
 
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> Path:
+def _replace(path: Path, write: Callable[[Path], object]) -> Path:
     with replace_atomically(path) as temporary:
         write(temporary)
     return path
@@ -111,23 +107,9 @@ def _typed_array(values: list[Any]) -> pa.Array:
 
 def result_row(row: Row) -> ResultRow:
     """Return all values of a run by column; lists are JSON, None is not measured."""
-    record = row.record
+    record, run, error = row.record, row.record.run, row.record.error
     found: ResultRow = {
         "run": row.label,
-        **_run_values(row),
-        "world_size": row.settings[WORKERS],
-        **row.metrics,
-        **{f"config.{key}": value for key, value in flatten(record.config)},
-        **_section("built", record.built),
-        **_section("environment", record.environment),
-        "record": str(row.path) if row.path else None,
-    }
-    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in found.items()}
-
-
-def _run_values(row: Row) -> ResultRow:
-    record, run, error = row.record, row.record.run, row.record.error
-    return {
         "run_id": run.id,
         "name": run.name,
         "number": run.number,
@@ -138,7 +120,14 @@ def _run_values(row: Row) -> ResultRow:
         "started_at": run.started_at,
         "hosts": " ".join(run.hosts),
         "git_sha": run.git_sha,
+        "world_size": row.settings[WORKERS],
+        **row.metrics,
+        **{f"config.{key}": value for key, value in flatten(record.config)},
+        **_section("built", record.built),
+        **_section("environment", record.environment),
+        "record": str(row.path) if row.path else None,
     }
+    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _section(name: str, section: object | None) -> ResultRow:

@@ -18,6 +18,7 @@ from distexp.report.data.overview import (
     NOISE_MARK,
     Overview,
     Ranking,
+    failure_notes,
     group_by_task,
     memory_metric,
     rank_by_metric,
@@ -71,10 +72,11 @@ class OverviewTable:
             yield Text("")
         more_rows = len(overview.groups) - MAX_ROWS
         if more_rows > 0:
-            yield Text(f"{more_rows} more rows are {self._where}.", style="dim")
+            place = f"in {self.results}" if self.results else "not shown"
+            yield Text(f"{more_rows} more rows are {place}.", style="dim")
         if hidden:
             yield hidden_columns_note(hidden, f"All columns are in {self.results}." if self.results else "")
-        notes = list(overview.notes())
+        notes = list(failure_notes(overview.rows))
         for note in notes[:MAX_NOTES]:
             yield Text(note, style="yellow")
         if len(notes) > MAX_NOTES:
@@ -86,10 +88,6 @@ class OverviewTable:
         parts = build_parts_table(overview) if has_small_parts(overview) else None
         if parts is not None:
             yield from render_text_table(without_wide_labels(parts, options.max_width), options.max_width)
-
-    @property
-    def _where(self) -> str:
-        return f"in {self.results}" if self.results else "not shown"
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,9 @@ class PhaseInterval:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Memory of a node over time: of its GPU that uses most, or of the CPU.
+    """Memory of a node over time: of its ``gpu`` that uses most, or of the ``cpu``.
 
-    Attributes:
-        kind: ``gpu`` or ``cpu``.
-        points: Seconds since the first sample, and MiB. Each is the peak of an interval within a phase.
+    A point has the seconds since the first sample, and the peak in MiB of an interval within a phase.
     """
 
     node: int

@@ -27,13 +27,7 @@ MIN_CELLS = 20
 
 @dataclass(frozen=True)
 class Column:
-    """A column of texts.
-
-    Attributes:
-        title: Header, which may have several lines.
-        importance: Columns of low importance are hidden first.
-        right: Whether the cells are aligned on the right.
-    """
+    """A column of texts. Its title may have several lines. Columns of low importance are hidden first."""
 
     title: str
     cells: tuple[str, ...]

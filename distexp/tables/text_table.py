@@ -24,13 +24,7 @@ NOT_MEASURED = "-"
 
 @dataclass(frozen=True)
 class TextTable:
-    """A small table of texts.
-
-    Attributes:
-        note: Text below the table.
-        reasons: Numbered texts below the table, to which cells such as ``invalid [1]`` refer.
-        num_labels: Number of columns that name the rows.
-    """
+    """A small table of texts. Cells such as ``invalid [1]`` refer to its reasons; the first columns name the rows."""
 
     title: str
     header: tuple[str, ...]

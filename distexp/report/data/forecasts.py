@@ -24,7 +24,6 @@ from distexp.runs.predictions import (
     running_error,
     store_error,
 )
-from distexp.runs.record import RunRecord
 from distexp.system.typed_values import number_of
 from distexp.tables.text_table import TextTable
 
@@ -60,24 +59,20 @@ class ForecastRow:
 
 def find_forecasts(overview: Overview) -> list[ForecastRow]:
     """Return the forecasts of all profiled runs, with the measured runs."""
-    found = [
-        (group, row, forecast)
+    return [
+        _with_measured(overview, group, row, forecast)
         for group in overview.groups
         for row in group.rows
         if row.path is not None and row.completed
         for forecast in read_forecasts(row.path.parent)
     ]
-    return [_with_measured(overview, group, row, forecast) for group, row, forecast in found]
 
 
 def _with_measured(overview: Overview, group: RunGroup, row: Row, forecast: StoredForecast) -> ForecastRow:
     """Return a forecast with the first training that is the same at this size, by its id, or in the same series."""
     for other in _candidates(overview, group, forecast):
-        compared = [
-            (measured_row, compare_with_run(row.record, forecast, measured_row.record))
-            for measured_row in other.counted_rows
-        ]
-        errors = tuple((measured_row, error) for measured_row, error in compared if error is not None)
+        compared = ((run, compare_with_run(row.record, forecast, run.record)) for run in other.counted_rows)
+        errors = tuple((run, error) for run, error in compared if error is not None)
         if errors:
             return ForecastRow(row, forecast, other, errors)
     return ForecastRow(row, forecast)
@@ -110,7 +105,8 @@ def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
     if not found:
         return None
     measured = any(entry.errors for entry in found)
-    columns = _columns(found[:MAX_ROWS], measured=measured)
+    header, cells = (*HEADER, *(MEASURED if measured else ())), [_cells(entry) for entry in found[:MAX_ROWS]]
+    columns = {title: tuple(row[position] for row in cells) for position, title in enumerate(header)}
     sizes = list(zip(columns[RUN], columns[SIZE], strict=True))
     if len(set(sizes)) == len(sizes):
         del columns[BATCH]
@@ -141,11 +137,6 @@ def _newest(found: Sequence[ForecastRow]) -> list[ForecastRow]:
 
 def _size(forecast: StoredForecast) -> str:
     return f"{forecast.nodes} x {forecast.workers_per_node} {forecast.what_if}".rstrip()
-
-
-def _columns(found: Sequence[ForecastRow], *, measured: bool) -> dict[str, tuple[str, ...]]:
-    header, rows = (*HEADER, *(MEASURED if measured else ())), [_cells(entry) for entry in found]
-    return {title: tuple(cells[position] for cells in rows) for position, title in enumerate(header)}
 
 
 def _cells(found: ForecastRow) -> tuple[str, ...]:
@@ -196,15 +187,11 @@ class ForecastCurve:
 
         It is capped, unless workers have shares of the optimizer states: they have less work at larger sizes.
         """
-        high = self.efficiency(forecast, forecast.low_s)
-        if forecast.workers > self.series.baseline.workers and not _keeps_work(self.row.record):
+        high, strategy = self.efficiency(forecast, forecast.low_s), self.row.record.strategy
+        keeps_work = strategy is not None and strategy.keeps_states_whole is True
+        if forecast.workers > self.series.baseline.workers and not keeps_work:
             return high
         return cap_efficiency(high, self.efficiency(forecast, forecast.step_time_s))
-
-
-def _keeps_work(record: RunRecord) -> bool:
-    """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    return record.strategy is not None and record.strategy.keeps_states_whole is True
 
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS, PARTS_TOTAL
@@ -55,12 +55,8 @@ def measured_groups(overview: Overview) -> list[RunGroup]:
 def has_small_parts(overview: Overview) -> bool:
     """Return whether the parts of a run are less than half of its peak: then the peak hides them."""
     name = memory_metric(overview)
-    return name is not None and any(_has_small_parts(group, name) for group in measured_groups(overview))
-
-
-def _has_small_parts(group: RunGroup, peak_metric: str) -> bool:
-    parts, peak = group.metric(PARTS_TOTAL), group.metric(peak_metric)
-    return parts is not None and peak is not None and parts.mean < SMALL * peak.mean
+    sizes = [(group.metric(PARTS_TOTAL), group.metric(name)) for group in measured_groups(overview)] if name else []
+    return any(parts and peak and parts.mean < SMALL * peak.mean for parts, peak in sizes)
 
 
 def build_parts_table(overview: Overview) -> TextTable | None:
@@ -68,29 +64,19 @@ def build_parts_table(overview: Overview) -> TextTable | None:
     groups = measured_groups(overview)
     if not groups:
         return None
-    metrics = _metrics_by_title(overview, groups)
+    records = [row.record for group in groups for row in group.counted_rows]
+    is_offloaded = any(record.built and record.built.offload != "none" for record in records)
+    metrics = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
+    if is_offloaded:
+        metrics["not offloaded"] = NOT_OFFLOADED
+    if peak := memory_metric(overview):
+        metrics[PEAK_TITLES[peak]] = peak
+    notes = dict.fromkeys(record.strategy.memory_note for record in records if record.strategy is not None)
+    note = " ".join(filter(None, (NOTE, *notes, OFFLOAD_NOTE if is_offloaded else "")))
     labels = overview.label_columns([group.label for group in groups], groups)
     columns = [format_metric(groups, METRICS_BY_NAME[name]) for name in metrics.values()]
     rows = tuple(zip(*labels.values(), *columns, strict=True))
-    return TextTable(TITLE, (*labels, *metrics), rows, _note(metrics, groups), num_labels=len(labels))
-
-
-def _note(metrics: Mapping[str, str], groups: Sequence[RunGroup]) -> str:
-    strategies = [row.record.strategy for group in groups for row in group.counted_rows]
-    notes = dict.fromkeys(strategy.memory_note for strategy in strategies if strategy is not None)
-    return " ".join(filter(None, (NOTE, *notes, OFFLOAD_NOTE if NOT_OFFLOADED in metrics.values() else "")))
-
-
-def _metrics_by_title(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:
-    metrics = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
-    if any(_is_offloaded(group) for group in groups):
-        metrics["not offloaded"] = NOT_OFFLOADED
-    peak = memory_metric(overview)
-    return metrics if peak is None else {**metrics, PEAK_TITLES[peak]: peak}
-
-
-def _is_offloaded(group: RunGroup) -> bool:
-    return any(row.record.built and row.record.built.offload != "none" for row in group.counted_rows)
+    return TextTable(TITLE, (*labels, *metrics), rows, note, num_labels=len(labels))
 
 
 @dataclass(frozen=True)

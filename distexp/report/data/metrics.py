@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from distexp.statistics.noise import step_noise
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
 
 ReadMetric = Callable[[RunRecord], float | None]
-"""A function that returns a metric of a run, or None if it was not measured. Other functions here return one."""
+"""A function that returns a metric of a run, or None if it was not measured. Some functions here return one."""
 
 SPEED = "train_samples_per_second"
 STEP_NOISE = "train_samples_per_second_step_noise_pct"
@@ -48,9 +48,18 @@ _FILE_ENERGIES = (
 )  # fmt: skip
 
 
-def metrics_field(name: str) -> ReadMetric:
-    """Return the reader of a field of ``record.metrics``."""
-    return lambda record: number_or_none(getattr(record.metrics, name))
+def value_at(path: str, factor: float = 1.0) -> ReadMetric:
+    """Return the reader of a number in the record, as ``metrics.energy.kwh``; factor 100 makes a fraction percent."""
+
+    def read(record: RunRecord) -> float | None:
+        value: Any = record
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else getattr(value, name)
+            if value is None:
+                return None
+        return factor * float(value)
+
+    return read
 
 
 def last_percent(name: str) -> ReadMetric:
@@ -63,38 +72,10 @@ def last_percent(name: str) -> ReadMetric:
     return read
 
 
-def step_time(quantile: str) -> ReadMetric:
-    """Return the reader of a quantile of the step times, in seconds: p50, p90 or max."""
-    return lambda record: number_or_none((record.metrics.step_time_s or {}).get(quantile))
-
-
-def energy_value(name: str) -> ReadMetric:
-    """Return the reader of a key of ``metrics.energy``."""
-    return lambda record: number_or_none((record.metrics.energy or {}).get(name))
-
-
-def communication_percent(name: str) -> ReadMetric:
-    """Return the reader of a fraction in ``metrics.communication``, in percent."""
-
-    def read(record: RunRecord) -> float | None:
-        return _percent((record.metrics.communication or {}).get(name))
-
-    return read
-
-
 def step_noise_percent(record: RunRecord) -> float | None:
     """Return the noise of the speed between steps, in percent of the speed."""
-    return _percent(step_noise(record.metrics.speed_error))
-
-
-def padding_percent(record: RunRecord) -> float | None:
-    """Return the share of padding in the training batches, in percent."""
-    return _percent(record.metrics.padding_share)
-
-
-def flops_utilization_percent(name: str) -> ReadMetric:
-    """Return the reader of an MFU or HFU."""
-    return lambda record: _percent(getattr(record.metrics, name))
+    noise = step_noise(record.metrics.speed_error)
+    return None if noise is None else 100 * noise
 
 
 def largest_of_devices(kind: str, key: str) -> ReadMetric:
@@ -118,23 +99,14 @@ def largest_part(name: str) -> ReadMetric:
     return lambda record: max(device_values(tensor_entries(record.memory), name), default=None)
 
 
-def sum_of_parts(record: RunRecord) -> float | None:
-    """Return the sum of all parts on the worker with the most, in MiB."""
-    return _largest_sum(record, PARTS)
-
-
-def sum_not_offloaded(record: RunRecord) -> float | None:
-    """Return the sum of the parts that are not in host memory, on the worker with the most, in MiB."""
-    return _largest_sum(record, [name for name in PARTS if name not in _offloaded_parts(record)])
-
-
-def _largest_sum(record: RunRecord, names: Iterable[str]) -> float | None:
-    kept = list(names)
+def sum_of_parts(record: RunRecord, left_out: Collection[str] = ()) -> float | None:
+    """Return the sum of the other parts on the worker with the most, in MiB."""
+    kept = [name for name in PARTS if name not in left_out]
     sums = [sum(float(entry.get(name) or 0.0) for name in kept) for entry in tensor_entries(record.memory)]
     return max(sums, default=None)
 
 
-def _offloaded_parts(record: RunRecord) -> set[str]:
+def offloaded_parts(record: RunRecord) -> set[str]:
     """Return the parts that are in host memory. From stage 2 on, an offloaded optimizer takes its gradients along."""
     built = record.built
     offloaded = set(built.offload.split("+")) if built else set()
@@ -143,23 +115,9 @@ def _offloaded_parts(record: RunRecord) -> set[str]:
     return {f"{'optimizer_states' if name == 'optimizer' else name}_mib" for name in offloaded}
 
 
-def number_or_none(value: Any) -> float | None:
-    """Return a value as a float; None stays None."""
-    return None if value is None else float(value)
-
-
-def _percent(fraction: Any) -> float | None:
-    return None if fraction is None else 100 * float(fraction)
-
-
-def prediction(name: str) -> ReadMetric:
-    """Return the reader of a field of ``record.predicted``."""
-    return lambda record: number_or_none(getattr(record.predicted, name)) if record.predicted else None
-
-
 def predicted_gpu_peak(record: RunRecord) -> float | None:
     """Return the predicted peak of torch's memory. On a CPU, torch has no memory that could be measured."""
-    return None if record.config["cluster"]["device"] == "cpu" else prediction("peak_allocated_mib")(record)
+    return None if record.config["cluster"]["device"] == "cpu" else value_at("predicted.peak_allocated_mib")(record)
 
 
 def prediction_error_percent(record: RunRecord) -> float | None:
@@ -217,20 +175,20 @@ class Metric:
 
 
 TABLE_METRICS = (
-    Metric("train_loss", metrics_field("train_loss"), "train\nloss", "{:z.4f}", importance=60),
-    Metric("eval_loss", metrics_field("eval_loss"), "eval\nloss", "{:z.4f}", importance=85),
+    Metric("train_loss", value_at("metrics.train_loss"), "train\nloss", "{:z.4f}", importance=60),
+    Metric("eval_loss", value_at("metrics.eval_loss"), "eval\nloss", "{:z.4f}", importance=85),
     Metric("eval_accuracy_pct", last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
     Metric("eval_top5_accuracy_pct", last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
-    Metric("exact_match_pct", metrics_field("exact_match"), "EM %", importance=50),
-    Metric("f1_pct", metrics_field("f1"), "F1 %", importance=52),
-    Metric(SPEED, metrics_field(SPEED), "samples/s", importance=95),
-    Metric("tokens_per_second", metrics_field("tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
-    Metric("padding_share_pct", padding_percent, "pad-\nding %", importance=18, hides_zero=True),
-    Metric("mfu_pct", flops_utilization_percent("mfu"), "MFU %", importance=37),
-    Metric("mfu_of_ceiling_pct", flops_utilization_percent("mfu_of_ceiling"), "MFU % of\nceiling", importance=19),
-    Metric("hfu_pct", flops_utilization_percent("hfu"), "HFU %", importance=21),
-    Metric("step_time_p50_s", step_time("p50"), "step\nms", factor=1000, importance=35),
-    Metric(COMMUNICATION, communication_percent("share"), "commu-\nnication %", "{:z.0f}", importance=65),
+    Metric("exact_match_pct", value_at("metrics.exact_match"), "EM %", importance=50),
+    Metric("f1_pct", value_at("metrics.f1"), "F1 %", importance=52),
+    Metric(SPEED, value_at(f"metrics.{SPEED}"), "samples/s", importance=95),
+    Metric("tokens_per_second", value_at("metrics.tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
+    Metric("padding_share_pct", value_at("metrics.padding_share", 100), "pad-\nding %", importance=18, hides_zero=True),
+    Metric("mfu_pct", value_at("metrics.mfu", 100), "MFU %", importance=37),
+    Metric("mfu_of_ceiling_pct", value_at("metrics.mfu_of_ceiling", 100), "MFU % of\nceiling", importance=19),
+    Metric("hfu_pct", value_at("metrics.hfu", 100), "HFU %", importance=21),
+    Metric("step_time_p50_s", value_at("metrics.step_time_s.p50"), "step\nms", factor=1000, importance=35),
+    Metric(COMMUNICATION, value_at("metrics.communication.share", 100), "commu-\nnication %", "{:z.0f}", importance=65),
     Metric("gpu_peak_mib", gpu_peak, "GPU peak\nMiB", "{:z,.0f}", importance=90),
     Metric("gpu_training_average_mib", largest_of_devices("gpu", "training_average_mib"), "GPU avg\nMiB",
            "{:z,.0f}", importance=22),
@@ -247,12 +205,12 @@ TABLE_METRICS = (
     Metric(CPU_PEAK, lambda record: cpu_peak_mib(record.memory), "CPU peak\nMiB", "{:z,.0f}", importance=70),
     Metric("gpu_utilization_pct", mean_utilization("gpu"), "GPU\nutil %", "{:z.0f}", importance=38),
     Metric("cpu_utilization_pct", mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
-    Metric("train_runtime_s", metrics_field("train_runtime"), "run-\ntime s", importance=48),
-    Metric(ENERGY, energy_value("j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
-    Metric("energy_kwh", energy_value("kwh"), "kWh", "{:z,.4f}", importance=17),
-    Metric("gpu_hours", energy_value("gpu_hours"), "GPU\nhours", "{:z,.3f}", importance=16),
-    Metric("co2e_g", energy_value("co2e_g"), "CO2e g", "{:z,.1f}", importance=29),
-    Metric("price", energy_value("price"), "price", "{:z,.2f}", importance=31),
+    Metric("train_runtime_s", value_at("metrics.train_runtime"), "run-\ntime s", importance=48),
+    Metric(ENERGY, value_at("metrics.energy.j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
+    Metric("energy_kwh", value_at("metrics.energy.kwh"), "kWh", "{:z,.4f}", importance=17),
+    Metric("gpu_hours", value_at("metrics.energy.gpu_hours"), "GPU\nhours", "{:z,.3f}", importance=16),
+    Metric("co2e_g", value_at("metrics.energy.co2e_g"), "CO2e g", "{:z,.1f}", importance=29),
+    Metric("price", value_at("metrics.energy.price"), "price", "{:z,.2f}", importance=31),
     Metric(SPEEDUP, filled_in_later, "speedup", "{:z.2f}", importance=75),
     Metric(EFFICIENCY, filled_in_later, "effi-\nciency %", "{:z.0f}", importance=80),
 )  # fmt: skip
@@ -260,21 +218,21 @@ TABLE_METRICS = (
 
 METRICS = (
     *TABLE_METRICS,
-    *(Metric(name, metrics_field(name)) for name in _FILE_METRICS),
-    Metric("hfu_of_ceiling_pct", flops_utilization_percent("hfu_of_ceiling")),
+    *(Metric(name, value_at(f"metrics.{name}")) for name in _FILE_METRICS),
+    Metric("hfu_of_ceiling_pct", value_at("metrics.hfu_of_ceiling", 100)),
     Metric(STEP_NOISE, step_noise_percent),
     Metric(NOISE, filled_in_later),
-    Metric(EXPOSED, communication_percent("exposed_share")),
-    *(Metric(f"energy_{name}", energy_value(name)) for name in _FILE_ENERGIES),
-    Metric("eval_runtime_s", metrics_field("eval_runtime")),
-    Metric("step_time_p90_s", step_time("p90")),
-    Metric("step_time_max_s", step_time("max")),
+    Metric(EXPOSED, value_at("metrics.communication.exposed_share", 100)),
+    *(Metric(f"energy_{name}", value_at(f"metrics.energy.{name}")) for name in _FILE_ENERGIES),
+    Metric("eval_runtime_s", value_at("metrics.eval_runtime")),
+    Metric("step_time_p90_s", value_at("metrics.step_time_s.p90")),
+    Metric("step_time_max_s", value_at("metrics.step_time_s.max")),
     Metric("torch_average_allocated_mib", largest_of_devices("torch", "average_allocated_mib")),
     Metric("torch_peak_reserved_mib", largest_of_devices("torch", "peak_reserved_mib")),
     Metric("torch_alloc_retries", largest_of_devices("torch", "alloc_retries")),
-    Metric("predicted_peak_reserved_mib", prediction("peak_reserved_mib"), number_format="{:z,.0f}"),
-    Metric("predicted_nvidia_smi_mib", prediction("nvidia_smi_mib"), number_format="{:z,.0f}"),
-    Metric("predicted_host_peak_mib", prediction("host_peak_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_peak_reserved_mib", value_at("predicted.peak_reserved_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_nvidia_smi_mib", value_at("predicted.nvidia_smi_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_host_peak_mib", value_at("predicted.host_peak_mib"), number_format="{:z,.0f}"),
     Metric("gpu_average_mib", largest_of_devices("gpu", "average_mib")),
     Metric("gpu_mode_mib", largest_of_devices("gpu", "mode_mib")),
     Metric("cpu_training_average_mib", largest_of_devices("cpu", "training_average_mib")),
@@ -283,8 +241,8 @@ METRICS = (
     Metric("cpu_mode_mib", largest_of_devices("cpu", "mode_mib")),
     *(Metric(name, largest_part(name), number_format="{:z,.3f}") for name in PARTS),
     Metric(PARTS_TOTAL, sum_of_parts, number_format="{:z,.3f}"),
-    Metric(NOT_OFFLOADED, sum_not_offloaded, number_format="{:z,.3f}"),
-    Metric("duration_s", lambda record: number_or_none(record.run.duration_s)),
+    Metric(NOT_OFFLOADED, lambda record: sum_of_parts(record, offloaded_parts(record)), number_format="{:z,.3f}"),
+    Metric("duration_s", value_at("run.duration_s")),
 )
 """Memory is that of the GPU, rank or node that uses most; utilization is the mean over them."""
 

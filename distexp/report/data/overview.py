@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, NOISE, SPEED, SPEEDUP, TABLE_METRICS, Metric
-from distexp.report.data.repeats import RunGroup, group_repeats, share_deviations, varying_settings
+from distexp.report.data.repeats import RunGroup, collect, group_repeats, share_deviations, varying_settings
 from distexp.report.data.rows import Row, name_runs, rows_from_records
 from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting, format_settings, run_label
 from distexp.report.data.scaling_series import (
@@ -18,7 +18,6 @@ from distexp.report.data.scaling_series import (
     find_scaling_series,
 )
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import RunError
 from distexp.runs.texts import describe_advice, describe_largest, describe_numbers, shorten_message
 from distexp.statistics.noise import Spread, is_within_noise
 
@@ -31,13 +30,7 @@ MAX_LABELS = 8
 
 @dataclass(frozen=True)
 class Overview:
-    """A comparison of runs.
-
-    Attributes:
-        varied: Names of the settings in which the groups differ.
-        baseline: The group that speedups are relative to.
-        series: Configurations that ran on different numbers of workers.
-    """
+    """A comparison of runs: their groups, the settings that vary, the baseline of speedups, and the scaling series."""
 
     rows: tuple[Row, ...]
     groups: tuple[RunGroup, ...]
@@ -115,10 +108,6 @@ class Overview:
         if metric == EFFICIENCY:
             yield from (one.baseline.group for one in self.series if any(point.group is group for point in one.points))
 
-    def notes(self) -> Iterator[str]:
-        """Yield why runs did not complete, one line for each reason."""
-        yield from failure_notes(self.rows)
-
 
 @dataclass(frozen=True)
 class RankedGroup:
@@ -154,10 +143,7 @@ def memory_metric(overview: Overview) -> str | None:
 
 def group_by_task(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     """Collect groups by task. Runs of different tasks (model and data set) are not comparable."""
-    tasks: dict[str, list[RunGroup]] = {}
-    for group in groups:
-        tasks.setdefault(group.task, []).append(group)
-    return tasks
+    return collect(groups, lambda group: group.task)
 
 
 def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[Ranking]:
@@ -240,7 +226,8 @@ def failure_reasons(row: Row, limit: int = MAX_REASON_LENGTH) -> list[str]:
     if status in ("oom_gpu", "oom_host"):
         reason = f"out of {'GPU' if status == 'oom_gpu' else 'host'} memory{phase}{_peak_memory(row)}"
         return [reason if error.memory is None else f"{reason}; {_allocation(error.memory)}"]
-    return [f"{error.type}{phase}: {_shorten(error, limit)}"]
+    message = " ".join(shorten_message(error, limit).split())
+    return [f"{error.type}{phase}: {message if len(message) <= limit else message[: limit - 1] + '…'}"]
 
 
 def _allocation(memory: Mapping[str, Any]) -> str:
@@ -248,11 +235,6 @@ def _allocation(memory: Mapping[str, Any]) -> str:
     largest, advice = describe_largest(memory), describe_advice(memory)
     texts = [describe_numbers(memory), f"largest: {largest}" if largest else "", f"to fit: {advice}" if advice else ""]
     return "; ".join(filter(None, texts))
-
-
-def _shorten(error: RunError, limit: int) -> str:
-    message = " ".join(shorten_message(error, limit).split())
-    return message if len(message) <= limit else message[: limit - 1] + "…"
 
 
 def _peak_memory(row: Row) -> str:

@@ -11,7 +11,7 @@ from distexp.report.data.overview import DISTURBED_MARK, Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row, name_runs
 from distexp.report.data.run_settings import WORKERS
-from distexp.report.data.scaling_series import ScalingSeries, groups_without_baseline, threads_per_worker
+from distexp.report.data.scaling_series import groups_without_baseline, threads_per_worker
 from distexp.runs.attempts import earlier_records
 from distexp.runs.texts import describe_straggler
 from distexp.system.typed_values import number_of
@@ -107,7 +107,8 @@ def remark_on_scaling(overview: Overview) -> Iterator[str]:
     for series in doubtful[:MAX_DOUBTS]:
         best = max(point.efficiency for point in series.points)
         run = f"run {series.baseline.group.label}"
-        yield f"Efficiency {best:.0%} is above 100%: do not trust the baseline, {run}. {explain_doubt(series)}"
+        reason = explain_slow_baseline(series.baseline.group)
+        yield f"Efficiency {best:.0%} is above 100%: do not trust the baseline, {run}. {reason}"
     if without := groups_without_baseline(overview.groups, overview.varied):
         threads = sorted({threads_per_worker(group) or 0 for group in without})
         labels = name_runs(group.label for group in without)
@@ -115,12 +116,12 @@ def remark_on_scaling(overview: Overview) -> Iterator[str]:
             f"No efficiency for {labels}: other runs have another number of threads per worker than here "
             f"({', '.join(map(str, threads))}). To compare them, set cluster.cpus_per_worker={threads[0]} for all runs."
         )
-    yield from _more_workers_than_cores(overview.groups)
-
-
-def explain_doubt(series: ScalingSeries) -> str:
-    """Return the likely reason why the baseline of a series was slow, with a hint."""
-    return explain_slow_baseline(series.baseline.group)
+    crowded = [(group, cores) for group in overview.groups if (cores := _too_few_cores(group))]
+    if crowded:
+        labels = name_runs(group.label for group, _ in crowded)
+        group, cores = crowded[-1]
+        yield f"More workers than CPU cores in {labels} (for example {group.setting(WORKERS)} on {cores})."
+        yield "Workers that share a core do not show scaling."
 
 
 def explain_slow_baseline(group: RunGroup) -> str:
@@ -133,15 +134,6 @@ def explain_slow_baseline(group: RunGroup) -> str:
     if group.setting("device") == "cpu":
         return "Likely reason: other programs used its cores. Repeat with repeats=3."
     return "Likely reason: something else slowed it down. Repeat with repeats=3."
-
-
-def _more_workers_than_cores(groups: Sequence[RunGroup]) -> Iterator[str]:
-    crowded = [(group, cores) for group in groups if (cores := _too_few_cores(group))]
-    if crowded:
-        labels = name_runs(group.label for group, _ in crowded)
-        group, cores = crowded[-1]
-        yield f"More workers than CPU cores in {labels} (for example {group.setting(WORKERS)} on {cores})."
-        yield "Workers that share a core do not show scaling."
 
 
 def _too_few_cores(group: RunGroup) -> int | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, Metric
 from distexp.report.data.rows import Row
@@ -29,6 +29,7 @@ from distexp.report.data.run_settings import (
 from distexp.runs.record import RunRecord
 from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, pool_deviations, speed_noise
 
+Key = TypeVar("Key")
 Settings = Mapping[str, Any]
 KERNELS_DEPEND_ON = ("kernels", "strategy", "zero_stage", "engine", "model", "dataset", "precision", "device")
 """Settings that decide what ``kernels=fast`` chooses."""
@@ -42,12 +43,9 @@ def format_metric(groups: Sequence[RunGroup], metric: Metric) -> tuple[str, ...]
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Repeats of one training on equal hardware.
+    """Repeats of one training on equal hardware: their ``run.id`` is equal, or only their seeds differ.
 
-    Their ``run.id`` is equal, or only their seeds differ.
-
-    Attributes:
-        deviations: Relative deviations between repeats by metric, from all groups of the same task and device.
+    ``deviations`` are relative and by metric, from the repeats in all groups of the same task and device.
     """
 
     rows: tuple[Row, ...]
@@ -177,18 +175,20 @@ def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tu
 
 def group_by_settings(groups: Sequence[RunGroup], names: Sequence[str]) -> dict[str, list[RunGroup]]:
     """Collect groups with equal values of some settings, under a text with these values."""
-    members: dict[str, list[RunGroup]] = {}
+    return collect(groups, lambda group: json.dumps([group.setting(name) for name in names], default=str))
+
+
+def collect(groups: Iterable[RunGroup], key: Callable[[RunGroup], Key]) -> dict[Key, list[RunGroup]]:
+    """Return the groups by a key, in their order."""
+    members: dict[Key, list[RunGroup]] = {}
     for group in groups:
-        members.setdefault(json.dumps([group.setting(name) for name in names], default=str), []).append(group)
+        members.setdefault(key(group), []).append(group)
     return members
 
 
 def share_deviations(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """Return the groups with the deviations between repeats of the same task on the same device."""
-    alike: dict[tuple[str, str], list[RunGroup]] = {}
-    for group in groups:
-        alike.setdefault(_noise_key(group), []).append(group)
-    deviations = {key: _pool(members) for key, members in alike.items()}
+    deviations = {key: _pool(members) for key, members in collect(groups, _noise_key).items()}
     return [replace(group, deviations=deviations[_noise_key(group)]) for group in groups]
 
 

@@ -20,14 +20,7 @@ from distexp.system.files import printable
 
 @dataclass(frozen=True)
 class Row:
-    """One run with its settings and metrics.
-
-    Attributes:
-        label: Short name of the run, unique in the report.
-        settings: Values by short name.
-        metrics: Values by ``Metric.name``.
-        path: The record on disk; None if it was never read from there.
-    """
+    """One run with its settings and metrics by name; ``path`` is the record, if it was read from disk."""
 
     label: str
     record: RunRecord

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
@@ -61,14 +61,15 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     """Return the settings of a run by short name, then its environment settings.
 
     Options of another strategy are None, because they mean nothing in this run. A key that the record lacks, because
-    it was added later, has its default.
-
-    Raises:
-        KeyError: if a section is missing.
+    it was added later, has its default. Raise KeyError if a section is missing.
     """
     config = _with_defaults(record.config)
     foreign = strategy_sections() - {config["strategy"]["name"]}
-    found = {short_name(key): None if section in foreign else value for section, key, value in _training_keys(config)}
+    found: dict[str, Any] = {}
+    for key, value in flatten(config):
+        section, _, rest = key.partition(".")
+        if section not in NOT_A_SETTING and rest not in ("_target_", "keys") and not is_environment_key(key):
+            found[short_name(key)] = None if section in foreign else value
     if record.strategy is not None and config["strategy"]["name"] not in strategy_sections():
         found["strategy"] = record.strategy.label  # The main options of the others have columns.
     offload, cluster = config["offload"], config["cluster"]
@@ -99,14 +100,6 @@ def _defaults() -> dict[str, dict[str, Any]]:
         if default != UNKNOWN:
             found.setdefault(section, {})[name] = default if reference is None else reference
     return found
-
-
-def _training_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, key and value of what defines the training."""
-    for key, value in flatten(config):
-        section, _, rest = key.partition(".")
-        if section not in NOT_A_SETTING and rest not in ("_target_", "keys") and not is_environment_key(key):
-            yield section, key, value
 
 
 def world_size(record: RunRecord) -> int | None:

@@ -13,10 +13,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP
-from distexp.report.data.repeats import RunGroup, group_by_settings
+from distexp.report.data.repeats import RunGroup, collect, group_by_settings
 from distexp.report.data.run_settings import SEED, WORKERS, format_settings, is_strategy_option, usual_order
 from distexp.statistics.noise import Spread, is_within_noise
 
@@ -128,7 +128,7 @@ def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> li
     several = [
         same_threads
         for members in group_by_settings(measured, names).values()
-        for same_threads in _by_threads(members)
+        for same_threads in collect(members, threads_per_worker).values()
         if _has_several_worlds(same_threads)
     ]
     return sorted((_make_series(members, names) for members in several), key=lambda series: -len(series.points))
@@ -148,17 +148,9 @@ def groups_without_baseline(groups: Sequence[RunGroup], varied: Sequence[str]) -
     found: list[RunGroup] = []
     for members in group_by_settings(measured, _configuration_settings(measured, varied)).values():
         if _has_several_worlds(members):
-            alone = [same_threads for same_threads in _by_threads(members) if not _has_several_worlds(same_threads)]
-            found += [group for same_threads in alone for group in same_threads]
+            by_threads = collect(members, threads_per_worker).values()
+            found += [group for alone in by_threads if not _has_several_worlds(alone) for group in alone]
     return found
-
-
-def _by_threads(groups: Sequence[RunGroup]) -> list[list[RunGroup]]:
-    """Split groups by their threads per worker; on GPUs these hardly matter."""
-    members: dict[Any, list[RunGroup]] = {}
-    for group in groups:
-        members.setdefault(threads_per_worker(group), []).append(group)
-    return list(members.values())
 
 
 def threads_per_worker(group: RunGroup) -> int | None:
@@ -209,24 +201,14 @@ def _make_series(groups: Sequence[RunGroup], names: Sequence[str]) -> ScalingSer
 
 def _make_points(groups: Sequence[RunGroup]) -> tuple[ScalingPoint, ...]:
     works = works_of(groups)
-    times = [count / _speed(group) for group, count in zip(groups, sample_counts(groups), strict=True)]
+    speeds = [_speed(group) for group in groups]
+    times = [count / speed for count, speed in zip(sample_counts(groups), speeds, strict=True)]
     baseline_rate, fewest = works[0] / times[0], world_of(groups[0]).workers
     points = []
-    for group, work, time in zip(groups, works, times, strict=True):
+    for group, speed, work, time in zip(groups, speeds, works, times, strict=True):
         world, rate = world_of(group), work / time
-        efficiency = rate / world.workers * fewest / baseline_rate
-        point = ScalingPoint(
-            group=group,
-            workers=world.workers,
-            nodes=world.nodes,
-            speed=_speed(group),
-            work=work,
-            samples=samples_of(group),
-            time=time,
-            efficiency=efficiency,
-            speedup=rate / baseline_rate,
-        )
-        points.append(point)
+        efficiency, speedup = rate / world.workers * fewest / baseline_rate, rate / baseline_rate
+        points.append(ScalingPoint(group, *world, speed, work, samples_of(group), time, efficiency, speedup))
     return tuple(points)
 
 
@@ -284,21 +266,14 @@ def sample_counts(groups: Sequence[RunGroup]) -> list[float]:
 
 
 def samples_of(group: RunGroup) -> float | None:
-    """Return the samples that a training processes; None if unknown."""
-    return _packed_samples(group) if group.setting("dataset.packing") else _padded_samples(group)
-
-
-def _packed_samples(group: RunGroup) -> float | None:
-    metrics, size = group.counted_rows[0].record.metrics, group.setting("dataset.train_size")
-    if not size or not metrics.total_steps or not metrics.steps_per_epoch:
-        return None
-    return float(size * metrics.total_steps / metrics.steps_per_epoch)
-
-
-def _padded_samples(group: RunGroup) -> float | None:
+    """Return the samples that a training processes; None if unknown. A packed row has several samples."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "num_epochs", "dataset.train_size", "max_steps")
     micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
-    steps = group.counted_rows[0].record.metrics.total_steps or max_steps
+    metrics = group.counted_rows[0].record.metrics
+    if group.setting("dataset.packing"):
+        known = size and metrics.total_steps and metrics.steps_per_epoch
+        return float(size * metrics.total_steps / metrics.steps_per_epoch) if known else None
+    steps = metrics.total_steps or max_steps
     bounds = [size * epochs] if size and epochs else []
     if steps and accumulation and isinstance(micro, (int, float)):
         bounds.append(steps * micro * accumulation * world_of(group).workers)
@@ -323,9 +298,9 @@ def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
     baseline = comparable[0]
     speed = baseline.metric(SPEED)
     assert speed is not None
-    for group in comparable:
-        if group.task == baseline.task and speed.mean:
-            _fill_in(group, speed.mean)
+    for row in (row for group in comparable if group.task == baseline.task for row in group.counted_rows):
+        if speed.mean and (own := row.metrics[SPEED]) is not None:
+            row.metrics[SPEEDUP] = own / speed.mean
     return baseline
 
 
@@ -336,7 +311,9 @@ def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) 
     equal, something slowed the one worker down.
     """
     speed, slow = group.metric(SPEED), baseline.metric(SPEED)
-    if not _has_one_worker(baseline) or group.task != baseline.task or not (speed and slow and group.setting(WORKERS)):
+    strategy = baseline.rows[0].record.strategy
+    has_one_worker = strategy is not None and strategy.one_worker
+    if not has_one_worker or group.task != baseline.task or not (speed and slow and group.setting(WORKERS)):
         return False
     if any(group.setting(name) != baseline.setting(name) for name in varied if not _is_of_strategy(name)):
         return False
@@ -346,18 +323,6 @@ def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) 
     return per_worker.mean > MAX_TRUSTED_EFFICIENCY * slow.mean and not is_within_noise(per_worker, slow)
 
 
-def _has_one_worker(group: RunGroup) -> bool:
-    """Return whether the strategy of a group trains on one worker, without distribution."""
-    strategy = group.rows[0].record.strategy
-    return strategy is not None and strategy.one_worker
-
-
 def _is_of_strategy(name: str) -> bool:
     """Return whether a setting is the strategy, one of its options, or the number of workers or their threads."""
     return name in ("strategy", THREADS, *WORLD) or is_strategy_option(name)
-
-
-def _fill_in(group: RunGroup, baseline_speed: float) -> None:
-    for row in group.counted_rows:
-        if (speed := row.metrics[SPEED]) is not None:
-            row.metrics[SPEEDUP] = speed / baseline_speed

@@ -133,10 +133,6 @@ def read_ranks(row: Row) -> Iterator[RankStep]:
             yield RankStep(int(rank), step, parts, number_of(entry, HIDDEN))
 
 
-ShownStep = tuple[ProfiledRun, RankStep]
-"""A row of the table."""
-
-
 @dataclass(frozen=True)
 class StepUnit:
     """What the steps of some runs are divided by, so that a comparison is fair.
@@ -180,28 +176,20 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
     labels["rank"] = [str(step.rank) for _, step in shown]
     more = f"{len(shown) - MAX_ROWS} more rows are in the records." if len(shown) > MAX_ROWS else ""
     note = " ".join(filter(None, (NOTE, SLOWEST_NOTE if len(runs) > 1 else "", more)))
-    columns = {**labels, **_time_columns(runs, shown), **_part_columns(shown)}
-    table = TextTable.from_columns("Parts of the median profiled step (%)", columns, note, num_labels=len(labels))
-    return replace(table, rows=table.rows[:MAX_ROWS])
-
-
-def _time_columns(runs: Sequence[ProfiledRun], shown: Sequence[ShownStep]) -> dict[str, list[str]]:
     unit = fair_unit(runs)
-    columns = {"step (ms)": [f"{step.step_ms:,.2f}" for _, step in shown]}
+    columns = {**labels, "step (ms)": [f"{step.step_ms:,.2f}" for _, step in shown]}
     if any(run.differs for run in runs):
         columns["median of the other steps (ms)"] = [
             NOT_MEASURED if run.median_ms is None else f"{run.median_ms:,.2f}" for run, _ in shown
         ]
     if unit.per_sample:
         columns[unit.title] = [f"{unit.convert(run, step.step_ms):,.3f}" for run, step in shown]
-    return columns
-
-
-def _part_columns(shown: Sequence[ShownStep]) -> dict[str, list[str]]:
-    columns = {title: [_percent(step.parts.get(name), step) for _, step in shown] for name, title in STEP_PARTS.items()}
+    for name, title in STEP_PARTS.items():
+        columns[title] = [_percent(step.parts.get(name), step) for _, step in shown]
     columns["hidden communication"] = [_percent(step.hidden_ms, step) for _, step in shown]
     columns["bottleneck"] = [_bottleneck(run) for run, _ in shown]
-    return columns
+    table = TextTable.from_columns("Parts of the median profiled step (%)", columns, note, num_labels=len(labels))
+    return replace(table, rows=table.rows[:MAX_ROWS])
 
 
 def _percent(value: float | None, step: RankStep) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 
 from distexp.report.data.metrics import NOT_OFFLOADED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import RunGroup
+from distexp.report.data.repeats import RunGroup, collect
 from distexp.report.data.run_settings import format_settings
 from distexp.report.exercises.columns import Layout, Reasons, RowKey, format_row, load_layouts
 from distexp.tables.text_table import TextTable
 
+PRINTED = "printed in the workshop"
 MAX_SETTINGS = 4  # in the label of a row
 Groups = Sequence[RunGroup]
 
@@ -62,7 +63,8 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
         rows.append(TableRow(labels, format_row(layout.columns, group, baseline, reasons)))
         if layout.printed and key == layout.keys[0]:
             rows.append(_printed_row(layout))
-    note = " ".join(filter(None, [describe_scale(groups), *table_notes(layout, groups)]))
+    notes = (COMPUTED[note](groups) if note in COMPUTED else note for note in layout.notes)
+    note = " ".join(filter(None, [describe_scale(groups), *notes]))
     build = _build_transposed if layout.transpose else _build
     table = build(f"{layout.title} ({exercise})", layout, rows)
     return replace(table, note=note, reasons=reasons.numbered())
@@ -70,20 +72,15 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
 
 def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKey, RunGroup | None]]:
     """Return the workshop's rows in their order, each with its groups, then the rows of all other groups."""
-    found: dict[RowKey, list[RunGroup]] = {}
-    for group in groups:
-        found.setdefault(layout.key_of(group), []).append(group)
+    found = collect(groups, layout.key_of)
     keys = [*layout.keys, *(key for key in found if key not in layout.keys)]
     if all(len(key) == 1 and isinstance(key[0], int) for key in keys):
         keys.sort()
-    assigned: list[tuple[RowKey, RunGroup | None]] = []
-    for key in keys:
-        assigned += [(key, group) for group in found.get(key, [None])]
-    return assigned
+    return [(key, group) for key in keys for group in found.get(key) or [None]]
 
 
 def _printed_row(layout: Layout) -> TableRow:
-    labels = ("printed in the workshop", *[""] * (len(layout.label) - 1))
+    labels = (PRINTED, *[""] * (len(layout.label) - 1))
     return TableRow(labels, tuple(layout.printed.get(column.title, "") for column in layout.columns))
 
 
@@ -100,12 +97,6 @@ def _build_transposed(title: str, layout: Layout, rows: Sequence[TableRow]) -> T
     titles = [(column.category, column.title) if has_categories else (column.title,) for column in layout.columns]
     texts = tuple((*row_title, *(row.cells[n] for row in rows)) for n, row_title in enumerate(titles))
     return TextTable(title, (*corner, *(row.labels[0] for row in rows)), texts, num_labels=len(corner))
-
-
-def table_notes(layout: Layout, groups: Groups) -> Iterator[str]:
-    """Yield the notes of a layout: computed ones by name, others as they are."""
-    for note in layout.notes:
-        yield COMPUTED[note](groups) if note in COMPUTED else note
 
 
 def describe_scale(groups: Groups) -> str:
@@ -136,29 +127,17 @@ def _lowest_memory_by_model(groups: Groups) -> str:
 
     Without a GPU these are the parts of a worker's memory that are not offloaded.
     """
-    if best := _lowest_by_model(groups, "gpu_peak_mib"):
-        found = [f"stage {lowest.zero_stage} on {model} ({lowest.mib:,.0f} MiB)" for model, lowest in best.items()]
-        return f"Lowest peak GPU memory: {', '.join(found)}."
-    if best := _lowest_by_model(groups, NOT_OFFLOADED):
-        found = [f"stage {lowest.zero_stage} on {model} ({lowest.mib:,.3f} MiB)" for model, lowest in best.items()]
-        return f"Lowest memory that a GPU would hold: {', '.join(found)}."
+    names = {"gpu_peak_mib": "peak GPU memory", NOT_OFFLOADED: "memory that a GPU would hold"}
+    for metric, digits in (("gpu_peak_mib", 0), (NOT_OFFLOADED, 3)):
+        best: dict[str, tuple[float, Any]] = {}
+        for group in groups:
+            size, model = group.metric(metric), str(group.setting("model"))
+            if group.completed and size and (model not in best or size.mean < best[model][0]):
+                best[model] = (size.mean, group.setting("zero_stage"))
+        if best:
+            found = [f"stage {stage} on {model} ({mib:,.{digits}f} MiB)" for model, (mib, stage) in best.items()]
+            return f"Lowest {names[metric]}: {', '.join(found)}."
     return ""
-
-
-@dataclass(frozen=True)
-class _LowestMemory:
-    mib: float
-    zero_stage: Any
-
-
-def _lowest_by_model(groups: Groups, metric: str) -> dict[str, _LowestMemory]:
-    """Return the lowest value of a memory metric for each model, with its ZeRO stage."""
-    best: dict[str, _LowestMemory] = {}
-    for group in groups:
-        size, model = group.metric(metric), str(group.setting("model"))
-        if group.completed and size and (model not in best or size.mean < best[model].mib):
-            best[model] = _LowestMemory(size.mean, group.setting("zero_stage"))
-    return best
 
 
 COMPUTED: dict[str, Callable[[Groups], str]] = {

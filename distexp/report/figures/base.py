@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ PANEL_WIDTH = 460  # pixels of one of several panels in a file
 PNG_SCALE = 2.0
 PHASES = ("search", "setup", "warmup", "train", "profile", "eval", "save")
 MAX_COLORS = 8  # of one legend
+Rows = list[dict[str, Any]]
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
 
 
@@ -140,6 +141,12 @@ DARK = {
 def color(name: str) -> str:
     """Return the CSS variable of a color of the palettes."""
     return f"var(--{name})"
+
+
+def color_by(channel: str, colors: Mapping[str, str]) -> alt.Color:
+    """Return the color of a field, given the palette's color of each value, with a legend in four columns."""
+    scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
+    return alt.Color(channel, scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
 
 
 def chart_config() -> dict[str, Any]:

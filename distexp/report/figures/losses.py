@@ -9,7 +9,7 @@ import altair as alt
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import name_runs
-from distexp.report.figures.base import Figure, LegendEntry, Panel, color, describe_selection, inline_data
+from distexp.report.figures.base import Figure, LegendEntry, Panel, Rows, color, describe_selection, inline_data
 from distexp.report.same_training import (
     LossCurve,
     Losses,
@@ -29,8 +29,6 @@ SINGLE_HEIGHT = 320
 PANEL_HEIGHT = 150
 WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
 """Vega expression of a label. Between two steps that are close, Vega places ticks in spite of ``tickMinStep``."""
-
-Rows = list[dict[str, Any]]
 
 
 def build_losses(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:

@@ -30,6 +30,7 @@ from distexp.report.figures.base import (
     LegendEntry,
     Panel,
     color,
+    color_by,
     describe_selection,
     inline_data,
 )
@@ -79,13 +80,11 @@ def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
         for label, group in zip(labels, groups, strict=True)
         for order, (name, title) in enumerate(PARTS.items()) if (value := group.metric(name))
     ]  # fmt: skip
-    scale = alt.Scale(domain=list(COLORS), range=list(map(color, COLORS.values())))
-    legend = alt.Legend(title=None, direction="horizontal", columns=4)
     names = list(dict.fromkeys(row["run"] for row in rows))
     bars = alt.Chart(inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("run:N", sort=names, title=None, axis=label_axis(names)),
-        color=alt.Color("part:N", scale=scale, legend=legend), order="order:Q",
+        color=color_by("part:N", COLORS), order="order:Q",
         tooltip=["run:N", "settings:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.3f")],
     )  # fmt: skip
     return alt.layer(bars).properties(height=bar_height(names, BAR_HEIGHT) * len(names))
@@ -123,12 +122,11 @@ def _draw_peak_parts(overview: Overview, shown: Sequence[GroupPeaks], titles: Se
         for row in _rows(overview, run, peak, label)
     ]  # fmt: skip
     bars = list(dict.fromkeys(row["bar"] for row in rows))
-    scale = alt.Scale(domain=list(titles), range=[color(PEAK_COLORS[title]) for title in titles])
     axis = label_axis(labels, "split(datum.label, '|')[1]")
     parts = alt.Chart(inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("bar:N", sort=bars, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15)),
-        color=alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4)),
+        color=color_by("part:N", {title: PEAK_COLORS[title] for title in titles}),
         opacity=alt.condition("datum.kind === 'predicted'", alt.value(PREDICTED_OPACITY), alt.value(1)),
         order="order:Q",
         tooltip=["run:N", "settings:N", "kind:N", "phase:N", "part:N",
@@ -181,21 +179,18 @@ def _draw_prediction(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
          "mib": curve[part][n]}
         for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(parts) if part in curve
     ]  # fmt: skip
-    scale = alt.Scale(domain=list(map(_prediction_title, parts)), range=[color(_shade(part)) for part in parts])
     x = alt.X("position:Q", title="part of the step (%)", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(grid=False))
     areas = alt.Chart(inline_data(rows)).mark_area(opacity=0.85).encode(
         x=x, y=alt.Y("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=5)), order="order:Q",
-        color=alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4)),
+        color=color_by("part:N", {_prediction_title(part): _shade(part) for part in parts}),
         tooltip=["phase:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
     )  # fmt: skip
-    lines = alt.Chart(inline_data(list(_changes(curve, last)))).mark_rule(strokeDash=[4, 3], color=color("muted"))
+    changes: list[dict[str, Any]] = [
+        {"position": round(100 * n / last, 2), "phase": after}
+        for n, (before, after) in enumerate(pairwise(curve[PHASE]), start=1) if before != after
+    ]  # fmt: skip
+    lines = alt.Chart(inline_data(changes)).mark_rule(strokeDash=[4, 3], color=color("muted"))
     return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=PREDICTED_HEIGHT)
-
-
-def _changes(curve: Curve, last: int) -> Iterator[dict[str, Any]]:
-    for number, (before, after) in enumerate(pairwise(curve[PHASE]), start=1):
-        if before != after:
-            yield {"position": round(100 * number / last, 2), "phase": after}
 
 
 def build_gpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:

@@ -22,7 +22,17 @@ from distexp.report.data.step_parts import (
     profiled_runs,
     read_ranks,
 )
-from distexp.report.figures.base import Figure, LegendEntry, Panel, color, describe_selection, inline_data, inline_table
+from distexp.report.figures.base import (
+    Figure,
+    LegendEntry,
+    Panel,
+    Rows,
+    color,
+    color_by,
+    describe_selection,
+    inline_data,
+    inline_table,
+)
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.step_files import PARTS
@@ -44,8 +54,6 @@ OTHERS = ("c3", "c5", "c8", "phase-search", "phase-warmup", "phase-eval")
 
 ZOOM = "wheel![event.ctrlKey]"
 """Zoom with Ctrl only: without it the wheel scrolls the page."""
-
-Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def _draw_breakdown(overview: Overview, runs: Sequence[ProfiledRun], bars: Seque
     x = alt.X("ms:Q", title=unit.title, stack="zero", axis=alt.Axis(tickCount=6),
               scale=alt.Scale(domain=[0, ROOM * max(lengths)], nice=False))  # fmt: skip
     parts = alt.Chart(inline_data(list(_parts(overview, runs, bars)))).mark_bar().encode(
-        x=x, y=y, color=_part_color(bars), order="order:Q",
+        x=x, y=y, color=color_by("part:N", _colors(bars)), order="order:Q",
         tooltip=["run:N", "rank:Q", "settings:N", "part:N",
                  alt.Tooltip("ms:Q", title=unit.title, format=",.3~f"),
                  alt.Tooltip("share:Q", title="of the step", format=".1%")],
@@ -138,12 +146,6 @@ def _colors(bars: Sequence[Bar]) -> dict[str, str]:
         title: f"c{n}" for n, (name, title) in enumerate(STEP_PARTS.items(), start=1)
         if any(bar.step.parts.get(name) for bar in bars)
     }  # fmt: skip
-
-
-def _part_color(bars: Sequence[Bar]) -> alt.Color:
-    colors = _colors(bars)
-    scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
-    return alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
 
 
 def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
@@ -170,14 +172,8 @@ def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figur
         for n, (trace, ranks) in enumerate(chosen)
     )
     legend = tuple(LegendEntry(label, shade, "bar") for label, shade in colors.items())
-    return Figure(
-        "step_timeline",
-        "Timeline of one step",
-        panels,
-        " ".join(_describe_timeline(chosen)),
-        legend=legend,
-        is_wide=True,
-    )
+    caption = " ".join(_describe_timeline(chosen))
+    return Figure("step_timeline", "Timeline of one step", panels, caption, legend=legend, is_wide=True)
 
 
 def choose_ranks(trace: RunTrace, limit: int) -> list[RankLanes]:
@@ -221,16 +217,11 @@ def _draw_timeline(ranks: Sequence[RankLanes], colors: dict[str, str], zoom_name
     y = alt.Y("lane:N", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, grid=False),
               scale=alt.Scale(domain=names, paddingInner=0.2))  # fmt: skip
     spans = alt.Chart(data).transform_calculate(ms="datum.end - datum.begin").mark_bar(clip=True).encode(
-        x=x, x2="end:Q", y=y, color=_label_color(colors),
+        x=x, x2="end:Q", y=y, color=color_by("label:N", colors),
         tooltip=["lane:N", "label:N", alt.Tooltip("begin:Q", title="start (ms)", format=",.3f"),
                  alt.Tooltip("ms:Q", title="duration (ms)", format=",.3f")],
     ).add_params(zoom)  # fmt: skip
     return alt.layer(spans).properties(height=LANE_HEIGHT * len(names))
-
-
-def _label_color(colors: dict[str, str]) -> alt.Color:
-    scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
-    return alt.Color("label:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
 
 
 def _with_gaps(ranks: Sequence[RankLanes]) -> Iterator[str]:

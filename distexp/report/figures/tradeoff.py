@@ -14,7 +14,7 @@ from distexp.report.data.overview import Overview, memory_metric, pareto_fronts
 from distexp.report.data.repeats import RunGroup, group_by_settings
 from distexp.report.data.rows import format_change
 from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting
-from distexp.report.figures.base import MAX_COLORS, SINGLE_WIDTH, Figure, Panel, color, inline_data
+from distexp.report.figures.base import MAX_COLORS, SINGLE_WIDTH, Figure, Panel, Rows, color, inline_data
 from distexp.report.figures.labels import Frame, is_shown, place_labels
 from distexp.report.traces import RunTrace
 from distexp.statistics.noise import is_within_noise
@@ -29,7 +29,6 @@ SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"
 FRONT = "Pareto front"
 FRONT_DASH = [5, 4]
 LEGEND_COLUMNS = alt.ExprRef("width < 420 ? 2 : 4")
-Rows = list[dict[str, Any]]
 OFFLOADS = (False, True, "pinned")
 """Values of ``offload``. The first one that was run is the baseline."""
 
@@ -199,15 +198,10 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     if chart is None:
         return None
     offload = build_offload_table(overview, memory)
-    return Figure(
-        "memory_throughput", "Memory against throughput", (Panel("", chart),), _caption(tradeoff),
-        tables=(offload,) if offload else (),
-    )  # fmt: skip
-
-
-def _caption(tradeoff: Tradeoff) -> str:
     crosses = ["Red crosses: runs out of memory, at their peak."] if tradeoff.failed else []
-    return " ".join([*tradeoff.describe("smaller"), *crosses])
+    caption = " ".join([*tradeoff.describe("smaller"), *crosses])
+    tables = (offload,) if offload else ()
+    return Figure("memory_throughput", "Memory against throughput", (Panel("", chart),), caption, tables=tables)
 
 
 def _out_of_memory(overview: Overview, memory: str) -> tuple[RunGroup, ...]:
@@ -216,12 +210,9 @@ def _out_of_memory(overview: Overview, memory: str) -> tuple[RunGroup, ...]:
     )
 
 
-COST = Cost(ENERGY, "energy per sample", "J", ",.3~f")
-
-
 def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no energy was measured."""
-    tradeoff = Tradeoff(overview, COST)
+    tradeoff = Tradeoff(overview, Cost(ENERGY, "energy per sample", "J", ",.3~f"))
     chart = tradeoff.draw()
     if chart is None:
         return None

@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from distexp.config.overrides import join_first
-from distexp.report.data.overview import Overview
+from distexp.report.data.overview import Overview, failure_notes
 from distexp.report.exercises import exercise_tables
 from distexp.report.figures.base import DARK, LIGHT, VEGALITE, Figure
 from distexp.report.overview_table import explain_cpu_speeds, overview_columns, summarize
@@ -31,7 +31,7 @@ PAGE_FILES = files("distexp.report.page")
 
 def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skipped: Sequence[str] = ()) -> None:
     """Write the page. Its links are relative to its folder."""
-    notes = [*skipped, *overview.notes()]
+    notes = [*skipped, *failure_notes(overview.rows)]
     remarks = list(explain_cpu_speeds(overview))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((PAGE_FILES / "page.html").read_text())
@@ -114,7 +114,7 @@ def _overview_lines(overview: Overview) -> Iterator[str]:
     columns = list(overview_columns(overview))
     rows = zip(*(column.cells for column in columns), strict=True)
     yield from _table([column.one_line_title for column in columns], rows, [column.right for column in columns])
-    yield from (f"- {_escape(note)}" for note in overview.notes())
+    yield from (f"- {_escape(note)}" for note in failure_notes(overview.rows))
     yield ""
     yield from (_escape(sentence) + "  " for sentence in summarize(overview))
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from distexp.config.overrides import copyable_command, join_first
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP, Metric
 from distexp.report.data.overview import DISTURBED_MARK, Overview, failure_reason, memory_metric, rank_by_metric
-from distexp.report.data.remarks import energy_totals, explain_doubt
+from distexp.report.data.remarks import energy_totals, explain_slow_baseline
 from distexp.report.data.rows import Row, format_noise, name_runs
 from distexp.report.data.run_settings import format_setting
 from distexp.report.data.scaling_series import ScalingSeries
@@ -85,20 +85,23 @@ def _compared(row: Row) -> dict[str, str]:
 def provenance_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
     """Yield the tables. The last column of each row lists its runs."""
     yield _count_kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
-    yield _count_kinds("Versions", VERSIONS, rows, _versions)
-    yield _count_kinds("Code", ("git commit", "uncommitted changes"), rows, _code)
+    yield _count_kinds(
+        "Versions", VERSIONS, rows,
+        lambda row: tuple(str(getattr(row.record.environment, name, None) or "-") for name in VERSIONS),
+    )  # fmt: skip
+    changed = {True: "yes", False: "no", None: "unknown"}
+    yield _count_kinds(
+        "Code", ("git commit", "uncommitted changes"), rows,
+        lambda row: (row.record.run.git_sha or "unknown", changed[row.record.run.git_dirty]),
+    )  # fmt: skip
     shown = tuple(
-        (row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " "))
+        (row.label, copyable_command(run.overrides), (run.started_at or "-")[:19].replace("T", " "))
         for row in rows[:MAX_COMMANDS]
+        for run in [row.record.run]
     )
     more = len(rows) - MAX_COMMANDS
     note = f"{more} more runs are in results.csv, column overrides." if more > 0 else ""
     yield TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
-
-
-def command(row: Row) -> str:
-    """Return the command line that repeats a run."""
-    return copyable_command(row.record.run.overrides)
 
 
 def _count_kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> TextTable:
@@ -116,17 +119,6 @@ def _machine(row: Row) -> Cells:
         return hosts, "-", "-", "-"
     memory = f"{environment.gpu_total_mib:,.0f}" if environment.gpu_total_mib else "-"
     return hosts, environment.gpu_name or "none", memory, str(environment.cpu_count or "-")
-
-
-def _versions(row: Row) -> Cells:
-    environment = row.record.environment
-    return tuple(str(getattr(environment, name, None) or "-") for name in VERSIONS)
-
-
-def _code(row: Row) -> Cells:
-    run = row.record.run
-    changed = {True: "yes", False: "no", None: "unknown"}[run.git_dirty]
-    return run.git_sha or "unknown", changed
 
 
 def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
@@ -173,13 +165,9 @@ def _is_number(value: Any) -> bool:
 def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
     title = metric.title.replace("-\n", "").replace("\n", " ")
     column = {"title": title, "kind": "number", "digits": _digits(metric)}
-    marks = _marks(overview, metric)
+    of_group = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
+    marks = [DISTURBED_MARK if _is_disturbed(row, metric) else of_group[id(row)] for row in overview.rows]
     return column | {"marks": marks} if any(marks) else column
-
-
-def _marks(overview: Overview, metric: Metric) -> list[str]:
-    marks = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
-    return [DISTURBED_MARK if _is_disturbed(row, metric) else marks[id(row)] for row in overview.rows]
 
 
 def _is_disturbed(row: Row, metric: Metric) -> bool:
@@ -246,17 +234,17 @@ def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
     trusted = [series for series in scaled if series.is_trusted]
     if trusted:
         best = max(trusted, key=lambda series: series.points[-1].efficiency)
-        value = f"{best.points[-1].efficiency:.0%}"
         last = best.points[-1]
         parts = [f"{last.workers} workers", best.name]
         if best.noise is not None:
             parts.append(f"noise {format_noise(best.noise, 1)}")
             equal = [point for point in trusted if point is not best and _is_equal_efficiency(best, point)]
             parts.append(f"{len(equal)} more equal within the noise" if equal else "")
-        yield Tile("efficiency at the most workers", value, ", ".join(filter(None, parts)))
+        yield Tile("efficiency at the most workers", f"{last.efficiency:.0%}", ", ".join(filter(None, parts)))
     for series in [series for series in scaled if not series.is_trusted][:1]:
         highest = max(point.efficiency for point in series.points)
-        detail = f"{highest:.0%} relative to run {series.baseline.group.label}. {explain_doubt(series)}"
+        group = series.baseline.group
+        detail = f"{highest:.0%} relative to run {group.label}. {explain_slow_baseline(group)}"
         yield Tile("efficiency", "do not trust the baseline", detail, "bad")
 
 
