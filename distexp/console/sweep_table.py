@@ -33,7 +33,8 @@ def states_table(rows: Sequence[Row], width: int) -> Table:
     for name, size in widths.items():
         table.add_column(name, no_wrap=True, width=size, justify="right" if name == "run" else "left")
     for row in rows:
-        run, color = row.run, _state_color(row.run)
+        run = row.run
+        color = status_color(run.state) if run.record is not None else "dim" if run.state == "pending" else "cyan"
         cells = {
             "folder": escape(_truncate_left(row.sweep, widths.get("folder", 0))),
             "run": str(run.number),
@@ -101,12 +102,6 @@ def state_key(run: RunState) -> str:
     if run.state == "running":
         return f"running {run.nodes}{read_progress(run.directory).phase or 'start'}"
     return f"{run.state}{run.nodes}{run.reason}"
-
-
-def _state_color(run: RunState) -> str:
-    if run.record is not None:
-        return status_color(run.state)
-    return "dim" if run.state == "pending" else "cyan"
 
 
 def _truncate_left(text: str, size: int) -> str:

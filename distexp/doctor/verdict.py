@@ -49,7 +49,10 @@ def make_verdict(results: Sequence[CheckResult], torch: TorchInfo) -> Verdict:
     gpus = len(torch.capabilities) if torch.usable else 0
     needs = ("loopback port", *([] if gpus == 1 else ["nccl all-reduce" if gpus > 1 else "gloo all-reduce"]))
     states[COMMUNICATION] = "ok" if all(states.get(name) == "ok" for name in needs) else "missing"
-    unmet = {name: _unmet(requirements, states) for name, requirements in strategy_requirements().items()}
+    unmet = {
+        name: next((requirement for requirement in requirements if states.get(requirement) != "ok"), None)
+        for name, requirements in strategy_requirements().items()
+    }
     return Verdict(
         fit=True,
         device="cuda" if torch.usable else "cpu",
@@ -65,10 +68,6 @@ def strategy_requirements() -> dict[str, tuple[str, ...]]:
     """Return what each strategy requires, those with the fewest requirements first."""
     requirements = {name: strategy.requires for name, strategy in shipped_strategies().items()}
     return dict(sorted(requirements.items(), key=lambda item: len(item[1])))
-
-
-def _unmet(requirements: Sequence[str], states: Mapping[str, str]) -> str | None:
-    return next((name for name in requirements if states.get(name) != "ok"), None)
 
 
 def _options(group: str, torch: TorchInfo) -> list[str]:

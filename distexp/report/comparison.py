@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -97,12 +98,9 @@ class Matching:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Matching):
     """Sweep A (before) and sweep B (after); ``changed`` are settings such as ``precision fp32 -> bf16``."""
 
-    pairs: tuple[Pair, ...]
-    only_before: tuple[RunGroup, ...]
-    only_after: tuple[RunGroup, ...]
     varied: tuple[str, ...]
     changed: tuple[str, ...]
 
@@ -114,13 +112,11 @@ class Comparison:
         varied = tuple(name for name in names if name != SEED)
         for settings in (varied, _varying(before), _varying(after)):
             matching = _match_by_settings(matching, settings)
-        return cls(
-            pairs=tuple(_share_deviations(matching.pairs)),
-            only_before=matching.only_before,
-            only_after=matching.only_after,
-            varied=varied,
-            changed=tuple(_changed(before, after, varied)),
-        )
+        # The groups of a pair know the noise between repeats of either sweep.
+        shared = iter(share_deviations([group for pair in matching.pairs for group in (pair.before, pair.after)]))
+        pairs = tuple(starmap(Pair, zip(shared, shared, strict=True)))
+        changed = tuple(_changed(before, after, varied))
+        return cls(pairs, matching.only_before, matching.only_after, varied, changed)
 
     def regressions(self) -> Iterator[str]:
         """Yield a line for each regression."""
@@ -150,12 +146,6 @@ class Comparison:
     def describe(self, group: RunGroup) -> str:
         """Return ``strategy=fsdp, offload=true``, or the label of the run."""
         return format_settings(group.settings, self.varied) or f"run {group.label}"
-
-
-def _share_deviations(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """Yield the pairs, whose groups know the noise between repeats of either sweep."""
-    shared = iter(share_deviations([group for pair in pairs for group in (pair.before, pair.after)]))
-    yield from (Pair(before, after) for before, after in zip(shared, shared, strict=True))
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:
@@ -268,7 +258,9 @@ def comparison_columns(comparison: Comparison) -> Iterator[Column]:
         yield Column(setting_title(name), cells, ALWAYS - index, right=False)
     if not comparison.varied:
         yield Column("run", tuple(pair.after.label for pair in pairs), ALWAYS)
-    yield Column("status", tuple(_status_change(pair) for pair in pairs), 120, right=False)
+    statuses = [(pair.before.status, pair.after.status) for pair in pairs]
+    changes = tuple(before if before == after else f"{before} -> {after}" for before, after in statuses)
+    yield Column("status", changes, 120, right=False)
     if any(max(len(pair.before.rows), len(pair.after.rows)) > 1 for pair in pairs):
         counts = tuple(f"{len(pair.before.counted_rows)}, {len(pair.after.counted_rows)}" for pair in pairs)
         yield Column("n", counts, 50)
@@ -300,8 +292,3 @@ def _mark(pair: Pair, name: str) -> str:
     if name == SPEED and pair.disturbance:
         return DISTURBED_MARK
     return "~" if pair.is_noise(name) else ""
-
-
-def _status_change(pair: Pair) -> str:
-    before, after = pair.before.status, pair.after.status
-    return before if before == after else f"{before} -> {after}"

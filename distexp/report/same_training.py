@@ -12,7 +12,6 @@ from itertools import combinations
 from distexp.report.data.overview import Overview
 from distexp.report.data.run_settings import global_batch, is_environment_setting, is_strategy_option, task_name
 from distexp.report.traces import RunTrace, load_losses
-from distexp.runs.record import RunRecord
 from distexp.statistics.same_training import whole_training_bound
 from distexp.system.typed_values import number_of
 
@@ -117,20 +116,15 @@ class LossCurve:
 
 def _evaluation_losses(trace: RunTrace) -> Losses:
     """Return the evaluation loss after each epoch. A training cut short evaluates at its last step."""
-    metrics = trace.row.record.metrics
+    record, metrics = trace.row.record, trace.row.record.metrics
     if not metrics.steps_per_epoch:
         return {}
-    first = _first_evaluated_epoch(trace.row.record)
+    # A resumed training may have changed train.evaluate. Then the evaluations are those of the last epochs.
+    evaluates = (record.config.get("train") or {}).get("evaluate", True)
+    first = max(len(metrics.train_losses) - len(metrics.eval_losses), 0) + 1 if evaluates else 1
     steps = (epoch * metrics.steps_per_epoch for epoch in range(first, first + len(metrics.eval_losses)))
     last = metrics.total_steps
     return {min(step, last or step): loss for step, loss in zip(steps, metrics.eval_losses, strict=True)}
-
-
-def _first_evaluated_epoch(record: RunRecord) -> int:
-    """Return the first epoch with an evaluation, from 1. A resumed training may have changed ``train.evaluate``."""
-    if not (record.config.get("train") or {}).get("evaluate", True):
-        return 1
-    return max(len(record.metrics.train_losses) - len(record.metrics.eval_losses), 0) + 1
 
 
 def relative_differences(losses: Losses, baseline: Losses) -> Losses:
@@ -166,10 +160,7 @@ def any_overlap(curves: Sequence[LossCurve]) -> bool:
 
 def _distance(one: LossCurve, other: LossCurve) -> float:
     """Return how far apart two lines are, or the marks of their evaluations if these are closer."""
-    return min(
-        _median_distance(one.training, other.training),
-        _median_distance(one.evaluation, other.evaluation),
-    )
+    return min(_median_distance(one.training, other.training), _median_distance(one.evaluation, other.evaluation))
 
 
 def _median_distance(one: Losses, other: Losses) -> float:

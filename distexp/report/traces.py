@@ -58,25 +58,17 @@ class MemoryTrace:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """Traces of a training: those of one of its runs.
-
-    Attributes:
-        settings: Settings of the training that vary; empty if too many do.
-        steps: Lines of metrics.jsonl.
-        predicted: Predicted memory through a training step; empty if it was not predicted.
-        lanes: What each rank does in a profiled step; empty if it was not profiled.
-        profiles: Full traces of the profiler.
-    """
+    """Traces of a training: those of one of its runs. What was not measured is empty."""
 
     group: RunGroup
     row: Row
-    settings: str
-    steps: tuple[dict[str, Any], ...]
+    settings: str  # of the training that vary; empty if too many do
+    steps: tuple[dict[str, Any], ...]  # lines of metrics.jsonl
     memory: tuple[MemoryCurve, ...] = ()
     phases: tuple[PhaseInterval, ...] = ()
-    predicted: Curve = field(default_factory=dict)
-    lanes: tuple[RankLanes, ...] = ()
-    profiles: tuple[Path, ...] = ()
+    predicted: Curve = field(default_factory=dict)  # memory through a training step
+    lanes: tuple[RankLanes, ...] = ()  # what each rank does in a profiled step
+    profiles: tuple[Path, ...] = ()  # full traces of the profiler
 
     @property
     def name(self) -> str:

@@ -148,25 +148,15 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a run.
+    """A number of a run."""
 
-    Attributes:
-        name: Column in the result files, with the unit.
-        read: Returns the value of a record, or None if it was not measured.
-        title: Header in tables. A metric without a title is in the result files only.
-        number_format: Format of the value in tables; ``z`` avoids ``-0.0000``.
-        factor: Converts from the unit of the files to that of the tables.
-        importance: In a narrow terminal, columns of low importance are hidden first.
-        hides_zero: Whether tables leave the metric out if no run has more than 0.
-    """
-
-    name: str
+    name: str  # column in the result files, with the unit
     read: ReadMetric
-    title: str = ""
-    number_format: str = "{:z,.1f}"
-    factor: float = 1.0
-    importance: int = 0
-    hides_zero: bool = False
+    title: str = ""  # header in tables; without a title, a metric is in the result files only
+    number_format: str = "{:z,.1f}"  # in tables; z avoids -0.0000
+    factor: float = 1.0  # from the unit of the files to that of the tables
+    importance: int = 0  # in a narrow terminal, columns of low importance are hidden first
+    hides_zero: bool = False  # whether tables leave the metric out if no run has more than 0
 
     def format_value(self, value: float, deviation: float | None = None) -> str:
         """Return a value in the unit of the tables, with its standard deviation if known."""

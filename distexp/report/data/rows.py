@@ -79,21 +79,16 @@ def run_labels(paths: Sequence[Path]) -> list[str]:
     sweeps = [str(path.parent.parent) for path in paths]
     if len(set(sweeps)) < 2:
         return [path.parent.name for path in paths]
-    short = _shorten(sorted(set(sweeps)))
-    return [f"{short[sweep]}/{path.parent.name}" for sweep, path in zip(sweeps, paths, strict=True)]
-
-
-def _shorten(folders: Sequence[str]) -> dict[str, str]:
-    """Return the shortest unique end of each path, without a common date."""
+    # Each folder has the shortest end that is unique, without a common date.
+    folders = sorted(set(sweeps))
     parts = [folder.split("/") for folder in folders]
     deepest = max(map(len, parts))
-    count = next(
-        n for n in range(1, deepest + 1) if len({tuple(path_parts[-n:]) for path_parts in parts}) == len(parts)
-    )
-    ends = ["/".join(path_parts[-count:]) for path_parts in parts]
+    count = next(n for n in range(1, deepest + 1) if len({tuple(names[-n:]) for names in parts}) == len(parts))
+    ends = ["/".join(names[-count:]) for names in parts]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(min(ends), max(ends), strict=False))
     cut = "".join(first for first, _ in same).rfind("_") + 1
-    return {folder: end[cut:] for folder, end in zip(folders, ends, strict=True)}
+    short = {folder: end[cut:] for folder, end in zip(folders, ends, strict=True)}
+    return [f"{short[sweep]}/{path.parent.name}" for sweep, path in zip(sweeps, paths, strict=True)]
 
 
 def name_runs(labels: Iterable[str], limit: int = 4) -> str:

@@ -31,26 +31,17 @@ TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A training of a series.
-
-    Attributes:
-        speed: Samples per second.
-        work: Samples times parameters; 1 if the number of samples is unknown and equal in all of the series.
-        samples: Samples that the training processes; None if unknown.
-        time: Time of that work, in seconds if the number of samples is known.
-        efficiency: Ideal time / real time.
-        speedup: Work per second relative to the baseline.
-    """
+    """A training of a series."""
 
     group: RunGroup
     workers: int
     nodes: int
-    speed: float
-    work: float
-    samples: float | None
-    time: float
-    efficiency: float
-    speedup: float
+    speed: float  # samples per second
+    work: float  # samples times parameters; 1 if the number of samples is unknown and equal in all of the series
+    samples: float | None  # that the training processes; None if unknown
+    time: float  # of that work, in seconds if the number of samples is known
+    efficiency: float  # ideal time / real time
+    speedup: float  # work per second relative to the baseline
 
     @property
     def relative_time(self) -> float:
@@ -60,19 +51,12 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingSeries:
-    """One configuration on different numbers of workers.
+    """One configuration on different numbers of workers."""
 
-    Attributes:
-        name: Settings that distinguish it from the other series; empty for a single series.
-        kind: ``strong`` (constant total work), ``weak`` (constant work per worker), ``mixed``, or ``forecast``.
-        scaled: What grows or shrinks with the workers: ``model``, ``data``, both, or nothing.
-        points: By number of workers.
-    """
-
-    name: str
-    kind: str
-    scaled: tuple[str, ...]
-    points: tuple[ScalingPoint, ...]
+    name: str  # settings that distinguish it from the other series; empty for a single series
+    kind: str  # strong (constant total work), weak (constant work per worker), mixed, or forecast
+    scaled: tuple[str, ...]  # what grows or shrinks with the workers: model, data, both, or nothing
+    points: tuple[ScalingPoint, ...]  # by number of workers
 
     @property
     def title(self) -> str:

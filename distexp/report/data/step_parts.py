@@ -135,15 +135,10 @@ def read_ranks(row: Row) -> Iterator[RankStep]:
 
 @dataclass(frozen=True)
 class StepUnit:
-    """What the steps of some runs are divided by, so that a comparison is fair.
+    """What the steps of some runs are divided by, so that a comparison is fair."""
 
-    Attributes:
-        per_sample: Whether times are those of a sample, because the steps have different numbers of samples.
-        of_median: Whether times are scaled, so that a step is as long as the median of those without the profiler.
-    """
-
-    per_sample: bool
-    of_median: bool = False
+    per_sample: bool  # times of a sample, because the steps have different numbers of samples
+    of_median: bool = False  # times scaled, so that a step is as long as the median of those without the profiler
 
     @property
     def title(self) -> str:

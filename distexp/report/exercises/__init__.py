@@ -62,7 +62,8 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
             labels = (labels[0] + f", {settings or f'run {group.label}'}", *labels[1:])
         rows.append(TableRow(labels, format_row(layout.columns, group, baseline, reasons)))
         if layout.printed and key == layout.keys[0]:
-            rows.append(_printed_row(layout))
+            cells = tuple(layout.printed.get(column.title, "") for column in layout.columns)
+            rows.append(TableRow((PRINTED, *[""] * (len(layout.label) - 1)), cells))
     notes = (COMPUTED[note](groups) if note in COMPUTED else note for note in layout.notes)
     note = " ".join(filter(None, [describe_scale(groups), *notes]))
     build = _build_transposed if layout.transpose else _build
@@ -77,11 +78,6 @@ def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKe
     if all(len(key) == 1 and isinstance(key[0], int) for key in keys):
         keys.sort()
     return [(key, group) for key in keys for group in found.get(key) or [None]]
-
-
-def _printed_row(layout: Layout) -> TableRow:
-    labels = (PRINTED, *[""] * (len(layout.label) - 1))
-    return TableRow(labels, tuple(layout.printed.get(column.title, "") for column in layout.columns))
 
 
 def _build(title: str, layout: Layout, rows: Sequence[TableRow]) -> TextTable:

@@ -77,7 +77,9 @@ class ExerciseColumn:
         elif self.gpu_0:
             values = _first_gpu(group, self.metric)
         elif self.epoch is not None:
-            values = _after_epoch(group, self.metric, self.epoch)
+            position = self.epoch - 1 if self.epoch > 0 else self.epoch  # counted from 1; -1 is the last one
+            lists = [getattr(row.record.metrics, self.metric) for row in group.counted_rows]
+            values = [by_epoch[position] for by_epoch in lists if len(by_epoch) >= abs(self.epoch)]
         else:
             values = group.values(self.metric)
         return [value * UNITS[self.unit] for value in values]
@@ -93,12 +95,6 @@ def _first_gpu(group: RunGroup, key: str) -> list[float]:
     ]
     values = [min(entries, key=itemgetter("index")).get(key) for entries in of_runs if entries]
     return [value for value in values if value is not None]
-
-
-def _after_epoch(group: RunGroup, metric: str, epoch: int) -> list[float]:
-    """Return a metric after an epoch, counted from 1; -1 is the last one."""
-    lists = [getattr(row.record.metrics, metric) for row in group.counted_rows]
-    return [values[epoch - 1 if epoch > 0 else epoch] for values in lists if len(values) >= abs(epoch)]
 
 
 @dataclass(frozen=True)

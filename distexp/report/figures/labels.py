@@ -108,11 +108,7 @@ def place_labels(
 ) -> dict[Place, list[Row]]:
     """Return the rows of the labels by their place. A label without room at a width has no row for it.
 
-    Args:
-        points: Rows with ``run``, ``cost`` and ``speed``. The first ones get a label first.
-        marks: Rows of other marks that labels must not hide.
-        steps: Rows of each line with horizontal and vertical steps, which labels avoid if they can.
-        frame: Axes and height of the chart. The width is that of the page.
+    The first points get a label first. Labels never hide other marks, and avoid lines with steps if they can.
     """
     placed: dict[Place, list[Row]] = {place: [] for place in PLACES}
     for low, high in pairwise(CHART_WIDTHS):
