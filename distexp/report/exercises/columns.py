@@ -138,9 +138,8 @@ def _format_cell(column: ExerciseColumn, group: RunGroup, baseline: RunGroup | N
 
 def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:
     """Return the value that was measured until the failure, with the status; empty if there is none."""
-    values = (
-        column.read(group, None) if (not column.relative and column.metric.endswith(MEASURED_UNTIL_FAILURE)) else []
-    )
+    is_measured = not column.relative and column.metric.endswith(MEASURED_UNTIL_FAILURE)
+    values = column.read(group, None) if is_measured else []
     return f"{_format_values(column, values)} ({group.status})" if values else ""
 
 
