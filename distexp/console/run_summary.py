@@ -204,7 +204,7 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "executed FLOPs", _utilization(metrics.executed_tflops_per_device, metrics.hfu, metrics, "HFU")
     if metrics.compile:
         text = f"{metrics.compile.get('seconds', 0.0):.1f} s, {format_count(metrics.compile.get('graphs', 0), 'graph')}"
-        yield "compilation", (f"{text}, with the cache of earlier runs" if metrics.compile.get("cache_hits") else text)
+        yield "compilation", f"{text}, with the cache of earlier runs" if metrics.compile.get("cache_hits") else text
     if metrics.communication is not None:
         yield "communication", _communication(metrics.communication)
 
@@ -259,7 +259,6 @@ def _communication(measured: dict[str, Any]) -> str:
 
 
 def _largest_parts(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the parts of the memory of the worker with the most, in MiB."""
     names = [name for name in entries[0] if name.endswith("_mib")]
     entry = max(entries, key=lambda entry: sum(entry.get(name) or 0.0 for name in names))
     texts = [

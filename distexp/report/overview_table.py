@@ -165,7 +165,6 @@ def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[s
 
 
 def _stand_ins(overview: Overview) -> Iterator[str]:
-    """Yield the models whose sizes were made small, with the number of their parameters."""
     sizes: dict[str, list[int]] = {}
     for record in (row.record for row in overview.rows):
         label = record_model_label(record)
@@ -202,7 +201,6 @@ def are_trials(rows: Sequence[Row]) -> bool:
 
 
 def _trials(overview: Overview) -> Iterator[str]:
-    """Yield that the runs are short, and that their comparison is in the result of the search."""
     steps = sorted({row.record.metrics.total_steps for row in overview.rows if row.record.metrics.total_steps})
     if steps:
         count = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
@@ -265,10 +263,8 @@ def _setup_peaks(overview: Overview) -> Iterator[str]:
 
 
 def _few_steps(overview: Overview) -> Iterator[str]:
-    few = [
-        group.label for group in overview.groups
-        if group.completed and 0 < _measured_steps(group.rows[0]) < FEW_STEPS
-    ]  # fmt: skip
+    completed = [group for group in overview.groups if group.completed]
+    few = [group.label for group in completed if 0 < _measured_steps(group.rows[0]) < FEW_STEPS]
     if few:
         yield f"Fewer than {FEW_STEPS} steps were measured in {name_runs(few)}."
         yield "For a reliable speed, raise train.max_steps or train.num_epochs."

@@ -118,7 +118,6 @@ def _ranked(groups: Sequence[RunGroup], name: str, *, largest: bool) -> list[Run
 
 
 def _read_losses(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTrace:
-    """Return the trace of one of the runs of a training, with the steps only."""
     preferred = [row for row in group.rows if row.label in chosen] or list(group.counted_rows)
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None

@@ -43,7 +43,6 @@ def describe_disturbances(overview: Overview) -> Iterator[str]:
 
 
 def _disturbed_runs(overview: Overview) -> Iterator[str]:
-    """Yield a message about each disturbed training, and each disturbed run whose repeats were not."""
     for group in overview.groups:
         if reason := group.disturbance:
             yield f"{_capitalize(overview.describe(group))} was disturbed: {reason}."

@@ -299,14 +299,11 @@ def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) 
     has_one_worker = strategy is not None and strategy.one_worker
     if not has_one_worker or group.task != baseline.task or not (speed and slow and group.setting(WORKERS)):
         return False
-    if any(group.setting(name) != baseline.setting(name) for name in varied if not _is_of_strategy(name)):
+    of_strategy = ("strategy", THREADS, *WORLD)
+    others = [name for name in varied if name not in of_strategy and not is_strategy_option(name)]
+    if any(group.setting(name) != baseline.setting(name) for name in others):
         return False
     threads = (threads_per_worker(group) or 1) / (threads_per_worker(baseline) or 1)
     ideal = world_of(group).workers / world_of(baseline).workers * max(1.0, threads)
     per_worker = Spread(speed.mean / ideal, None, None if speed.noise is None else speed.noise / ideal)
     return per_worker.mean > MAX_TRUSTED_EFFICIENCY * slow.mean and not is_within_noise(per_worker, slow)
-
-
-def _is_of_strategy(name: str) -> bool:
-    """Return whether a setting is the strategy, one of its options, or the number of workers or their threads."""
-    return name in ("strategy", THREADS, *WORLD) or is_strategy_option(name)

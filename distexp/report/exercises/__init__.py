@@ -77,7 +77,8 @@ def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKe
     keys = [*layout.keys, *(key for key in found if key not in layout.keys)]
     if all(len(key) == 1 and isinstance(key[0], int) for key in keys):
         keys.sort()
-    return [(key, group) for key in keys for group in (found[key] if key in found else [None])]
+    no_run: list[RunGroup | None] = [None]
+    return [(key, group) for key in keys for group in found.get(key, no_run)]
 
 
 def _build(title: str, layout: Layout, rows: Sequence[TableRow]) -> TextTable:

@@ -144,7 +144,6 @@ def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:
 
 
 def _format_values(column: ExerciseColumn, values: Sequence[float]) -> str:
-    """Return the mean, and the sample standard deviation of several values."""
     digits, suffix = column.digits, column.suffix
     if column.unit in SMALLER_UNITS and statistics.fmean(values) < MIN_GB:
         unit, factor = SMALLER_UNITS[column.unit]

@@ -128,7 +128,6 @@ def is_shown() -> Any:
 def _places_in(
     frame: Frame, points: Sequence[Row], marks: Sequence[Row], lines: Sequence[Box]
 ) -> Iterator[tuple[Row, Place]]:
-    """Yield the points that have room for a label, and its place."""
     centers = [frame.pixels(row) for row in (*points, *marks)]
     taken = [Box(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in centers]
     for point, (x, y) in zip(points, centers, strict=False):

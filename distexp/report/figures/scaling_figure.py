@@ -132,7 +132,6 @@ def _draw(rows: Rows, forecasts: Rows, y: alt.Y, workers: Sequence[int], ideal: 
 
 
 def _styles(rows: Rows) -> dict[str, Any]:
-    """Return the encodings of color (series) and dash (one node or several)."""
     names = list(dict.fromkeys(row["series"] for row in rows))
     lines = sorted({row["line"] for row in rows})
     dashes = [[1, 0], [3, 3]] if "several nodes" in lines else [[1, 0]]

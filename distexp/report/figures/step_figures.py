@@ -104,7 +104,6 @@ def _describe_breakdown(runs: Sequence[ProfiledRun], count: int) -> Iterator[str
 
 
 def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
-    """Yield the bottleneck of each run, and the overrides that may reduce it."""
     explained = [run for run in runs if run.sentence]
     for run in explained[:MAX_SENTENCES]:
         yield f"R{overview.describe(run.group)[1:]}: {run.sentence}"
@@ -113,7 +112,6 @@ def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
 
 
 def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[Bar]:
-    """Return the bars: the ranks of the only run, or a run each."""
     if len(runs) == 1:
         return [Bar(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
     if len(runs) > FEW_BARS:

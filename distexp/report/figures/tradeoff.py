@@ -114,7 +114,6 @@ class Tradeoff:
         return marks.encode(tooltip=self._tooltip(), **encodings)
 
     def _crosses(self, failed: Rows, x: alt.X, y: alt.Y) -> list[Any]:
-        """Draw a cross on the axis of the cost for each run out of memory, at the peak it reached."""
         if not failed:
             return []
         base = alt.Chart(inline_data(failed)).encode(x=x, y=y, tooltip=self._tooltip())
@@ -223,7 +222,7 @@ def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
 def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
     """Compare runs that differ only in ``offload``; None if there are none."""
     names = [name for name in overview.varied if name not in ("offload", SEED)]
-    memories = list(dict.fromkeys((memory, "cpu_peak_mib")))
+    memories = dict.fromkeys((memory, "cpu_peak_mib"))
     rows = tuple(
         (
             *(format_setting(group.setting(name), MAX_LENGTH) for name in names),
@@ -241,7 +240,6 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
 
 
 def _by_offload(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
-    """Collect groups that differ only in ``offload``, the baseline first."""
     members = group_by_settings(groups, names).values()
     alike = (sorted(similar, key=lambda group: OFFLOADS.index(group.setting("offload"))) for similar in members)
     return [similar for similar in alike if similar[0].setting("offload") != similar[-1].setting("offload")]

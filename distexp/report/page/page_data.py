@@ -127,11 +127,10 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
     The most important metrics come first, because a narrow window shows only the first columns.
     """
     metrics = sorted(overview.metrics(), key=lambda metric: -metric.importance)
-    names = list(overview.varied)
     numbered = all(row.label.isdigit() for row in overview.rows)
     columns = [
         {"title": "run", "kind": "setting-number" if numbered else "text"},
-        *(_setting_column(overview, name) for name in names),
+        *(_setting_column(overview, name) for name in overview.varied),
         {"title": "status", "kind": "status"},
         *(_metric_column(overview, metric) for metric in metrics),
         {"title": "files", "kind": "files"},
@@ -140,7 +139,7 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
     def cells(row: Row) -> list[Any]:
         return [
             int(row.label) if numbered else row.label,
-            *(_setting_cell(row.settings.get(name)) for name in names),
+            *(_setting_cell(row.settings.get(name)) for name in overview.varied),
             [row.record.status, "" if row.completed else failure_reason(row)],
             *(_metric_cell(row.metrics[metric.name], metric) for metric in metrics),
             _links(row, directory),
@@ -186,7 +185,6 @@ def _metric_cell(value: float | None, metric: Metric) -> float | None:
 
 
 def _links(row: Row, directory: Path) -> list[str]:
-    """Return the run's directory, then its existing files of ``LINKED_FILES``."""
     if row.path is None:
         return []
     present = set(os.listdir(row.path.parent))
@@ -230,7 +228,6 @@ def build_tiles(overview: Overview) -> Iterator[Tile]:
 
 
 def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
-    """Yield the best efficiency, and a warning if a baseline cannot be trusted."""
     trusted = [series for series in scaled if series.is_trusted]
     if trusted:
         best = max(trusted, key=lambda series: series.points[-1].efficiency)
@@ -260,8 +257,7 @@ def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest
     rankings = list(rank_by_metric(overview, metric, largest=largest))
     if len(rankings) != 1 or len(rankings[0].ranked) < 2:
         return
-    best, equal = rankings[0].best, rankings[0].equal_to_best
-    value = best.value
+    best, equal, value = rankings[0].best, rankings[0].equal_to_best, rankings[0].best.value
     if equal:
         noise = max(difference_noise(value, other.value) or 0.0 for other in equal)
         labels = name_runs([best.group.label, *(other.group.label for other in equal)])
