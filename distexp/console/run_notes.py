@@ -12,18 +12,21 @@ from distexp.runs.disturbance import describe_disturbance, starved_share, thread
 from distexp.runs.record import RunRecord
 from distexp.system.units import format_amount, format_kwh
 
+LARGE_SHARE = 0.6
+"""Padding share from which options against padding are named. The default run has 53 %."""
+
+COMPILE_MIN = 3
+"""Minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4."""
+
 
 def busy_core_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of the line about a run that something else slowed down; nothing for other runs."""
     share = starved_share(record)
     if share is not None:
-        yield "busy cores", f"{_share_of_time(share)}. {_advice(record)}"
+        text = f"this run got {share:.0%} of the time of its CPU cores, probably because other programs use them"
+        yield "busy cores", f"{text}. {_advice(record)}"
     elif disturbance := describe_disturbance(record):
         yield "uneven steps", f"{disturbance}, probably because of other programs. Repeat the run when they are done"
-
-
-def _share_of_time(share: float) -> str:
-    return f"this run got {share:.0%} of the time of its CPU cores, probably because other programs use them"
 
 
 def _advice(record: RunRecord) -> str:
@@ -35,9 +38,6 @@ def _advice(record: RunRecord) -> str:
         f"The {threads} threads of a worker then wait for each other. Try cluster.cpus_per_worker=1 or "
         "cluster.environment={OMP_WAIT_POLICY:PASSIVE}. One thread sums in another order, so losses differ slightly"
     )
-
-
-# Texts about the energy and cost of a run.
 
 
 def energy_lines(energy: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
@@ -78,13 +78,6 @@ def _cost(energy: Mapping[str, float | None]) -> Iterator[str]:
             yield text.format(f"{value:,.2f}" if key == "price" else format_amount(value))
 
 
-# Text about the padding of a run, if it is most of the work.
-
-
-LARGE_SHARE = 0.6
-"""Padding share from which options against padding are named. The default run has 53 %."""
-
-
 def padding_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of the line about padding, if its share is large.
 
@@ -97,12 +90,14 @@ def padding_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _options(record: RunRecord, share: float) -> Iterator[str]:
     """Yield the overrides with less padding that this run supports; none if it packs or sorts its samples."""
-    config = record.config
+    config, model = record.config, record.config["model"]
     dataset, can_vary = config["dataset"], config["train"].get("compile") not in WHOLE_MODEL
     if dataset.get("packing") or dataset.get("bucketing"):
         return
-    if "packing" in dataset["keys"] and config["model"]["_target_"] in ATTENTIONS and _fills_rows(record, share):
-        yield _packing(config["model"])
+    if "packing" in dataset["keys"] and model["_target_"] in ATTENTIONS and _fills_rows(record, share):
+        # Packing requires an attention that keeps the samples of a row apart.
+        is_unpacked = model["attention"] in UNPACKED_ATTENTION.get(model["_target_"], ())
+        yield "model.attention=sdpa dataset.packing=true" if is_unpacked else "dataset.packing=true"
     elif "bucketing" in dataset["keys"] and can_vary:
         yield "dataset.bucketing=true"
     if "padding" in dataset["keys"] and can_vary and dataset["padding"] != "longest":
@@ -115,26 +110,8 @@ def _fills_rows(record: RunRecord, share: float) -> bool:
     return (record.metrics.steps_per_epoch or 0) * accumulation * (1 - share) >= 1
 
 
-def _packing(model: Mapping[str, Any]) -> str:
-    """Return the overrides for packing, with an attention that keeps the samples of a row apart."""
-    if model["attention"] in UNPACKED_ATTENTION.get(model["_target_"], ()):
-        return "model.attention=sdpa dataset.packing=true"
-    return "dataset.packing=true"
-
-
-# Messages about the build of DeepSpeed's operators.
-
-
-COMPILE_MIN = 3
-"""Minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4."""
-
-
 def build_message(entry: dict[str, Any]) -> str | None:
-    """Return the line for one change of a build; None for the passing of time.
-
-    Args:
-        entry: A line of ``operators.jsonl``.
-    """
+    """Return the line for a line of ``operators.jsonl``; None for the passing of time."""
     if "compiling" in entry:
         return f"compiling DeepSpeed's operator {entry['compiling']}, once, about {COMPILE_MIN} minutes"
     if "waiting" in entry:

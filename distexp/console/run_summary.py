@@ -26,28 +26,18 @@ from distexp.strategies.base import strategy_label
 from distexp.system.typed_values import cpu_peak_mib, device_values
 from distexp.system.units import MIB, format_tflops
 
-MAX_EPOCHS = 6
-"""Epochs shown in a panel."""
-
-MAX_STRAGGLERS = 3
-"""Slow ranks shown in a panel."""
-
+MAX_EPOCHS, MAX_STRAGGLERS = 6, 3  # epochs and slow ranks that are shown in a panel
 AUTO = ModelConfig().attention
 """The attention that a model has by default."""
-
-COLORS = {"completed": "green", "invalid": "yellow", "oom_gpu": "magenta", "oom_host": "magenta"}
 
 
 def status_color(status: str) -> str:
     """Return the color of a status on a terminal."""
-    return COLORS.get(status, "red")
+    return {"completed": "green", "invalid": "yellow", "oom_gpu": "magenta", "oom_host": "magenta"}.get(status, "red")
 
 
 def run_title(spec: RunSpec) -> str:
-    """Describe a run before it starts.
-
-    For example: ``bloom_tiny on squad_sample, fsdp full_shard, fp32, 2 cpu workers``.
-    """
+    """Describe a run: ``bloom_tiny on squad_sample, fsdp full_shard, fp32, 2 cpu workers``."""
     config = spec.config
     workers = format_count(spec.world_size, f"{config.cluster.device} worker")
     nodes = f" on {spec.nodes} nodes" if spec.nodes > 1 else ""
@@ -78,14 +68,11 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if missing := "; ".join(missing_costs(record)):
         yield "not measured", missing
     if metrics.train_runtime is not None:
-        whole = "in the latest attempt" if _is_resumed(record) else "total"
+        attempts = record.run.attempts
+        is_resumed = bool(attempts) and attempts[-1].get("resumed_from_step") is not None
+        whole = "in the latest attempt" if is_resumed else "total"
         duration = f"{record.run.duration_s:.1f} s {whole}"
         yield "runtime", f"{metrics.train_runtime:.1f} s training and evaluation, {duration}"
-
-
-def _is_resumed(record: RunRecord) -> bool:
-    """Return whether the latest attempt continued an earlier one, so that the training is longer than the attempt."""
-    return bool(record.run.attempts) and record.run.attempts[-1].get("resumed_from_step") is not None
 
 
 def _error(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -107,17 +94,15 @@ def _preflight(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
     if (built := record.built) is not None:
-        yield (
-            "built",
-            f"{_wrapper(built.wrapper)}{_replicas_and_shards(built.mesh)}, "
-            f"{built.parameters:,} parameters{_stand_in(record)}, {built.optimizer}",
-        )
+        label, wrapper = record_model_label(record), "no wrapper" if built.wrapper == "none" else built.wrapper
+        stand_in = f" ({label})" if STAND_IN in label else ""
+        model = f"{built.parameters:,} parameters{stand_in}, {built.optimizer}"
+        yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}, {model}"
     if kernels := describe_kernels(record.config):
         yield "kernels", kernels
 
 
 def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the measured peaks, and what they are made of."""
     memory = [
         *(f"GPU {entry['index']} of node {entry['node']} {_mib(entry['peak_mib'])}" for entry in record.memory["gpu"]),
         *(f"CPU of node {entry['node']} {_mib(entry.get('peak_mib'))}" for entry in record.memory["cpu"]),
@@ -127,7 +112,9 @@ def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
     if parts := tensor_entries(record.memory):
         yield "memory parts", _largest_parts(parts)
     if peak := highest_peak(record.memory):
-        yield "memory peak", _peak_parts(peak)
+        shown = [(name.removesuffix("_mib").replace("_", " "), peak.get(name)) for name in PEAK_PARTS]
+        texts = [f"{name} {value:,.0f}" for name, value in shown if value is not None and round(value)]
+        yield "memory peak", f"{_mib(peak.get('allocated_mib'))} in the {peak.get('phase')} phase: {', '.join(texts)}"
 
 
 def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -149,15 +136,8 @@ def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "prediction", f"{_mib(predicted)} {what}"
 
 
-def _wrapper(name: str) -> str:
-    return "no wrapper" if name == "none" else name
-
-
 def describe_kernels(config: Mapping[str, Any]) -> str:
-    """Return the options of speed that differ from the reference; empty if none does.
-
-    For example: ``fast (train.compile=model, train.logits=targets)``.
-    """
+    """Return the options of speed that differ from the reference: ``fast (train.compile=model)``; or nothing."""
     changed = []
     for key, reference in speed_references().items():
         section, _, name = key.rpartition(".")
@@ -171,12 +151,6 @@ def describe_kernels(config: Mapping[str, Any]) -> str:
     return listed
 
 
-def _stand_in(record: RunRecord) -> str:
-    """Return `` (tiny stand-in for bloom_560m)``; empty for a model of full size."""
-    label = record_model_label(record)
-    return f" ({label})" if STAND_IN in label else ""
-
-
 def _replicas_and_shards(mesh: Sequence[int]) -> str:
     """Return how the workers hold the model: ``, 2 replicas of 4 shards``; empty for one worker."""
     replicas, shards = (*mesh, 1, 1)[:2]
@@ -185,10 +159,7 @@ def _replicas_and_shards(mesh: Sequence[int]) -> str:
 
 
 def format_loss(value: float | None) -> str:
-    """Format a loss.
-
-    None is a loss that is not finite, because JSON has no number for it.
-    """
+    """Format a loss. None is a loss that is not finite, because JSON has no number for it."""
     return "nan" if value is None else f"{value:.4f}"
 
 
@@ -212,10 +183,7 @@ def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _by_epoch(texts: Iterable[str]) -> str:
-    """Join the values of all epochs.
-
-    If there are many, only the first two and the last three are shown.
-    """
+    """Join the values of all epochs, of many only the first two and the last three."""
     epochs = list(texts)
     shown = epochs if len(epochs) <= MAX_EPOCHS else [*epochs[:2], "...", *epochs[-3:]]
     return " -> ".join(shown)
@@ -235,16 +203,14 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "model FLOPs", _utilization(metrics.tflops_per_device, metrics.mfu, metrics, "MFU")
         yield "executed FLOPs", _utilization(metrics.executed_tflops_per_device, metrics.hfu, metrics, "HFU")
     if metrics.compile:
-        yield "compilation", _compilation(metrics.compile)
+        text = f"{metrics.compile.get('seconds', 0.0):.1f} s, {format_count(metrics.compile.get('graphs', 0), 'graph')}"
+        yield "compilation", f"{text}, with the cache of earlier runs" if metrics.compile.get("cache_hits") else text
     if metrics.communication is not None:
         yield "communication", _communication(metrics.communication)
 
 
 def _utilization(tflops: float, fraction: float | None, metrics: Metrics, name: str) -> str:
-    """Return a rate with its fractions of the datasheet's peak and of the matrix ceiling, if they are known.
-
-    For example: ``502 TFLOP/s per worker, MFU 50.7%, 63.5% of the matrix ceiling (790 TFLOP/s)``.
-    """
+    """Return a rate with its known fractions of the datasheet's peak and of the matrix ceiling."""
     parts = [f"{format_tflops(tflops)} per worker"]
     if fraction is not None:
         parts.append(f"{name} {fraction:.1%}")
@@ -263,15 +229,6 @@ def _share_of_ceiling(tflops: float, ceiling: float) -> str:
         f"more than the matrix ceiling ({format_tflops(ceiling)}), so the ceiling was probably measured on a busy "
         "machine: type distexp preflight again"
     )
-
-
-def _compilation(measured: dict[str, Any]) -> str:
-    """Return the time of all compilations.
-
-    For example: ``8.1 s, 4 graphs, with the cache of earlier runs``.
-    """
-    text = f"{measured.get('seconds', 0.0):.1f} s, {format_count(measured.get('graphs', 0), 'graph')}"
-    return f"{text}, with the cache of earlier runs" if measured.get("cache_hits") else text
 
 
 def _interconnect(preflight: dict[str, Any]) -> str:
@@ -301,15 +258,7 @@ def _communication(measured: dict[str, Any]) -> str:
     return f"{share}{overlap} (profile/rank0.json.gz)"
 
 
-def _peak_parts(peak: Mapping[str, Any]) -> str:
-    """Return the parts of the highest peak of a step, without those that are empty."""
-    shown = [(name.removesuffix("_mib").replace("_", " "), peak.get(name)) for name in PEAK_PARTS]
-    texts = [f"{name} {value:,.0f}" for name, value in shown if value is not None and round(value)]
-    return f"{_mib(peak.get('allocated_mib'))} in the {peak.get('phase')} phase: {', '.join(texts)}"
-
-
 def _largest_parts(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the parts of the memory of the worker with the most, in MiB."""
     names = [name for name in entries[0] if name.endswith("_mib")]
     entry = max(entries, key=lambda entry: sum(entry.get(name) or 0.0 for name in names))
     texts = [

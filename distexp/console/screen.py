@@ -1,4 +1,4 @@
-"""Live view of local runs: progress, then a panel, and a table after a sweep.
+"""Live view of local runs: progress, then a panel, and a table after a sweep; for trials of a search a line each.
 
 A run is followed through the files it writes (``events.jsonl``, ``metrics.jsonl``, rank 0's log). The workers
 therefore draw nothing, and a run on another machine can be followed in the same way.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from distexp.console.sweep_table import InvalidCells
 from distexp.report.overview_table import build_exercise_tables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, log_path
+from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, TRIALS_LOG, log_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import failure_text
 from distexp.system.files import Tail, printable
@@ -36,6 +36,9 @@ from distexp.system.units import format_about
 
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
 """Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log."""
+
+MIN_SPREAD = 1.5
+"""Longest over shortest duration from which both are printed."""
 
 
 @dataclass
@@ -61,7 +64,11 @@ class LiveRun:
             if not self.failed and not OPERATOR_LOADED.fullmatch(line):
                 self._print(f"[dim]{escape(line)}[/dim]")
         for entry in self.operators.read_entries() if self.operators else []:
-            self._show_build(entry)
+            message = build_message(entry)
+            if message is not None and ("step" not in entry or self.progress is None):
+                (self.build_console or self.console).print(escape(message), highlight=False, soft_wrap=True)
+            if self.progress is not None and self.task is not None:
+                self._show_build_bar(self.progress, self.task, entry)
         events = self.events.read_entries()
         for event in events:
             self.total_steps = event.get("total_steps", self.total_steps)
@@ -71,14 +78,6 @@ class LiveRun:
                 self._show_step(metrics)
         for event in events:
             self._show_event(event)
-
-    def _show_build(self, entry: dict[str, Any]) -> None:
-        """Show the progress of the build of DeepSpeed's operators."""
-        message = build_message(entry)
-        if message is not None and ("step" not in entry or self.progress is None):
-            (self.build_console or self.console).print(escape(message), highlight=False, soft_wrap=True)
-        if self.progress is not None and self.task is not None:
-            self._show_build_bar(self.progress, self.task, entry)
 
     def _show_build_bar(self, progress: Progress, task: TaskID, entry: dict[str, Any]) -> None:
         if "step" in entry:
@@ -118,21 +117,11 @@ class LiveRun:
 class Screen:
     """Output of one command: a progress bar on a terminal, else plain lines.
 
-    Attributes:
-        total: Number of cells of the sweep.
-        shown: Number of cells that have started, were skipped or are invalid.
-        records: Records of the runs shown so far.
-        sweep: What is done, and how long the other runs will take.
+    Cells that have started, were skipped or are invalid are ``shown``, of a ``total`` in the sweep.
     """
 
     def __init__(self, total: int, sweep_dir: Path, *, invalid: Sequence[str] = ()) -> None:
-        """Create the screen of a command.
-
-        Args:
-            total: Number of cells.
-            sweep_dir: Directory of the sweep.
-            invalid: The reason of each invalid cell.
-        """
+        """Create the screen of a command, given the reason of each invalid cell."""
         self.console = Console(emoji=False)  # A path or a log may contain ``:key:``.
         self.total, self.sweep_dir = total, sweep_dir
         self.sweep = SweepProgress(total, total - len(invalid))
@@ -141,12 +130,7 @@ class Screen:
         self.records: list[RunRecord] = []
 
     def run_header(self, number: int, overrides: str) -> None:
-        """Print which run of a sweep starts; print nothing for a single run.
-
-        Args:
-            number: The run's number, which is also the name of its directory.
-            overrides: The overrides in which the run differs from the others.
-        """
+        """Print which run of a sweep starts, with the overrides of its own; print nothing for a single run."""
         self.shown += 1
         self.sweep.start()
         if self.total == 1:
@@ -245,10 +229,7 @@ class Screen:
         self.print(f"{not_started}to continue: {suggest_command('resume', self.sweep_dir)}")
 
     def show_comparison(self) -> None:
-        """Print the table of a sweep, its directory, and the command for its report.
-
-        For a single run print the tables of its exercise, if it has one.
-        """
+        """Print the tables of a sweep or a single run, and the command for the report of a sweep."""
         if not self.records:
             return
         if self.total < 2:
@@ -260,33 +241,65 @@ class Screen:
         self.print(f"to draw the report: {suggest_command('report', self.sweep_dir)}")
 
 
+class TrialScreen(Screen):
+    """Output of the local trials of a search, with their labels by number. The logs of workers stay in their files."""
+
+    def __init__(self, sweep_dir: Path, console: Console, labels: Mapping[int, str]) -> None:
+        super().__init__(1, sweep_dir)
+        self.console, self.labels = console, labels
+
+    def log(self, message: str) -> None:
+        """Append a message about the shared start-up to a file. It changes with the strategies that are tried."""
+        with (self.sweep_dir / TRIALS_LOG).open("a") as file:
+            file.write(f"{message}\n")
+
+    def run_header(self, number: int, overrides: str) -> None:
+        """Print nothing before a trial."""
+
+    def show_start(self, spec: RunSpec, directory: Path) -> None:
+        """Print nothing at the start of a trial."""
+
+    @contextmanager
+    def follow(self, spec: RunSpec, directory: Path) -> Iterator[LiveRun]:
+        """Show the progress of a trial on a terminal until the block ends, and the build of operators."""
+        with super().follow(spec, directory) as live:
+            live.console, live.build_console = Console(quiet=True), self.console
+            yield live
+
+    def show_result(self, record: RunRecord, directory: Path, messages: Sequence[str] = ()) -> None:
+        """Print a line about a trial that has ended."""
+        self.records.append(record)
+        self.print(trial_line(record, self.labels.get(record.run.number, "")))
+
+    def show_invalid(self, record: RunRecord) -> None:
+        """Print a line about a trial that cannot run."""
+        self.show_result(record, self.sweep_dir)
+
+
+def trial_line(record: RunRecord, label: str) -> str:
+    """Return a line: ``trial 3: fsdp full_shard, micro-batch 16 x 2: 812.0 samples/s, 23 steps, 31 s``."""
+    metrics, number = record.metrics, record.run.number
+    time = f"{record.run.duration_s or 0.0:,.0f} s"
+    if record.status != "completed":
+        return f"trial {number}: {label}: {record.status} after {time}: {failure_text(record)}"
+    speed = metrics.train_samples_per_second
+    shown = "speed unknown" if speed is None else f"{speed:,.1f} samples/s"
+    return f"trial {number}: {label}: {shown}, {metrics.total_steps} steps, {time}"
+
+
 def _plain(text: str) -> str:
     """Return a text that neither rich nor a terminal interprets."""
     return escape(printable(text))
 
 
-# Progress of a sweep: how many cells are done, and how long the others will take.
-
-
-MIN_SPREAD = 1.5
-"""Longest over shortest duration from which both are printed."""
-
-
 @dataclass
 class SweepProgress:
-    """Progress of a sweep on this machine.
-
-    Attributes:
-        cells: Number of cells.
-        runs: Number of cells that train; the others are invalid.
-        ended: Number of cells that have ended.
-        durations: Status and seconds of each run of this command, with the start of its processes.
-    """
+    """Progress of a sweep on this machine, as numbers of cells. Those that train are runs; the others are invalid."""
 
     cells: int
     runs: int
     ended: int = 0
-    durations: list[tuple[str, float]] = field(default_factory=list)
+    durations: list[tuple[str, float]] = field(default_factory=list)  # status and seconds, with the start of processes
     ended_runs: int = 0
     started: float | None = None
 

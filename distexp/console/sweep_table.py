@@ -1,4 +1,4 @@
-"""Table and summary of the states of a sweep's runs, local or on Slurm."""
+"""Table and summary of the states of a sweep's runs, and the reasons why cells are invalid."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ COLUMN_GAP = 2
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
-
-    Attributes:
-        run: State of the run.
-        overrides: The overrides in which the run differs from the others of its sweep.
-        sweep: Folder of the sweep if the table has several; else empty.
-    """
+    """A row of the table: a run, with the overrides of its own, and the folder of its sweep if there are several."""
 
     run: RunState
     overrides: str = ""
@@ -33,18 +27,14 @@ class Row:
 
 
 def states_table(rows: Sequence[Row], width: int) -> Table:
-    """Build a table with one row per run.
-
-    Args:
-        rows: The runs to show; at least one.
-        width: Characters of the terminal.
-    """
+    """Build a table with one row per run, and at least one."""
     table = Table(box=None, padding=(0, COLUMN_GAP, 0, 0))
     widths = column_widths(rows, width)
     for name, size in widths.items():
         table.add_column(name, no_wrap=True, width=size, justify="right" if name == "run" else "left")
     for row in rows:
-        run, color = row.run, _state_color(row.run)
+        run = row.run
+        color = status_color(run.state) if run.record is not None else "dim" if run.state == "pending" else "cyan"
         cells = {
             "folder": escape(_truncate_left(row.sweep, widths.get("folder", 0))),
             "run": str(run.number),
@@ -58,10 +48,7 @@ def states_table(rows: Sequence[Row], width: int) -> Table:
 
 
 def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
-    """Return the width of each column in characters.
-
-    Empty columns are absent, and "detail" gets the remaining width.
-    """
+    """Return the widths of the columns that are not empty; "detail" gets the remaining width."""
     longest = {
         "folder": min(max(len(row.sweep) for row in rows), width // 4),
         "run": max(len(str(row.run.number)) for row in rows),
@@ -75,10 +62,7 @@ def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
 
 
 def truncated_reasons(rows: Sequence[Row], width: int) -> list[str]:
-    """Return the full text of each reason that the table truncates.
-
-    Each text names all runs of a sweep with this reason, failed or waiting.
-    """
+    """Return the full text of each reason that the table truncates, with all runs of a sweep that have it."""
     detail_width = column_widths(rows, width)["detail"]
     groups: dict[tuple[str, str], list[int]] = {}
     for row in rows:
@@ -114,19 +98,10 @@ def describe_state(run: RunState) -> str:
 
 
 def state_key(run: RunState) -> str:
-    """Return a text that changes with the run's state, nodes, reason or phase.
-
-    It does not change with every step.
-    """
+    """Return a text that changes with the run's state, nodes, reason or phase, but not with every step."""
     if run.state == "running":
         return f"running {run.nodes}{read_progress(run.directory).phase or 'start'}"
     return f"{run.state}{run.nodes}{run.reason}"
-
-
-def _state_color(run: RunState) -> str:
-    if run.record is not None:
-        return status_color(run.state)
-    return "dim" if run.state == "pending" else "cyan"
 
 
 def _truncate_left(text: str, size: int) -> str:
@@ -134,28 +109,16 @@ def _truncate_left(text: str, size: int) -> str:
     return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
 
 
-# Invalid cells of a sweep: each reason is printed once, with the number of cells that it concerns.
-
-
 class InvalidCells:
     """The reasons of the invalid cells of a sweep, and which ones were printed."""
 
     def __init__(self, reasons: Iterable[str]) -> None:
-        """Count the cells of each reason.
-
-        Args:
-            reasons: The reason of each invalid cell.
-        """
+        """Count the cells of each reason."""
         self._counts = Counter(reasons)
         self._printed: set[str] = set()
 
     def label(self, number: int, reason: str) -> str | None:
-        """Return which runs a reason concerns: ``run 0 and 3 more``. None if the reason was printed before.
-
-        Args:
-            number: Number of a run.
-            reason: Why it is invalid.
-        """
+        """Return which runs a reason concerns: ``run 0 and 3 more``. None if the reason was printed before."""
         if reason in self._printed:
             return None
         self._printed.add(reason)

@@ -67,12 +67,7 @@ def run_checks(report: Report = lambda _: None) -> tuple[list[CheckResult], Verd
         report("libraries, which are imported")
         results = [check_python(), check_bytecode(), check_conf(), check_torch(torch, gpus), *libraries.result()]
         report("GPUs, and communication between processes")
-        results += [
-            check_gpus(),
-            check_nccl(torch, gpus),
-            check_port(),
-            *(collective.result() for collective in collectives),
-        ]
+        results += [check_gpus(), check_nccl(torch, gpus), check_port(), *(each.result() for each in collectives)]
         report("memory, disks, limits and compilers")
         results += [
             check_shm(), check_memory(), check_disk(), check_limits(gpus),

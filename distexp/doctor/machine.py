@@ -1,4 +1,4 @@
-"""Checks of memory, cores, disks, limits and caches."""
+"""Checks of memory, cores, disks, limits and caches; the result of a check, and commands that may hang."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from distexp.system.cgroups import cpu_count, usable_memory
 from distexp.system.units import GIB, MIB
 
 MIN_SHM, MIN_DISK, MIN_RAM, MIN_OPEN_FILES = 1 * GIB, 10 * GIB, 4 * GIB, 4096
+TOOL_TIMEOUT_S = 10.0
 
 
 def check_shm(path: str = "/dev/shm") -> CheckResult:
@@ -139,9 +140,6 @@ def write_error(folder: Path) -> str | None:
     return None
 
 
-# Result of one check.
-
-
 @dataclass(frozen=True)
 class CheckResult:
     """Result of one check; ``hint`` is set unless the state is ok."""
@@ -167,12 +165,6 @@ def missing(name: str, found: str, hint: str) -> CheckResult:
     return CheckResult(name, "missing", found, hint)
 
 
-# Commands that may hang, run with a timeout.
-
-
-TOOL_TIMEOUT_S = 10.0
-
-
 @dataclass(frozen=True)
 class CommandResult:
     """Exit code and output of a command."""
@@ -189,12 +181,7 @@ class CommandResult:
 
 
 def run_command(command: Sequence[str], timeout_s: float) -> CommandResult:
-    """Run a command, then kill everything it started; never raise.
-
-    Args:
-        command: Program and arguments.
-        timeout_s: Seconds after which the command is killed.
-    """
+    """Run a command, then kill everything it started; never raise."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Checks of Python, distexp's configuration files, torch and the libraries."""
+"""Checks of Python, configuration files, torch, libraries, compilers, Slurm, GPUs and communication."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ from pathlib import Path
 from distexp.config import ConfigError
 from distexp.config.keys import conf_dir
 from distexp.doctor.machine import TOOL_TIMEOUT_S, CheckResult, CommandResult, missing, ok, run_command, warning
-from distexp.system.cgroups import BUSY_MIB, Gpu, as_text, nvml_session, visible_gpus
+from distexp.system.cgroups import BUSY_MIB, as_text, nvml_session, visible_gpus
 from distexp.system.units import MIB
 
 IMPORT_TIMEOUT_S = 180.0  # a cold network file system is slow
 SLOW_IMPORTS = ("torch", "transformers", "deepspeed")
 LIBRARIES = ("torchvision", "transformers", "accelerate", "datasets", "deepspeed")
 REINSTALL = "pip install --force-reinstall"
+COLLECTIVE_TIMEOUT_S = 60.0
+COLLECTIVE_HINTS = {
+    "gloo": "check that the host name resolves (getent hosts $(hostname)), or set GLOO_SOCKET_IFNAME=lo",
+    "nccl": "set NCCL_DEBUG=INFO to see the reason; try NCCL_P2P_DISABLE=1, which avoids direct GPU-to-GPU links",
+}
 
 
 @dataclass(frozen=True)
@@ -181,9 +186,6 @@ def _check_library(name: str, version: str | None, state: str | None, result: Co
     return warning(name, f"{version} cannot be imported: {' '.join(state.split())[:200]}", hint)
 
 
-# Checks of Slurm, and of the compilers that DeepSpeed needs for its extensions.
-
-
 def check_compiler() -> CheckResult:
     """Check the C++ compiler, which DeepSpeed needs for its CPU Adam."""
     compiler = os.environ.get("CXX") or "c++"
@@ -259,17 +261,6 @@ def check_slurm(timeout_s: float = TOOL_TIMEOUT_S) -> CheckResult:
     return ok("Slurm", f"{version}, partitions {', '.join(partitions[:8])}")
 
 
-# Checks of GPUs, NCCL and the communication between processes.
-
-
-COLLECTIVE_TIMEOUT_S = 60.0
-
-COLLECTIVE_HINTS = {
-    "gloo": "check that the host name resolves (getent hosts $(hostname)), or set GLOO_SOCKET_IFNAME=lo",
-    "nccl": "set NCCL_DEBUG=INFO to see the reason; try NCCL_P2P_DISABLE=1, which avoids direct GPU-to-GPU links",
-}
-
-
 def check_gpus() -> CheckResult:
     """Check that GPUs are visible and that no other process uses their memory."""
     gpus = visible_gpus()
@@ -280,7 +271,8 @@ def check_gpus() -> CheckResult:
         driver, used_mib = _driver_and_used_mib([gpu.index for gpu in gpus])
     except RuntimeError as error:
         return warning("GPUs", f"{len(gpus)} found, but NVML reports: {error}", "use another node")
-    found = f"{_describe(gpus)}, driver {driver}"
+    names = ", ".join(dict.fromkeys(f"{gpu.name} {gpu.total_mib:,.0f} MiB" for gpu in gpus))
+    found = f"{len(gpus)} x {names}, driver {driver}"
     busy = [f"GPU {gpu.index} {mib:,.0f} MiB" for gpu, mib in zip(gpus, used_mib, strict=True) if mib > BUSY_MIB]
     if busy:
         hint = (
@@ -300,11 +292,6 @@ def _driver_and_used_mib(indices: list[int]) -> tuple[str, list[float]]:
             return as_text(nvml.nvmlSystemGetDriverVersion()), used
         except nvml.NVMLError as error:
             raise RuntimeError(str(error)) from error
-
-
-def _describe(gpus: tuple[Gpu, ...]) -> str:
-    names = ", ".join(dict.fromkeys(f"{gpu.name} {gpu.total_mib:,.0f} MiB" for gpu in gpus))
-    return f"{len(gpus)} x {names}"
 
 
 def check_port() -> CheckResult:

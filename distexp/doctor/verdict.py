@@ -1,4 +1,4 @@
-"""Verdict of all checks: the strategies, precisions, offload options and clusters that work on this machine."""
+"""Verdict of all checks: the options that work on this machine; and the build of DeepSpeed's operators."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ REQUIRED_CHECKS = ("configuration", "torch", "distexp cache", "current folder")
 GPU_ONLY = {"precision": "fp16", "offload": "pinned"}
 """Options that ``distexp.resolve.resources`` refuses on the CPU, by config group."""
 
+NAME = "DeepSpeed operators"
+
 
 @dataclass
 class Verdict:
@@ -45,9 +47,12 @@ def make_verdict(results: Sequence[CheckResult], torch: TorchInfo) -> Verdict:
     if broken:
         return Verdict(False, "none", not_possible=[f"any training: fix {', '.join(broken)} first"])
     gpus = len(torch.capabilities) if torch.usable else 0
-    needs = _communication_checks(gpus)
+    needs = ("loopback port", *([] if gpus == 1 else ["nccl all-reduce" if gpus > 1 else "gloo all-reduce"]))
     states[COMMUNICATION] = "ok" if all(states.get(name) == "ok" for name in needs) else "missing"
-    unmet = {name: _unmet(requirements, states) for name, requirements in strategy_requirements().items()}
+    unmet = {
+        name: next((requirement for requirement in requirements if states.get(requirement) != "ok"), None)
+        for name, requirements in strategy_requirements().items()
+    }
     return Verdict(
         fit=True,
         device="cuda" if torch.usable else "cpu",
@@ -63,15 +68,6 @@ def strategy_requirements() -> dict[str, tuple[str, ...]]:
     """Return what each strategy requires, those with the fewest requirements first."""
     requirements = {name: strategy.requires for name, strategy in shipped_strategies().items()}
     return dict(sorted(requirements.items(), key=lambda item: len(item[1])))
-
-
-def _communication_checks(gpus: int) -> tuple[str, ...]:
-    """Return the checks that must pass for two workers to communicate; a single GPU cannot test NCCL."""
-    return ("loopback port", *([] if gpus == 1 else ["nccl all-reduce" if gpus > 1 else "gloo all-reduce"]))
-
-
-def _unmet(requirements: Sequence[str], states: Mapping[str, str]) -> str | None:
-    return next((name for name in requirements if states.get(name) != "ok"), None)
 
 
 def _options(group: str, torch: TorchInfo) -> list[str]:
@@ -115,18 +111,8 @@ def format_verdict(verdict: Verdict) -> Iterator[str]:
         yield f"Not possible: {reason}."
 
 
-# DeepSpeed's C++ operators: whether they are compiled, and ``distexp doctor --build``.
-
-
-NAME = "DeepSpeed operators"
-
-
 def check_operators(device: str) -> CheckResult:
-    """Check whether the operators that usual runs need are compiled.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-    """
+    """Check whether the operators that usual runs need are compiled."""
     try:
         version("deepspeed")
     except PackageNotFoundError:

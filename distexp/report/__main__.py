@@ -45,15 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.directories:
         code = report(options.directories, options.trace)
     if options.open and options.directories and code == 0:
-        _open_page((options.directories[0] / REPORT / PAGE).resolve())
+        page = (options.directories[0] / REPORT / PAGE).resolve()
+        if not webbrowser.open(page.as_uri()):
+            print(f"no browser on this machine: copy {page} to yours, and open it there")
     if options.compare and code != 2:
         code = max(code, compare(*options.compare))
     return code
-
-
-def _open_page(page: Path) -> None:
-    if not webbrowser.open(page.as_uri()):
-        print(f"no browser on this machine: copy {page} to yours, and open it there")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,15 +89,10 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     except OSError as error:
         print(f"distexp: cannot write to {target}: {describe_disk_error(error)}", file=sys.stderr)
         return 1
-    names = sorted({_first_part(path, target) for path in written})
+    parts = [path.relative_to(target).parts for path in written]
+    names = sorted({f"{first}/" if rest else first for first, *rest in parts})
     print(f"written: {target}, {len(written)} files:", ", ".join(names))
     return 0
-
-
-def _first_part(path: Path, folder: Path) -> str:
-    """Return the name of a file in a folder, or of the subfolder that contains it."""
-    first, *rest = path.relative_to(folder).parts
-    return f"{first}/" if rest else first
 
 
 def compare(before: Path, after: Path) -> int:

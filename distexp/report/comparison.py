@@ -1,15 +1,16 @@
-"""Comparison of two sweeps: matching runs and regressions."""
+"""Comparison of two sweeps, ``distexp report --compare A B``: matching runs, regressions, and their table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from distexp.config.overrides import format_count
-from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED, Metric
+from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
 from distexp.report.data.overview import DISTURBED_MARK, failure_reason
 from distexp.report.data.repeats import (
     RunGroup,
@@ -36,6 +37,9 @@ MIN_SPEED_RATIO = 0.95
 MAX_MEMORY_RATIO = 1.05
 MAX_LOSS_RATIO = 1.01  # without any change, two runs on GPUs differ by less
 LOSSES = {"eval_loss": "eval loss", "train_loss": "train loss"}
+DISTURBED_NOTE = (
+    "Another program slowed one of the two runs down. If this is B, its lower speed does not count as a regression."
+)
 
 
 @dataclass(frozen=True)
@@ -94,18 +98,9 @@ class Matching:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Sweep A (before) and sweep B (after).
+class Comparison(Matching):
+    """Sweep A (before) and sweep B (after); ``changed`` are settings such as ``precision fp32 -> bf16``."""
 
-    Attributes:
-        pairs: Matched trainings.
-        varied: Settings that vary within a sweep.
-        changed: Settings with one value in A and another one in B, such as ``precision fp32 -> bf16``.
-    """
-
-    pairs: tuple[Pair, ...]
-    only_before: tuple[RunGroup, ...]
-    only_after: tuple[RunGroup, ...]
     varied: tuple[str, ...]
     changed: tuple[str, ...]
 
@@ -117,13 +112,11 @@ class Comparison:
         varied = tuple(name for name in names if name != SEED)
         for settings in (varied, _varying(before), _varying(after)):
             matching = _match_by_settings(matching, settings)
-        return cls(
-            pairs=tuple(_share_deviations(matching.pairs)),
-            only_before=matching.only_before,
-            only_after=matching.only_after,
-            varied=varied,
-            changed=tuple(_changed(before, after, varied)),
-        )
+        # The groups of a pair know the noise between repeats of either sweep.
+        shared = iter(share_deviations([group for pair in matching.pairs for group in (pair.before, pair.after)]))
+        pairs = tuple(starmap(Pair, zip(shared, shared, strict=True)))
+        changed = tuple(_changed(before, after, varied))
+        return cls(pairs, matching.only_before, matching.only_after, varied, changed)
 
     def regressions(self) -> Iterator[str]:
         """Yield a line for each regression."""
@@ -132,10 +125,7 @@ class Comparison:
                 yield f"{self.describe(pair.after)}: {regression}"
 
     def uncertain(self) -> Iterator[str]:
-        """Yield a line for each lower speed and larger memory that is no regression, with the reason.
-
-        The noise is as large, or something else slowed the run of B down.
-        """
+        """Yield a line for each lower speed and larger memory that is no regression, with the reason."""
         for pair in self.pairs:
             memory = pair.first_measured(list(MEMORIES))
             if (ratio := pair.ratio(SPEED)) is not None and ratio < MIN_SPEED_RATIO:
@@ -148,7 +138,6 @@ class Comparison:
                 yield from self._within_noise(pair, memory, f"MiB of {MEMORIES[memory]}", ratio)
 
     def _within_noise(self, pair: Pair, name: str, unit: str, ratio: float) -> Iterator[str]:
-        """Yield the line about a metric, if its difference is within the noise."""
         noise = pair.noise(name)
         if noise is not None and pair.is_noise(name):
             change = f"{_format_change(pair, name)} {unit} ({ratio - 1:+.1%})"
@@ -159,18 +148,11 @@ class Comparison:
         return format_settings(group.settings, self.varied) or f"run {group.label}"
 
 
-def _share_deviations(pairs: Sequence[Pair]) -> Iterator[Pair]:
-    """Yield the pairs, whose groups know the noise between repeats of either sweep."""
-    shared = iter(share_deviations([group for pair in pairs for group in (pair.before, pair.after)]))
-    yield from (Pair(before, after) for before, after in zip(shared, shared, strict=True))
-
-
 def _varying(rows: Sequence[Row]) -> list[str]:
     return varying_settings([row.record for row in rows], [row.settings for row in rows])
 
 
 def _match_by_training(before: Sequence[Row], after: Sequence[Row]) -> Matching:
-    """Match the groups of both sweeps that repeat the same training."""
     pairs, only_before, only_after = [], [], []
     ids_before = {id(row) for row in before}
     for group in group_repeats([*before, *after]):
@@ -229,22 +211,9 @@ def _format_change(pair: Pair, name: str) -> str:
     return f"{before} -> {after}"
 
 
-# Terminal table of two sweeps, printed by ``distexp report --compare A B``.
-
-
-DISTURBED_NOTE = (
-    "Another program slowed one of the two runs down. If this is B, its lower speed does not count as a regression."
-)
-
-
 @dataclass(frozen=True)
 class ComparisonTable:
-    """A row for each training that is in both sweeps, then the regressions.
-
-    Attributes:
-        before: Name of sweep A.
-        after: Name of sweep B.
-    """
+    """A row for each training that is in both sweeps, then the regressions; ``before`` and ``after`` are names."""
 
     comparison: Comparison
     before: str
@@ -289,25 +258,24 @@ def comparison_columns(comparison: Comparison) -> Iterator[Column]:
         yield Column(setting_title(name), cells, ALWAYS - index, right=False)
     if not comparison.varied:
         yield Column("run", tuple(pair.after.label for pair in pairs), ALWAYS)
-    yield Column("status", tuple(_status_change(pair) for pair in pairs), 120, right=False)
+    statuses = [(pair.before.status, pair.after.status) for pair in pairs]
+    changes = tuple(before if before == after else f"{before} -> {after}" for before, after in statuses)
+    yield Column("status", changes, 120, right=False)
     if any(max(len(pair.before.rows), len(pair.after.rows)) > 1 for pair in pairs):
         counts = tuple(f"{len(pair.before.counted_rows)}, {len(pair.after.counted_rows)}" for pair in pairs)
         yield Column("n", counts, 50)
     for name in (SPEED, *MEMORIES):
         if any(pair.ratio(name) is not None for pair in pairs):
-            yield from _ratio_columns(pairs, METRICS_BY_NAME[name])
+            metric = METRICS_BY_NAME[name]
+            for side, groups in (("A", [pair.before for pair in pairs]), ("B", [pair.after for pair in pairs])):
+                yield Column(f"{metric.title} {side}", format_metric(groups, metric), metric.importance - 30)
+            first_line = metric.title.split("\n")[0]
+            ratios = tuple(_format_ratio(pair, metric.name) for pair in pairs)
+            yield Column(f"{first_line}\nB/A", ratios, metric.importance + 10)
     for name in LOSSES:
         if any(pair.metric_pair(name) for pair in pairs):
             cells = tuple(_format_difference(pair, name) for pair in pairs)
             yield Column(METRICS_BY_NAME[name].title + " B-A", cells, 90)
-
-
-def _ratio_columns(pairs: Sequence[Pair], metric: Metric) -> Iterator[Column]:
-    for side, groups in (("A", [pair.before for pair in pairs]), ("B", [pair.after for pair in pairs])):
-        yield Column(f"{metric.title} {side}", format_metric(groups, metric), metric.importance - 30)
-    first_line = metric.title.split("\n")[0]
-    ratios = tuple(_format_ratio(pair, metric.name) for pair in pairs)
-    yield Column(f"{first_line}\nB/A", ratios, metric.importance + 10)
 
 
 def _format_ratio(pair: Pair, name: str) -> str:
@@ -324,8 +292,3 @@ def _mark(pair: Pair, name: str) -> str:
     if name == SPEED and pair.disturbance:
         return DISTURBED_MARK
     return "~" if pair.is_noise(name) else ""
-
-
-def _status_change(pair: Pair) -> str:
-    before, after = pair.before.status, pair.after.status
-    return before if before == after else f"{before} -> {after}"

@@ -1,4 +1,4 @@
-"""Writes all files of a report: results, page and figures."""
+"""Writes all files of a report: results as CSV and Parquet, page and figures."""
 
 from __future__ import annotations
 
@@ -19,21 +19,17 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PAGE = "report.html"
+ResultRow = dict[str, Any]
 
 
 def write_files(
     overview: Overview, directory: Path, traced_runs: Sequence[str] = (), skipped: Sequence[str] = ()
 ) -> list[Path]:
-    """Write all files of a report. Each is written completely or not at all.
+    """Write all files of a report, each completely or not at all, and return their paths.
 
     Args:
-        overview: The runs.
-        directory: Where to write. It is created if missing.
         traced_runs: Labels of the runs to draw over time; empty for the most informative ones.
         skipped: Messages on records that could not be read.
-
-    Returns:
-        The paths of the files.
 
     Raises:
         OSError: if a file cannot be written.
@@ -60,30 +56,17 @@ def write_files(
 
 def _write_image(path: Path, content: bytes) -> Path:
     path.parent.mkdir(exist_ok=True)
-    return _replace(path, lambda temporary: _write_bytes(temporary, content))
+    return _replace(path, lambda temporary: temporary.write_bytes(content))
 
 
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> Path:
+def _replace(path: Path, write: Callable[[Path], object]) -> Path:
     with replace_atomically(path) as temporary:
         write(temporary)
     return path
 
 
-# Results of all runs as CSV and Parquet.
-
-
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-
-
 def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
-    """Write comma-separated values. A value that was not measured is empty.
-
-    A text that a spreadsheet would take for a formula gets an apostrophe.
-    """
+    """Write comma-separated values. A text that a spreadsheet would take for a formula gets an apostrophe."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, restval=None)
         writer.writeheader()
@@ -91,14 +74,11 @@ def write_csv(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> No
 
 
 def _as_text(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -> None:
-    """Write typed columns.
-
-    Metrics are doubles even if no run has them, so that files can be concatenated.
-    """
+    """Write typed columns. Metrics are doubles even if no run has them, so that files can be concatenated."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -125,32 +105,11 @@ def _typed_array(values: list[Any]) -> pa.Array:
     return pa.array([None if value is None else str(value) for value in values], pa.string())
 
 
-# Rows of ``results.csv`` and ``results.parquet``.
-
-
-ResultRow = dict[str, Any]
-
-
 def result_row(row: Row) -> ResultRow:
     """Return all values of a run by column; lists are JSON, None is not measured."""
-    record = row.record
+    record, run, error = row.record, row.record.run, row.record.error
     found: ResultRow = {
         "run": row.label,
-        **_run_values(row),
-        "world_size": row.settings[WORKERS],
-        **row.metrics,
-        **{f"config.{key}": value for key, value in flatten(record.config)},
-        **_section("built", record.built),
-        **_section("environment", record.environment),
-        "record": str(row.path) if row.path else None,
-    }
-    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in found.items()}
-
-
-def _run_values(row: Row) -> ResultRow:
-    """Return what identifies a run, and how it ended."""
-    record, run, error = row.record, row.record.run, row.record.error
-    return {
         "run_id": run.id,
         "name": run.name,
         "number": run.number,
@@ -161,11 +120,17 @@ def _run_values(row: Row) -> ResultRow:
         "started_at": run.started_at,
         "hosts": " ".join(run.hosts),
         "git_sha": run.git_sha,
+        "world_size": row.settings[WORKERS],
+        **row.metrics,
+        **{f"config.{key}": value for key, value in flatten(record.config)},
+        **_section("built", record.built),
+        **_section("environment", record.environment),
+        "record": str(row.path) if row.path else None,
     }
+    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _section(name: str, section: object | None) -> ResultRow:
-    """Return the fields of a section of a record; none if the record lacks it."""
     return {} if section is None else {f"{name}.{key}": value for key, value in vars(section).items()}
 
 

@@ -17,8 +17,8 @@ from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, S
 from distexp.report.data.overview import (
     NOISE_MARK,
     Overview,
-    RankedGroup,
     Ranking,
+    failure_notes,
     group_by_task,
     memory_metric,
     rank_by_metric,
@@ -46,18 +46,19 @@ from distexp.tables.text_table import render_text_table, without_wide_labels
 
 MAX_ROWS = 200  # on a terminal
 MAX_NOTES = 20
-WORKSHOP = "The workshop explains the exercises: docs/workshop.md"
 SETTING_IMPORTANCE = (ALWAYS - 2, 94, 92, 88)
 """Importance of the first settings, relative to the metrics; the others are hidden before any metric."""
+
+MAX_TASKS = 4
+SAME = 0.005  # relative difference
+FEW_STEPS = 5
+CPU_SPEEDS = "Speeds on CPU vary with other programs"
+HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
 
 @dataclass(frozen=True)
 class OverviewTable:
-    """Table of runs for a terminal of any width.
-
-    Attributes:
-        results: File with all columns and rows; None if none was written.
-    """
+    """Table of runs for a terminal of any width; ``results`` is the file with all columns, if one was written."""
 
     overview: Overview
     results: Path | None = None
@@ -71,10 +72,15 @@ class OverviewTable:
             yield Text("")
         more_rows = len(overview.groups) - MAX_ROWS
         if more_rows > 0:
-            yield Text(f"{more_rows} more rows are {self._where}.", style="dim")
+            place = f"in {self.results}" if self.results else "not shown"
+            yield Text(f"{more_rows} more rows are {place}.", style="dim")
         if hidden:
             yield hidden_columns_note(hidden, f"All columns are in {self.results}." if self.results else "")
-        yield from _notes(overview)
+        notes = list(failure_notes(overview.rows))
+        for note in notes[:MAX_NOTES]:
+            yield Text(note, style="yellow")
+        if len(notes) > MAX_NOTES:
+            yield Text(f"{len(notes) - MAX_NOTES} more errors are not shown.", style="dim")
         yield from map(Text, describe_same_training(overview))
         for sentence in summarize(overview, hidden={column.title for column in hidden}):
             yield Text(sentence)
@@ -82,10 +88,6 @@ class OverviewTable:
         parts = build_parts_table(overview) if has_small_parts(overview) else None
         if parts is not None:
             yield from render_text_table(without_wide_labels(parts, options.max_width), options.max_width)
-
-    @property
-    def _where(self) -> str:
-        return f"in {self.results}" if self.results else "not shown"
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class ExerciseTables:
         for table in tables:
             yield from render_text_table(table, console.width)
         if tables:
-            yield Text(WORKSHOP, style="dim")
+            yield Text("The workshop explains the exercises: docs/workshop.md", style="dim")
 
 
 def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
@@ -110,20 +112,12 @@ def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
 
 
 def build_overview_table(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> OverviewTable:
-    """Return the table of some runs, as printed after a sweep.
-
-    Args:
-        records: The records of the runs.
-        sweep_dir: Directory of the sweep. Without it, the losses are not compared.
-    """
+    """Return the table printed after a sweep. Without its directory, the losses are not compared."""
     return OverviewTable(Overview.from_rows(rows_from_records(records, sweep_dir)))
 
 
 def overview_columns(overview: Overview) -> Iterator[Column]:
-    """Yield the columns: run, number of repeats, varying settings, status and metrics.
-
-    Columns that a quiz of the workshop asks for are required.
-    """
+    """Yield the columns of runs, settings, status and metrics; those that a quiz asks for are required."""
     groups, quiz = overview.groups, quiz_columns(overview)
     yield Column("run", tuple(group.label for group in groups), ALWAYS)
     if any(len(group.rows) > 1 for group in groups):
@@ -146,38 +140,17 @@ def status_style(group: RunGroup) -> str:
     return "red" if statuses & FAILURES else "yellow" if "invalid" in statuses else "magenta"
 
 
-def _notes(overview: Overview) -> Iterator[Text]:
-    notes = list(overview.notes())
-    for note in notes[:MAX_NOTES]:
-        yield Text(note, style="yellow")
-    if len(notes) > MAX_NOTES:
-        yield Text(f"{len(notes) - MAX_NOTES} more errors are not shown.", style="dim")
-
-
-# Sentences below the table of runs: results and warnings that the table itself cannot show.
-
-
-MAX_TASKS = 4
-SAME = 0.005  # relative difference
-FEW_STEPS = 5
-CPU_SPEEDS = "Speeds on CPU vary with other programs"
-HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
-
-
 def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[str]:
-    """Yield the sentences below a table of runs.
-
-    Args:
-        overview: The runs.
-        hidden: Titles of the columns that the table does not show. They are not explained.
-    """
+    """Yield the sentences below a table of runs. The titles of hidden columns are not explained."""
     yield from _stand_ins(overview)
     yield from explain_cpu_speeds(overview)
     if are_trials(overview.rows):
         yield from _trials(overview)
     else:
         yield from _fastest(overview)
-        yield from _smallest(overview)
+        name = memory_metric(overview)
+        if name is not None:
+            yield from _best(overview, name, f"Lowest {MEMORIES[name]}", "{:,.0f} MiB", largest=False)
     yield from describe_disturbances(overview)
     yield from describe_stragglers(overview.rows)
     yield from _setup_peaks(overview)
@@ -192,7 +165,6 @@ def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[s
 
 
 def _stand_ins(overview: Overview) -> Iterator[str]:
-    """Yield the models whose sizes were made small, with the number of their parameters."""
     sizes: dict[str, list[int]] = {}
     for record in (row.record for row in overview.rows):
         label = record_model_label(record)
@@ -229,7 +201,6 @@ def are_trials(rows: Sequence[Row]) -> bool:
 
 
 def _trials(overview: Overview) -> Iterator[str]:
-    """Yield that the runs are short, and that their comparison is in the result of the search."""
     steps = sorted({row.record.metrics.total_steps for row in overview.rows if row.record.metrics.total_steps})
     if steps:
         count = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
@@ -239,11 +210,6 @@ def _trials(overview: Overview) -> Iterator[str]:
 
 def _fastest(overview: Overview) -> Iterator[str]:
     yield from _best(overview, SPEED, "Fastest", "{:,.1f} samples/s", largest=True)
-    yield from _not_ranked(overview)
-
-
-def _not_ranked(overview: Overview) -> Iterator[str]:
-    """Yield the tasks whose fastest run is not known, because at most one run was not disturbed."""
     tasks = group_by_task([group for group in overview.groups if group.completed and group.metric(SPEED)])
     for task, groups in list(tasks.items())[:MAX_TASKS]:
         disturbed = [group.label for group in groups if group.disturbance is not None]
@@ -252,14 +218,7 @@ def _not_ranked(overview: Overview) -> Iterator[str]:
             yield f"{start}: not decided, because the speed of {name_runs(disturbed)} is not known."
 
 
-def _smallest(overview: Overview) -> Iterator[str]:
-    name = memory_metric(overview)
-    if name is not None:
-        yield from _best(overview, name, f"Lowest {MEMORIES[name]}", "{:,.0f} MiB", largest=False)
-
-
 def _best(overview: Overview, name: str, what: str, number_format: str, *, largest: bool) -> Iterator[str]:
-    """Yield the best group of each task, or that several are equal within the noise."""
     rankings = list(rank_by_metric(overview, name, largest=largest))[:MAX_TASKS]
     for ranking in rankings:
         if len(ranking.ranked) > 1:
@@ -271,7 +230,9 @@ def _compare_best(overview: Overview, ranking: Ranking, start: str, number_forma
     """Yield the best group and the next one. The next one is the first that is equal to the best, if there is one."""
     best, equal = ranking.best, ranking.equal_to_best
     following = equal[0] if equal else ranking.ranked[1]
-    first, other = (_describe_value(overview, group, number_format) for group in (best, following))
+    first, other = (
+        f"{overview.describe(group.group)}, {number_format.format(group.value.mean)}" for group in (best, following)
+    )
     noise = difference_noise(best.value, following.value)
     if equal and noise is not None:
         yield f"{start}{first}, and {other}, are equal within the noise of {format_noise(noise, best.value.mean)}."
@@ -283,10 +244,6 @@ def _compare_best(overview: Overview, ranking: Ranking, start: str, number_forma
         yield f"The next is {other}, beyond the noise of {format_noise(noise, best.value.mean)}."
     elif abs(best.value.mean - following.value.mean) < SAME * best.value.mean:
         yield f"Equal within {SAME:.1%}: {other}."
-
-
-def _describe_value(overview: Overview, ranked: RankedGroup, number_format: str) -> str:
-    return f"{overview.describe(ranked.group)}, {number_format.format(ranked.value.mean)}"
 
 
 def _setup_peaks(overview: Overview) -> Iterator[str]:
@@ -306,20 +263,15 @@ def _setup_peaks(overview: Overview) -> Iterator[str]:
 
 
 def _few_steps(overview: Overview) -> Iterator[str]:
-    few = [
-        group.label for group in overview.groups
-        if group.completed and 0 < _measured_steps(group.rows[0]) < FEW_STEPS
-    ]  # fmt: skip
+    completed = [group for group in overview.groups if group.completed]
+    few = [group.label for group in completed if 0 < _measured_steps(group.rows[0]) < FEW_STEPS]
     if few:
         yield f"Fewer than {FEW_STEPS} steps were measured in {name_runs(few)}."
         yield "For a reliable speed, raise train.max_steps or train.num_epochs."
 
 
 def _measured_steps(row: Row) -> int:
-    """Return the number of steps that the speed is measured over, up to ten; 0 if there is no speed.
-
-    So few steps are a block each. A single step has no error.
-    """
+    """Return the number of steps that the speed is measured over, up to ten, each a block of its own."""
     total, speed = row.record.metrics.total_steps, row.metrics[SPEED]
     if total is None or speed is None:
         return 0
@@ -330,23 +282,17 @@ def _measured_steps(row: Row) -> int:
 
 
 def _global_batches(overview: Overview) -> Iterator[str]:
-    """Yield a warning for each task whose runs have different global batch sizes."""
     tasks = group_by_task([group for group in overview.groups if group.completed])
     for task, groups in list(tasks.items())[:MAX_TASKS]:
-        batches = _labels_by_batch(groups)
+        batches: dict[int, list[str]] = {}
+        for group in groups:
+            if batch := global_batch(group.rows[0].settings):
+                batches.setdefault(batch, []).append(group.label)
         if len(batches) > 1:
             of = f" ({task})" if len(tasks) > 1 else ""
             sizes = join_first((f"{batch} in {name_runs(labels, 2)}" for batch, labels in batches.items()), MAX_TASKS)
             yield f"Global batch sizes differ{of}: {sizes}."
             yield "Their losses are not comparable. Make the batches equal with train.gradient_accumulation_steps."
-
-
-def _labels_by_batch(groups: Sequence[RunGroup]) -> dict[int, list[str]]:
-    batches: dict[int, list[str]] = {}
-    for group in groups:
-        if batch := global_batch(group.rows[0].settings):
-            batches.setdefault(batch, []).append(group.label)
-    return batches
 
 
 def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:

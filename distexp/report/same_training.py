@@ -1,4 +1,4 @@
-"""Whether runs trained the same model: their losses agree at each logged step."""
+"""Losses of runs by step, and whether runs trained the same model: their losses agree at each logged step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from itertools import combinations
 from distexp.report.data.overview import Overview
 from distexp.report.data.run_settings import global_batch, is_environment_setting, is_strategy_option, task_name
 from distexp.report.traces import RunTrace, load_losses
-from distexp.runs.record import RunRecord
 from distexp.statistics.same_training import whole_training_bound
 from distexp.system.typed_values import number_of
 
@@ -25,6 +24,10 @@ NOT_THE_MODEL = frozenset(
 
 
 DROPOUT = "With dropout, strategies draw other random numbers. To compare them, set model.dropout=0."
+MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
+OVERLAPPING = 0.02  # distance of two curves, relative to the axis
+Losses = dict[int, float]
+"""Loss by step."""
 
 
 def describe_same_training(overview: Overview) -> Iterator[str]:
@@ -40,21 +43,18 @@ def compare_losses(curves: Sequence[LossCurve]) -> Iterator[str]:
     """Report which runs trained the same model: at each logged step their losses agree."""
     trainings: dict[str, list[LossCurve]] = {}
     for curve in curves:
-        trainings.setdefault(_training_key(curve.trace), []).append(curve)
+        settings = {
+            name: value for name, value in curve.trace.row.settings.items()
+            if name not in NOT_THE_MODEL and not is_strategy_option(name)
+            and not is_environment_setting(name)
+        }  # fmt: skip
+        trainings.setdefault(
+            json.dumps([settings, global_batch(curve.trace.row.settings)], sort_keys=True, default=str), []
+        ).append(curve)
     several_tasks = len({task_name(curve.trace.row.settings) for curve in curves}) > 1
     for alike in trainings.values():
         if any(one.steps & other.steps for one, other in combinations(alike, 2)):
             yield _compare(alike, task_name(alike[0].trace.row.settings) if several_tasks else "")
-
-
-def _training_key(trace: RunTrace) -> str:
-    """Return a key that is equal for runs whose losses should agree."""
-    settings = {
-        name: value for name, value in trace.row.settings.items()
-        if name not in NOT_THE_MODEL and not is_strategy_option(name)
-        and not is_environment_setting(name)
-    }  # fmt: skip
-    return json.dumps([settings, global_batch(trace.row.settings)], sort_keys=True, default=str)
 
 
 def _compare(curves: Sequence[LossCurve], task: str) -> str:
@@ -82,23 +82,9 @@ def _has_dropout(curve: LossCurve) -> bool:
     return bool((curve.trace.row.record.config.get("model") or {}).get("dropout"))
 
 
-# Losses of a run by step, and whether the curves of two runs coincide or overlap.
-
-
-MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
-OVERLAPPING = 0.02  # distance of two curves, relative to the axis
-
-Losses = dict[int, float]
-"""Loss by step."""
-
-
 @dataclass(frozen=True)
 class LossCurve:
-    """Training and evaluation losses of a run.
-
-    Attributes:
-        invalid: Steps whose training loss is no finite number.
-    """
+    """Training and evaluation losses of a run; ``invalid`` are steps whose training loss is no finite number."""
 
     trace: RunTrace
     training: Losses
@@ -130,20 +116,15 @@ class LossCurve:
 
 def _evaluation_losses(trace: RunTrace) -> Losses:
     """Return the evaluation loss after each epoch. A training cut short evaluates at its last step."""
-    metrics = trace.row.record.metrics
+    record, metrics = trace.row.record, trace.row.record.metrics
     if not metrics.steps_per_epoch:
         return {}
-    first = _first_evaluated_epoch(trace.row.record)
+    # A resumed training may have changed train.evaluate. Then the evaluations are those of the last epochs.
+    evaluates = (record.config.get("train") or {}).get("evaluate", True)
+    first = max(len(metrics.train_losses) - len(metrics.eval_losses), 0) + 1 if evaluates else 1
     steps = (epoch * metrics.steps_per_epoch for epoch in range(first, first + len(metrics.eval_losses)))
     last = metrics.total_steps
     return {min(step, last or step): loss for step, loss in zip(steps, metrics.eval_losses, strict=True)}
-
-
-def _first_evaluated_epoch(record: RunRecord) -> int:
-    """Return the first epoch with an evaluation, from 1. A resumed training may have changed ``train.evaluate``."""
-    if not (record.config.get("train") or {}).get("evaluate", True):
-        return 1
-    return max(len(record.metrics.train_losses) - len(record.metrics.eval_losses), 0) + 1
 
 
 def relative_differences(losses: Losses, baseline: Losses) -> Losses:
@@ -179,10 +160,7 @@ def any_overlap(curves: Sequence[LossCurve]) -> bool:
 
 def _distance(one: LossCurve, other: LossCurve) -> float:
     """Return how far apart two lines are, or the marks of their evaluations if these are closer."""
-    return min(
-        _median_distance(one.training, other.training),
-        _median_distance(one.evaluation, other.evaluation),
-    )
+    return min(_median_distance(one.training, other.training), _median_distance(one.evaluation, other.evaluation))
 
 
 def _median_distance(one: Losses, other: Losses) -> float:

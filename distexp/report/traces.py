@@ -38,11 +38,9 @@ class PhaseInterval:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Memory of a node over time: of its GPU that uses most, or of the CPU.
+    """Memory of a node over time: of its ``gpu`` that uses most, or of the ``cpu``.
 
-    Attributes:
-        kind: ``gpu`` or ``cpu``.
-        points: Seconds since the first sample, and MiB. Each is the peak of an interval within a phase.
+    A point has the seconds since the first sample, and the peak in MiB of an interval within a phase.
     """
 
     node: int
@@ -60,25 +58,17 @@ class MemoryTrace:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """Traces of a training: those of one of its runs.
-
-    Attributes:
-        settings: Settings of the training that vary; empty if too many do.
-        steps: Lines of metrics.jsonl.
-        predicted: Predicted memory through a training step; empty if it was not predicted.
-        lanes: What each rank does in a profiled step; empty if it was not profiled.
-        profiles: Full traces of the profiler.
-    """
+    """Traces of a training: those of one of its runs. What was not measured is empty."""
 
     group: RunGroup
     row: Row
-    settings: str
-    steps: tuple[dict[str, Any], ...]
+    settings: str  # of the training that vary; empty if too many do
+    steps: tuple[dict[str, Any], ...]  # lines of metrics.jsonl
     memory: tuple[MemoryCurve, ...] = ()
     phases: tuple[PhaseInterval, ...] = ()
-    predicted: Curve = field(default_factory=dict)
-    lanes: tuple[RankLanes, ...] = ()
-    profiles: tuple[Path, ...] = ()
+    predicted: Curve = field(default_factory=dict)  # memory through a training step
+    lanes: tuple[RankLanes, ...] = ()  # what each rank does in a profiled step
+    profiles: tuple[Path, ...] = ()  # full traces of the profiler
 
     @property
     def name(self) -> str:
@@ -106,10 +96,7 @@ def load_losses(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace
 
 
 def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """Return at most MAX_TRACES groups.
-
-    The fastest, the smallest and those out of memory come first, then the others in their order.
-    """
+    """Return at most MAX_TRACES groups: the fastest, the smallest and those out of memory come first."""
     started = [group for group in groups if group.status != "invalid"]
     if len(started) <= MAX_TRACES:
         return started
@@ -131,7 +118,6 @@ def _ranked(groups: Sequence[RunGroup], name: str, *, largest: bool) -> list[Run
 
 
 def _read_losses(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTrace:
-    """Return the trace of one of the runs of a training, with the steps only."""
     preferred = [row for row in group.rows if row.label in chosen] or list(group.counted_rows)
     row = next((row for row in preferred if row.path), group.rows[0])
     assert row.path is not None
@@ -139,26 +125,20 @@ def _read_losses(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTr
 
 
 def _with_curves(trace: RunTrace) -> RunTrace:
-    """Return a trace with everything that the figures draw."""
     assert trace.row.path is not None
     directory = trace.row.path.parent
     memory = read_memory(directory / MEMORY)
+    found = {
+        path.name.removeprefix("rank").removesuffix(TRACE): path for path in (directory / PROFILE).glob(f"rank*{TRACE}")
+    }
     return replace(
         trace,
         memory=memory.curves,
         phases=memory.phases,
         predicted=read_curve(directory),
         lanes=read_lanes(directory),
-        profiles=tuple(_find_profiles(directory)),
+        profiles=tuple([found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)]),
     )
-
-
-def _find_profiles(directory: Path) -> list[Path]:
-    """Return the full traces of the profiler, in the order of the ranks."""
-    found = {
-        path.name.removeprefix("rank").removesuffix(TRACE): path for path in (directory / PROFILE).glob(f"rank*{TRACE}")
-    }
-    return [found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -173,20 +153,15 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 def read_memory(directory: Path) -> MemoryTrace:
     """Read the samples of all nodes; files that are missing or damaged are left out."""
-    nodes = _read_nodes(directory)
+    numbers = [path.stem.removeprefix("node") for path in directory.glob("node*.csv")]
+    samples = {int(number): _read_samples(directory / f"node{number}.csv") for number in numbers if number.isdigit()}
+    nodes = {node: samples[node] for node in sorted(samples) if samples[node]}
     if not nodes:
         return MemoryTrace()
     start = min(samples[0].unix_time_s for samples in nodes.values())
     phases = tuple(_phase_intervals(nodes[min(nodes)], start))
     curves = [curve for node, samples in nodes.items() for curve in _memory_curves(node, samples, start, phases)]
     return MemoryTrace(tuple(curves), phases)
-
-
-def _read_nodes(directory: Path) -> dict[int, list[MemorySample]]:
-    """Return the samples of each node that has any, in the order of the nodes."""
-    numbers = [path.stem.removeprefix("node") for path in directory.glob("node*.csv")]
-    samples = {int(number): _read_samples(directory / f"node{number}.csv") for number in numbers if number.isdigit()}
-    return {node: samples[node] for node in sorted(samples) if samples[node]}
 
 
 def _read_samples(path: Path) -> list[MemorySample]:
@@ -212,10 +187,7 @@ def _memory_curves(
 
 
 def _thin(points: Points, phases: Sequence[float]) -> Points:
-    """Return the peaks of MAX_POINTS intervals, at the first time of each.
-
-    An interval ends at the start of a phase, so that each peak is in its own phase.
-    """
+    """Return the peaks of MAX_POINTS intervals, at the first time of each, each peak in its own phase."""
     width = (points[-1][0] - points[0][0]) / MAX_POINTS
     if len(points) <= MAX_POINTS or not width:
         return points

@@ -20,16 +20,14 @@ GAP = 2  # spaces between two columns; one of them is part of rich's box
 ALWAYS = 1000
 """Importance of a required column, which is never hidden."""
 
+PIPED_WIDTH = 240  # characters, if the output is not a terminal
+MIN_CELLS = 20
+"""Number of cells from which a bar is shown; fewer take less than a second."""
+
 
 @dataclass(frozen=True)
 class Column:
-    """A column of texts.
-
-    Attributes:
-        title: Header, which may have several lines.
-        importance: Columns of low importance are hidden first.
-        right: Whether the cells are aligned on the right.
-    """
+    """A column of texts. Its title may have several lines. Columns of low importance are hidden first."""
 
     title: str
     cells: tuple[str, ...]
@@ -86,13 +84,9 @@ def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
 
 
 def split_widths(widths: Sequence[int], num_labels: int, gap: int, width: int) -> list[list[int]]:
-    """Return the indices of columns in blocks that fit into a width.
+    """Return the indices of columns in blocks that fit into a width; each block repeats the labels.
 
-    Args:
-        widths: Characters of each column.
-        num_labels: Number of first columns that each block repeats.
-        gap: Spaces between two columns.
-        width: Characters of a block. A block has at least one column besides the labels, even if it is wider.
+    A block has at least one column besides the labels, even if it is wider.
     """
     labels = list(range(num_labels))
     room = width - sum(widths[:num_labels]) - gap * num_labels
@@ -142,12 +136,6 @@ def build_table(columns: Sequence[Column], status_styles: Sequence[str] = ()) ->
     return table
 
 
-# The console of commands that print tables.
-
-
-PIPED_WIDTH = 240  # characters, if the output is not a terminal
-
-
 def make_console() -> Console:
     """Return a console as wide as the terminal; without one, as PIPED_WIDTH."""
     console = Console(emoji=False)
@@ -156,32 +144,14 @@ def make_console() -> Console:
     return Console(width=PIPED_WIDTH, emoji=False)
 
 
-# Lines printed exactly as they are: rich would style numbers, wrap paths, and replace ``[...]`` and ``:name:``.
-
-
 def print_plain(console: Console, text: str, style: str | None = None) -> None:
-    """Print a text in one style, without markup, emoji and line breaks."""
+    """Print a text exactly as it is: rich would style numbers, wrap paths, and replace ``[...]`` and ``:name:``."""
     console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-# Progress bar of the steps before the runs of a large sweep start.
-
-
-MIN_CELLS = 20
-"""Number of cells from which a bar is shown; fewer take less than a second."""
 
 
 @contextmanager
 def show_progress(step: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr until the block ends, if stderr is a terminal. Stdout may be redirected to a file.
-
-    Args:
-        step: What is done, as in ``composing``.
-        total: Number of cells.
-
-    Yields:
-        Function to call after each cell.
-    """
+    """Show a bar on stderr until the block ends, if stderr is a terminal; yield a function to call after each cell."""
     if total < MIN_CELLS:
         yield lambda: None
         return

@@ -24,13 +24,7 @@ NOT_MEASURED = "-"
 
 @dataclass(frozen=True)
 class TextTable:
-    """A small table of texts.
-
-    Attributes:
-        note: Text below the table.
-        reasons: Numbered texts below the table, to which cells such as ``invalid [1]`` refer.
-        num_labels: Number of columns that name the rows.
-    """
+    """A small table of texts. Cells such as ``invalid [1]`` refer to its reasons; the first columns name the rows."""
 
     title: str
     header: tuple[str, ...]
@@ -43,14 +37,7 @@ class TextTable:
     def from_columns(
         cls, title: str, columns: Mapping[str, Sequence[str]], note: str = "", *, num_labels: int = 1
     ) -> TextTable:
-        """Build a table from its columns by header. A column without any value is left out.
-
-        Args:
-            title: Title of the table.
-            columns: Cells of each column, as many as there are rows.
-            note: Text below the table.
-            num_labels: Number of columns that name the rows.
-        """
+        """Build a table from its columns by header. A column without any value is left out."""
         kept = {header: cells for header, cells in columns.items() if set(cells) != {NOT_MEASURED}}
         labels = [header for header in list(columns)[:num_labels] if header in kept]
         return cls(title, tuple(kept), tuple(zip(*kept.values(), strict=True)), note, num_labels=len(labels))
@@ -87,7 +74,6 @@ def without_wide_labels(table: TextTable, width: int) -> TextTable:
 
 
 def _render_block(columns: Sequence[Sequence[str]], words: Sequence[int], width: int) -> Table:
-    """Return a table of columns, each of which starts with its title."""
     gap, widths = _column_widths(columns, words, width)
     table = empty_table(gap)
     for (title, *_), column_width in zip(columns, widths, strict=True):

@@ -39,15 +39,9 @@ def main() -> None:
 
 
 def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str]:
-    """Log steps and evaluations as they are written, then the summary and the files.
+    """Log steps and evaluations as they are written, then the summary and the files; return messages for the user.
 
-    Args:
-        tracker: The tracker.
-        directory: The run directory.
-        over: Set when the run has ended; the file of ``tracker_end_path`` has the same meaning.
-
-    Returns:
-        Messages for the user.
+    The run has ended if ``over`` is set or the file of ``tracker_end_path`` exists.
     """
     metrics, events = Tail(directory / METRICS), Tail(directory / EVENTS)
     step = 0

@@ -1,4 +1,4 @@
-"""Interface of trackers, and the values that they receive."""
+"""Interface of trackers, the values that they receive, and start and end of the tracker process."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_non
 
 ARTIFACTS = (RECORD, SPEC, METRICS, EVENTS, DS_CONFIG, f"{MEMORY}/*.csv")
 """Patterns of files that a tracker stores, relative to the run directory."""
+
+FINISH_TIMEOUT_S = 60.0
+"""Time for a tracker to write summary and files after the run."""
 
 
 class Tracker(Protocol):
@@ -73,13 +76,6 @@ def run_name(spec: RunSpec) -> str:
 def find_artifacts(directory: Path) -> list[Path]:
     """Return the files of a run that a tracker stores."""
     return [path for pattern in ARTIFACTS for path in sorted(directory.glob(pattern))]
-
-
-# Start and end of the tracker process of a run.
-
-
-FINISH_TIMEOUT_S = 60.0
-"""Time for a tracker to write summary and files after the run."""
 
 
 class Tracking:

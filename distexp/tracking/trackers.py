@@ -12,6 +12,9 @@ from distexp.runs.run_dir import TENSORBOARD
 from distexp.runs.spec import RunSpec
 from distexp.tracking.base import flat_config, run_name
 
+MAX_PARAM_LENGTH = 500
+"""Characters that every store of MLflow accepts."""
+
 
 class TensorBoard:
     """Tracker that writes event files: metrics as scalars, the configuration as text."""
@@ -36,9 +39,6 @@ class TensorBoard:
         self.writer.add_text("status", record.status)
         self.writer.close()
         return [f"tensorboard --logdir {self.folder}"]
-
-
-# Tracker for Weights & Biases; offline unless ``tracker.online=true``.
 
 
 class Wandb:
@@ -77,13 +77,6 @@ class Wandb:
         return [f"wandb: {address}"] if self.online else [f"wandb sync {folder}"]
 
 
-# Tracker for MLflow, with a server or a local folder.
-
-
-MAX_PARAM_LENGTH = 500
-"""Characters that every store of MLflow accepts."""
-
-
 class MLflow:
     """Tracker that logs to a run in the MLflow experiment ``tracker.project``."""
 
@@ -107,7 +100,7 @@ class MLflow:
         """Log the metrics of a step."""
         now = int(time.time() * 1000)
         for name, value in values.items():
-            self.client.log_metric(self.run_id, _valid_name(name), value, timestamp=now, step=step)
+            self.client.log_metric(self.run_id, name.replace("%", "pct"), value, timestamp=now, step=step)
 
     def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
         """Log summary, status and files, and end the run."""
@@ -117,8 +110,3 @@ class MLflow:
             self.client.log_artifact(self.run_id, str(path))
         self.client.set_terminated(self.run_id, "FINISHED" if record.status == "completed" else "FAILED")
         return [f"mlflow ui --backend-store-uri {self.uri}"]
-
-
-def _valid_name(name: str) -> str:
-    """Return a metric name without the percent sign, which MLflow refuses."""
-    return name.replace("%", "pct")

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from distexp.console.screen import LiveRun, Screen
-from distexp.console.trial_screen import TrialScreen
+from distexp.console.screen import LiveRun, Screen, TrialScreen
 from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS, OPERATORS

@@ -68,7 +68,7 @@ class LocalTrials(TrialLauncher):
     @contextmanager
     def runner(self, sweep_dir: Path, console: Console) -> Iterator[TrialRunner]:
         """Yield the runner of trials. The libraries are imported once for all of them."""
-        from distexp.console.trial_screen import TrialScreen
+        from distexp.console.screen import TrialScreen
         from distexp.launch.local.runner import CellRunner
 
         labels: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Forecasts of the runs of a report, and the measured runs of the same training at these sizes."""
+"""Forecasts of time and predictions of memory, next to the measured runs of the same training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from distexp.runs.predictions import (
     running_error,
     store_error,
 )
-from distexp.runs.record import RunRecord
 from distexp.system.typed_values import number_of
 from distexp.tables.text_table import TextTable
 
@@ -33,18 +32,15 @@ MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")
 RUN, SIZE, BATCH = "run", "nodes x workers per node", "global batch"
 HEADER = (RUN, SIZE, BATCH, "forecast (ms/step)", "interval (ms)", "samples/s")
 FORECAST_NOTE = "Forecast by distexp forecast. Error: forecast minus measured, in percent of the measured median step."
+PREDICTIONS_TITLE = "Predicted and measured memory (MiB)"
+PREDICTIONS_NOTE = (
+    "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak."
+)
 
 
 @dataclass(frozen=True)
 class ForecastRow:
-    """The forecast of one size, with the measured runs of this size.
-
-    Attributes:
-        row: The profiled run.
-        forecast: The forecast.
-        measured: The measured training of this size; None if the report has none.
-        errors: Errors relative to each of its runs.
-    """
+    """The forecast of a profiled run for one size, with the measured training of this size, and the errors."""
 
     row: Row
     forecast: StoredForecast
@@ -63,24 +59,20 @@ class ForecastRow:
 
 def find_forecasts(overview: Overview) -> list[ForecastRow]:
     """Return the forecasts of all profiled runs, with the measured runs."""
-    found = [
-        (group, row, forecast)
+    return [
+        _with_measured(overview, group, row, forecast)
         for group in overview.groups
         for row in group.rows
         if row.path is not None and row.completed
         for forecast in read_forecasts(row.path.parent)
     ]
-    return [_with_measured(overview, group, row, forecast) for group, row, forecast in found]
 
 
 def _with_measured(overview: Overview, group: RunGroup, row: Row, forecast: StoredForecast) -> ForecastRow:
     """Return a forecast with the first training that is the same at this size, by its id, or in the same series."""
     for other in _candidates(overview, group, forecast):
-        compared = [
-            (measured_row, compare_with_run(row.record, forecast, measured_row.record))
-            for measured_row in other.counted_rows
-        ]
-        errors = tuple((measured_row, error) for measured_row, error in compared if error is not None)
+        compared = ((run, compare_with_run(row.record, forecast, run.record)) for run in other.counted_rows)
+        errors = tuple((run, error) for run, error in compared if error is not None)
         if errors:
             return ForecastRow(row, forecast, other, errors)
     return ForecastRow(row, forecast)
@@ -113,7 +105,8 @@ def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
     if not found:
         return None
     measured = any(entry.errors for entry in found)
-    columns = _columns(found[:MAX_ROWS], measured=measured)
+    header, cells = (*HEADER, *(MEASURED if measured else ())), [_cells(entry) for entry in found[:MAX_ROWS]]
+    columns = {title: tuple(row[position] for row in cells) for position, title in enumerate(header)}
     sizes = list(zip(columns[RUN], columns[SIZE], strict=True))
     if len(set(sizes)) == len(sizes):
         del columns[BATCH]
@@ -144,12 +137,6 @@ def _newest(found: Sequence[ForecastRow]) -> list[ForecastRow]:
 
 def _size(forecast: StoredForecast) -> str:
     return f"{forecast.nodes} x {forecast.workers_per_node} {forecast.what_if}".rstrip()
-
-
-def _columns(found: Sequence[ForecastRow], *, measured: bool) -> dict[str, tuple[str, ...]]:
-    """Return the cells of each column."""
-    header, rows = (*HEADER, *(MEASURED if measured else ())), [_cells(entry) for entry in found]
-    return {title: tuple(cells[position] for cells in rows) for position, title in enumerate(header)}
 
 
 def _cells(found: ForecastRow) -> tuple[str, ...]:
@@ -200,15 +187,11 @@ class ForecastCurve:
 
         It is capped, unless workers have shares of the optimizer states: they have less work at larger sizes.
         """
-        high = self.efficiency(forecast, forecast.low_s)
-        if forecast.workers > self.series.baseline.workers and not _keeps_work(self.row.record):
+        high, strategy = self.efficiency(forecast, forecast.low_s), self.row.record.strategy
+        keeps_work = strategy is not None and strategy.keeps_states_whole is True
+        if forecast.workers > self.series.baseline.workers and not keeps_work:
             return high
         return cap_efficiency(high, self.efficiency(forecast, forecast.step_time_s))
-
-
-def _keeps_work(record: RunRecord) -> bool:
-    """Return whether a worker computes the same in a micro-batch and in the optimizer, at every size."""
-    return record.strategy is not None and record.strategy.keeps_states_whole is True
 
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:
@@ -232,13 +215,7 @@ def _curve(overview: Overview, row: Row, forecasts: Sequence[StoredForecast]) ->
     return ForecastCurve(series, row, points) if any(point.workers > fewest for point in points) else None
 
 
-# Predicted memory next to the measured one.
-
-
-TITLE = "Predicted and measured memory (MiB)"
-NOTE = "Predicted by distexp plan before the run. Error: predicted minus measured, in percent of the measured peak."
-
-COLUMNS = {
+PREDICTIONS = {
     "predicted": "predicted_peak_allocated_mib",
     "measured": "torch_peak_allocated_mib",
     "error %": "prediction_error_pct",
@@ -252,17 +229,12 @@ COLUMNS = {
 """Metric of each column, by its title."""
 
 
-def predicted_groups(overview: Overview) -> list[RunGroup]:
-    """Return the groups whose memory was predicted."""
-    names = (COLUMNS["predicted"], COLUMNS["host, predicted"])
-    return [group for group in overview.groups if any(group.metric(name) for name in names)]
-
-
 def build_predictions_table(overview: Overview) -> TextTable | None:
     """Build the table with a row per training; None if no run was predicted."""
-    groups = predicted_groups(overview)
+    names = (PREDICTIONS["predicted"], PREDICTIONS["host, predicted"])
+    groups = [group for group in overview.groups if any(group.metric(name) for name in names)]
     if not groups:
         return None
-    columns = {title: format_metric(groups, METRICS_BY_NAME[name]) for title, name in COLUMNS.items()}
+    columns = {title: format_metric(groups, METRICS_BY_NAME[name]) for title, name in PREDICTIONS.items()}
     labels = overview.label_columns([group.label for group in groups], groups)
-    return TextTable.from_columns(TITLE, {**labels, **columns}, NOTE, num_labels=len(labels))
+    return TextTable.from_columns(PREDICTIONS_TITLE, {**labels, **columns}, PREDICTIONS_NOTE, num_labels=len(labels))

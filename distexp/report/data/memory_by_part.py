@@ -1,8 +1,8 @@
-"""Memory of one worker by part, next to that of all processes."""
+"""Memory of one worker by part: next to that of all processes, and at the peak of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distexp.report.data.metrics import METRICS_BY_NAME, NOT_OFFLOADED, PARTS, PARTS_TOTAL
@@ -31,58 +31,6 @@ PEAK_TITLES = {
 }
 """Titles of the metrics in ``MEMORIES``."""
 
-
-def measured_groups(overview: Overview) -> list[RunGroup]:
-    """Return the completed groups whose parts were measured."""
-    return [group for group in overview.groups if group.completed and group.metric(PARTS_TOTAL)]
-
-
-def has_small_parts(overview: Overview) -> bool:
-    """Return whether the parts of a run are less than half of its peak: then the peak hides them."""
-    name = memory_metric(overview)
-    return name is not None and any(_has_small_parts(group, name) for group in measured_groups(overview))
-
-
-def _has_small_parts(group: RunGroup, peak_metric: str) -> bool:
-    parts, peak = group.metric(PARTS_TOTAL), group.metric(peak_metric)
-    return parts is not None and peak is not None and parts.mean < SMALL * peak.mean
-
-
-def build_parts_table(overview: Overview) -> TextTable | None:
-    """Build the table with a row per training; None if no run measured its parts."""
-    groups = measured_groups(overview)
-    if not groups:
-        return None
-    metrics = _metrics_by_title(overview, groups)
-    labels = overview.label_columns([group.label for group in groups], groups)
-    columns = [format_metric(groups, METRICS_BY_NAME[name]) for name in metrics.values()]
-    rows = tuple(zip(*labels.values(), *columns, strict=True))
-    return TextTable(TITLE, (*labels, *metrics), rows, _note(metrics, groups), num_labels=len(labels))
-
-
-def _note(metrics: Mapping[str, str], groups: Sequence[RunGroup]) -> str:
-    """Return what the columns mean."""
-    strategies = [row.record.strategy for group in groups for row in group.counted_rows]
-    notes = dict.fromkeys(strategy.memory_note for strategy in strategies if strategy is not None)
-    return " ".join(filter(None, (NOTE, *notes, OFFLOAD_NOTE if NOT_OFFLOADED in metrics.values() else "")))
-
-
-def _metrics_by_title(overview: Overview, groups: Sequence[RunGroup]) -> dict[str, str]:
-    """Return the metric of each column, by its title."""
-    metrics = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
-    if any(_is_offloaded(group) for group in groups):
-        metrics["not offloaded"] = NOT_OFFLOADED
-    peak = memory_metric(overview)
-    return metrics if peak is None else {**metrics, PEAK_TITLES[peak]: peak}
-
-
-def _is_offloaded(group: RunGroup) -> bool:
-    return any(row.record.built and row.record.built.offload != "none" for row in group.counted_rows)
-
-
-# Parts of the GPU memory at the peak of a step: measured, and predicted before the run.
-
-
 RESERVE, CONTEXT = "reserve_mib", "context_mib"
 TITLES = {
     **{name: name.removesuffix("_mib").replace("_", " ") for name in PEAK_PARTS},
@@ -99,15 +47,41 @@ PEAK_NOTE = (
 )
 
 
+def measured_groups(overview: Overview) -> list[RunGroup]:
+    """Return the completed groups whose parts were measured."""
+    return [group for group in overview.groups if group.completed and group.metric(PARTS_TOTAL)]
+
+
+def has_small_parts(overview: Overview) -> bool:
+    """Return whether the parts of a run are less than half of its peak: then the peak hides them."""
+    name = memory_metric(overview)
+    sizes = [(group.metric(PARTS_TOTAL), group.metric(name)) for group in measured_groups(overview)] if name else []
+    return any(parts and peak and parts.mean < SMALL * peak.mean for parts, peak in sizes)
+
+
+def build_parts_table(overview: Overview) -> TextTable | None:
+    """Build the table with a row per training; None if no run measured its parts."""
+    groups = measured_groups(overview)
+    if not groups:
+        return None
+    records = [row.record for group in groups for row in group.counted_rows]
+    is_offloaded = any(record.built and record.built.offload != "none" for record in records)
+    metrics = {**{title: name for name, title in PARTS.items()}, "sum": PARTS_TOTAL}
+    if is_offloaded:
+        metrics["not offloaded"] = NOT_OFFLOADED
+    if peak := memory_metric(overview):
+        metrics[PEAK_TITLES[peak]] = peak
+    notes = dict.fromkeys(record.strategy.memory_note for record in records if record.strategy is not None)
+    note = " ".join(filter(None, (NOTE, *notes, OFFLOAD_NOTE if is_offloaded else "")))
+    labels = overview.label_columns([group.label for group in groups], groups)
+    columns = [format_metric(groups, METRICS_BY_NAME[name]) for name in metrics.values()]
+    rows = tuple(zip(*labels.values(), *columns, strict=True))
+    return TextTable(TITLE, (*labels, *metrics), rows, note, num_labels=len(labels))
+
+
 @dataclass(frozen=True)
 class Peak:
-    """The parts of a peak.
-
-    Attributes:
-        kind: ``measured`` or ``predicted``.
-        phase: Phase of the step; empty if unknown.
-        parts: MiB by key of ``TITLES``, without those that are unknown.
-    """
+    """The parts of a peak in MiB by key of ``TITLES``; ``kind`` is ``measured`` or ``predicted``."""
 
     kind: str
     phase: str

@@ -1,8 +1,8 @@
-"""All metrics of a run: name with unit, header in tables, and number format."""
+"""All metrics of a run: how they are read from a record, name with unit, header in tables, and number format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +11,55 @@ from distexp.runs.record import RunRecord
 from distexp.statistics.noise import step_noise
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
 
-# Readers of metrics: what a record has to be searched or computed for.
-#
-# A function with a record as argument is a reader. The others return the reader of a key.
-
-
 ReadMetric = Callable[[RunRecord], float | None]
-"""A function that returns a metric of a run, or None if it was not measured."""
+"""A function that returns a metric of a run, or None if it was not measured. Some functions here return one."""
+
+SPEED = "train_samples_per_second"
+STEP_NOISE = "train_samples_per_second_step_noise_pct"
+NOISE = "train_samples_per_second_noise_pct"
+SPEEDUP = "speedup"
+EFFICIENCY = "efficiency_pct"
+ENERGY = "energy_j_per_sample"
+COMMUNICATION = "communication_pct"
+EXPOSED = "communication_exposed_pct"
+CPU_PEAK = "cpu_peak_mib"
+MEMORIES = {
+    "gpu_peak_mib": "peak GPU memory",
+    "torch_peak_allocated_mib": "peak GPU memory allocated by torch",
+    CPU_PEAK: "peak CPU memory",
+}
+"""Metrics of memory, by preference: a run is compared by the first that was measured."""
+
+SPEEDS = frozenset(
+    {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
+)
+"""Metrics in the tables that a disturbed run does not show."""
+
+PARTS_TOTAL = "parts_mib"
+NOT_OFFLOADED = "parts_not_offloaded_mib"
+_FILE_METRICS = (
+    "train_samples_per_second_overall", "train_steps_per_second", "eval_samples_per_second",
+    "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
+    "executed_tflops_per_device", "model_tflops_per_sample", "executed_tflops_per_sample", "matrix_ceiling_tflops",
+)  # fmt: skip
+_FILE_ENERGIES = (
+    "gpu_j", "gpu_j_by_power", "power_difference_pct", "cpu_j", "gpu_j_training", "cpu_j_training", "idle_w",
+    "j_per_token",
+)  # fmt: skip
 
 
-def metrics_field(name: str) -> ReadMetric:
-    """Return the reader of a field of ``record.metrics``."""
-    return lambda record: number_or_none(getattr(record.metrics, name))
+def value_at(path: str, factor: float = 1.0) -> ReadMetric:
+    """Return the reader of a number in the record, as ``metrics.energy.kwh``; factor 100 makes a fraction percent."""
+
+    def read(record: RunRecord) -> float | None:
+        value: Any = record
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else getattr(value, name)
+            if value is None:
+                return None
+        return factor * float(value)
+
+    return read
 
 
 def last_percent(name: str) -> ReadMetric:
@@ -35,38 +72,10 @@ def last_percent(name: str) -> ReadMetric:
     return read
 
 
-def step_time(quantile: str) -> ReadMetric:
-    """Return the reader of a quantile of the step times, in seconds: p50, p90 or max."""
-    return lambda record: number_or_none((record.metrics.step_time_s or {}).get(quantile))
-
-
-def energy_value(name: str) -> ReadMetric:
-    """Return the reader of a key of ``metrics.energy``."""
-    return lambda record: number_or_none((record.metrics.energy or {}).get(name))
-
-
-def communication_percent(name: str) -> ReadMetric:
-    """Return the reader of a fraction in ``metrics.communication``, in percent."""
-
-    def read(record: RunRecord) -> float | None:
-        return _percent((record.metrics.communication or {}).get(name))
-
-    return read
-
-
 def step_noise_percent(record: RunRecord) -> float | None:
     """Return the noise of the speed between steps, in percent of the speed."""
-    return _percent(step_noise(record.metrics.speed_error))
-
-
-def padding_percent(record: RunRecord) -> float | None:
-    """Return the share of padding in the training batches, in percent."""
-    return _percent(record.metrics.padding_share)
-
-
-def flops_utilization_percent(name: str) -> ReadMetric:
-    """Return the reader of an MFU or HFU."""
-    return lambda record: _percent(getattr(record.metrics, name))
+    noise = step_noise(record.metrics.speed_error)
+    return None if noise is None else 100 * noise
 
 
 def largest_of_devices(kind: str, key: str) -> ReadMetric:
@@ -75,10 +84,7 @@ def largest_of_devices(kind: str, key: str) -> ReadMetric:
 
 
 def gpu_peak(record: RunRecord) -> float | None:
-    """Return the peak that NVML sampled, or what torch had reserved if that is more.
-
-    A run may run out of memory between two samples.
-    """
+    """Return the peak that NVML sampled, or what torch had reserved if that is more, as between two samples."""
     sampled = largest_of_devices("gpu", "peak_mib")(record)
     return None if sampled is None else max(sampled, largest_of_devices("torch", "peak_reserved_mib")(record) or 0.0)
 
@@ -93,24 +99,14 @@ def largest_part(name: str) -> ReadMetric:
     return lambda record: max(device_values(tensor_entries(record.memory), name), default=None)
 
 
-def sum_of_parts(record: RunRecord) -> float | None:
-    """Return the sum of all parts on the worker with the most, in MiB."""
-    return _largest_sum(record, PARTS)
-
-
-def sum_not_offloaded(record: RunRecord) -> float | None:
-    """Return the sum of the parts that are not in host memory, on the worker with the most, in MiB."""
-    return _largest_sum(record, [name for name in PARTS if name not in _offloaded_parts(record)])
-
-
-def _largest_sum(record: RunRecord, names: Iterable[str]) -> float | None:
-    """Return the sum of some parts on the worker where it is largest."""
-    kept = list(names)
+def sum_of_parts(record: RunRecord, left_out: Collection[str] = ()) -> float | None:
+    """Return the sum of the other parts on the worker with the most, in MiB."""
+    kept = [name for name in PARTS if name not in left_out]
     sums = [sum(float(entry.get(name) or 0.0) for name in kept) for entry in tensor_entries(record.memory)]
     return max(sums, default=None)
 
 
-def _offloaded_parts(record: RunRecord) -> set[str]:
+def offloaded_parts(record: RunRecord) -> set[str]:
     """Return the parts that are in host memory. From stage 2 on, an offloaded optimizer takes its gradients along."""
     built = record.built
     offloaded = set(built.offload.split("+")) if built else set()
@@ -119,23 +115,9 @@ def _offloaded_parts(record: RunRecord) -> set[str]:
     return {f"{'optimizer_states' if name == 'optimizer' else name}_mib" for name in offloaded}
 
 
-def number_or_none(value: Any) -> float | None:
-    """Return a value as a float; None stays None."""
-    return None if value is None else float(value)
-
-
-def _percent(fraction: Any) -> float | None:
-    return None if fraction is None else 100 * float(fraction)
-
-
-def prediction(name: str) -> ReadMetric:
-    """Return the reader of a field of ``record.predicted``."""
-    return lambda record: number_or_none(getattr(record.predicted, name)) if record.predicted else None
-
-
 def predicted_gpu_peak(record: RunRecord) -> float | None:
     """Return the predicted peak of torch's memory. On a CPU, torch has no memory that could be measured."""
-    return None if record.config["cluster"]["device"] == "cpu" else prediction("peak_allocated_mib")(record)
+    return None if record.config["cluster"]["device"] == "cpu" else value_at("predicted.peak_allocated_mib")(record)
 
 
 def prediction_error_percent(record: RunRecord) -> float | None:
@@ -166,25 +148,15 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a run.
+    """A number of a run."""
 
-    Attributes:
-        name: Column in the result files, with the unit.
-        read: Returns the value of a record, or None if it was not measured.
-        title: Header in tables. A metric without a title is in the result files only.
-        number_format: Format of the value in tables; ``z`` avoids ``-0.0000``.
-        factor: Converts from the unit of the files to that of the tables.
-        importance: In a narrow terminal, columns of low importance are hidden first.
-        hides_zero: Whether tables leave the metric out if no run has more than 0.
-    """
-
-    name: str
+    name: str  # column in the result files, with the unit
     read: ReadMetric
-    title: str = ""
-    number_format: str = "{:z,.1f}"
-    factor: float = 1.0
-    importance: int = 0
-    hides_zero: bool = False
+    title: str = ""  # header in tables; without a title, a metric is in the result files only
+    number_format: str = "{:z,.1f}"  # in tables; z avoids -0.0000
+    factor: float = 1.0  # from the unit of the files to that of the tables
+    importance: int = 0  # in a narrow terminal, columns of low importance are hidden first
+    hides_zero: bool = False  # whether tables leave the metric out if no run has more than 0
 
     def format_value(self, value: float, deviation: float | None = None) -> str:
         """Return a value in the unit of the tables, with its standard deviation if known."""
@@ -192,45 +164,21 @@ class Metric:
         return text if deviation is None else f"{text} ± {self.number_format.format(deviation * self.factor)}"
 
 
-SPEED = "train_samples_per_second"
-STEP_NOISE = "train_samples_per_second_step_noise_pct"
-NOISE = "train_samples_per_second_noise_pct"
-SPEEDUP = "speedup"
-EFFICIENCY = "efficiency_pct"
-ENERGY = "energy_j_per_sample"
-COMMUNICATION = "communication_pct"
-EXPOSED = "communication_exposed_pct"
-CPU_PEAK = "cpu_peak_mib"
-MEMORIES = {
-    "gpu_peak_mib": "peak GPU memory",
-    "torch_peak_allocated_mib": "peak GPU memory allocated by torch",
-    CPU_PEAK: "peak CPU memory",
-}
-"""Metrics of memory, by preference: a run is compared by the first that was measured."""
-
-SPEEDS = frozenset(
-    {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
-)
-"""Metrics in the tables that a disturbed run does not show."""
-
-PARTS_TOTAL = "parts_mib"
-NOT_OFFLOADED = "parts_not_offloaded_mib"
-
 TABLE_METRICS = (
-    Metric("train_loss", metrics_field("train_loss"), "train\nloss", "{:z.4f}", importance=60),
-    Metric("eval_loss", metrics_field("eval_loss"), "eval\nloss", "{:z.4f}", importance=85),
+    Metric("train_loss", value_at("metrics.train_loss"), "train\nloss", "{:z.4f}", importance=60),
+    Metric("eval_loss", value_at("metrics.eval_loss"), "eval\nloss", "{:z.4f}", importance=85),
     Metric("eval_accuracy_pct", last_percent("eval_accuracies"), "accu-\nracy %", importance=55),
     Metric("eval_top5_accuracy_pct", last_percent("eval_top5_accuracies"), "top-5\naccu. %", importance=53),
-    Metric("exact_match_pct", metrics_field("exact_match"), "EM %", importance=50),
-    Metric("f1_pct", metrics_field("f1"), "F1 %", importance=52),
-    Metric(SPEED, metrics_field(SPEED), "samples/s", importance=95),
-    Metric("tokens_per_second", metrics_field("tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
-    Metric("padding_share_pct", padding_percent, "pad-\nding %", importance=18, hides_zero=True),
-    Metric("mfu_pct", flops_utilization_percent("mfu"), "MFU %", importance=37),
-    Metric("mfu_of_ceiling_pct", flops_utilization_percent("mfu_of_ceiling"), "MFU % of\nceiling", importance=19),
-    Metric("hfu_pct", flops_utilization_percent("hfu"), "HFU %", importance=21),
-    Metric("step_time_p50_s", step_time("p50"), "step\nms", factor=1000, importance=35),
-    Metric(COMMUNICATION, communication_percent("share"), "commu-\nnication %", "{:z.0f}", importance=65),
+    Metric("exact_match_pct", value_at("metrics.exact_match"), "EM %", importance=50),
+    Metric("f1_pct", value_at("metrics.f1"), "F1 %", importance=52),
+    Metric(SPEED, value_at(f"metrics.{SPEED}"), "samples/s", importance=95),
+    Metric("tokens_per_second", value_at("metrics.tokens_per_second"), "tokens/s", "{:z,.0f}", importance=40),
+    Metric("padding_share_pct", value_at("metrics.padding_share", 100), "pad-\nding %", importance=18, hides_zero=True),
+    Metric("mfu_pct", value_at("metrics.mfu", 100), "MFU %", importance=37),
+    Metric("mfu_of_ceiling_pct", value_at("metrics.mfu_of_ceiling", 100), "MFU % of\nceiling", importance=19),
+    Metric("hfu_pct", value_at("metrics.hfu", 100), "HFU %", importance=21),
+    Metric("step_time_p50_s", value_at("metrics.step_time_s.p50"), "step\nms", factor=1000, importance=35),
+    Metric(COMMUNICATION, value_at("metrics.communication.share", 100), "commu-\nnication %", "{:z.0f}", importance=65),
     Metric("gpu_peak_mib", gpu_peak, "GPU peak\nMiB", "{:z,.0f}", importance=90),
     Metric("gpu_training_average_mib", largest_of_devices("gpu", "training_average_mib"), "GPU avg\nMiB",
            "{:z,.0f}", importance=22),
@@ -247,43 +195,34 @@ TABLE_METRICS = (
     Metric(CPU_PEAK, lambda record: cpu_peak_mib(record.memory), "CPU peak\nMiB", "{:z,.0f}", importance=70),
     Metric("gpu_utilization_pct", mean_utilization("gpu"), "GPU\nutil %", "{:z.0f}", importance=38),
     Metric("cpu_utilization_pct", mean_utilization("cpu"), "CPU\nutil %", "{:z.0f}", importance=15),
-    Metric("train_runtime_s", metrics_field("train_runtime"), "run-\ntime s", importance=48),
-    Metric(ENERGY, energy_value("j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
-    Metric("energy_kwh", energy_value("kwh"), "kWh", "{:z,.4f}", importance=17),
-    Metric("gpu_hours", energy_value("gpu_hours"), "GPU\nhours", "{:z,.3f}", importance=16),
-    Metric("co2e_g", energy_value("co2e_g"), "CO2e g", "{:z,.1f}", importance=29),
-    Metric("price", energy_value("price"), "price", "{:z,.2f}", importance=31),
+    Metric("train_runtime_s", value_at("metrics.train_runtime"), "run-\ntime s", importance=48),
+    Metric(ENERGY, value_at("metrics.energy.j_per_sample"), "J per\nsample", "{:z,.2f}", importance=30),
+    Metric("energy_kwh", value_at("metrics.energy.kwh"), "kWh", "{:z,.4f}", importance=17),
+    Metric("gpu_hours", value_at("metrics.energy.gpu_hours"), "GPU\nhours", "{:z,.3f}", importance=16),
+    Metric("co2e_g", value_at("metrics.energy.co2e_g"), "CO2e g", "{:z,.1f}", importance=29),
+    Metric("price", value_at("metrics.energy.price"), "price", "{:z,.2f}", importance=31),
     Metric(SPEEDUP, filled_in_later, "speedup", "{:z.2f}", importance=75),
     Metric(EFFICIENCY, filled_in_later, "effi-\nciency %", "{:z.0f}", importance=80),
 )  # fmt: skip
 
-_FILE_METRICS = (
-    "train_samples_per_second_overall", "train_steps_per_second", "eval_samples_per_second",
-    "steps_per_epoch", "total_steps", "data_wait_s", "tflops_per_device", "mfu",
-    "executed_tflops_per_device", "model_tflops_per_sample", "executed_tflops_per_sample", "matrix_ceiling_tflops",
-)  # fmt: skip
-_FILE_ENERGIES = (
-    "gpu_j", "gpu_j_by_power", "power_difference_pct", "cpu_j", "gpu_j_training", "cpu_j_training", "idle_w",
-    "j_per_token",
-)  # fmt: skip
 
 METRICS = (
     *TABLE_METRICS,
-    *(Metric(name, metrics_field(name)) for name in _FILE_METRICS),
-    Metric("hfu_of_ceiling_pct", flops_utilization_percent("hfu_of_ceiling")),
+    *(Metric(name, value_at(f"metrics.{name}")) for name in _FILE_METRICS),
+    Metric("hfu_of_ceiling_pct", value_at("metrics.hfu_of_ceiling", 100)),
     Metric(STEP_NOISE, step_noise_percent),
     Metric(NOISE, filled_in_later),
-    Metric(EXPOSED, communication_percent("exposed_share")),
-    *(Metric(f"energy_{name}", energy_value(name)) for name in _FILE_ENERGIES),
-    Metric("eval_runtime_s", metrics_field("eval_runtime")),
-    Metric("step_time_p90_s", step_time("p90")),
-    Metric("step_time_max_s", step_time("max")),
+    Metric(EXPOSED, value_at("metrics.communication.exposed_share", 100)),
+    *(Metric(f"energy_{name}", value_at(f"metrics.energy.{name}")) for name in _FILE_ENERGIES),
+    Metric("eval_runtime_s", value_at("metrics.eval_runtime")),
+    Metric("step_time_p90_s", value_at("metrics.step_time_s.p90")),
+    Metric("step_time_max_s", value_at("metrics.step_time_s.max")),
     Metric("torch_average_allocated_mib", largest_of_devices("torch", "average_allocated_mib")),
     Metric("torch_peak_reserved_mib", largest_of_devices("torch", "peak_reserved_mib")),
     Metric("torch_alloc_retries", largest_of_devices("torch", "alloc_retries")),
-    Metric("predicted_peak_reserved_mib", prediction("peak_reserved_mib"), number_format="{:z,.0f}"),
-    Metric("predicted_nvidia_smi_mib", prediction("nvidia_smi_mib"), number_format="{:z,.0f}"),
-    Metric("predicted_host_peak_mib", prediction("host_peak_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_peak_reserved_mib", value_at("predicted.peak_reserved_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_nvidia_smi_mib", value_at("predicted.nvidia_smi_mib"), number_format="{:z,.0f}"),
+    Metric("predicted_host_peak_mib", value_at("predicted.host_peak_mib"), number_format="{:z,.0f}"),
     Metric("gpu_average_mib", largest_of_devices("gpu", "average_mib")),
     Metric("gpu_mode_mib", largest_of_devices("gpu", "mode_mib")),
     Metric("cpu_training_average_mib", largest_of_devices("cpu", "training_average_mib")),
@@ -292,8 +231,8 @@ METRICS = (
     Metric("cpu_mode_mib", largest_of_devices("cpu", "mode_mib")),
     *(Metric(name, largest_part(name), number_format="{:z,.3f}") for name in PARTS),
     Metric(PARTS_TOTAL, sum_of_parts, number_format="{:z,.3f}"),
-    Metric(NOT_OFFLOADED, sum_not_offloaded, number_format="{:z,.3f}"),
-    Metric("duration_s", lambda record: number_or_none(record.run.duration_s)),
+    Metric(NOT_OFFLOADED, lambda record: sum_of_parts(record, offloaded_parts(record)), number_format="{:z,.3f}"),
+    Metric("duration_s", value_at("run.duration_s")),
 )
 """Memory is that of the GPU, rank or node that uses most; utilization is the mean over them."""
 
@@ -301,9 +240,5 @@ METRICS_BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def read_metrics(record: RunRecord) -> dict[str, float | None]:
-    """Return all metrics of a record by name.
-
-    Raises:
-        TypeError, ValueError: if a value is not a number.
-    """
+    """Return all metrics of a record by name; raise TypeError or ValueError if a value is not a number."""
     return {metric.name: metric.read(record) for metric in METRICS}

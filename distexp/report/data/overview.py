@@ -1,4 +1,4 @@
-"""Comparison of runs: repeats, varying settings, baseline, scaling series."""
+"""Comparison of runs: repeats, varying settings, baseline, scaling series, rankings, and reasons of failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, NOISE, SPEED, SPEEDUP, TABLE_METRICS, Metric
-from distexp.report.data.repeats import RunGroup, group_repeats, share_deviations, varying_settings
+from distexp.report.data.repeats import RunGroup, collect, group_repeats, share_deviations, varying_settings
 from distexp.report.data.rows import Row, name_runs, rows_from_records
 from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting, format_settings, run_label
 from distexp.report.data.scaling_series import (
@@ -18,24 +18,19 @@ from distexp.report.data.scaling_series import (
     find_scaling_series,
 )
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import RunError
 from distexp.runs.texts import describe_advice, describe_largest, describe_numbers, shorten_message
 from distexp.statistics.noise import Spread, is_within_noise
 
 MAX_SETTINGS = 4  # in a description of a run
 NOISE_MARK = "~"
 DISTURBED_MARK = "!"
+MAX_REASON_LENGTH = 300  # characters of a message
+MAX_LABELS = 8
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A comparison of runs.
-
-    Attributes:
-        varied: Names of the settings in which the groups differ.
-        baseline: The group that speedups are relative to.
-        series: Configurations that ran on different numbers of workers.
-    """
+    """A comparison of runs: their groups, the settings that vary, the baseline of speedups, and the scaling series."""
 
     rows: tuple[Row, ...]
     groups: tuple[RunGroup, ...]
@@ -47,7 +42,10 @@ class Overview:
     def from_rows(cls, rows: Sequence[Row]) -> Overview:
         """Group and compare rows, and fill in their speedups and efficiencies."""
         groups = share_deviations(group_repeats(rows))
-        _add_noise(groups)
+        for group in groups:
+            speed = group.metric(SPEED)
+            for row in group.counted_rows:
+                row.metrics[NOISE] = 100 * speed.noise / speed.mean if speed and speed.noise and speed.mean else None
         varied = varying_settings([row.record for row in rows], [row.settings for row in rows])
         if any(group.has_several_seeds for group in groups):
             varied = [name for name in varied if name != SEED]
@@ -88,12 +86,7 @@ class Overview:
         return self.baseline is not None and group.completed and exceeds_workers(group, self.baseline, self.varied)
 
     def label_columns(self, labels: Sequence[str], groups: Sequence[RunGroup]) -> dict[str, list[str]]:
-        """Return the first columns of a table: the runs, and their settings that vary.
-
-        Args:
-            labels: Label of the run of each row.
-            groups: Training of each row.
-        """
+        """Return the first columns of a table: the runs, and their settings that vary."""
         settings = {name: [format_setting(group.setting(name), MAX_LENGTH) for group in groups] for name in self.varied}
         return {"run": list(labels), **settings}
 
@@ -114,21 +107,6 @@ class Overview:
             yield self.baseline
         if metric == EFFICIENCY:
             yield from (one.baseline.group for one in self.series if any(point.group is group for point in one.points))
-
-    def notes(self) -> Iterator[str]:
-        """Yield why runs did not complete, one line for each reason."""
-        yield from failure_notes(self.rows)
-
-
-def _add_noise(groups: Sequence[RunGroup]) -> None:
-    """Fill in the noise of the speed of each group, in percent."""
-    for group in groups:
-        speed = group.metric(SPEED)
-        for row in group.counted_rows:
-            row.metrics[NOISE] = 100 * speed.noise / speed.mean if speed and speed.noise and speed.mean else None
-
-
-# Rankings of runs: by task, by one metric, and the Pareto front of a cost and throughput.
 
 
 @dataclass(frozen=True)
@@ -165,20 +143,11 @@ def memory_metric(overview: Overview) -> str | None:
 
 def group_by_task(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
     """Collect groups by task. Runs of different tasks (model and data set) are not comparable."""
-    tasks: dict[str, list[RunGroup]] = {}
-    for group in groups:
-        tasks.setdefault(group.task, []).append(group)
-    return tasks
+    return collect(groups, lambda group: group.task)
 
 
 def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[Ranking]:
-    """Yield a ranking of each task: its completed groups that have the metric. Disturbed ones have no known speed.
-
-    Args:
-        overview: The runs.
-        name: Name of the metric.
-        largest: Whether the largest value is the best.
-    """
+    """Yield a ranking of each task: its completed groups that have the metric. Disturbed ones have no known speed."""
     completed = [group for group in overview.groups if group.completed and group.metric(name)]
     known = [group for group in completed if name != SPEED or group.disturbance is None]
     for task, groups in group_by_task(known).items():
@@ -230,13 +199,6 @@ def _order(one: Spread, other: Spread) -> int:
     return 1 if one.mean > other.mean else -1
 
 
-# Reasons why runs did not complete.
-
-
-MAX_REASON_LENGTH = 300  # characters of a message
-MAX_LABELS = 8
-
-
 def failure_notes(rows: Sequence[Row]) -> Iterator[str]:
     """Yield one line for each reason, with the runs that share it."""
     labels: dict[tuple[str, str], list[str]] = {}
@@ -264,7 +226,8 @@ def failure_reasons(row: Row, limit: int = MAX_REASON_LENGTH) -> list[str]:
     if status in ("oom_gpu", "oom_host"):
         reason = f"out of {'GPU' if status == 'oom_gpu' else 'host'} memory{phase}{_peak_memory(row)}"
         return [reason if error.memory is None else f"{reason}; {_allocation(error.memory)}"]
-    return [f"{error.type}{phase}: {_shorten(error, limit)}"]
+    message = " ".join(shorten_message(error, limit).split())
+    return [f"{error.type}{phase}: {message if len(message) <= limit else message[: limit - 1] + '…'}"]
 
 
 def _allocation(memory: Mapping[str, Any]) -> str:
@@ -272,11 +235,6 @@ def _allocation(memory: Mapping[str, Any]) -> str:
     largest, advice = describe_largest(memory), describe_advice(memory)
     texts = [describe_numbers(memory), f"largest: {largest}" if largest else "", f"to fit: {advice}" if advice else ""]
     return "; ".join(filter(None, texts))
-
-
-def _shorten(error: RunError, limit: int) -> str:
-    message = " ".join(shorten_message(error, limit).split())
-    return message if len(message) <= limit else message[: limit - 1] + "…"
 
 
 def _peak_memory(row: Row) -> str:

@@ -11,7 +11,7 @@ from distexp.report.data.overview import DISTURBED_MARK, Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row, name_runs
 from distexp.report.data.run_settings import WORKERS
-from distexp.report.data.scaling_series import ScalingSeries, groups_without_baseline, threads_per_worker
+from distexp.report.data.scaling_series import groups_without_baseline, threads_per_worker
 from distexp.runs.attempts import earlier_records
 from distexp.runs.texts import describe_straggler
 from distexp.system.typed_values import number_of
@@ -19,6 +19,9 @@ from distexp.system.units import format_amount, format_kwh
 
 MAX_DISTURBED = 4
 MARK_NOTE = "This run, or the run it is compared with, was slowed down by another program. Such speeds are not ranked."
+MAX_STRAGGLERS = 8
+RETRIES = METRICS_BY_NAME["torch_alloc_retries"].name
+MAX_DOUBTS = 2
 
 
 def describe_disturbances(overview: Overview) -> Iterator[str]:
@@ -40,7 +43,6 @@ def describe_disturbances(overview: Overview) -> Iterator[str]:
 
 
 def _disturbed_runs(overview: Overview) -> Iterator[str]:
-    """Yield a message about each disturbed training, and each disturbed run whose repeats were not."""
     for group in overview.groups:
         if reason := group.disturbance:
             yield f"{_capitalize(overview.describe(group))} was disturbed: {reason}."
@@ -55,12 +57,6 @@ def _capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-# Sentences about ranks that are slower than the others of their run, or have a problem.
-
-
-MAX_STRAGGLERS = 8
-
-
 def describe_stragglers(rows: Sequence[Row]) -> Iterator[str]:
     """Yield each such rank with the evidence, and the number of those that are left out."""
     found = [(row, entry) for row in rows for entry in row.record.metrics.stragglers or ()]
@@ -69,9 +65,6 @@ def describe_stragglers(rows: Sequence[Row]) -> Iterator[str]:
         yield f"In run {row.label}, {text[0].lower()}{text[1:].rstrip('.')}."
     if len(found) > MAX_STRAGGLERS:
         yield f"{format_count(len(found) - MAX_STRAGGLERS, 'more slow rank')} are in the records."
-
-
-# Energy and cost of all runs together.
 
 
 TOTALS: dict[str, Callable[[float], str]] = {
@@ -102,17 +95,9 @@ def energy_totals(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _energies_of_attempts(row: Row) -> list[Mapping[str, Any]]:
-    """Return the energy of each attempt of a run; an empty one if it is not known."""
     earlier = earlier_records(row.path.parent) if row.path else []
     known = [record.metrics.energy or {} for record in [row.record, *earlier]]
     return [*known, *[{}] * (len(row.record.run.attempts) - len(known))]
-
-
-# Remarks on scaling: baselines that are not to be trusted, missing ones, and more workers than cores.
-
-
-RETRIES = METRICS_BY_NAME["torch_alloc_retries"].name
-MAX_DOUBTS = 2
 
 
 def remark_on_scaling(overview: Overview) -> Iterator[str]:
@@ -121,7 +106,8 @@ def remark_on_scaling(overview: Overview) -> Iterator[str]:
     for series in doubtful[:MAX_DOUBTS]:
         best = max(point.efficiency for point in series.points)
         run = f"run {series.baseline.group.label}"
-        yield f"Efficiency {best:.0%} is above 100%: do not trust the baseline, {run}. {explain_doubt(series)}"
+        reason = explain_slow_baseline(series.baseline.group)
+        yield f"Efficiency {best:.0%} is above 100%: do not trust the baseline, {run}. {reason}"
     if without := groups_without_baseline(overview.groups, overview.varied):
         threads = sorted({threads_per_worker(group) or 0 for group in without})
         labels = name_runs(group.label for group in without)
@@ -129,12 +115,12 @@ def remark_on_scaling(overview: Overview) -> Iterator[str]:
             f"No efficiency for {labels}: other runs have another number of threads per worker than here "
             f"({', '.join(map(str, threads))}). To compare them, set cluster.cpus_per_worker={threads[0]} for all runs."
         )
-    yield from _more_workers_than_cores(overview.groups)
-
-
-def explain_doubt(series: ScalingSeries) -> str:
-    """Return the likely reason why the baseline of a series was slow, with a hint."""
-    return explain_slow_baseline(series.baseline.group)
+    crowded = [(group, cores) for group in overview.groups if (cores := _too_few_cores(group))]
+    if crowded:
+        labels = name_runs(group.label for group, _ in crowded)
+        group, cores = crowded[-1]
+        yield f"More workers than CPU cores in {labels} (for example {group.setting(WORKERS)} on {cores})."
+        yield "Workers that share a core do not show scaling."
 
 
 def explain_slow_baseline(group: RunGroup) -> str:
@@ -147,15 +133,6 @@ def explain_slow_baseline(group: RunGroup) -> str:
     if group.setting("device") == "cpu":
         return "Likely reason: other programs used its cores. Repeat with repeats=3."
     return "Likely reason: something else slowed it down. Repeat with repeats=3."
-
-
-def _more_workers_than_cores(groups: Sequence[RunGroup]) -> Iterator[str]:
-    crowded = [(group, cores) for group in groups if (cores := _too_few_cores(group))]
-    if crowded:
-        labels = name_runs(group.label for group, _ in crowded)
-        group, cores = crowded[-1]
-        yield f"More workers than CPU cores in {labels} (for example {group.setting(WORKERS)} on {cores})."
-        yield "Workers that share a core do not show scaling."
 
 
 def _too_few_cores(group: RunGroup) -> int | None:

@@ -1,13 +1,13 @@
-"""Groups of runs that repeat a training: mean, deviation, run-to-run noise."""
+"""Groups of runs that repeat a training: mean, deviation, run-to-run noise, and settings in which they vary."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, Metric
 from distexp.report.data.rows import Row
@@ -29,6 +29,11 @@ from distexp.report.data.run_settings import (
 from distexp.runs.record import RunRecord
 from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, pool_deviations, speed_noise
 
+Key = TypeVar("Key")
+Settings = Mapping[str, Any]
+KERNELS_DEPEND_ON = ("kernels", "strategy", "zero_stage", "engine", "model", "dataset", "precision", "device")
+"""Settings that decide what ``kernels=fast`` chooses."""
+
 
 def format_metric(groups: Sequence[RunGroup], metric: Metric) -> tuple[str, ...]:
     """Return the cells of a column; a dash if a group was not measured."""
@@ -38,12 +43,9 @@ def format_metric(groups: Sequence[RunGroup], metric: Metric) -> tuple[str, ...]
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Repeats of one training on equal hardware.
+    """Repeats of one training on equal hardware: their ``run.id`` is equal, or only their seeds differ.
 
-    Their ``run.id`` is equal, or only their seeds differ.
-
-    Attributes:
-        deviations: Relative deviations between repeats by metric, from all groups of the same task and device.
+    ``deviations`` are relative and by metric, from the repeats in all groups of the same task and device.
     """
 
     rows: tuple[Row, ...]
@@ -120,7 +122,6 @@ class RunGroup:
         return [value for row in rows if (value := row.metrics[name]) is not None]
 
     def _relative_noise(self, name: str, count: int) -> float | None:
-        """Return the noise of a metric's mean over some runs, relative to the mean; None if unknown."""
         repeated = self.deviations.get(name)
         repeats = None if repeated is None else repeated.noise_of_mean(count)
         if name != SPEED:
@@ -151,19 +152,11 @@ def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         key = training_key(row.settings)
         if row.record.status == "invalid":
-            key += str(_overrides_without_seed(row))
+            key += str(sorted(text for text in row.record.run.overrides if short_name(text.split("=")[0]) != SEED))
         else:
             key = key_of_id.setdefault(row.record.run.id, key)
         trainings.setdefault(key, []).append(row)
     return trainings
-
-
-def _overrides_without_seed(row: Row) -> list[str]:
-    """Return what distinguishes invalid cells.
-
-    They were never resolved, so their settings may be equal.
-    """
-    return sorted(text for text in row.record.run.overrides if short_name(text.split("=")[0]) != SEED)
 
 
 def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, list[str]]]:
@@ -182,18 +175,20 @@ def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tu
 
 def group_by_settings(groups: Sequence[RunGroup], names: Sequence[str]) -> dict[str, list[RunGroup]]:
     """Collect groups with equal values of some settings, under a text with these values."""
-    members: dict[str, list[RunGroup]] = {}
+    return collect(groups, lambda group: json.dumps([group.setting(name) for name in names], default=str))
+
+
+def collect(groups: Iterable[RunGroup], key: Callable[[RunGroup], Key]) -> dict[Key, list[RunGroup]]:
+    """Return the groups by a key, in their order."""
+    members: dict[Key, list[RunGroup]] = {}
     for group in groups:
-        members.setdefault(json.dumps([group.setting(name) for name in names], default=str), []).append(group)
+        members.setdefault(key(group), []).append(group)
     return members
 
 
 def share_deviations(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """Return the groups with the deviations between repeats of the same task on the same device."""
-    alike: dict[tuple[str, str], list[RunGroup]] = {}
-    for group in groups:
-        alike.setdefault(_noise_key(group), []).append(group)
-    deviations = {key: _pool(members) for key, members in alike.items()}
+    deviations = {key: _pool(members) for key, members in collect(groups, _noise_key).items()}
     return [replace(group, deviations=deviations[_noise_key(group)]) for group in groups]
 
 
@@ -209,24 +204,11 @@ def _pool(groups: Sequence[RunGroup]) -> dict[str, Deviation]:
     return {name: deviation for name, deviation in pooled.items() if deviation is not None}
 
 
-# Settings that vary between runs, without those that follow from another setting.
-
-
-Settings = Mapping[str, Any]
-
-KERNELS_DEPEND_ON = ("kernels", "strategy", "zero_stage", "engine", "model", "dataset", "precision", "device")
-"""Settings that decide what ``kernels=fast`` chooses."""
-
-
 def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings]) -> list[str]:
     """Return the names of the settings in which some runs differ.
 
     A setting that follows from another one is left out: with ``model=a,b`` the width of a model is part of the
     model. A setting that a user typed is always kept: with ``fsdp.replicas=1,2`` it is a choice.
-
-    Args:
-        records: The records of the runs.
-        settings: The settings of the same runs, as ``read_settings`` returns them.
     """
     overridden = overridden_names(records)
     kept = []

@@ -1,4 +1,4 @@
-"""Rows of a report: one run each, read from the records on disk."""
+"""Rows of a report: one run each, read from the records on disk; and how sentences name runs and numbers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ from distexp.system.files import printable
 
 @dataclass(frozen=True)
 class Row:
-    """One run with its settings and metrics.
-
-    Attributes:
-        label: Short name of the run, unique in the report.
-        settings: Values by short name.
-        metrics: Values by ``Metric.name``.
-        path: The record on disk; None if it was never read from there.
-    """
+    """One run with its settings and metrics by name; ``path`` is the record, if it was read from disk."""
 
     label: str
     record: RunRecord
@@ -56,12 +49,7 @@ def row_from_record(record: RunRecord, label: str, path: Path | None = None) -> 
 
 
 def rows_from_records(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> list[Row]:
-    """Return the rows of records in memory; their labels are their run numbers.
-
-    Args:
-        records: The records.
-        sweep_dir: Directory of their sweep; None: the rows have no path.
-    """
+    """Return the rows of records in memory, labeled by run number; without a directory they have no path."""
     return [
         row_from_record(record, number := str(record.run.number), sweep_dir and sweep_dir / number / RECORD)
         for record in records
@@ -69,11 +57,7 @@ def rows_from_records(records: Sequence[RunRecord], sweep_dir: Path | None = Non
 
 
 def load_rows(roots: Sequence[Path]) -> tuple[list[Row], list[str]]:
-    """Read all records below some directories. A record below two of them counts once.
-
-    Returns:
-        A row for each readable record, and a message for each other one.
-    """
+    """Return a row for each readable record below some directories, and a message for each other one."""
     rows: list[Row] = []
     skipped: list[str] = []
     paths = list(dict.fromkeys(Path(os.path.abspath(path)) for path in find_records(*roots)))
@@ -95,24 +79,16 @@ def run_labels(paths: Sequence[Path]) -> list[str]:
     sweeps = [str(path.parent.parent) for path in paths]
     if len(set(sweeps)) < 2:
         return [path.parent.name for path in paths]
-    short = _shorten(sorted(set(sweeps)))
-    return [f"{short[sweep]}/{path.parent.name}" for sweep, path in zip(sweeps, paths, strict=True)]
-
-
-def _shorten(folders: Sequence[str]) -> dict[str, str]:
-    """Return the shortest unique end of each path, without a common date."""
+    # Each folder has the shortest end that is unique, without a common date.
+    folders = sorted(set(sweeps))
     parts = [folder.split("/") for folder in folders]
     deepest = max(map(len, parts))
-    count = next(
-        n for n in range(1, deepest + 1) if len({tuple(path_parts[-n:]) for path_parts in parts}) == len(parts)
-    )
-    ends = ["/".join(path_parts[-count:]) for path_parts in parts]
+    count = next(n for n in range(1, deepest + 1) if len({tuple(names[-n:]) for names in parts}) == len(parts))
+    ends = ["/".join(names[-count:]) for names in parts]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(min(ends), max(ends), strict=False))
     cut = "".join(first for first, _ in same).rfind("_") + 1
-    return {folder: end[cut:] for folder, end in zip(folders, ends, strict=True)}
-
-
-# Helpers that format the sentences and labels of a report.
+    short = {folder: end[cut:] for folder, end in zip(folders, ends, strict=True)}
+    return [f"{short[sweep]}/{path.parent.name}" for sweep, path in zip(sweeps, paths, strict=True)]
 
 
 def name_runs(labels: Iterable[str], limit: int = 4) -> str:

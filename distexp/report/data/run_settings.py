@@ -1,10 +1,14 @@
-"""Settings of one run by their short names, and how they are written."""
+"""Settings of one run by their short names, how they are written, and its hardware and environment.
+
+Hardware and environment settings do not define a training, but repeats must share them. Nothing here lists the
+strategies: the config groups in ``conf/`` and the sections of ``Config`` define them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
@@ -24,6 +28,28 @@ NOT_A_SETTING = (
 """Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""
 
 MAX_LENGTH = 24  # characters of a value in a table or in a list of settings
+TRAINING_KEYS = frozenset({"nodes", "workers_per_node", "device"})
+SUBMISSION_KEYS = frozenset(
+    {"name", "_target_", "gpus_per_node", "timeout_min", "hang_timeout_min", "account", "qos", "reservation"}
+    | {"signal_delay_s", "requeue", "array_parallelism", "wait", "dry_run"}
+)
+"""Keys of ``cluster`` that no metric depends on: how a job is submitted, and how long it may run."""
+
+CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINING_KEYS - SUBMISSION_KEYS
+TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps", "micro_batch_search_s"})
+SECTIONS = frozenset({"measure", "preflight", "tracker"})
+GPU = "gpu"
+IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")
+"""Prefixes of environment variables that change nothing but the logs."""
+
+SEED = "seed"
+WORKERS = "workers"
+RENAMED = {
+    "cluster.workers_per_node": WORKERS,
+    "offload.enabled": "offload",
+    "offload.pin_memory": "offload",
+}
+"""Keys whose short name follows no rule."""
 
 
 def run_label(number: str, settings: str = "") -> str:
@@ -35,14 +61,15 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
     """Return the settings of a run by short name, then its environment settings.
 
     Options of another strategy are None, because they mean nothing in this run. A key that the record lacks, because
-    it was added later, has its default.
-
-    Raises:
-        KeyError: if a section is missing.
+    it was added later, has its default. Raise KeyError if a section is missing.
     """
     config = _with_defaults(record.config)
     foreign = strategy_sections() - {config["strategy"]["name"]}
-    found = {short_name(key): None if section in foreign else value for section, key, value in _training_keys(config)}
+    found: dict[str, Any] = {}
+    for key, value in flatten(config):
+        section, _, rest = key.partition(".")
+        if section not in NOT_A_SETTING and rest not in ("_target_", "keys") and not is_environment_key(key):
+            found[short_name(key)] = None if section in foreign else value
     if record.strategy is not None and config["strategy"]["name"] not in strategy_sections():
         found["strategy"] = record.strategy.label  # The main options of the others have columns.
     offload, cluster = config["offload"], config["cluster"]
@@ -55,7 +82,6 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the defaults of the keys that it lacks."""
     completed: dict[str, Any] = dict(config)
     for section, defaults in _defaults().items():
         present = completed.get(section)
@@ -66,7 +92,6 @@ def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _defaults() -> dict[str, dict[str, Any]]:
-    """Return the default of each key that has one, by section and name."""
     found: dict[str, dict[str, Any]] = {}
     for key, spec in schema_fields():
         section, _, name = key.rpartition(".")
@@ -75,14 +100,6 @@ def _defaults() -> dict[str, dict[str, Any]]:
         if default != UNKNOWN:
             found.setdefault(section, {})[name] = default if reference is None else reference
     return found
-
-
-def _training_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, key and value of what defines the training."""
-    for key, value in flatten(config):
-        section, _, rest = key.partition(".")
-        if section not in NOT_A_SETTING and rest not in ("_target_", "keys") and not is_environment_key(key):
-            yield section, key, value
 
 
 def world_size(record: RunRecord) -> int | None:
@@ -121,10 +138,7 @@ def value_key(value: Any) -> str:
 
 
 def format_setting(value: Any, limit: int | None = None) -> str:
-    """Return a value as it is typed.
-
-    It is cut on the left if longer than a limit, because paths differ at their end.
-    """
+    """Return a value as it is typed. If too long, it is cut on the left, because paths differ at their end."""
     if value is None:
         return "-"
     text = value if isinstance(value, str) else json.dumps(value, default=str).replace('"', "")
@@ -135,28 +149,6 @@ def format_settings(settings: Mapping[str, Any], names: Iterable[str]) -> str:
     """Return ``strategy=fsdp, offload=true`` without the settings that are None."""
     known = ((name, settings.get(name)) for name in names)
     return ", ".join(f"{name}={format_setting(value, MAX_LENGTH)}" for name, value in known if value is not None)
-
-
-# Hardware and environment settings.
-#
-# They do not define a training, but repeats must share them.
-
-
-TRAINING_KEYS = frozenset({"nodes", "workers_per_node", "device"})
-SUBMISSION_KEYS = frozenset(
-    {"name", "_target_", "gpus_per_node", "timeout_min", "hang_timeout_min", "account", "qos", "reservation"}
-    | {"signal_delay_s", "requeue", "array_parallelism", "wait", "dry_run"}
-)
-"""Keys of ``cluster`` that no metric depends on: how a job is submitted, and how long it may run."""
-
-CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINING_KEYS - SUBMISSION_KEYS
-TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps", "micro_batch_search_s"})
-SECTIONS = frozenset({"measure", "preflight", "tracker"})
-
-GPU = "gpu"
-
-IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")
-"""Prefixes of environment variables that change nothing but the logs."""
 
 
 def is_environment_key(key: str) -> bool:
@@ -173,10 +165,7 @@ def is_environment_setting(name: str) -> bool:
 
 
 def is_hardware(name: str) -> bool:
-    """Return whether a setting is the GPU or an environment variable.
-
-    A run that failed early may not know it.
-    """
+    """Return whether a setting is the GPU or an environment variable, which a run that failed early may not know."""
     return name == GPU or name.isupper()
 
 
@@ -190,34 +179,13 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def is_distinguishing(name: str, overridden: Collection[str]) -> bool:
-    """Return whether an environment setting may distinguish runs.
-
-    Hardware always does, a key only if a user set it.
-    """
+    """Return whether an environment setting may distinguish runs: hardware always, a key only if a user set it."""
     return is_hardware(name) or name in overridden or name.partition(".")[0] in overridden
 
 
 def knows_hardware(record: RunRecord) -> bool:
     """Return whether a run got far enough to record all of its hardware."""
     return record.status == "completed" or bool(record.environment and record.environment.gpu_name)
-
-
-# Short names of settings, such as ``seed`` for ``train.seed``.
-#
-# Nothing here lists the strategies. The config groups in ``conf/`` and the sections of ``Config`` define them.
-
-
-SEED = "seed"
-WORKERS = "workers"
-
-RENAMED = {
-    "cluster.workers_per_node": WORKERS,
-    "offload.enabled": "offload",
-    "offload.pin_memory": "offload",
-}
-"""Keys whose short name follows no rule."""
-
-HIDDEN_PREFIXES = ("cluster.environment.", "cluster.", "train.")
 
 
 @lru_cache(maxsize=4096)
@@ -234,7 +202,7 @@ def short_name(key: str) -> str:
         return section
     if leaf in config_groups():
         return leaf
-    prefix = next((prefix for prefix in HIDDEN_PREFIXES if key.startswith(prefix)), "")
+    prefix = next((prefix for prefix in ("cluster.environment.", "cluster.", "train.") if key.startswith(prefix)), "")
     return key.removeprefix(prefix)
 
 

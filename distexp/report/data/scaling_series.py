@@ -13,10 +13,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP
-from distexp.report.data.repeats import RunGroup, group_by_settings
+from distexp.report.data.repeats import RunGroup, collect, group_by_settings
 from distexp.report.data.run_settings import SEED, WORKERS, format_settings, is_strategy_option, usual_order
 from distexp.statistics.noise import Spread, is_within_noise
 
@@ -26,30 +26,22 @@ FORECAST = "forecast"
 """Kind of a series with one measured point, next to which forecasts are drawn."""
 
 MAX_TRUSTED_EFFICIENCY = 1.05  # efficiency; more than ideal shows that the baseline was slow
+TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A training of a series.
-
-    Attributes:
-        speed: Samples per second.
-        work: Samples times parameters; 1 if the number of samples is unknown and equal in all of the series.
-        samples: Samples that the training processes; None if unknown.
-        time: Time of that work, in seconds if the number of samples is known.
-        efficiency: Ideal time / real time.
-        speedup: Work per second relative to the baseline.
-    """
+    """A training of a series."""
 
     group: RunGroup
     workers: int
     nodes: int
-    speed: float
-    work: float
-    samples: float | None
-    time: float
-    efficiency: float
-    speedup: float
+    speed: float  # samples per second
+    work: float  # samples times parameters; 1 if the number of samples is unknown and equal in all of the series
+    samples: float | None  # that the training processes; None if unknown
+    time: float  # of that work, in seconds if the number of samples is known
+    efficiency: float  # ideal time / real time
+    speedup: float  # work per second relative to the baseline
 
     @property
     def relative_time(self) -> float:
@@ -59,19 +51,12 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class ScalingSeries:
-    """One configuration on different numbers of workers.
+    """One configuration on different numbers of workers."""
 
-    Attributes:
-        name: Settings that distinguish it from the other series; empty for a single series.
-        kind: ``strong`` (constant total work), ``weak`` (constant work per worker), ``mixed``, or ``forecast``.
-        scaled: What grows or shrinks with the workers: ``model``, ``data``, both, or nothing.
-        points: By number of workers.
-    """
-
-    name: str
-    kind: str
-    scaled: tuple[str, ...]
-    points: tuple[ScalingPoint, ...]
+    name: str  # settings that distinguish it from the other series; empty for a single series
+    kind: str  # strong (constant total work), weak (constant work per worker), mixed, or forecast
+    scaled: tuple[str, ...]  # what grows or shrinks with the workers: model, data, both, or nothing
+    points: tuple[ScalingPoint, ...]  # by number of workers
 
     @property
     def title(self) -> str:
@@ -121,18 +106,13 @@ class ScalingSeries:
 
 
 def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[ScalingSeries]:
-    """Return the series of configurations, the longest first.
-
-    Args:
-        groups: Groups of repeats.
-        varied: Names of the settings in which the groups differ.
-    """
+    """Return the series of configurations, the longest first."""
     measured = [group for group in groups if _is_measured(group)]
     names = _configuration_settings(measured, varied)
     several = [
         same_threads
         for members in group_by_settings(measured, names).values()
-        for same_threads in _by_threads(members)
+        for same_threads in collect(members, threads_per_worker).values()
         if _has_several_worlds(same_threads)
     ]
     return sorted((_make_series(members, names) for members in several), key=lambda series: -len(series.points))
@@ -152,17 +132,9 @@ def groups_without_baseline(groups: Sequence[RunGroup], varied: Sequence[str]) -
     found: list[RunGroup] = []
     for members in group_by_settings(measured, _configuration_settings(measured, varied)).values():
         if _has_several_worlds(members):
-            alone = [same_threads for same_threads in _by_threads(members) if not _has_several_worlds(same_threads)]
-            found += [group for same_threads in alone for group in same_threads]
+            by_threads = collect(members, threads_per_worker).values()
+            found += [group for alone in by_threads if not _has_several_worlds(alone) for group in alone]
     return found
-
-
-def _by_threads(groups: Sequence[RunGroup]) -> list[list[RunGroup]]:
-    """Split groups by their threads per worker; on GPUs these hardly matter."""
-    members: dict[Any, list[RunGroup]] = {}
-    for group in groups:
-        members.setdefault(threads_per_worker(group), []).append(group)
-    return list(members.values())
 
 
 def threads_per_worker(group: RunGroup) -> int | None:
@@ -189,23 +161,14 @@ def _is_measured(group: RunGroup) -> bool:
 
 
 def _configuration_settings(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[str]:
-    """Return the settings that distinguish configurations.
-
-    These are not the number of workers, nor the settings that are scaled with it.
-    """
+    """Return the settings that distinguish configurations: not the workers, nor what is scaled with them."""
     names = [name for name in varied if name not in (*WORLD, SEED)]
     choices = [name for name in names if name in usual_order()]
     return [name for name in names if name in choices or not _follows_world(groups, name, choices)]
 
 
 def _follows_world(groups: Sequence[RunGroup], name: str, choices: Sequence[str]) -> bool:
-    """Return whether workers and nodes decide a setting, as in weak scaling.
-
-    Args:
-        groups: The measured groups.
-        name: The setting.
-        choices: Settings that always make another configuration, even if each ran on one number of workers only.
-    """
+    """Return whether workers and nodes decide a setting, as in weak scaling. ``choices`` never follow."""
     values: dict[str, str] = {}
     for group in groups:
         key = json.dumps([world_of(group), *(group.setting(other) for other in choices)], default=str)
@@ -221,26 +184,15 @@ def _make_series(groups: Sequence[RunGroup], names: Sequence[str]) -> ScalingSer
 
 
 def _make_points(groups: Sequence[RunGroup]) -> tuple[ScalingPoint, ...]:
-    """Return a point for each group. The first group is the baseline."""
     works = works_of(groups)
-    times = [count / _speed(group) for group, count in zip(groups, sample_counts(groups), strict=True)]
+    speeds = [_speed(group) for group in groups]
+    times = [count / speed for count, speed in zip(sample_counts(groups), speeds, strict=True)]
     baseline_rate, fewest = works[0] / times[0], world_of(groups[0]).workers
     points = []
-    for group, work, time in zip(groups, works, times, strict=True):
+    for group, speed, work, time in zip(groups, speeds, works, times, strict=True):
         world, rate = world_of(group), work / time
-        efficiency = rate / world.workers * fewest / baseline_rate
-        point = ScalingPoint(
-            group=group,
-            workers=world.workers,
-            nodes=world.nodes,
-            speed=_speed(group),
-            work=work,
-            samples=samples_of(group),
-            time=time,
-            efficiency=efficiency,
-            speedup=rate / baseline_rate,
-        )
-        points.append(point)
+        efficiency, speedup = rate / world.workers * fewest / baseline_rate, rate / baseline_rate
+        points.append(ScalingPoint(group, *world, speed, work, samples_of(group), time, efficiency, speedup))
     return tuple(points)
 
 
@@ -262,12 +214,6 @@ def _scaled(points: Sequence[ScalingPoint]) -> tuple[str, ...]:
     samples = [point.samples or 0.0 for point in points]
     found = {"model": len(set(sizes)) > 1, "data": max(samples) > 0 and not is_constant(samples)}
     return tuple(name for name, differs in found.items() if differs)
-
-
-# Work of a training: how many samples it processes, with how many parameters.
-
-
-TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
 
 
 class World(NamedTuple):
@@ -304,23 +250,14 @@ def sample_counts(groups: Sequence[RunGroup]) -> list[float]:
 
 
 def samples_of(group: RunGroup) -> float | None:
-    """Return the samples that a training processes; None if unknown."""
-    return _packed_samples(group) if group.setting("dataset.packing") else _padded_samples(group)
-
-
-def _packed_samples(group: RunGroup) -> float | None:
-    """Return the samples of a training whose rows have several samples each; None if unknown."""
-    metrics, size = group.counted_rows[0].record.metrics, group.setting("dataset.train_size")
-    if not size or not metrics.total_steps or not metrics.steps_per_epoch:
-        return None
-    return float(size * metrics.total_steps / metrics.steps_per_epoch)
-
-
-def _padded_samples(group: RunGroup) -> float | None:
-    """Return the samples of a training with a sample in each row; None if unknown."""
+    """Return the samples that a training processes; None if unknown. A packed row has several samples."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "num_epochs", "dataset.train_size", "max_steps")
     micro, accumulation, epochs, size, max_steps = (group.setting(name) for name in names)
-    steps = group.counted_rows[0].record.metrics.total_steps or max_steps
+    metrics = group.counted_rows[0].record.metrics
+    if group.setting("dataset.packing"):
+        known = size and metrics.total_steps and metrics.steps_per_epoch
+        return float(size * metrics.total_steps / metrics.steps_per_epoch) if known else None
+    steps = metrics.total_steps or max_steps
     bounds = [size * epochs] if size and epochs else []
     if steps and accumulation and isinstance(micro, (int, float)):
         bounds.append(steps * micro * accumulation * world_of(group).workers)
@@ -332,17 +269,10 @@ def is_constant(values: Sequence[float]) -> bool:
     return max(values) - min(values) <= TOLERANCE * max(values)
 
 
-# Speedup: throughput relative to the baseline run.
-
-
 def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
-    """Fill in the speedups of the rows and return the baseline.
+    """Fill in the speedups of the rows and return the baseline; None if no two groups can be compared.
 
-    The baseline is the first completed group of a task that other groups have too. Rows of other tasks get no
-    speedup.
-
-    Returns:
-        None if no two groups can be compared.
+    The baseline is the first completed group of a task that other groups have too. Rows of other tasks get no speedup.
     """
     measured = [group for group in groups if group.completed and group.metric(SPEED)]
     tasks = Counter(group.task for group in measured)
@@ -352,9 +282,9 @@ def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
     baseline = comparable[0]
     speed = baseline.metric(SPEED)
     assert speed is not None
-    for group in comparable:
-        if group.task == baseline.task and speed.mean:
-            _fill_in(group, speed.mean)
+    for row in (row for group in comparable if group.task == baseline.task for row in group.counted_rows):
+        if speed.mean and (own := row.metrics[SPEED]) is not None:
+            row.metrics[SPEEDUP] = own / speed.mean
     return baseline
 
 
@@ -363,38 +293,17 @@ def exceeds_workers(group: RunGroup, baseline: RunGroup, varied: Sequence[str]) 
 
     On CPU, more threads per worker explain a speedup too. If it is larger, and all but the strategy and the workers is
     equal, something slowed the one worker down.
-
-    Args:
-        varied: Names of the settings in which the runs differ.
     """
     speed, slow = group.metric(SPEED), baseline.metric(SPEED)
-    if not _has_one_worker(baseline) or group.task != baseline.task or not (speed and slow and group.setting(WORKERS)):
+    strategy = baseline.rows[0].record.strategy
+    has_one_worker = strategy is not None and strategy.one_worker
+    if not has_one_worker or group.task != baseline.task or not (speed and slow and group.setting(WORKERS)):
         return False
-    if any(group.setting(name) != baseline.setting(name) for name in varied if not _is_of_strategy(name)):
+    of_strategy = ("strategy", THREADS, *WORLD)
+    others = [name for name in varied if name not in of_strategy and not is_strategy_option(name)]
+    if any(group.setting(name) != baseline.setting(name) for name in others):
         return False
-    ideal = _ideal_speedup(group, baseline)
+    threads = (threads_per_worker(group) or 1) / (threads_per_worker(baseline) or 1)
+    ideal = world_of(group).workers / world_of(baseline).workers * max(1.0, threads)
     per_worker = Spread(speed.mean / ideal, None, None if speed.noise is None else speed.noise / ideal)
     return per_worker.mean > MAX_TRUSTED_EFFICIENCY * slow.mean and not is_within_noise(per_worker, slow)
-
-
-def _has_one_worker(group: RunGroup) -> bool:
-    """Return whether the strategy of a group trains on one worker, without distribution."""
-    strategy = group.rows[0].record.strategy
-    return strategy is not None and strategy.one_worker
-
-
-def _ideal_speedup(group: RunGroup, baseline: RunGroup) -> float:
-    """Return the speedup of the larger number of workers and, on CPU, of threads. Fewer threads are not slower."""
-    threads = (threads_per_worker(group) or 1) / (threads_per_worker(baseline) or 1)
-    return world_of(group).workers / world_of(baseline).workers * max(1.0, threads)
-
-
-def _is_of_strategy(name: str) -> bool:
-    """Return whether a setting is the strategy, one of its options, or the number of workers or their threads."""
-    return name in ("strategy", THREADS, *WORLD) or is_strategy_option(name)
-
-
-def _fill_in(group: RunGroup, baseline_speed: float) -> None:
-    for row in group.counted_rows:
-        if (speed := row.metrics[SPEED]) is not None:
-            row.metrics[SPEEDUP] = speed / baseline_speed

@@ -1,4 +1,4 @@
-"""Parts of a training step, by rank, of the runs that were profiled."""
+"""Parts of a profiled training step by rank, and its lanes: what a rank does at which time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ STEP, HIDDEN, WAITING = "step_ms", "hidden_communication_ms", "waiting_ms"
 STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
 """Titles of the parts by their key in ``metrics.step_breakdown``."""
 
-TITLE = "Parts of the median profiled step (%)"
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."
 SLOWEST_NOTE = (
     "Each row shows the slowest rank (without its waiting). The column bottleneck uses the mean of all ranks."
@@ -28,15 +27,21 @@ MAX_ROWS = 32
 DIFFERENT = 0.05
 """Relative difference from which a profiled step differs from the median of the other steps."""
 
+LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}
+"""Titles of the lanes, in their order."""
+
+TITLES = {
+    "matmul": PARTS["matmul"], "other kernel": PARTS["other_kernels"], "waiting": PARTS["waiting"],
+    "data": PARTS["data_wait"],
+}  # fmt: skip
+"""Titles of labels that are parts of a step with another name."""
+
+MAX_SPANS = 2000  # of a lane; a run writes fewer
+
 
 @dataclass(frozen=True)
 class RankStep:
-    """The median profiled step of a rank.
-
-    Attributes:
-        parts: Milliseconds by key of ``STEP_PARTS``, without those that were not measured.
-        hidden_ms: Communication behind computation; None if unknown.
-    """
+    """The median profiled step of a rank: the measured parts by key of ``STEP_PARTS``, and hidden communication."""
 
     rank: int
     step_ms: float
@@ -128,21 +133,12 @@ def read_ranks(row: Row) -> Iterator[RankStep]:
             yield RankStep(int(rank), step, parts, number_of(entry, HIDDEN))
 
 
-ShownStep = tuple[ProfiledRun, RankStep]
-"""A row of the table."""
-
-
 @dataclass(frozen=True)
 class StepUnit:
-    """What the steps of some runs are divided by, so that a comparison is fair.
+    """What the steps of some runs are divided by, so that a comparison is fair."""
 
-    Attributes:
-        per_sample: Whether times are those of a sample, because the steps have different numbers of samples.
-        of_median: Whether times are scaled, so that a step is as long as the median of those without the profiler.
-    """
-
-    per_sample: bool
-    of_median: bool = False
+    per_sample: bool  # times of a sample, because the steps have different numbers of samples
+    of_median: bool = False  # times scaled, so that a step is as long as the median of those without the profiler
 
     @property
     def title(self) -> str:
@@ -175,32 +171,20 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
     labels["rank"] = [str(step.rank) for _, step in shown]
     more = f"{len(shown) - MAX_ROWS} more rows are in the records." if len(shown) > MAX_ROWS else ""
     note = " ".join(filter(None, (NOTE, SLOWEST_NOTE if len(runs) > 1 else "", more)))
-    columns = {**labels, **_time_columns(runs, shown), **_part_columns(shown)}
-    table = TextTable.from_columns(TITLE, columns, note, num_labels=len(labels))
-    return replace(table, rows=table.rows[:MAX_ROWS])
-
-
-def _time_columns(runs: Sequence[ProfiledRun], shown: Sequence[ShownStep]) -> dict[str, list[str]]:
-    """Return the durations of the steps; of other steps and of a sample only if they are needed."""
     unit = fair_unit(runs)
-    columns = {"step (ms)": [f"{step.step_ms:,.2f}" for _, step in shown]}
+    columns = {**labels, "step (ms)": [f"{step.step_ms:,.2f}" for _, step in shown]}
     if any(run.differs for run in runs):
-        columns["median of the other steps (ms)"] = [_time(run.median_ms) for run, _ in shown]
+        columns["median of the other steps (ms)"] = [
+            NOT_MEASURED if run.median_ms is None else f"{run.median_ms:,.2f}" for run, _ in shown
+        ]
     if unit.per_sample:
         columns[unit.title] = [f"{unit.convert(run, step.step_ms):,.3f}" for run, step in shown]
-    return columns
-
-
-def _part_columns(shown: Sequence[ShownStep]) -> dict[str, list[str]]:
-    """Return the parts of the steps in percent, and the bottleneck."""
-    columns = {title: [_percent(step.parts.get(name), step) for _, step in shown] for name, title in STEP_PARTS.items()}
+    for name, title in STEP_PARTS.items():
+        columns[title] = [_percent(step.parts.get(name), step) for _, step in shown]
     columns["hidden communication"] = [_percent(step.hidden_ms, step) for _, step in shown]
     columns["bottleneck"] = [_bottleneck(run) for run, _ in shown]
-    return columns
-
-
-def _time(milliseconds: float | None) -> str:
-    return NOT_MEASURED if milliseconds is None else f"{milliseconds:,.2f}"
+    table = TextTable.from_columns("Parts of the median profiled step (%)", columns, note, num_labels=len(labels))
+    return replace(table, rows=table.rows[:MAX_ROWS])
 
 
 def _percent(value: float | None, step: RankStep) -> str:
@@ -214,19 +198,6 @@ def _bottleneck(run: ProfiledRun) -> str:
     if name == ["compute"]:
         return "none: compute"
     return PARTS.get(name[0], name[0].replace("_", " ")) + ("" if share is None else f", {share:.0%}")
-
-
-# Lanes of one profiled step: what computation, communication and the CPU of each rank do at which time.
-
-
-LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}
-"""Titles of the lanes, in their order."""
-TITLES = {
-    "matmul": PARTS["matmul"], "other kernel": PARTS["other_kernels"], "waiting": PARTS["waiting"],
-    "data": PARTS["data_wait"],
-}  # fmt: skip
-"""Titles of labels that are parts of a step with another name."""
-MAX_SPANS = 2000  # of a lane; a run writes fewer
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,14 @@ from typing import Any
 
 from distexp.report.data.metrics import NOT_OFFLOADED
 from distexp.report.data.overview import Overview
-from distexp.report.data.repeats import RunGroup
+from distexp.report.data.repeats import RunGroup, collect
 from distexp.report.data.run_settings import format_settings
 from distexp.report.exercises.columns import Layout, Reasons, RowKey, format_row, load_layouts
 from distexp.tables.text_table import TextTable
+
+PRINTED = "printed in the workshop"
+MAX_SETTINGS = 4  # in the label of a row
+Groups = Sequence[RunGroup]
 
 
 def quiz_columns(overview: Overview) -> frozenset[str]:
@@ -36,13 +40,6 @@ def exercise_tables(overview: Overview) -> Iterator[TextTable]:
             yield fill_table(exercise, layout, overview, groups)
 
 
-# Fills the layout of a table with the runs of an exercise.
-
-
-PRINTED = "printed in the workshop"
-MAX_SETTINGS = 4  # in the label of a row
-
-
 @dataclass(frozen=True)
 class TableRow:
     """A row of a table: one label for each column of the header, and one cell for each column of the layout."""
@@ -61,11 +58,14 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
     for key, group in keyed:
         labels = layout.labels_of(key)
         if group is not None and counts[key] > 1:
-            labels = (labels[0] + _differing_settings(overview, group), *labels[1:])
+            settings = format_settings(group.settings, overview.varied[:MAX_SETTINGS])
+            labels = (labels[0] + f", {settings or f'run {group.label}'}", *labels[1:])
         rows.append(TableRow(labels, format_row(layout.columns, group, baseline, reasons)))
         if layout.printed and key == layout.keys[0]:
-            rows.append(_printed_row(layout))
-    note = " ".join(filter(None, [describe_scale(groups), *table_notes(layout, groups)]))
+            cells = tuple(layout.printed.get(column.title, "") for column in layout.columns)
+            rows.append(TableRow((PRINTED, *[""] * (len(layout.label) - 1)), cells))
+    notes = (COMPUTED[note](groups) if note in COMPUTED else note for note in layout.notes)
+    note = " ".join(filter(None, [describe_scale(groups), *notes]))
     build = _build_transposed if layout.transpose else _build
     table = build(f"{layout.title} ({exercise})", layout, rows)
     return replace(table, note=note, reasons=reasons.numbered())
@@ -73,27 +73,12 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
 
 def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKey, RunGroup | None]]:
     """Return the workshop's rows in their order, each with its groups, then the rows of all other groups."""
-    found: dict[RowKey, list[RunGroup]] = {}
-    for group in groups:
-        found.setdefault(layout.key_of(group), []).append(group)
+    found = collect(groups, layout.key_of)
     keys = [*layout.keys, *(key for key in found if key not in layout.keys)]
     if all(len(key) == 1 and isinstance(key[0], int) for key in keys):
         keys.sort()
-    assigned: list[tuple[RowKey, RunGroup | None]] = []
-    for key in keys:
-        assigned += [(key, group) for group in found.get(key, [None])]
-    return assigned
-
-
-def _differing_settings(overview: Overview, group: RunGroup) -> str:
-    settings = format_settings(group.settings, overview.varied[:MAX_SETTINGS])
-    return f", {settings or f'run {group.label}'}"
-
-
-def _printed_row(layout: Layout) -> TableRow:
-    """Return the row of the numbers that the workshop printed."""
-    labels = (PRINTED, *[""] * (len(layout.label) - 1))
-    return TableRow(labels, tuple(layout.printed.get(column.title, "") for column in layout.columns))
+    no_run: list[RunGroup | None] = [None]
+    return [(key, group) for key in keys for group in found.get(key, no_run)]
 
 
 def _build(title: str, layout: Layout, rows: Sequence[TableRow]) -> TextTable:
@@ -111,19 +96,6 @@ def _build_transposed(title: str, layout: Layout, rows: Sequence[TableRow]) -> T
     return TextTable(title, (*corner, *(row.labels[0] for row in rows)), texts, num_labels=len(corner))
 
 
-# Notes below the workshop's tables that are computed from the runs.
-
-
-OVERALL_SPEED = "train_samples_per_second_overall"
-Groups = Sequence[RunGroup]
-
-
-def table_notes(layout: Layout, groups: Groups) -> Iterator[str]:
-    """Yield the notes of a layout: computed ones by name, others as they are."""
-    for note in layout.notes:
-        yield COMPUTED[note](groups) if note in COMPUTED else note
-
-
 def describe_scale(groups: Groups) -> str:
     """Warn if the runs were made small with ``scale``."""
     scales = {(group.rows[0].record.config.get("scale") or {}).get("name", "full") for group in groups}
@@ -135,7 +107,7 @@ def describe_scale(groups: Groups) -> str:
 
 def _speed_with_evaluation(groups: Groups) -> str:
     """Return the speed as the Trainer computes it, with evaluation time."""
-    speed = groups[0].metric(OVERALL_SPEED)
+    speed = groups[0].metric("train_samples_per_second_overall")
     if speed is None or not groups[0].completed:
         return ""
     return f"The workshop's samples/s include evaluation time. With it, this run has {speed.mean:,.2f} samples/s."
@@ -152,29 +124,17 @@ def _lowest_memory_by_model(groups: Groups) -> str:
 
     Without a GPU these are the parts of a worker's memory that are not offloaded.
     """
-    if best := _lowest_by_model(groups, "gpu_peak_mib"):
-        found = [f"stage {lowest.zero_stage} on {model} ({lowest.mib:,.0f} MiB)" for model, lowest in best.items()]
-        return f"Lowest peak GPU memory: {', '.join(found)}."
-    if best := _lowest_by_model(groups, NOT_OFFLOADED):
-        found = [f"stage {lowest.zero_stage} on {model} ({lowest.mib:,.3f} MiB)" for model, lowest in best.items()]
-        return f"Lowest memory that a GPU would hold: {', '.join(found)}."
+    names = {"gpu_peak_mib": "peak GPU memory", NOT_OFFLOADED: "memory that a GPU would hold"}
+    for metric, digits in (("gpu_peak_mib", 0), (NOT_OFFLOADED, 3)):
+        best: dict[str, tuple[float, Any]] = {}
+        for group in groups:
+            size, model = group.metric(metric), str(group.setting("model"))
+            if group.completed and size and (model not in best or size.mean < best[model][0]):
+                best[model] = (size.mean, group.setting("zero_stage"))
+        if best:
+            found = [f"stage {stage} on {model} ({mib:,.{digits}f} MiB)" for model, (mib, stage) in best.items()]
+            return f"Lowest {names[metric]}: {', '.join(found)}."
     return ""
-
-
-@dataclass(frozen=True)
-class _LowestMemory:
-    mib: float
-    zero_stage: Any
-
-
-def _lowest_by_model(groups: Groups, metric: str) -> dict[str, _LowestMemory]:
-    """Return the lowest value of a memory metric for each model, with its ZeRO stage."""
-    best: dict[str, _LowestMemory] = {}
-    for group in groups:
-        size, model = group.metric(metric), str(group.setting("model"))
-        if group.completed and size and (model not in best or size.mean < best[model].mib):
-            best[model] = _LowestMemory(size.mean, group.setting("zero_stage"))
-    return best
 
 
 COMPUTED: dict[str, Callable[[Groups], str]] = {

@@ -1,4 +1,4 @@
-"""Columns of the workshop's tables: a metric or a setting, and the text of its cells."""
+"""Layouts of the workshop's tables from ``workshop.yaml``, and the text of the cells of their columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.run_settings import format_setting
 from distexp.system.units import MIN_GB
 
-PARAMETERS = "parameters"
 UNITS = {
     "": 1.0,
     "GB": 2**20 / 1e9,
@@ -35,6 +34,9 @@ SMALLER_UNITS = {"GB": ("MB", 1e3), "GiB": ("MiB", 1024.0)}
 
 MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
 """Ends of the names of metrics that a failed run has too."""
+
+RowKey = tuple[Any, ...]
+"""Values of the settings that identify a row."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +71,18 @@ class ExerciseColumn:
         """Return whether runs on CPUs have no value."""
         return self.gpu_0 or self.metric.startswith(("gpu_", "torch_", "predict"))
 
-    @property
-    def survives_failure(self) -> bool:
-        """Return whether failed runs have a value."""
-        return not self.relative and self.metric.endswith(MEASURED_UNTIL_FAILURE)
-
     def _values(self, group: RunGroup) -> list[float]:
-        if self.metric == PARAMETERS:
-            values = _parameters(group)
+        if self.metric == "parameters":
+            values = [float(row.record.built.parameters) for row in group.counted_rows if row.record.built][:1]
         elif self.gpu_0:
             values = _first_gpu(group, self.metric)
         elif self.epoch is not None:
-            values = _after_epoch(group, self.metric, self.epoch)
+            position = self.epoch - 1 if self.epoch > 0 else self.epoch  # counted from 1; -1 is the last one
+            lists = [getattr(row.record.metrics, self.metric) for row in group.counted_rows]
+            values = [by_epoch[position] for by_epoch in lists if len(by_epoch) >= abs(self.epoch)]
         else:
             values = group.values(self.metric)
         return [value * UNITS[self.unit] for value in values]
-
-
-def _parameters(group: RunGroup) -> list[float]:
-    """Return the number of parameters, once: it is the same for all repeats."""
-    return [float(row.record.built.parameters) for row in group.counted_rows if row.record.built][:1]
 
 
 def _first_gpu(group: RunGroup, key: str) -> list[float]:
@@ -101,12 +95,6 @@ def _first_gpu(group: RunGroup, key: str) -> list[float]:
     ]
     values = [min(entries, key=itemgetter("index")).get(key) for entries in of_runs if entries]
     return [value for value in values if value is not None]
-
-
-def _after_epoch(group: RunGroup, metric: str, epoch: int) -> list[float]:
-    """Return a metric after an epoch, counted from 1; -1 is the last one."""
-    lists = [getattr(row.record.metrics, metric) for row in group.counted_rows]
-    return [values[epoch - 1 if epoch > 0 else epoch] for values in lists if len(values) >= abs(epoch)]
 
 
 @dataclass(frozen=True)
@@ -150,25 +138,18 @@ def _format_cell(column: ExerciseColumn, group: RunGroup, baseline: RunGroup | N
 
 def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:
     """Return the value that was measured until the failure, with the status; empty if there is none."""
-    values = column.read(group, None) if column.survives_failure else []
+    is_measured = not column.relative and column.metric.endswith(MEASURED_UNTIL_FAILURE)
+    values = column.read(group, None) if is_measured else []
     return f"{_format_values(column, values)} ({group.status})" if values else ""
 
 
 def _format_values(column: ExerciseColumn, values: Sequence[float]) -> str:
-    """Return the mean, and the sample standard deviation of several values."""
     digits, suffix = column.digits, column.suffix
     if column.unit in SMALLER_UNITS and statistics.fmean(values) < MIN_GB:
         unit, factor = SMALLER_UNITS[column.unit]
         values, digits, suffix = [value * factor for value in values], 1, f" {unit}"
     text = f"{statistics.fmean(values):,.{digits}f}{suffix}"
     return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):,.{digits}f}{suffix}"
-
-
-# Layouts of the workshop's tables, read from ``workshop.yaml``.
-
-
-RowKey = tuple[Any, ...]
-"""Values of the settings that identify a row."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +199,6 @@ def load_layouts() -> dict[str, Layout]:
 
 
 def _flatten(columns: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of a list with nested lists."""
     for column in columns:
         if isinstance(column, list):
             yield from _flatten(column)

@@ -1,4 +1,7 @@
-"""A figure with its panels, and the PNG and SVG files of figures."""
+"""A figure with its panels, its PNG and SVG files, and the colors of all charts.
+
+Charts name their colors as CSS variables. The page defines them for light and dark mode; files get the light palette.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,10 @@ VEGALITE = "6.4"  # version that altair writes and vl_convert draws
 SINGLE_WIDTH = 640  # pixels of the only panel in a file
 PANEL_WIDTH = 460  # pixels of one of several panels in a file
 PNG_SCALE = 2.0
+PHASES = ("search", "setup", "warmup", "train", "profile", "eval", "save")
+MAX_COLORS = 8  # of one legend
+Rows = list[dict[str, Any]]
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
 
 
 @dataclass(frozen=True)
@@ -113,12 +120,6 @@ def render_files(figures: Sequence[Figure], directory: Path) -> Iterator[tuple[P
         yield directory / f"{figure.name}.svg", vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE).encode()
 
 
-# Colors and styles of all charts.
-#
-# Charts name their colors as CSS variables. The page defines the variables for light and dark mode; files get the
-# light palette.
-
-
 LIGHT = {
     "page": "#f6f7f9", "card": "#ffffff", "ink": "#1b2430", "muted": "#5b6675", "grid": "#e6e9ee", "line": "#d3d8e0",
     "accent": "#2f5fd0", "good": "#14804a", "bad": "#c62f2f", "warn": "#946200",
@@ -136,14 +137,16 @@ DARK = {
     "phase-profile": "#ee82b8", "phase-save": "#c78adb", "phase-search": "#57c0cf",
 }  # fmt: skip
 
-PHASES = ("search", "setup", "warmup", "train", "profile", "eval", "save")
-MAX_COLORS = 8  # of one legend
-FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
-
 
 def color(name: str) -> str:
     """Return the CSS variable of a color of the palettes."""
     return f"var(--{name})"
+
+
+def color_by(channel: str, colors: Mapping[str, str]) -> alt.Color:
+    """Return the color of a field, given the palette's color of each value, with a legend in four columns."""
+    scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
+    return alt.Color(channel, scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
 
 
 def chart_config() -> dict[str, Any]:

@@ -16,15 +16,18 @@ LONGEST_LINE = 28
 """Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line."""
 
 LINE_HEIGHT = 14  # pixels of a line of a label
+CHART_WIDTHS = (220, 420, 800, 100_000)
+"""Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one."""
+
+LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
+MARK = 6.0  # pixels from the center of a mark to its border, at most
+Row = dict[str, Any]
+Range = tuple[float, float]
+"""Lowest and highest value of an axis."""
 
 
 def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:
-    """Return the axis of the labels of bars.
-
-    Args:
-        names: The labels.
-        text: Vega expression of a label.
-    """
+    """Return the axis of the labels of bars; ``text`` is the Vega expression of a label."""
     broken = f"replace({text}, ' (', ', (')" if _breaks_settings(names) else text
     offset = -LINE_HEIGHT * (_most_lines(names) - 1) / 2
     return alt.Axis(
@@ -46,27 +49,9 @@ def _breaks_settings(names: Sequence[str]) -> bool:
     return any(" (" in name and len(name.split(", ")[0]) > LONGEST_LINE for name in names)
 
 
-# Places of the labels of a scatter chart, so that they hide neither marks nor each other.
-
-
-CHART_WIDTHS = (220, 420, 800, 100_000)
-"""Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one."""
-LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
-MARK = 6.0  # pixels from the center of a mark to its border, at most
-
-Row = dict[str, Any]
-Range = tuple[float, float]
-"""Lowest and highest value of an axis."""
-
-
 @dataclass(frozen=True)
 class Frame:
-    """The axes of a chart, and its size in pixels.
-
-    Attributes:
-        x: Range of the field ``cost``.
-        y: Range of the field ``speed``.
-    """
+    """The ranges of the fields ``cost`` and ``speed`` of a chart, and its size in pixels."""
 
     x: Range
     y: Range
@@ -80,7 +65,6 @@ class Frame:
 
 
 def _fraction(value: float, ends: Range) -> float:
-    """Return the position of a value in a range, from 0 to 1."""
     low, high = ends
     return (value - low) / (high - low)
 
@@ -124,11 +108,7 @@ def place_labels(
 ) -> dict[Place, list[Row]]:
     """Return the rows of the labels by their place. A label without room at a width has no row for it.
 
-    Args:
-        points: Rows with ``run``, ``cost`` and ``speed``. The first ones get a label first.
-        marks: Rows of other marks that labels must not hide.
-        steps: Rows of each line with horizontal and vertical steps, which labels avoid if they can.
-        frame: Axes and height of the chart. The width is that of the page.
+    The first points get a label first. Labels never hide other marks, and avoid lines with steps if they can.
     """
     placed: dict[Place, list[Row]] = {place: [] for place in PLACES}
     for low, high in pairwise(CHART_WIDTHS):
@@ -148,7 +128,6 @@ def is_shown() -> Any:
 def _places_in(
     frame: Frame, points: Sequence[Row], marks: Sequence[Row], lines: Sequence[Box]
 ) -> Iterator[tuple[Row, Place]]:
-    """Yield the points that have room for a label, and its place."""
     centers = [frame.pixels(row) for row in (*points, *marks)]
     taken = [Box(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in centers]
     for point, (x, y) in zip(points, centers, strict=False):

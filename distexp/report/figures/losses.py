@@ -1,4 +1,4 @@
-"""Training losses over the steps, evaluation losses, and whether runs trained the same model."""
+"""Training losses over the steps, evaluation losses, and their differences to a baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import altair as alt
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import name_runs
-from distexp.report.figures.base import Figure, LegendEntry, Panel, color, describe_selection, inline_data
+from distexp.report.figures.base import Figure, LegendEntry, Panel, Rows, color, describe_selection, inline_data
 from distexp.report.same_training import (
     LossCurve,
     Losses,
@@ -21,6 +21,14 @@ from distexp.report.same_training import (
     relative_differences,
 )
 from distexp.report.traces import MAX_TRACES, RunTrace
+
+TRAINING, OTHERS, EVALUATION = "training loss", "training loss of the other runs", "evaluation loss"
+ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)
+COLORS = {TRAINING: "c1", OTHERS: "line", EVALUATION: "c2"}
+SINGLE_HEIGHT = 320
+PANEL_HEIGHT = 150
+WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
+"""Vega expression of a label. Between two steps that are close, Vega places ticks in spite of ``tickMinStep``."""
 
 
 def build_losses(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -59,19 +67,6 @@ def _difference_figure(
     )  # fmt: skip
 
 
-# Charts of losses: all curves in one, one panel per run, or differences to a baseline.
-
-
-TRAINING, OTHERS, EVALUATION = "training loss", "training loss of the other runs", "evaluation loss"
-ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)
-COLORS = {TRAINING: "c1", OTHERS: "line", EVALUATION: "c2"}
-SINGLE_HEIGHT = 320
-PANEL_HEIGHT = 150
-WHOLE_STEPS = "datum.value % 1 ? '' : format(datum.value, ',d')"
-"""Vega expression of a label. Between two steps that are close, Vega places ticks in spite of ``tickMinStep``."""
-Rows = list[dict[str, Any]]
-
-
 def panel_legend(curves: Sequence[LossCurve], *, others: bool) -> tuple[LegendEntry, ...]:
     """Return the legend of panels with one run each; ``others`` are the gray curves behind it."""
     lines = [LegendEntry(kind, COLORS[kind], "line") for kind in (BOTH if others else ONE)]
@@ -82,9 +77,12 @@ def panel_legend(curves: Sequence[LossCurve], *, others: bool) -> tuple[LegendEn
 def draw_together(curves: Sequence[LossCurve]) -> alt.LayerChart:
     """Draw a line per run, and a ring per evaluation. A click on the legend highlights a run."""
     picked = alt.selection_point(fields=["run"], bind="legend")
+    names = [curve.name for curve in curves]
+    style = {"symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": alt.ExprRef("width")}
+    legend = alt.Legend(title=None, columns=1, **style) if len(names) > 1 else None
     encoding = {
         **_axes(curves),
-        "color": _run_color(curves),
+        "color": alt.Color("run:N", scale=alt.Scale(domain=names), legend=legend),
         "opacity": alt.condition(picked, alt.value(0.95), alt.value(0.12)),
     }
     rows = [row for curve in curves for row in _rows(curve, curve.training)]
@@ -143,7 +141,6 @@ def _percent_rows(run: str, differences: Losses) -> Rows:
 
 
 def _draw_run(curve: LossCurve, curves: Sequence[LossCurve], kinds: Sequence[str]) -> Iterator[alt.Chart]:
-    """Yield the line and the rings of one run, on the axes of all."""
     yield _lines(_rows(curve, curve.training), TRAINING, kinds).encode(**_axes(curves))
     if curve.evaluation:
         yield _rings(_rows(curve, curve.evaluation)).encode(**_axes(curves), shape=_ring_shape())
@@ -177,12 +174,4 @@ def _rings(rows: Rows) -> alt.Chart:
 
 
 def _ring_shape() -> alt.Shape:
-    """Return the encoding that puts the rings into the legend."""
     return alt.Shape("kind:N", scale=alt.Scale(domain=[EVALUATION], range=["circle"]), legend=alt.Legend(title=None))
-
-
-def _run_color(curves: Sequence[LossCurve]) -> alt.Color:
-    names = [curve.name for curve in curves]
-    style = {"symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": alt.ExprRef("width")}
-    legend = alt.Legend(title=None, columns=1, **style) if len(names) > 1 else None
-    return alt.Color("run:N", scale=alt.Scale(domain=names), legend=legend)

@@ -30,6 +30,7 @@ from distexp.report.figures.base import (
     LegendEntry,
     Panel,
     color,
+    color_by,
     describe_selection,
     inline_data,
 )
@@ -43,6 +44,20 @@ MAX_BARS = 24
 BAR_HEIGHT = 26  # pixels
 COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}
 """Colors of the parts by title."""
+
+MAX_PEAK_BARS = 16  # each with a predicted one
+PEAK_BAR_HEIGHT = 24  # pixels
+PREDICTED_OPACITY = 0.55
+PEAK_COLORS = {title: f"c{n}" if n <= MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
+PEAK_COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
+PREDICTED_HEIGHT = 190  # pixels
+PREDICTED_CAPTION = (
+    "One worker, from the start to the end of a step. Dashed lines: a new phase. Height: memory of each part."
+)
+UNEVEN = 1.1  # ratio of two nodes' peaks
+SEARCH, PROFILE = "search", "profile"
+DEVICES = {"gpu": "GPU", "cpu": "CPU"}
+MEMORY_LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
 
 
 def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -65,26 +80,14 @@ def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
         for label, group in zip(labels, groups, strict=True)
         for order, (name, title) in enumerate(PARTS.items()) if (value := group.metric(name))
     ]  # fmt: skip
-    scale = alt.Scale(domain=list(COLORS), range=list(map(color, COLORS.values())))
-    legend = alt.Legend(title=None, direction="horizontal", columns=4)
     names = list(dict.fromkeys(row["run"] for row in rows))
     bars = alt.Chart(inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("run:N", sort=names, title=None, axis=label_axis(names)),
-        color=alt.Color("part:N", scale=scale, legend=legend), order="order:Q",
+        color=color_by("part:N", COLORS), order="order:Q",
         tooltip=["run:N", "settings:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.3f")],
     )  # fmt: skip
     return alt.layer(bars).properties(height=bar_height(names, BAR_HEIGHT) * len(names))
-
-
-# GPU memory at the peak of a step by part: a measured bar per training, and the predicted one below it.
-
-
-MAX_PEAK_BARS = 16  # each with a predicted one
-PEAK_BAR_HEIGHT = 24  # pixels
-PREDICTED_OPACITY = 0.55
-PEAK_COLORS = {title: f"c{n}" if n <= MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
-PEAK_COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
 
 
 def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -119,12 +122,11 @@ def _draw_peak_parts(overview: Overview, shown: Sequence[GroupPeaks], titles: Se
         for row in _rows(overview, run, peak, label)
     ]  # fmt: skip
     bars = list(dict.fromkeys(row["bar"] for row in rows))
-    scale = alt.Scale(domain=list(titles), range=[color(PEAK_COLORS[title]) for title in titles])
     axis = label_axis(labels, "split(datum.label, '|')[1]")
     parts = alt.Chart(inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("bar:N", sort=bars, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15)),
-        color=alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4)),
+        color=color_by("part:N", {title: PEAK_COLORS[title] for title in titles}),
         opacity=alt.condition("datum.kind === 'predicted'", alt.value(PREDICTED_OPACITY), alt.value(1)),
         order="order:Q",
         tooltip=["run:N", "settings:N", "kind:N", "phase:N", "part:N",
@@ -143,13 +145,6 @@ def _rows(overview: Overview, peaks: GroupPeaks, peak: Peak, label: str) -> Iter
             }  # fmt: skip
 
 
-# Predicted memory through one training step: a panel per run, with its parts stacked, and the table of errors.
-
-
-HEIGHT = 190  # pixels
-CAPTION = "One worker, from the start to the end of a step. Dashed lines: a new phase. Height: memory of each part."
-
-
 def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no run was predicted."""
     table = build_predictions_table(overview)
@@ -158,7 +153,7 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
     drawn = [trace for trace in traces if trace.predicted]
     parts = list(dict.fromkeys(part for trace in drawn for part in _parts(trace.predicted)))
     panels = tuple(Panel(trace.name, _draw_prediction(trace.predicted, parts)) for trace in drawn)
-    caption = f"{CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
+    caption = f"{PREDICTED_CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
     legend = tuple(LegendEntry(_prediction_title(part), _shade(part), "bar") for part in parts)
     return Figure(
         "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,), legend=legend
@@ -166,12 +161,10 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
 
 
 def _shade(part: str) -> str:
-    """Return the color of a part, as in the figure of the peak."""
     return PEAK_COLORS.get(TITLES.get(f"{part}_mib", ""), "muted")
 
 
 def _parts(curve: Curve) -> list[str]:
-    """Return the parts that are not always 0."""
     return [name for name, values in curve.items() if name != PHASE and any(values)]
 
 
@@ -186,31 +179,18 @@ def _draw_prediction(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
          "mib": curve[part][n]}
         for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(parts) if part in curve
     ]  # fmt: skip
-    scale = alt.Scale(domain=list(map(_prediction_title, parts)), range=[color(_shade(part)) for part in parts])
     x = alt.X("position:Q", title="part of the step (%)", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(grid=False))
     areas = alt.Chart(inline_data(rows)).mark_area(opacity=0.85).encode(
         x=x, y=alt.Y("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=5)), order="order:Q",
-        color=alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4)),
+        color=color_by("part:N", {_prediction_title(part): _shade(part) for part in parts}),
         tooltip=["phase:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
     )  # fmt: skip
-    lines = alt.Chart(inline_data(list(_changes(curve, last)))).mark_rule(strokeDash=[4, 3], color=color("muted"))
-    return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=HEIGHT)
-
-
-def _changes(curve: Curve, last: int) -> Iterator[dict[str, Any]]:
-    """Yield the positions at which a phase starts."""
-    for number, (before, after) in enumerate(pairwise(curve[PHASE]), start=1):
-        if before != after:
-            yield {"position": round(100 * number / last, 2), "phase": after}
-
-
-# GPU and CPU memory over time: one panel per run, one line per node, the phases as shaded areas.
-
-
-UNEVEN = 1.1  # ratio of two nodes' peaks
-SEARCH, PROFILE = "search", "profile"
-DEVICES = {"gpu": "GPU", "cpu": "CPU"}
-LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
+    changes: list[dict[str, Any]] = [
+        {"position": round(100 * n / last, 2), "phase": after}
+        for n, (before, after) in enumerate(pairwise(curve[PHASE]), start=1) if before != after
+    ]  # fmt: skip
+    lines = alt.Chart(inline_data(changes)).mark_rule(strokeDash=[4, 3], color=color("muted"))
+    return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=PREDICTED_HEIGHT)
 
 
 def build_gpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -234,16 +214,14 @@ def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure 
     highest = max(mib for trace in sampled for curve in trace.curves(kind) for _, mib in curve.points)
     panels = tuple(Panel(_memory_title(trace), _draw_memory(trace, kind, highest, nodes, phases)) for trace in sampled)
     shades = " Shades: phases of the run. White: its processes start or end." if phases else ""
-    caption = f"Line: {LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
+    caption = f"Line: {MEMORY_LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
     sentences = (*_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
     title = f"{DEVICES[kind]} memory over time"
-    return Figure(f"{kind}_memory", title, panels, caption, sentences, legend=_legend(nodes, phases))
-
-
-def _legend(nodes: Sequence[int], phases: Sequence[str]) -> tuple[LegendEntry, ...]:
     lines = [LegendEntry(f"node {node}", f"c{n % MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
     areas = [LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
-    return (*(lines if len(lines) > 1 else ()), *areas)
+    return Figure(
+        f"{kind}_memory", title, panels, caption, sentences, legend=(*(lines if len(lines) > 1 else ()), *areas)
+    )
 
 
 def _memory_title(trace: RunTrace) -> str:

@@ -1,4 +1,4 @@
-"""Scaling with the number of workers: speedup or time, and efficiency, next to the ideal."""
+"""Scaling with the number of workers: measured and forecast, next to the ideal, and tables of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import altair as alt
 from distexp.report.data.forecasts import ForecastCurve, build_forecast_table, find_curves, find_forecasts
 from distexp.report.data.metrics import COMMUNICATION, EXPOSED, MEMORIES, SPEED
 from distexp.report.data.overview import Overview, memory_metric
-from distexp.report.data.scaling_series import FORECAST, ScalingPoint, ScalingSeries
-from distexp.report.figures.base import MAX_COLORS, Figure, Panel, color, inline_data
+from distexp.report.data.scaling_series import FORECAST, ScalingPoint, ScalingSeries, parameters_of
+from distexp.report.figures.base import MAX_COLORS, Figure, Panel, Rows, color, inline_data
 from distexp.report.traces import RunTrace
 from distexp.statistics.noise import is_within_noise
 from distexp.tables.text_table import TextTable
@@ -20,7 +20,10 @@ from distexp.tables.text_table import TextTable
 KINDS = ("strong", "weak", "mixed", FORECAST)
 NOT_CONSTANT = "neither the total work nor the work per worker is constant"
 MAX_SENTENCES = 6
-Rows = list[dict[str, Any]]
+OPACITY = 0.18
+MAX_ROWS = 40
+SHAPE = "nodes x workers per node"
+Read = Callable[[ScalingSeries, ScalingPoint], str]
 
 
 def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -53,7 +56,6 @@ def _caption(overview: Overview, *, has_forecasts: bool) -> str:
 
 
 def _describe(series: ScalingSeries) -> Iterator[str]:
-    """Compare the most workers with the fewest."""
     first, last = series.baseline, series.points[-1]
     ratio = last.workers / first.workers
     name = f" ({series.name})" if series.name else ""
@@ -71,7 +73,6 @@ def _describe(series: ScalingSeries) -> Iterator[str]:
 
 
 def _are_equal(one: ScalingPoint, other: ScalingPoint) -> bool:
-    """Return whether two speeds are equal within the noise."""
     speed, other_speed = one.group.metric(SPEED), other.group.metric(SPEED)
     return bool(speed and other_speed and is_within_noise(speed, other_speed))
 
@@ -101,16 +102,11 @@ def _panels(series: Sequence[ScalingSeries], curves: Sequence[ForecastCurve]) ->
 def _rows(series: ScalingSeries) -> Rows:
     """Return the data of a series, with separate lines for one node and for several if both ran equal workers."""
     split = any(True for _ in series.node_pairs())
-    rows = [_row(series, point, _line(point, split=split)) for point in series.points]
+    lines = ["all" if not split else "several nodes" if point.nodes > 1 else "one node" for point in series.points]
+    rows = [_row(series, point, line) for point, line in zip(series.points, lines, strict=True)]
     if split and series.baseline.nodes == 1:  # both lines start at the baseline
         rows.insert(0, _row(series, series.baseline, "several nodes"))
     return rows
-
-
-def _line(point: ScalingPoint, *, split: bool) -> str:
-    if not split:
-        return "all"
-    return "several nodes" if point.nodes > 1 else "one node"
 
 
 def _row(series: ScalingSeries, point: ScalingPoint, line: str) -> dict[str, Any]:
@@ -136,7 +132,6 @@ def _draw(rows: Rows, forecasts: Rows, y: alt.Y, workers: Sequence[int], ideal: 
 
 
 def _styles(rows: Rows) -> dict[str, Any]:
-    """Return the encodings of color (series) and dash (one node or several)."""
     names = list(dict.fromkeys(row["series"] for row in rows))
     lines = sorted({row["line"] for row in rows})
     dashes = [[1, 0], [3, 3]] if "several nodes" in lines else [[1, 0]]
@@ -155,12 +150,6 @@ def _tooltip() -> list[Any]:
         "run:N", "series:N", "workers:Q", "nodes:Q", alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
         alt.Tooltip("speedup:Q", format=".2f"), alt.Tooltip("efficiency:Q", title="efficiency %", format=".1f"),
     ]  # fmt: skip
-
-
-# Forecasts in the scaling figure: a dashed line with rings, and a band for the interval.
-
-
-OPACITY = 0.18
 
 
 def forecast_rows(curve: ForecastCurve) -> list[dict[str, Any]]:
@@ -185,20 +174,16 @@ def forecast_rows(curve: ForecastCurve) -> list[dict[str, Any]]:
 
 
 def draw_forecasts(rows: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """Return the layers of the forecasts; none without forecasts.
-
-    Args:
-        rows: Data of all curves.
-        x: Axis of the workers.
-        y: Axis of the metric.
-    """
+    """Return the layers of the forecasts on the axes of a panel; none without forecasts."""
     if not rows:
         return []
     metric = str(y.to_dict()["field"])
     title = y.to_dict()["title"]
     names = list(dict.fromkeys(row["series"] for row in rows))
     colors = alt.Color("series:N", legend=None) if len(names) < 2 else alt.Color("series:N")
-    base = alt.Chart(inline_data(list(rows))).encode(x=x, tooltip=_forecast_tooltip(metric))
+    ends = [alt.Tooltip(f"{metric}{end}:Q", format=".2f") for end in ("", "_low", "_high")]
+    tooltip = ["run:N", "series:N", "workers:Q", "nodes:Q", alt.Tooltip("speed:Q", title="samples/s", format=",.1f")]
+    base = alt.Chart(inline_data(list(rows))).encode(x=x, tooltip=[*tooltip, *ends])
     low, high = alt.Y(f"{metric}_low:Q", title=title), alt.Y2(f"{metric}_high")
     value = base.encode(y=alt.Y(f"{metric}:Q", title=title), color=colors)
     return [
@@ -206,27 +191,6 @@ def draw_forecasts(rows: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[a
         value.mark_line(strokeDash=[5, 4]),
         value.mark_point(filled=False, size=55),
     ]
-
-
-def _forecast_tooltip(metric: str) -> list[Any]:
-    ends = [alt.Tooltip(f"{metric}{end}:Q", format=".2f") for end in ("", "_low", "_high")]
-    return [
-        "run:N",
-        "series:N",
-        "workers:Q",
-        "nodes:Q",
-        alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
-        *ends,
-    ]
-
-
-# Tables of the scaling figure: work and efficiency, and equal numbers of workers on few and on many nodes.
-
-
-MAX_ROWS = 40
-SHAPE = "nodes x workers per node"
-AVERAGES = {"gpu_peak_mib": "gpu_training_average_mib", "cpu_peak_mib": "cpu_training_average_mib"}
-Read = Callable[[ScalingSeries, ScalingPoint], str]
 
 
 def build_scaling_table(overview: Overview) -> TextTable | None:
@@ -242,13 +206,15 @@ def build_scaling_table(overview: Overview) -> TextTable | None:
 
 def _columns(overview: Overview) -> dict[str, Read]:
     memory = memory_metric(overview) or ""
-    average = AVERAGES.get(memory, "")
+    average = {"gpu_peak_mib": "gpu_training_average_mib", "cpu_peak_mib": "cpu_training_average_mib"}.get(memory, "")
     peak_title = MEMORIES.get(memory, "memory")
     return {
         "configuration": lambda series, point: f"{series.name} ({series.title})" if series.name else series.title,
         SHAPE: lambda series, point: _shape(point),
-        "parameters": lambda series, point: _parameters(point),
-        "samples per worker": lambda series, point: _samples(point),
+        "parameters": lambda series, point: f"{count:,}" if (count := parameters_of(point.group)) else "-",
+        "samples per worker": lambda series, point: (
+            "-" if point.samples is None else f"{point.samples / point.workers:,.0f}"
+        ),
         "relative work per worker": lambda series, point: f"{_relative_work(series, point):.2f}",
         "time (s)": lambda series, point: "-" if point.samples is None else f"{point.time:,.2f}",
         "samples/s": lambda series, point: f"{point.speed:,.1f}",
@@ -259,15 +225,6 @@ def _columns(overview: Overview) -> dict[str, Read]:
         "communication (%)": lambda series, point: _metric(point, COMMUNICATION),
         "not overlapped (%)": lambda series, point: _metric(point, EXPOSED),
     }
-
-
-def _parameters(point: ScalingPoint) -> str:
-    built = point.group.counted_rows[0].record.built
-    return f"{built.parameters:,}" if built else "-"
-
-
-def _samples(point: ScalingPoint) -> str:
-    return "-" if point.samples is None else f"{point.samples / point.workers:,.0f}"
 
 
 def _relative_work(series: ScalingSeries, point: ScalingPoint) -> float:
@@ -285,7 +242,7 @@ def build_nodes_table(overview: Overview) -> TextTable | None:
     rows = tuple(
         (
             series.name or "-", str(few.workers), _shape(few), f"{few.speed:,.1f}", _shape(more), f"{more.speed:,.1f}",
-            f"{more.speed / few.speed:.2f}{_noise(few, more)}",
+            f"{more.speed / few.speed:.2f}{' (within noise)' if _are_equal(few, more) else ''}",
         )
         for series in overview.series for few, more in series.node_pairs()
     )  # fmt: skip
@@ -293,11 +250,6 @@ def build_nodes_table(overview: Overview) -> TextTable | None:
         return None
     header = ("configuration", "workers", f"few: {SHAPE}", "samples/s", f"more: {SHAPE}", "samples/s", "more / few")
     return TextTable("Equal numbers of workers on few nodes and on more", header, rows)
-
-
-def _noise(few: ScalingPoint, more: ScalingPoint) -> str:
-    one, other = few.group.metric(SPEED), more.group.metric(SPEED)
-    return " (within noise)" if one and other and is_within_noise(one, other) else ""
 
 
 def _shape(point: ScalingPoint) -> str:

@@ -22,7 +22,17 @@ from distexp.report.data.step_parts import (
     profiled_runs,
     read_ranks,
 )
-from distexp.report.figures.base import Figure, LegendEntry, Panel, color, describe_selection, inline_data, inline_table
+from distexp.report.figures.base import (
+    Figure,
+    LegendEntry,
+    Panel,
+    Rows,
+    color,
+    color_by,
+    describe_selection,
+    inline_data,
+    inline_table,
+)
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.step_files import PARTS
@@ -30,6 +40,20 @@ from distexp.runs.step_files import PARTS
 MAX_BARS = 24
 MAX_SENTENCES = 8
 ROOM = 1.2  # of the axis, relative to the longest bar: for its label
+MAX_RANKS = 8  # of all panels together: each has up to 1,200 marks
+LANE_HEIGHT = 20  # pixels
+KNOWN = {
+    PARTS["matmul"]: "c1", PARTS["other_kernels"]: "c2", PARTS["optimizer"]: "c7", PARTS["waiting"]: "c4",
+    PARTS["data_wait"]: "c6",
+    "forward": "phase-setup", "backward": "phase-save",
+}  # fmt: skip
+"""Colors of labels. Those of parts are as in the figure of where the step goes."""
+
+OTHERS = ("c3", "c5", "c8", "phase-search", "phase-warmup", "phase-eval")
+"""Colors of all other labels, such as the collectives."""
+
+ZOOM = "wheel![event.ctrlKey]"
+"""Zoom with Ctrl only: without it the wheel scrolls the page."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +104,6 @@ def _describe_breakdown(runs: Sequence[ProfiledRun], count: int) -> Iterator[str
 
 
 def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
-    """Yield the bottleneck of each run, and the overrides that may reduce it."""
     explained = [run for run in runs if run.sentence]
     for run in explained[:MAX_SENTENCES]:
         yield f"R{overview.describe(run.group)[1:]}: {run.sentence}"
@@ -89,7 +112,6 @@ def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
 
 
 def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[Bar]:
-    """Return the bars: the ranks of the only run, or a run each."""
     if len(runs) == 1:
         return [Bar(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
     if len(runs) > FEW_BARS:
@@ -105,7 +127,7 @@ def _draw_breakdown(overview: Overview, runs: Sequence[ProfiledRun], bars: Seque
     x = alt.X("ms:Q", title=unit.title, stack="zero", axis=alt.Axis(tickCount=6),
               scale=alt.Scale(domain=[0, ROOM * max(lengths)], nice=False))  # fmt: skip
     parts = alt.Chart(inline_data(list(_parts(overview, runs, bars)))).mark_bar().encode(
-        x=x, y=y, color=_part_color(bars), order="order:Q",
+        x=x, y=y, color=color_by("part:N", _colors(bars)), order="order:Q",
         tooltip=["run:N", "rank:Q", "settings:N", "part:N",
                  alt.Tooltip("ms:Q", title=unit.title, format=",.3~f"),
                  alt.Tooltip("share:Q", title="of the step", format=".1%")],
@@ -118,17 +140,10 @@ def _draw_breakdown(overview: Overview, runs: Sequence[ProfiledRun], bars: Seque
 
 
 def _colors(bars: Sequence[Bar]) -> dict[str, str]:
-    """Return the color of each part that any bar has, by its title."""
     return {
         title: f"c{n}" for n, (name, title) in enumerate(STEP_PARTS.items(), start=1)
         if any(bar.step.parts.get(name) for bar in bars)
     }  # fmt: skip
-
-
-def _part_color(bars: Sequence[Bar]) -> alt.Color:
-    colors = _colors(bars)
-    scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
-    return alt.Color("part:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
 
 
 def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
@@ -143,23 +158,6 @@ def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar])
             }  # fmt: skip
 
 
-# Timeline of one step: the lanes of a few ranks, one panel per profiled run, with links to the full traces.
-
-
-MAX_RANKS = 8  # of all panels together: each has up to 1,200 marks
-LANE_HEIGHT = 20  # pixels
-KNOWN = {
-    PARTS["matmul"]: "c1", PARTS["other_kernels"]: "c2", PARTS["optimizer"]: "c7", PARTS["waiting"]: "c4",
-    PARTS["data_wait"]: "c6",
-    "forward": "phase-setup", "backward": "phase-save",
-}  # fmt: skip
-"""Colors of labels. Those of parts are as in the figure of where the step goes."""
-OTHERS = ("c3", "c5", "c8", "phase-search", "phase-warmup", "phase-eval")
-"""Colors of all other labels, such as the collectives."""
-ZOOM = "wheel![event.ctrlKey]"
-"""Zoom with Ctrl only: without it the wheel scrolls the page."""
-
-
 def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no run has the lanes of a step."""
     drawn = [trace for trace in traces if trace.lanes]
@@ -172,14 +170,8 @@ def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figur
         for n, (trace, ranks) in enumerate(chosen)
     )
     legend = tuple(LegendEntry(label, shade, "bar") for label, shade in colors.items())
-    return Figure(
-        "step_timeline",
-        "Timeline of one step",
-        panels,
-        " ".join(_describe_timeline(chosen)),
-        legend=legend,
-        is_wide=True,
-    )
+    caption = " ".join(_describe_timeline(chosen))
+    return Figure("step_timeline", "Timeline of one step", panels, caption, legend=legend, is_wide=True)
 
 
 def choose_ranks(trace: RunTrace, limit: int) -> list[RankLanes]:
@@ -223,16 +215,11 @@ def _draw_timeline(ranks: Sequence[RankLanes], colors: dict[str, str], zoom_name
     y = alt.Y("lane:N", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, grid=False),
               scale=alt.Scale(domain=names, paddingInner=0.2))  # fmt: skip
     spans = alt.Chart(data).transform_calculate(ms="datum.end - datum.begin").mark_bar(clip=True).encode(
-        x=x, x2="end:Q", y=y, color=_label_color(colors),
+        x=x, x2="end:Q", y=y, color=color_by("label:N", colors),
         tooltip=["lane:N", "label:N", alt.Tooltip("begin:Q", title="start (ms)", format=",.3f"),
                  alt.Tooltip("ms:Q", title="duration (ms)", format=",.3f")],
     ).add_params(zoom)  # fmt: skip
     return alt.layer(spans).properties(height=LANE_HEIGHT * len(names))
-
-
-def _label_color(colors: dict[str, str]) -> alt.Color:
-    scale = alt.Scale(domain=list(colors), range=list(map(color, colors.values())))
-    return alt.Color("label:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal", columns=4))
 
 
 def _with_gaps(ranks: Sequence[RankLanes]) -> Iterator[str]:
@@ -241,12 +228,6 @@ def _with_gaps(ranks: Sequence[RankLanes]) -> Iterator[str]:
         if n:
             yield " " * n  # names of a scale are unique
         yield from (f"rank {rank.rank} {title}" for title in rank.lanes)
-
-
-# Times of the training steps: median, 90th percentile, and each logged mean.
-
-
-Rows = list[dict[str, Any]]
 
 
 def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:

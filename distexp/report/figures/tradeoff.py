@@ -1,4 +1,4 @@
-"""Charts of a cost, such as memory or energy, against throughput."""
+"""Charts of memory and of energy against throughput, and the table of what offloading costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distexp.report.data.overview import Overview, memory_metric, pareto_fronts
 from distexp.report.data.repeats import RunGroup, group_by_settings
 from distexp.report.data.rows import format_change
 from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting
-from distexp.report.figures.base import MAX_COLORS, SINGLE_WIDTH, Figure, Panel, color, inline_data
+from distexp.report.figures.base import MAX_COLORS, SINGLE_WIDTH, Figure, Panel, Rows, color, inline_data
 from distexp.report.figures.labels import Frame, is_shown, place_labels
 from distexp.report.traces import RunTrace
 from distexp.statistics.noise import is_within_noise
@@ -29,17 +29,13 @@ SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"
 FRONT = "Pareto front"
 FRONT_DASH = [5, 4]
 LEGEND_COLUMNS = alt.ExprRef("width < 420 ? 2 : 4")
-Rows = list[dict[str, Any]]
+OFFLOADS = (False, True, "pinned")
+"""Values of ``offload``. The first one that was run is the baseline."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The horizontal axis: a metric of which less is better.
-
-    Attributes:
-        metric: Name of the metric.
-        number_format: Format of a value in the tooltip.
-    """
+    """The horizontal axis: a metric of which less is better."""
 
     metric: str
     title: str
@@ -49,11 +45,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The runs of a chart of a cost against throughput.
-
-    Attributes:
-        failed: Groups that are drawn as crosses on the axis of the cost.
-    """
+    """The runs of a chart of a cost against throughput; the failed ones are crosses on the axis of the cost."""
 
     overview: Overview
     cost: Cost
@@ -93,7 +85,12 @@ class Tradeoff:
         if not points:
             return None
         failed = [{**channels.point(group), "speed": 0.0} for group in self.failed]
-        frame = _frame(points + failed)
+        rows = points + failed
+        costs = [row["cost"] for row in rows]
+        low, high = min(costs), max(costs)
+        margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
+        fastest = max(row["speed"] for row in rows)
+        frame = Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
         x, y = self._axes(frame)
         front = [
             {**channels.point(group), "front": n, "line": FRONT}
@@ -117,7 +114,6 @@ class Tradeoff:
         return marks.encode(tooltip=self._tooltip(), **encodings)
 
     def _crosses(self, failed: Rows, x: alt.X, y: alt.Y) -> list[Any]:
-        """Draw a cross on the axis of the cost for each run out of memory, at the peak it reached."""
         if not failed:
             return []
         base = alt.Chart(inline_data(failed)).encode(x=x, y=y, tooltip=self._tooltip())
@@ -141,15 +137,6 @@ def _labels(points: Rows, failed: Rows, front: Rows, frame: Frame, **axes: Any) 
         if rows:
             labels = alt.Chart(inline_data(rows)).mark_text(align=place.align, dx=place.dx, dy=place.dy)
             yield labels.encode(**axes, text="run:N", opacity=is_shown())
-
-
-def _frame(rows: Rows) -> Frame:
-    """Return the axes. That of the cost is at least 20 % wide, and that of the speed starts at 0."""
-    costs = [row["cost"] for row in rows]
-    low, high = min(costs), max(costs)
-    margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
-    fastest = max(row["speed"] for row in rows)
-    return Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
 
 
 def _front_line(front: Rows, x: alt.X, y: alt.Y) -> alt.Chart:
@@ -200,9 +187,6 @@ class _Channels:
         return found
 
 
-# Memory against throughput: one point per training, the Pareto front, and runs out of memory.
-
-
 def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no memory was measured."""
     memory = memory_metric(overview)
@@ -213,33 +197,21 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     if chart is None:
         return None
     offload = build_offload_table(overview, memory)
-    return Figure(
-        "memory_throughput", "Memory against throughput", (Panel("", chart),), _caption(tradeoff),
-        tables=(offload,) if offload else (),
-    )  # fmt: skip
-
-
-def _caption(tradeoff: Tradeoff) -> str:
     crosses = ["Red crosses: runs out of memory, at their peak."] if tradeoff.failed else []
-    return " ".join([*tradeoff.describe("smaller"), *crosses])
+    caption = " ".join([*tradeoff.describe("smaller"), *crosses])
+    tables = (offload,) if offload else ()
+    return Figure("memory_throughput", "Memory against throughput", (Panel("", chart),), caption, tables=tables)
 
 
 def _out_of_memory(overview: Overview, memory: str) -> tuple[RunGroup, ...]:
-    """Return the groups that ran out of memory and have a peak."""
     return tuple(
         group for group in overview.groups if "oom" in group.status and not group.completed and group.metric(memory)
     )
 
 
-# Energy per sample against throughput: one point per training, and the Pareto front.
-
-
-COST = Cost(ENERGY, "energy per sample", "J", ",.3~f")
-
-
 def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no energy was measured."""
-    tradeoff = Tradeoff(overview, COST)
+    tradeoff = Tradeoff(overview, Cost(ENERGY, "energy per sample", "J", ",.3~f"))
     chart = tradeoff.draw()
     if chart is None:
         return None
@@ -247,17 +219,10 @@ def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     return Figure("energy_throughput", "Energy against throughput", (Panel("", chart),), caption)
 
 
-# Table of what offloading costs in time and saves in memory, all other settings equal.
-
-
-OFFLOADS = (False, True, "pinned")
-"""Values of ``offload``. The first one that was run is the baseline."""
-
-
 def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
     """Compare runs that differ only in ``offload``; None if there are none."""
     names = [name for name in overview.varied if name not in ("offload", SEED)]
-    memories = list(dict.fromkeys((memory, "cpu_peak_mib")))
+    memories = dict.fromkeys((memory, "cpu_peak_mib"))
     rows = tuple(
         (
             *(format_setting(group.setting(name), MAX_LENGTH) for name in names),
@@ -275,7 +240,6 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
 
 
 def _by_offload(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
-    """Collect groups that differ only in ``offload``, the baseline first."""
     members = group_by_settings(groups, names).values()
     alike = (sorted(similar, key=lambda group: OFFLOADS.index(group.setting("offload"))) for similar in members)
     return [similar for similar in alike if similar[0].setting("offload") != similar[-1].setting("offload")]

@@ -1,4 +1,4 @@
-"""Builds the page from its template, style and script, the data, and two JavaScript libraries."""
+"""Builds the page from its template, style, script, data and two libraries; and writes ``results.md``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from distexp.config.overrides import join_first
-from distexp.report.data.overview import Overview
+from distexp.report.data.overview import Overview, failure_notes
 from distexp.report.exercises import exercise_tables
 from distexp.report.figures.base import DARK, LIGHT, VEGALITE, Figure
 from distexp.report.overview_table import explain_cpu_speeds, overview_columns, summarize
@@ -31,7 +31,7 @@ PAGE_FILES = files("distexp.report.page")
 
 def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skipped: Sequence[str] = ()) -> None:
     """Write the page. Its links are relative to its folder."""
-    notes = [*skipped, *overview.notes()]
+    notes = [*skipped, *failure_notes(overview.rows)]
     remarks = list(explain_cpu_speeds(overview))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((PAGE_FILES / "page.html").read_text())
@@ -60,15 +60,11 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
 
 
 def _page_data(overview: Overview, figures: Sequence[Figure], directory: Path) -> dict[str, Any]:
-    """Return the data for the page's script."""
     return {
         "runs": run_table(overview, directory),
         "configurations": configurations(overview),
         "charts": {f"{figure.name}-{n}": figure.panel_spec(n) for figure in figures for n in range(len(figure.panels))},
     }
-
-
-# Scripts, styles and data in the form in which the page contains them.
 
 
 @cache
@@ -103,9 +99,6 @@ def to_json(content: Any) -> str:
     return json.dumps(nan_to_none(content), separators=(",", ":"), allow_nan=False)
 
 
-# ``results.md``: the table of runs, the notes and summary, and the figures.
-
-
 def write_markdown(overview: Overview, figures: Sequence[Figure], path: Path) -> None:
     """Write the report as Markdown; the images are expected in the folder ``plots``."""
     lines = [*_overview_lines(overview)]
@@ -121,7 +114,7 @@ def _overview_lines(overview: Overview) -> Iterator[str]:
     columns = list(overview_columns(overview))
     rows = zip(*(column.cells for column in columns), strict=True)
     yield from _table([column.one_line_title for column in columns], rows, [column.right for column in columns])
-    yield from (f"- {_escape(note)}" for note in overview.notes())
+    yield from (f"- {_escape(note)}" for note in failure_notes(overview.rows))
     yield ""
     yield from (_escape(sentence) + "  " for sentence in summarize(overview))
 

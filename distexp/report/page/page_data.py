@@ -16,7 +16,7 @@ from urllib.parse import quote
 from distexp.config.overrides import copyable_command, join_first
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP, Metric
 from distexp.report.data.overview import DISTURBED_MARK, Overview, failure_reason, memory_metric, rank_by_metric
-from distexp.report.data.remarks import energy_totals, explain_doubt
+from distexp.report.data.remarks import energy_totals, explain_slow_baseline
 from distexp.report.data.rows import Row, format_noise, name_runs
 from distexp.report.data.run_settings import format_setting
 from distexp.report.data.scaling_series import ScalingSeries
@@ -29,6 +29,11 @@ from distexp.tables.text_table import TextTable
 
 COMPARED_SECTIONS = ("config.", "built.", "environment.")
 COMPARED_KEYS = ("overrides", "git_sha")
+MAX_COMMANDS = 200
+Cells = tuple[str, ...]
+VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
+LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS, PROFILE)
+MAX_CHARACTERS = 48  # of a setting
 
 
 def configurations(overview: Overview) -> dict[str, Any]:
@@ -77,48 +82,34 @@ def _compared(row: Row) -> dict[str, str]:
     }
 
 
-# Tables of the machines, versions, git commits and commands of runs.
-
-
-MAX_COMMANDS = 200
-Cells = tuple[str, ...]
-VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
-
-
 def provenance_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
     """Yield the tables. The last column of each row lists its runs."""
     yield _count_kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
-    yield _count_kinds("Versions", VERSIONS, rows, _versions)
-    yield _count_kinds("Code", ("git commit", "uncommitted changes"), rows, _code)
-    yield command_table(rows)
-
-
-def command_table(rows: Sequence[Row]) -> TextTable:
-    """List the command of each run."""
+    yield _count_kinds(
+        "Versions", VERSIONS, rows,
+        lambda row: tuple(str(getattr(row.record.environment, name, None) or "-") for name in VERSIONS),
+    )  # fmt: skip
+    changed = {True: "yes", False: "no", None: "unknown"}
+    yield _count_kinds(
+        "Code", ("git commit", "uncommitted changes"), rows,
+        lambda row: (row.record.run.git_sha or "unknown", changed[row.record.run.git_dirty]),
+    )  # fmt: skip
     shown = tuple(
-        (row.label, command(row), (row.record.run.started_at or "-")[:19].replace("T", " "))
+        (row.label, copyable_command(run.overrides), (run.started_at or "-")[:19].replace("T", " "))
         for row in rows[:MAX_COMMANDS]
+        for run in [row.record.run]
     )
     more = len(rows) - MAX_COMMANDS
     note = f"{more} more runs are in results.csv, column overrides." if more > 0 else ""
-    return TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
-
-
-def command(row: Row) -> str:
-    """Return the command line that repeats a run."""
-    return copyable_command(row.record.run.overrides)
+    yield TextTable("Commands", ("run", "command", "started (UTC)"), shown, note)
 
 
 def _count_kinds(title: str, header: Cells, rows: Sequence[Row], read: Callable[[Row], Cells]) -> TextTable:
     counts: dict[Cells, list[str]] = {}
     for row in rows:
         counts.setdefault(read(row), []).append(row.label)
-    cells = tuple((*kind, _runs(labels, len(rows))) for kind, labels in counts.items())
+    cells = tuple((*kind, "all" if len(labels) == len(rows) else join_first(labels)) for kind, labels in counts.items())
     return TextTable(title, (*header, "runs"), cells)
-
-
-def _runs(labels: Sequence[str], total: int) -> str:
-    return "all" if len(labels) == total else join_first(labels)
 
 
 def _machine(row: Row) -> Cells:
@@ -130,35 +121,16 @@ def _machine(row: Row) -> Cells:
     return hosts, environment.gpu_name or "none", memory, str(environment.cpu_count or "-")
 
 
-def _versions(row: Row) -> Cells:
-    environment = row.record.environment
-    return tuple(str(getattr(environment, name, None) or "-") for name in VERSIONS)
-
-
-def _code(row: Row) -> Cells:
-    run = row.record.run
-    changed = {True: "yes", False: "no", None: "unknown"}[run.git_dirty]
-    return run.git_sha or "unknown", changed
-
-
-# Data of the page's table of runs.
-
-
-LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS, PROFILE)
-MAX_CHARACTERS = 48  # of a setting
-
-
 def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
     """Return columns and rows. Links are relative to the directory of the page.
 
     The most important metrics come first, because a narrow window shows only the first columns.
     """
     metrics = sorted(overview.metrics(), key=lambda metric: -metric.importance)
-    names = list(overview.varied)
     numbered = all(row.label.isdigit() for row in overview.rows)
     columns = [
         {"title": "run", "kind": "setting-number" if numbered else "text"},
-        *(_setting_column(overview, name) for name in names),
+        *(_setting_column(overview, name) for name in overview.varied),
         {"title": "status", "kind": "status"},
         *(_metric_column(overview, metric) for metric in metrics),
         {"title": "files", "kind": "files"},
@@ -167,7 +139,7 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
     def cells(row: Row) -> list[Any]:
         return [
             int(row.label) if numbered else row.label,
-            *(_setting_cell(row.settings.get(name)) for name in names),
+            *(_setting_cell(row.settings.get(name)) for name in overview.varied),
             [row.record.status, "" if row.completed else failure_reason(row)],
             *(_metric_cell(row.metrics[metric.name], metric) for metric in metrics),
             _links(row, directory),
@@ -192,14 +164,9 @@ def _is_number(value: Any) -> bool:
 def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
     title = metric.title.replace("-\n", "").replace("\n", " ")
     column = {"title": title, "kind": "number", "digits": _digits(metric)}
-    marks = _marks(overview, metric)
+    of_group = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
+    marks = [DISTURBED_MARK if _is_disturbed(row, metric) else of_group[id(row)] for row in overview.rows]
     return column | {"marks": marks} if any(marks) else column
-
-
-def _marks(overview: Overview, metric: Metric) -> list[str]:
-    """Return the mark behind a metric of each run."""
-    marks = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
-    return [DISTURBED_MARK if _is_disturbed(row, metric) else marks[id(row)] for row in overview.rows]
 
 
 def _is_disturbed(row: Row, metric: Metric) -> bool:
@@ -218,7 +185,6 @@ def _metric_cell(value: float | None, metric: Metric) -> float | None:
 
 
 def _links(row: Row, directory: Path) -> list[str]:
-    """Return the run's directory, then its existing files of ``LINKED_FILES``."""
     if row.path is None:
         return []
     present = set(os.listdir(row.path.parent))
@@ -228,9 +194,6 @@ def _links(row: Row, directory: Path) -> list[str]:
 def relative_link(path: Path, directory: Path) -> str:
     """Return a link from a page in a directory to a path."""
     return quote(os.path.relpath(path, directory))
-
-
-# Tiles at the top of the page: the most important numbers.
 
 
 @dataclass(frozen=True)
@@ -245,54 +208,41 @@ class Tile:
 
 def build_tiles(overview: Overview) -> Iterator[Tile]:
     """Yield the tiles that these runs have numbers for, in their order."""
-    yield _completed_tile(overview)
-    yield from _disturbed_tile(overview)
+    statuses = Counter(row.record.status for row in overview.rows)
+    others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
+    value = f"{statuses['completed']:,} of {len(overview.rows):,}"
+    yield Tile("completed runs", value, others or "no failures", "bad" if FAILURES & set(statuses) else "")
+    labels = [group.label for group in overview.groups if group.disturbance]
+    if labels:
+        yield Tile("disturbed", name_runs(labels), "not ranked by speed", "bad")
     if not are_trials(overview.rows):  # The winner of a search is in choose.json.
         yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
     memory = memory_metric(overview)
     if memory and not are_trials(overview.rows):
         yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
-    yield from _energy_tiles(overview)
+    totals = list(energy_totals(overview.rows))
+    if totals:
+        yield Tile("total energy and cost", totals[0], ", ".join(totals[1:]))
     scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
     yield from _efficiency_tiles(scaled)
 
 
-def _disturbed_tile(overview: Overview) -> Iterator[Tile]:
-    """Yield the runs whose speeds are not ranked, because something else slowed them down."""
-    labels = [group.label for group in overview.groups if group.disturbance]
-    if labels:
-        yield Tile("disturbed", name_runs(labels), "not ranked by speed", "bad")
-
-
-def _energy_tiles(overview: Overview) -> Iterator[Tile]:
-    """Yield the energy and cost of all runs together, if they were measured."""
-    totals = list(energy_totals(overview.rows))
-    if totals:
-        yield Tile("total energy and cost", totals[0], ", ".join(totals[1:]))
-
-
 def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
-    """Yield the best efficiency, and a warning if a baseline cannot be trusted."""
     trusted = [series for series in scaled if series.is_trusted]
     if trusted:
         best = max(trusted, key=lambda series: series.points[-1].efficiency)
-        value = f"{best.points[-1].efficiency:.0%}"
-        yield Tile("efficiency at the most workers", value, _describe_efficiency(best, trusted))
+        last = best.points[-1]
+        parts = [f"{last.workers} workers", best.name]
+        if best.noise is not None:
+            parts.append(f"noise {format_noise(best.noise, 1)}")
+            equal = [point for point in trusted if point is not best and _is_equal_efficiency(best, point)]
+            parts.append(f"{len(equal)} more equal within the noise" if equal else "")
+        yield Tile("efficiency at the most workers", f"{last.efficiency:.0%}", ", ".join(filter(None, parts)))
     for series in [series for series in scaled if not series.is_trusted][:1]:
         highest = max(point.efficiency for point in series.points)
-        detail = f"{highest:.0%} relative to run {series.baseline.group.label}. {explain_doubt(series)}"
+        group = series.baseline.group
+        detail = f"{highest:.0%} relative to run {group.label}. {explain_slow_baseline(group)}"
         yield Tile("efficiency", "do not trust the baseline", detail, "bad")
-
-
-def _describe_efficiency(best: ScalingSeries, others: Sequence[ScalingSeries]) -> str:
-    """Return the workers of a series with the noise of its efficiency, and the series that are equal within it."""
-    last = best.points[-1]
-    parts = [f"{last.workers} workers", best.name]
-    if best.noise is not None:
-        parts.append(f"noise {format_noise(best.noise, 1)}")
-        equal = [point for point in others if point is not best and _is_equal_efficiency(best, point)]
-        parts.append(f"{len(equal)} more equal within the noise" if equal else "")
-    return ", ".join(filter(None, parts))
 
 
 def _is_equal_efficiency(best: ScalingSeries, other: ScalingSeries) -> bool:
@@ -302,20 +252,12 @@ def _is_equal_efficiency(best: ScalingSeries, other: ScalingSeries) -> bool:
     return abs(one - two) <= math.hypot(one * best.noise, two * other.noise)
 
 
-def _completed_tile(overview: Overview) -> Tile:
-    statuses = Counter(row.record.status for row in overview.rows)
-    others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
-    value = f"{statuses['completed']:,} of {len(overview.rows):,}"
-    return Tile("completed runs", value, others or "no failures", "bad" if FAILURES & set(statuses) else "")
-
-
 def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest: bool) -> Iterator[Tile]:
     """Yield the best run; nothing if there is one run only, or several tasks, which are not comparable."""
     rankings = list(rank_by_metric(overview, metric, largest=largest))
     if len(rankings) != 1 or len(rankings[0].ranked) < 2:
         return
-    best, equal = rankings[0].best, rankings[0].equal_to_best
-    value = best.value
+    best, equal, value = rankings[0].best, rankings[0].equal_to_best, rankings[0].best.value
     if equal:
         noise = max(difference_noise(value, other.value) or 0.0 for other in equal)
         labels = name_runs([best.group.label, *(other.group.label for other in equal)])
