@@ -1,7 +1,8 @@
-"""Agent of one node: ``python -m distexp.launch.agent RUN_DIR NODE [SOCKET]``, or a task of a Slurm job.
+"""Agent of one node of a local run: ``python -m distexp.launch.agent RUN_DIR NODE [SOCKET]``.
 
-It starts the workers of its node and samples their memory from outside. It ends them if they hang, if
-they exceed their time, or if it gets SIGTERM. It imports no torch, so that it costs little next to the workers.
+On Slurm, ``slurm/node_task.py`` calls ``run_node``. An agent starts the workers of its node and samples their memory
+from outside. It ends them if they hang, if they exceed their time, if another node failed, or if it gets SIGTERM. It
+imports no torch, so that it costs little next to the workers.
 ``SOCKET`` is the file descriptor of a connection to the process from which the workers of a local run are forked.
 """
 

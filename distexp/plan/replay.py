@@ -1,4 +1,8 @@
-"""Replay of a traced step on the model of the allocator: peaks, what they are made of, and the curve over the step."""
+"""The trace of one optimizer step of one worker, and its replay on the model of the allocator.
+
+A trace has the allocations and frees of the step, predicted without running it. Its replay has the peaks, what they are
+made of, and the curve over the step.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,70 @@ from dataclasses import dataclass, field, replace
 
 from distexp.plan.allocator import Block, CachingAllocator, OutOfMemoryError
 from distexp.system.units import MIB
+
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "logits",
+    "communication",
+    "temporaries",
+    "batch",
+)
+"""What a block of memory is for.
+
+- activations: tensors that are kept from the forward pass for the backward pass, also 16-bit copies of weights;
+- logits: tensors with the vocabulary as last axis, in both passes;
+- communication: parameters that FSDP gathered, and the buffers of collectives;
+- temporaries: everything else, for example the gradients of activations, and the workspaces of cuBLAS.
+"""
+
+PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
+"""Parts of a step, and the evaluation. ``setup`` is what is in memory before the step."""
+
+EMPTY_CACHE = -3
+"""Block of an event of no bytes: the allocator returns its free segments, as ``torch.cuda.empty_cache`` does."""
+
+
+class PlanError(Exception):
+    """A configuration whose memory cannot be predicted; the message has the reason and a hint."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One allocation, or its free. The allocator of torch reuses memory only in the stream that allocated it."""
+
+    bytes: int  # requested size; negative for a free. Allocators round it up.
+    block: int  # number of the allocation; its free has the same. Or EMPTY_CACHE.
+    part: str  # one of PARTS
+    phase: str  # one of PHASES, in which the event happens
+    device: str  # ``gpu`` or ``host``
+    stream: str = ""  # name of the CUDA stream of the allocation; empty for that of the computation
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one optimizer step of one worker computes."""
+
+    flops: float  # floating point operations of matrix products, convolutions and attention
+    operations: int  # kernels that are launched
+    optimizer_operations: int  # those of them that do not depend on the number of micro-batches
+    written: float  # bytes of all tensors that are allocated
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """The events of one optimizer step of one worker, in order."""
+
+    events: tuple[Event, ...]  # what is in memory before the step, as phase ``setup``, then the step
+    seconds: float  # of the prediction
+    notes: tuple[str, ...]  # what was assumed
+    history: tuple[Event, ...] = ()  # before the step: the construction of the model (``setup``), and the first step
+    evaluation: tuple[Event, ...] = ()  # a batch of the evaluation after the step
+    work: StepWork | None = None  # what the step computes; None if it was not counted
+    parameters: int = 0  # number of parameters of the whole model; a shared weight counts once
+
 
 CURVE_POINTS = 160
 LIMIT_ACCURACY = 0.01
@@ -151,69 +219,3 @@ def _smallest_limit(events: Sequence[Event], allocated: int, reserved: int) -> i
         else:
             high = middle
     return high
-
-
-# The allocations and frees of one optimizer step of one worker, as predicted without running it.
-
-PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "activations",
-    "logits",
-    "communication",
-    "temporaries",
-    "batch",
-)
-"""What a block of memory is for.
-
-- activations: tensors that are kept from the forward pass for the backward pass, also 16-bit copies of weights;
-- logits: tensors with the vocabulary as last axis, in both passes;
-- communication: parameters that FSDP gathered, and the buffers of collectives;
-- temporaries: everything else, for example the gradients of activations, and the workspaces of cuBLAS.
-"""
-
-PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
-"""Parts of a step, and the evaluation. ``setup`` is what is in memory before the step."""
-
-EMPTY_CACHE = -3
-"""Block of an event of no bytes: the allocator returns its free segments, as ``torch.cuda.empty_cache`` does."""
-
-
-class PlanError(Exception):
-    """A configuration whose memory cannot be predicted; the message has the reason and a hint."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """One allocation, or its free. The allocator of torch reuses memory only in the stream that allocated it."""
-
-    bytes: int  # requested size; negative for a free. Allocators round it up.
-    block: int  # number of the allocation; its free has the same. Or EMPTY_CACHE.
-    part: str  # one of PARTS
-    phase: str  # one of PHASES, in which the event happens
-    device: str  # ``gpu`` or ``host``
-    stream: str = ""  # name of the CUDA stream of the allocation; empty for that of the computation
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """What one optimizer step of one worker computes."""
-
-    flops: float  # floating point operations of matrix products, convolutions and attention
-    operations: int  # kernels that are launched
-    optimizer_operations: int  # those of them that do not depend on the number of micro-batches
-    written: float  # bytes of all tensors that are allocated
-
-
-@dataclass(frozen=True)
-class StepTrace:
-    """The events of one optimizer step of one worker, in order."""
-
-    events: tuple[Event, ...]  # what is in memory before the step, as phase ``setup``, then the step
-    seconds: float  # of the prediction
-    notes: tuple[str, ...]  # what was assumed
-    history: tuple[Event, ...] = ()  # before the step: the construction of the model (``setup``), and the first step
-    evaluation: tuple[Event, ...] = ()  # a batch of the evaluation after the step
-    work: StepWork | None = None  # what the step computes; None if it was not counted
-    parameters: int = 0  # number of parameters of the whole model; a shared weight counts once
