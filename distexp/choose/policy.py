@@ -10,8 +10,8 @@
 - Repeats: is the best candidate better than its rivals beyond the noise?
 - Budget: which trials can still be paid for?
 
-``SearchRules`` in ``candidate.py`` has the numbers. Nothing here changes a candidate, except ``mark_disturbed``. A family is a sequence of
-its members in the order of their micro-batches.
+``SearchRules`` in ``candidate.py`` has the numbers. Nothing here changes a candidate, except ``mark_disturbed``. A
+family is a sequence of its members in the order of their micro-batches.
 """
 
 from __future__ import annotations
