@@ -28,8 +28,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measurement import visible_devices
+from distexp.config.overrides import key_of
 from distexp.plan.estimate import Estimate
-from distexp.plan.fitting_change import last_of_each_key
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, verdict_of
 from distexp.system.files import remove
 
@@ -94,7 +94,9 @@ def read_cells(folder: Path) -> list[Cell]:
         data, *own = shlex.split(entry["cell"])
         own = [override.replace("LLAMA", str(llama)) for override in own]
         arguments = (*shlex.split(content["common"]), *shlex.split(content[data]), *own)
-        cells.append(Cell(entry["cell"], tuple(entry["limits"]), tuple(last_of_each_key(arguments))))
+        cells.append(
+            Cell(entry["cell"], tuple(entry["limits"]), tuple({key_of(text): text for text in arguments}.values()))
+        )
     return cells
 
 

@@ -56,6 +56,7 @@ LONGEST = (
     "launch/test_local_runs.py",
     "checkpoints/test_resuming.py",
     "benchmarks/test_speed.py",
+    "report/page/test_page.py",
     "checkpoints/test_interruptions.py",
     "engines/test_hf_trainer.py",
     "measure/profiling/test_communication.py",

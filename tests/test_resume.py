@@ -81,7 +81,7 @@ def test_of_two_commands_for_one_directory_one_trains(tmp_path: Path) -> None:
         "train.num_epochs=100",
         "train.checkpoint_every=1",
     )
-    command = [sys.executable, "-m", "distexp", *overrides, "train.max_steps=40", f"hydra.sweep.dir={sweep}"]
+    command = [sys.executable, "-m", "distexp", *overrides, "train.max_steps=20", f"hydra.sweep.dir={sweep}"]
     both = [subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     while all(process.poll() is None for process in both):
         time.sleep(0.1)
@@ -106,7 +106,7 @@ def test_of_two_commands_for_one_directory_one_trains(tmp_path: Path) -> None:
     for number in "01":
         lines = [json.loads(line)["step"] for line in (sweep / number / "metrics.jsonl").read_text().splitlines()]
         assert lines == sorted(set(lines))
-        assert lines[-1] == 40
+        assert lines[-1] == 20
 
 
 def test_cells_with_the_same_id_keep_their_runs(tmp_path: Path) -> None:

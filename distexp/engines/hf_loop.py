@@ -24,8 +24,7 @@ from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import load_strategy
 from distexp.strategies.fsdp_units import read_distribution
-from distexp.strategies.model_tensors import innermost_optimizer
-from distexp.strategies.optimizer import clip_gradients
+from distexp.strategies.optimizer import clip_gradients, innermost_optimizer
 from distexp.strategies.torch_model import DTYPES, Distribution, read_ddp_distribution
 from distexp.strategies.torch_model import describe as describe_torch
 from distexp.strategies.zero.ds_initialization import describe as describe_deepspeed

@@ -19,7 +19,7 @@ from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_w
 from distexp.measure.watcher import TRAIN, MeasuredSteps, Step, Watcher
 from distexp.runs.step_files import StepTime, write_step_times
 from distexp.runs.texts import print_despite_full_disk, write_despite_full_disk
-from distexp.strategies.model_tensors import ReadTensors
+from distexp.strategies.optimizer import ReadTensors
 
 MAX_STEPS = 4096
 """The latest ordinary steps that are kept."""

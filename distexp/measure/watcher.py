@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from distexp.strategies.model_tensors import ReadTensors
+from distexp.strategies.optimizer import ReadTensors
 from distexp.system.torch_internals.compilation import CompileEvent, compile_counters, on_compilation
 
 PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"

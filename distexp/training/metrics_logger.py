@@ -24,7 +24,7 @@ from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS
 from distexp.runs.run_state import Heartbeat
-from distexp.strategies.model_tensors import read_model_tensors
+from distexp.strategies.optimizer import read_model_tensors
 from distexp.system.files import append_line
 from distexp.training.inputs import StepPlan
 from distexp.training.step_metrics import LossHistory, StepCounts, TotalCounts

@@ -24,7 +24,7 @@ from distexp.models.blueprint import Blueprint
 from distexp.runs.step_files import FITS, TOO_LARGE, TriedSize
 from distexp.statistics.noise import MemoryLine
 from distexp.strategies.base import DistributedModel, load_strategy
-from distexp.strategies.model_tensors import read_model_tensors
+from distexp.strategies.optimizer import read_model_tensors
 from distexp.system.cgroups import usable_memory
 from distexp.system.seeding import seed_everything
 from distexp.system.units import MIB

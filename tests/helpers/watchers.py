@@ -9,7 +9,7 @@ from torch import nn
 
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure.watcher import MeasuredSteps, Step, Watcher
-from distexp.strategies.model_tensors import ReadTensors
+from distexp.strategies.optimizer import ReadTensors
 
 
 class Calls(Watcher):

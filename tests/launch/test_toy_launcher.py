@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -120,6 +121,8 @@ def test_runs_are_queued_shown_cancelled_and_resumed(toy: Toy) -> None:
     assert (done.returncode, done.stdout) == (0, f"queued: {toy.sweep}\n"), done.stderr
     shown = toy.wait_for("1 running, 2 pending")
     assert all(f"toy-{number}" in shown for number in range(3))
+    while not (toy.sweep / "0" / "logs").exists():  # Its job has started an agent, so it gets signals.
+        time.sleep(0.1)
 
     done = toy.run("distexp.cancel", str(toy.sweep))
     assert (done.returncode, done.stdout) == (0, "3 runs cancelled\n"), done.stderr

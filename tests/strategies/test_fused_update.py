@@ -20,7 +20,7 @@ from distexp.data.base import IGNORE, Batch
 from distexp.distributed.context import Context
 from distexp.strategies.ddp_reduction import StepWeights, set_reduction
 from distexp.strategies.fused_adamw import FusedAdamW
-from distexp.strategies.model_tensors import read_model_tensors
+from distexp.strategies.optimizer import read_model_tensors
 from distexp.strategies.torch_model import Distribution, TorchModel, read_ddp_distribution
 from tests.helpers.runs import resolve_cell
 from tests.helpers.small_gpt import VOCABULARY, make_gpt

@@ -27,7 +27,7 @@ from distexp.measure.memory.step_recording import (
 )
 from distexp.measure.watcher import PROFILE, MeasuredSteps, Step, Watcher
 from distexp.runs.texts import out_of_memory_status
-from distexp.strategies.model_tensors import ModelTensors, ReadTensors
+from distexp.strategies.optimizer import ModelTensors, ReadTensors
 from distexp.system.torch_internals.tensors import on_out_of_memory, start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 

@@ -27,7 +27,7 @@ from distexp.measure.memory.step_parts import (
     RecordedStep,
     phase_peaks,
 )
-from distexp.strategies.model_tensors import ModelTensors, ReadTensors
+from distexp.strategies.optimizer import ModelTensors, ReadTensors
 from distexp.system.cgroups import NvmlUnavailableError, nvml_session
 from distexp.system.torch_internals.tensors import around_backward, start_memory_history, stop_memory_history
 from distexp.system.units import MIB

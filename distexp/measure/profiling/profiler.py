@@ -30,7 +30,7 @@ from distexp.measure.profiling.phases import CoreWaits
 from distexp.measure.profiling.step_analysis import ProfileResult, StepAnalysis, result_or_error
 from distexp.measure.watcher import PROFILE, MeasuredSteps, Step, Watcher
 from distexp.runs.run_dir import profile_trace_path
-from distexp.strategies.model_tensors import ReadTensors
+from distexp.strategies.optimizer import ReadTensors
 from distexp.system.torch_internals.annotations import activate_annotations
 
 DETACH = "TEARDOWN_CUPTI"

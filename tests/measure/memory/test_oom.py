@@ -12,7 +12,7 @@ from torch import nn
 from distexp.measure.memory import rank_memory, step_recording
 from distexp.measure.memory.rank_memory import OutOfMemoryWatch, UsedBlock, describe_blocks, report_of
 from distexp.measure.memory.step_parts import Frame
-from distexp.strategies.model_tensors import ModelTensors, read_model_tensors
+from distexp.strategies.optimizer import ModelTensors, read_model_tensors
 from distexp.system.units import MIB
 from distexp.worker.__main__ import describe_error
 

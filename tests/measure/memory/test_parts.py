@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from distexp.measure.memory.rank_memory import PartsWatch
 from distexp.measure.memory.step_recording import SavedTensorCounter, storage_sizes
 from distexp.measure.watcher import PROFILE, TRAIN, Step
-from distexp.strategies.model_tensors import ModelTensors, read_model_tensors
+from distexp.strategies.optimizer import ModelTensors, read_model_tensors
 from distexp.system.units import MIB
 
 WIDTH, ROWS = 64, 32

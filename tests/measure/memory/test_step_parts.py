@@ -28,7 +28,7 @@ from distexp.measure.memory.step_parts import (
 from distexp.measure.memory.step_recording import StepRecording, blocks_in_use, known_parts
 from distexp.runs.memory_trace import PEAK_PARTS, highest_peak, peak_entries
 from distexp.runs.record import RunRecord
-from distexp.strategies.model_tensors import ModelTensors
+from distexp.strategies.optimizer import ModelTensors
 from distexp.system.units import MIB
 from tests.helpers.runs import run_distexp
 
