@@ -41,7 +41,7 @@ class CommandLine:
 
     @property
     def make(self) -> MakeCell:
-        """The function that composes a variant of a cell."""
+        """Return the function that composes a variant of a cell."""
         return cell_maker(self.context, self.master, self.adjust)
 
 

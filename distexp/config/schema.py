@@ -306,12 +306,12 @@ class Config:
 
     @property
     def is_preflight(self) -> bool:
-        """Whether the workers only measure the machines, and train nothing."""
+        """Return whether the workers only measure the machines, and train nothing."""
         return self.command == Command.PREFLIGHT
 
     @property
     def is_prediction(self) -> bool:
-        """Whether nothing is started, for example to plan for GPUs that this machine does not have."""
+        """Return whether nothing is started, for example to plan for GPUs that this machine does not have."""
         names_gpu = self.plan.gpu is not None or self.plan.gpu_memory_gb is not None
         plans_search = self.command == Command.CHOOSE and self.choose.dry_run and names_gpu
         return self.command in (Command.PLAN, Command.FORECAST) or plans_search

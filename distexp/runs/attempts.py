@@ -171,12 +171,12 @@ class Owner:
 
     @property
     def is_local(self) -> bool:
-        """Whether the process was started on this machine, since its last reboot."""
+        """Return whether the process was started on this machine, since its last reboot."""
         return self.machine == machine_id()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs on this machine."""
+        """Return whether the process runs on this machine."""
         return self.is_local and start_ticks(self.pid) == self.started
 
 

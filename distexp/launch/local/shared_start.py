@@ -50,7 +50,7 @@ class SharedProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         return self.process.poll() is not None
 
     def end(self) -> None:

@@ -170,7 +170,7 @@ class Layout:
 
     @property
     def keys(self) -> list[RowKey]:
-        """The keys of the workshop's rows, in their order."""
+        """Return the keys of the workshop's rows, in their order."""
         return list(product(*self.rows.values()))
 
     def key_of(self, group: RunGroup) -> RowKey:
