@@ -121,8 +121,11 @@ def test_runs_are_queued_shown_cancelled_and_resumed(toy: Toy) -> None:
     assert (done.returncode, done.stdout) == (0, f"queued: {toy.sweep}\n"), done.stderr
     shown = toy.wait_for("1 running, 2 pending")
     assert all(f"toy-{number}" in shown for number in range(3))
-    while not (toy.sweep / "0" / "logs").exists():  # Its job has started an agent, so it gets signals.
-        time.sleep(0.1)
+    logs = toy.sweep / "0" / "logs"  # The job has started an agent, so it gets signals.
+    for _ in range(3000):
+        if not logs.exists():
+            time.sleep(0.1)
+    assert logs.exists()
 
     done = toy.run("distexp.cancel", str(toy.sweep))
     assert (done.returncode, done.stdout) == (0, "3 runs cancelled\n"), done.stderr
