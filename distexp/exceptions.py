@@ -70,7 +70,7 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
         if os.environ.get(TRACE_VARIABLE) == "1":
             raise
         _flush_or_discard_output()
-        print(f"distexp: {_describe(error)}", file=sys.stderr)
+        print(f"distexp: {describe_os_error(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("distexp: interrupted", file=sys.stderr)
@@ -119,7 +119,8 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _describe(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
+    """Return the path and the reason of an error of the system."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from argparse import Namespace
@@ -20,6 +21,9 @@ from distexp.config.overrides import add_plus_prefix, home_message, is_override,
 
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
 """Flags of Hydra that run nothing."""
+
+COMPLETIONS = ("install=", "uninstall=", *(("query=",) if "COMP_LINE" in os.environ else ()))
+"""What may follow ``--shell-completion``. Only a shell, which sets COMP_LINE, can ask for completions."""
 
 VARIED_BY_CHOOSE = frozenset(
     ("strategy", "sharding", "zero_stage", "offload", "kernels", "train.micro_batch_size", "train.compile")
@@ -57,6 +61,11 @@ def normalize_arguments(
     given, options = split_options(arguments)
     groups = config_groups()
     overrides = [quote_choice(add_plus_prefix(text), groups) for text in (*added, *given)]
+    if {"--shell-completion", "-sc"} & set(options) and not any(text.startswith(COMPLETIONS) for text in given):
+        raise ConfigError(
+            "--shell-completion needs install=bash, install=zsh or install=fish (or uninstall=...): write "
+            'eval "$(distexp --shell-completion install=bash)"'
+        )
     if any(option.split("=")[0] in HYDRA_FLAGS for option in options):
         check_single_run(overrides)
         return [*overrides, *options]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
@@ -14,7 +16,8 @@ from yaml import MarkedYAMLError, YAMLError
 from distexp.config import ConfigError
 from distexp.config.keys import config_groups, describe_values, is_key, known_keys, options_of, strategy_groups
 from distexp.config.overrides import home_message, parse, shell_quote, without_plus_prefix
-from distexp.runs.texts import FULL, NOT_WRITABLE
+from distexp.exceptions import describe_os_error
+from distexp.runs.texts import FULL, NOT_WRITABLE, lacks_inodes
 
 NEEDS_QUOTES = frozenset("!#&();<=>^`~")
 """Characters that Hydra's grammar accepts only in quotes."""
@@ -59,13 +62,15 @@ def explain(error: Exception) -> list[str]:
 def explain_os_error(error: OSError) -> str:
     """Return the message of an error of the file system, with a hint if a directory cannot be written."""
     place = f" ({error.filename})" if error.filename else ""
+    if error.errno == errno.ENOSPC and error.filename and lacks_inodes(Path(os.fsdecode(error.filename)).parent):
+        return f"no inodes are left{place}: delete files, or choose another disk with hydra.sweep.dir=DIR"
     if error.errno in FULL:
         return f"{error.strerror}{place}: free space, or choose another directory with hydra.sweep.dir=DIR"
     if error.errno in NO_DIRECTORY:
         return f"{error.strerror}{place}: choose another directory with hydra.sweep.dir=DIR"
     if error.errno in NOT_WRITABLE:
         return f"{error.strerror}{place}: choose a directory that you can write with hydra.sweep.dir=DIR"
-    return str(error)
+    return describe_os_error(error)
 
 
 def _first_line(error: BaseException) -> str:

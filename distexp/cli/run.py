@@ -50,6 +50,11 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
         for message in explain(error):
             print(f"distexp: {message}", file=sys.stderr)
         return 2
+    except RecursionError:
+        if wants_trace:
+            raise
+        print("distexp: the configuration is nested too deeply, or refers to itself: write it flatter", file=sys.stderr)
+        return 2
     except OSError as error:
         if wants_trace or isinstance(error, BrokenPipeError):
             raise

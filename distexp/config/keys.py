@@ -15,7 +15,7 @@ from omegaconf import BooleanNode, ValidationError
 
 from distexp.config import Config, ConfigError
 from distexp.config.fields import FieldInfo, info_of
-from distexp.system.files import MAX_DIGITS, PACKAGE
+from distexp.system.files import PACKAGE
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 LIST_TYPES = {int: "a list of integers, as in [1,2]", float: "a list of numbers, as in [0.9,0.99]"}
@@ -156,12 +156,19 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
             yield f"{name}.{spec.name}={shown} {error}"
 
 
+LARGEST, LARGEST_TIME = 1e12, 1e6
+"""Limits of numbers without a limit of their own: of any, and of times in seconds or minutes. Libraries overflow above
+them: a thread waits for at most 9.2e9 s.
+"""
+
+
 def _error(info: FieldInfo, value: Any) -> str | None:
     error = info.find_error(value)
-    if error is None and isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    if error is None and isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
-        return f"has more than {MAX_DIGITS} digits: lower it"
+    if error is None and isinstance(value, int | float):
+        if not math.isfinite(value):
+            return "must be a finite number"
+        largest = LARGEST_TIME if info.unit in ("seconds", "minutes") else LARGEST
+        return f"is too large: it must be below {largest:g}" if abs(value) >= largest else None
     return error
 
 

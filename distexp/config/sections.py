@@ -35,7 +35,7 @@ class ClusterConfig:
         None, "Time limit of a run.", unit="minutes", above=0, null="none, or the limit of the Slurm partition"
     )
     hang_timeout_min: float = key(
-        30.0, "Time without progress after which a run counts as hung.", unit="minutes", above=0
+        30.0, "Time without progress after which a run counts as hung.", unit="minutes", above=0, below=30_000
     )
     debug: bool = key(False, "Enable the debug logs of NCCL and torch.distributed.")
     environment: dict[str, str] = key({}, "Environment variables of the workers only, for example `NCCL_*`.")
@@ -173,7 +173,7 @@ class DatasetConfig:
 class DDPConfig:
     """Options of `strategy=ddp`, as in `DistributedDataParallel`."""
 
-    bucket_cap_mb: float | None = key(None, "Size of a gradient bucket.", unit="MB", above=0, reference=25.0)
+    bucket_cap_mb: float | None = key(None, "Size of a gradient bucket.", unit="MB", above=0, below=1e6, reference=25.0)
     static_graph: bool = key(False, "Whether every step uses the same autograd graph.")
     find_unused_parameters: bool = key(False, "Whether to search for parameters without a gradient.")
     gradient_as_bucket_view: bool = key(

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hydra._internal.hydra as hydra_app
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from yaml import YAMLError
 
 from distexp.config import ConfigError
 from distexp.config.keys import conf_dir, refuse_numbers_as_booleans
@@ -48,6 +52,9 @@ TRACKER_URI = "tracker.uri"
 
 GUARDED = (*OBJECTS, "hydra.job.env_set", *(f"cluster.{key}" for key in CLUSTER_KEYS), TRACKER_URI)
 
+MAX_VALUES = 100_000
+"""Most values of a foreign file."""
+
 SWEEP = "hydra.sweeper.params"
 """What a preset sweeps: only texts and numbers are accepted. The cells that they give are checked themselves."""
 
@@ -58,10 +65,39 @@ class _CheckedRepository(ConfigRepository):
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Load a file."""
         try:
+            self._check_aliases(config_path)
             return super().load_config(config_path)
         except UnicodeDecodeError as error:
-            file = f"{config_path.removesuffix('.yaml')}.yaml"
-            raise ConfigError(f"{file} is not in UTF-8 ({error}): save it in UTF-8") from error
+            raise ConfigError(f"{_file_of(config_path)} is not in UTF-8 ({error}): save it in UTF-8") from error
+        except RecursionError as error:
+            raise ConfigError(f"{_file_of(config_path)} is nested too deeply, or refers to itself") from error
+
+    def _check_aliases(self, config_path: str) -> None:
+        """Raise a ConfigError if the aliases of a file multiply its values: each alias becomes a copy."""
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        path = Path(source.path if source and source.scheme() == "file" else "") / _file_of(config_path)
+        if source is None or not _is_foreign(source) or not path.is_file() or "*" not in (text := path.read_text()):
+            return
+        with suppress(YAMLError):  # Hydra reports it.
+            if (count := _count_values(yaml.compose(text), {})) > MAX_VALUES:
+                raise ConfigError(
+                    f"{path} has {count:.2g} values with its aliases, more than {MAX_VALUES:,}: use fewer"
+                )
+
+
+def _count_values(node: Any, known: dict[int, int]) -> int:
+    """Return the number of values below a YAML node, with those of its aliases."""
+    if id(node) not in known:
+        known[id(node)] = 1
+        children = [
+            child for entry in getattr(node, "value", []) for child in (entry if isinstance(entry, tuple) else [entry])
+        ]
+        known[id(node)] += sum(_count_values(child, known) for child in children if isinstance(child, yaml.Node))
+    return known[id(node)]
+
+
+def _file_of(config_path: str) -> str:
+    return f"{config_path.removesuffix('.yaml')}.yaml"
 
 
 class CheckedConfigLoader(ConfigLoaderImpl):
@@ -87,7 +123,15 @@ class CheckedConfigLoader(ConfigLoaderImpl):
             ConfigError: a file contains values that could run code, or the configuration contains a secret, or a file
                 is not in UTF-8.
         """
-        composed = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+        try:
+            composed = super().load_configuration(
+                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+            )
+        except KeyError as error:
+            raise ConfigError(
+                f"hydra.job.env_copy contains {error.args[0]}, but there is no such environment variable: set it, or "
+                "leave it out"
+            ) from error
         if config_name is not None:  # --hydra-help has only Hydra's own configuration.
             self.check(composed)
         return composed

@@ -30,7 +30,7 @@ from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import RENDEZVOUS, agent_error_path, group_log_path, log_dir, memory_trace_path
 from distexp.runs.run_state import last_build_step, last_heartbeat
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import ERROR_TYPE, free_bytes, full_disk_message, is_full_disk, release_reserve
+from distexp.runs.texts import ERROR_TYPE, full_disk_message, is_full_disk, release_reserve
 from distexp.system.cgroups import cpu_count
 from distexp.system.files import write_json
 from distexp.system.processes import WatchedProcess, die_with_parent, end_tree, orphaned, start_module
@@ -76,7 +76,7 @@ def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
     """Write why the agent could not start the workers, for example because the disk is full."""
     found = RunError(type(error).__name__, str(error), "setup")
     if is_full_disk(error):
-        found = RunError(ERROR_TYPE, full_disk_message(error, run_dir, free_bytes(run_dir)), "setup")
+        found = RunError(ERROR_TYPE, full_disk_message(error, run_dir), "setup")
     release_reserve(run_dir)
     write_error(agent_error_path(run_dir, node), found)
 

@@ -28,7 +28,8 @@ from distexp.runs.events import last_value, resume_changes
 from distexp.runs.predictions import read_prediction
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
-from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
+from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RECORD, RESULT, SPEC, allocator_paths, find_log
+from distexp.runs.run_state import last_activity
 from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import add_search
 from distexp.runs.texts import join_errors, name_folder, release_reserve
@@ -65,8 +66,8 @@ def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     record.metrics.explanation = None if found is None else found.to_json()
 
 
-DISK_RESERVE_BYTES = 256 * 1024
-"""Size of a file that is kept during a run, so that the record can be written even if the disk is full."""
+RESERVED_FILES, RESERVED_FILE_BYTES = 16, 16 * 1024
+"""Files that are kept during a run, so that errors and the record fit on a full disk, also on one without inodes."""
 
 
 def start_attempt(spec: RunSpec, directory: Path, job_id: str | None = None, hosts: Sequence[str] = ()) -> None:
@@ -74,7 +75,14 @@ def start_attempt(spec: RunSpec, directory: Path, job_id: str | None = None, hos
     attempts.register_attempt(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
     spec.write(directory)
     with name_folder(directory):
-        (directory / DISK_RESERVE).write_bytes(b"\0" * DISK_RESERVE_BYTES)
+        reserve = directory / DISK_RESERVE
+        try:
+            reserve.mkdir(exist_ok=True)
+            for number in range(RESERVED_FILES):
+                (reserve / str(number)).write_bytes(b"\0" * RESERVED_FILE_BYTES)
+        except OSError:
+            release_reserve(directory)
+            raise
 
 
 def finalize_run(
@@ -85,10 +93,12 @@ def finalize_run(
     stopped: str | None = None,
     *,
     stopped_status: str = "killed",
+    ended: float | None = None,
 ) -> RunRecord:
     """Classify how a run ended, write its record and return it.
 
-    ``started`` is in Unix seconds. ``stopped`` is why the run was stopped from outside, if it was.
+    ``started`` and ``ended`` are in Unix seconds; the default of ``ended`` is now. ``stopped`` is why the run was
+    stopped from outside, if it was.
     """
     release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
@@ -96,14 +106,26 @@ def finalize_run(
     record = read_record(directory / RESULT) if all(code == 0 for code in codes.values()) else None
     if record is None and stopped is not None:
         error = RunError("Stopped", stopped, current_phase(directory))
-        record = failed_record(spec, directory, stopped_status, error, started)
+        record = failed_record(spec, directory, stopped_status, error, started, ended=ended)
     elif record is None:
         cause = classify_failure(directory, codes, spec)
-        record = failed_record(spec, directory, cause.status, cause.error, started)
+        record = failed_record(spec, directory, cause.status, cause.error, started, ended=ended)
     complete(record, spec, directory)
     attempts.finalize(record)
     record.write(directory)
     return record
+
+
+def finalize_dead_run(directory: Path, launcher: int) -> None:
+    """Write the record of a run whose launcher and agent died together, unless another command does it.
+
+    Without write permission, as in another user's sweep, there is still no record. ``launcher`` is a process id.
+    """
+    with suppress(OSError, ValueError), attempts.run_lock(directory) as other:
+        if other is None and not (directory / RECORD).exists():
+            why = f"its launcher (process {launcher}) and its agent were killed together, as by kill -9"
+            started = (directory / SPEC).stat().st_mtime
+            finalize_run(RunSpec.read(directory), directory, {}, started, why, ended=last_activity(directory))
 
 
 def complete(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -160,10 +182,12 @@ def read_record(path: Path) -> RunRecord | None:
         return None
 
 
-def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, started: float | None) -> RunRecord:
+def failed_record(
+    spec: RunSpec, directory: Path, status: str, error: RunError, started: float | None, *, ended: float | None = None
+) -> RunRecord:
     """Return the record of a run that did not complete, without memory traces.
 
-    ``started`` is in Unix seconds; None if the run never started, or not on this machine.
+    ``started`` and ``ended`` are in Unix seconds. The first is None if the run never started, or not on this machine.
     """
     run, device = spec.run, spec.config.cluster.device
     if error.rank is not None and (log := find_log(directory, error.rank)) is not None:
@@ -171,7 +195,7 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
     variables = {}
     if started is not None:
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
-        run.duration_s = time.time() - started
+        run.duration_s = (ended or time.time()) - started
         run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
         attempts.record_resume(run, last_value(directory, "resumed_from_step"), resume_changes(directory))
         variables = select_variables(worker_environment(spec, node=0))

@@ -187,7 +187,9 @@ SECRET_FILES = (
     *(".env", ".env.*", "*.env", ".envrc", ".netrc", ".npmrc", ".pypirc", ".git-credentials", ".htpasswd"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "*.ppk", "*.gpg"),
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
-    *("credentials", "credentials.*", "*credentials.json", "secrets.*", "service_account*.json", "kaggle.json"),
+    *("credentials", "credentials.*", "*credentials.json", "service[_-]account*.json", "kaggle.json"),
+    *("secret", "secret.*", "secrets.*", "*[_-]secret.*", "password*", "passwd", "*[_-]password.*"),
+    *("token", "token.*", "*[_-]token", "*[_-]token.*", "*.token", "*api[_-]key*", "*apikey*", "*access[_-]key*"),
 )
 """Names of files with secrets, in lower case."""
 

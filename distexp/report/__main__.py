@@ -20,11 +20,13 @@ from distexp.report.comparison import Comparison, ComparisonTable
 from distexp.report.data.forecasts import keep_errors
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row, load_rows
-from distexp.report.files import PAGE, write_files
+from distexp.report.files import PAGE, PLOTS, write_files
 from distexp.report.overview_table import OverviewTable
 from distexp.runs.record import choose_newest_sweep
 from distexp.runs.run_dir import RECORD, REPORT
+from distexp.runs.spec import ExistingRuns
 from distexp.runs.texts import describe_disk_error
+from distexp.status import read_folder
 from distexp.tables.columns import make_console
 
 DIRECTORY_HELP = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"
@@ -74,15 +76,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     """Print the table of some runs and write the files. Return the exit code."""
+    for directory in directories:
+        if any(run.status is None for run in ExistingRuns.read(directory).runs):
+            read_folder(directory)  # It writes the records of runs whose launcher and agent were killed.
     rows, skipped = _load(directories)
     if not rows:
         return _no_records(directories)
     unknown = sorted(set(traced_runs) - {row.label for row in rows})
     if unknown:
         return _print_error(f"--trace {' '.join(unknown)}: no such run. Give labels such as {rows[0].label}")
+    target = directories[0] / REPORT
+    if link := next((path for path in (target, target / PLOTS) if path.is_symlink()), None):
+        return _print_error(f"{link} is a link to another place, and a report is written to none: remove it")
     overview = Overview.from_rows(rows)
     keep_errors(overview)
-    target = directories[0] / REPORT
     make_console().print(OverviewTable(overview, results=target / "results.csv"))
     try:
         written = write_files(overview, target, traced_runs, skipped)

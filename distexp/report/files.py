@@ -18,7 +18,7 @@ from distexp.system.files import replace_atomically
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PAGE = "report.html"
+PAGE, PLOTS = "report.html", "plots"
 ResultRow = dict[str, Any]
 
 
@@ -44,7 +44,7 @@ def write_files(
     rows = [result_row(row) for row in overview.rows]
     names = column_names(rows)
     figures = build_figures(overview, load_traces(overview, traced_runs))
-    images = [_write_image(path, content) for path, content in list(render_files(figures, directory / "plots"))]
+    images = [_write_image(path, content) for path, content in list(render_files(figures, directory / PLOTS))]
     return [
         _replace(directory / "results.csv", lambda path: write_csv(rows, names, path)),
         _replace(directory / "results.md", lambda path: write_markdown(overview, figures, path)),

@@ -131,7 +131,8 @@ class Environment:
     cpu_count: int | None = key(None, "Number of usable CPU cores.")
     cpu_limit: float | None = key(None, "Limit of the CPU time by control groups, in cores. Null: none.")
     hostname: str | None = key(None, "Host name.")
-    variables: dict[str, str] = key({}, "Environment variables of NCCL, Gloo, CUDA and PyTorch, and OMP_WAIT_POLICY.")
+    arithmetic: str | None = key(None, "Precision of fp32 products, instructions of the CPU, and determinism.")
+    variables: dict[str, str] = key({}, "Environment variables that change the arithmetic, the speed or the memory.")
 
 
 @dataclass

@@ -213,6 +213,19 @@ def local_state(run: ExistingRun) -> RunState:
     return _state(run, "ending" if agent is not None and agent.is_alive else "no record", reason)
 
 
+def dead_launcher(run: ExistingRun) -> int | None:
+    """Return the process id of a run's launcher if it died on this machine without a record, and its agent too."""
+    launcher = read_launcher(run.directory)
+    died = launcher is not None and launcher.is_local and not (run.directory / RECORD).exists()
+    return launcher.pid if died and local_state(run).state == "no record" else None
+
+
+def last_activity(directory: Path) -> float:
+    """Return the Unix time in seconds of the last step, event, memory sample or start of a run; 0 without files."""
+    paths = (directory / SPEC, *memory_trace_paths(directory))
+    return max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
+
+
 def _finished_state(run: ExistingRun) -> RunState:
     """Return the state of a run with a record, which may be damaged or of another version."""
     try:
@@ -224,9 +237,7 @@ def _finished_state(run: ExistingRun) -> RunState:
 
 def _state_by_activity(run: ExistingRun) -> RunState:
     """Return the state of a run without a launcher on this machine: the age of its files decides."""
-    directory = run.directory
-    paths = (directory / SPEC, *memory_trace_paths(directory))
-    active_at = max([last_heartbeat(directory), *(path.stat().st_mtime for path in paths if path.exists())])
+    active_at = last_activity(run.directory)
     idle_s = time.time() - active_at
     if idle_s < MAX_IDLE_S and read_progress(run.directory).phase != "done":
         return _state(run, "running")

@@ -134,15 +134,25 @@ class ExistingRuns:
 
 def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
     """Return the warning about unfinished runs that no cell matches; None if there are none."""
+    damaged = [run for run in runs if not run.id]
+    runs = [run for run in runs if run.id]
+    texts = [
+        f"{run.directory} was not resumed, because neither its {RECORD} nor its {SPEC} can be read" for run in damaged
+    ]
+    return ". ".join([*texts, *_unmatched(runs)]) or None
+
+
+def _unmatched(runs: Sequence[ExistingRun]) -> Iterator[str]:
     if not runs:
-        return None
+        return
     shown = ", ".join(f"{run.number} ({run.status or 'no record'})" for run in runs)
     if len(runs) == 1:
-        return (
+        yield (
             f"run {shown} was not resumed: the new overrides define a different run. "
             "Resume without them to continue it."
         )
-    return (
+        return
+    yield (
         f"runs {shown} were not resumed: the new overrides define different runs. Resume without them to continue them."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,19 +24,35 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 """Numbers of the errors of a folder that the user must not write."""
 
-FULL_TEXTS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
-"""Texts in the messages of libraries that wrap the error of the system."""
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Numbers of the errors with which a file system refuses to write during a run. Libraries may keep their texts only."""
+
+SHORT_WRITE = "unexpected pos "
+"""Start of torch's message after the system took only a part of a checkpoint."""
 
 FULL_BYTES = 512 * 1024
 """A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
+
+FEW_INODES = 32
+"""With fewer, a disk is full. This is more than the reserve, which may have been deleted."""
 
 ERROR_TYPE = "DiskFull"
 """Type of the error in the record of a run that ended because a disk was full."""
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error states that a disk or a quota is full."""
-    return _error_number(error) in FULL or any(text in str(error) for text in FULL_TEXTS)
+    """Return whether an error states that a file system refuses to write: full, quota, size of a file, read-only."""
+    return _refusal(error) is not None
+
+
+def _refusal(error: BaseException) -> int | None:
+    """Return the number of the system error with which a file system refused to write; None for another error."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno if error.errno in REFUSALS else None
+    if SHORT_WRITE in str(error):
+        has_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+        return errno.EFBIG if has_limit else errno.EDQUOT
+    return next((number for number in REFUSALS if os.strerror(number) in str(error)), None)
 
 
 def free_bytes(folder: Path) -> int:
@@ -43,28 +60,36 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
-    """Return which disk is full, and what to do."""
+def lacks_inodes(folder: Path) -> bool:
+    """Return whether a disk has (almost) no room for new files, but free space. Some file systems count no inodes."""
+    with suppress(OSError):
+        found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+        return found.f_files > 0 and found.f_favail < FEW_INODES and found.f_bavail * found.f_frsize >= FULL_BYTES
+    return False
+
+
+def full_disk_message(error: BaseException, run_dir: Path) -> str:
+    """Return which file system refused to write, why, and what to do."""
     named = error.filename if isinstance(error, OSError) else None
-    folder = None if named is None else Path(os.fsdecode(named)).parent
-    if folder is not None:
-        with suppress(OSError):
-            free = free_bytes(folder)
-    elif free >= FULL_BYTES and _error_number(error) not in (errno.EDQUOT, errno.EFBIG):
+    folder = run_dir if named is None else Path(os.fsdecode(named)).parent
+    elsewhere = "choose a folder on another disk with hydra.sweep.dir"
+    number = _refusal(error) or errno.ENOSPC
+    if number == errno.EFBIG:
+        return f"a file in {folder} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"
+    if number == errno.EROFS:
+        return f"the disk of {folder} can no longer be written (read-only file system): {elsewhere}"
+    if number == errno.ENOSPC and lacks_inodes(folder):
+        return f"the disk of {folder} has no inodes left, so it takes no new file: delete files, or {elsewhere}"
+    free = 0
+    with suppress(OSError):
+        free = free_bytes(folder)
+    if number == errno.ENOSPC and named is None and free >= FULL_BYTES:
         return (
             f"a disk is full, but not that of {run_dir} ({free // 2**20:,} MiB free): make room in "
             f"{tempfile.gettempdir()}, in /dev/shm and in the folders of caches"
         )
-    limit = "the disk quota" if _error_number(error) == errno.EDQUOT else "the disk"
-    return (
-        f"{limit} of {folder or run_dir} is full ({free // 1024:,} KiB free): make room, or choose a folder on another "
-        "disk with hydra.sweep.dir"
-    )
-
-
-def _error_number(error: BaseException) -> int | None:
-    """Return the number of a system error; None for another error."""
-    return error.errno if isinstance(error, OSError) else None
+    limit = "the disk quota" if number == errno.EDQUOT and free >= FULL_BYTES else "the disk"
+    return f"{limit} of {folder} is full ({free // 1024:,} KiB free): make room, or {elsewhere}"
 
 
 def describe_disk_error(error: OSError) -> str:
@@ -89,8 +114,8 @@ def name_folder(folder: Path) -> Iterator[None]:
 
 
 def release_reserve(run_dir: Path) -> None:
-    """Delete the file that keeps space for the end of a run."""
-    (run_dir / DISK_RESERVE).unlink(missing_ok=True)
+    """Delete the files that keep space for the end of a run."""
+    shutil.rmtree(run_dir / DISK_RESERVE, ignore_errors=True)
 
 
 def write_despite_full_disk(run_dir: Path, write: Callable[[], None]) -> None:

@@ -11,6 +11,8 @@ from functools import cache
 CAPTURED_PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"),  # communication
     *("PYTORCH_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_", "NVIDIA_TF32_OVERRIDE"),
+    *("TORCH_ALLOW_TF32", "TORCH_BLAS_", "TORCH_CUDNN_", "TORCH_LINALG_", "CUDNN_", "ATEN_"),  # arithmetic of torch
+    *("ONEDNN_", "DNNL_", "MKL_", "MKLDNN_", "OPENBLAS_", "KMP_"),  # arithmetic and threads on CPUs
     "OMP_WAIT_POLICY",  # whether threads use their cores while they wait
 )
 """Prefixes of the variables that a record contains."""

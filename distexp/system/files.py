@@ -18,6 +18,9 @@ from distexp.system.units import MIB
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
+MAX_FLOAT = 1e39
+"""Above the largest loss in fp32, 3.4e38. Sums and products of such numbers are finite."""
+
 MAX_DIGITS = 18
 """Digits of an integer. More may not fit into the columns of a report, and a record with more is not read."""
 
@@ -150,6 +153,8 @@ def _parse_int(text: str) -> int:
 
 def _parse_float(text: str) -> float | None:
     value = float(text)
+    if math.isfinite(value) and abs(value) >= MAX_FLOAT:
+        raise ValueError(f"it contains the number {value:g}")
     return value if math.isfinite(value) else None
 
 

@@ -51,12 +51,12 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     """
     started = time.time()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
-    redirect_output(log_path(run_dir, node, rank))
-    die_with_parent()
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
     events = None
     try:
+        redirect_output(log_path(run_dir, node, rank))
+        die_with_parent()
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
         events = Events(run_dir, enabled=rank == 0, progress=ProgressWriter(run_dir, node, rank))
         from distexp.worker.rank import run_rank
 
@@ -103,16 +103,30 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
 
     Libraries do not always name a full disk, so the free space is checked after a failed save.
     """
-    free = free_bytes(run_dir)
-    if is_full_disk(error) or (phase == "save" and free < FULL_BYTES):
-        return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
+    if is_full_disk(error) or (phase == "save" and free_bytes(run_dir) < FULL_BYTES):
+        return RunError(ERROR_TYPE, full_disk_message(error, run_dir), phase, rank)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
     place = None
     if not memory and not isinstance(error, ConfigError):
         with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
             place = custom_code_place(error, RunSpec.read(run_dir).config.trusted_packages) or None
-    return RunError(type(error).__name__, str(error).strip() or repr(error), phase, rank, place=place, memory=memory)
+    message = without_tracebacks(str(error).strip()) or repr(error)
+    return RunError(type(error).__name__, message, phase, rank, place=place, memory=memory)
+
+
+def without_tracebacks(message: str) -> str:
+    """Return a message of an error without the traceback of its cause, which the log has; the cause itself stays.
+
+    Loaders and distributed checkpoints put the tracebacks of other processes into their messages.
+    """
+    before, traceback_found, after = message.partition("Traceback (most recent call last):")
+    causes = [line for line in after.splitlines()[1:] if line and not line[0].isspace()]
+    if not traceback_found or not causes:
+        return message
+    if before.startswith("Caught "):  # by a worker of a DataLoader, which raises an error of the same type again
+        return causes[-1].partition(": ")[2] or causes[-1]
+    return f"{' '.join(before.removesuffix('Original ').split()).rstrip('.:')}: {causes[-1]}".removeprefix(": ")
 
 
 def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:

@@ -236,12 +236,25 @@ def rank_environment(device: torch.device) -> Environment:
     """Return the environment of this rank, with what only torch knows."""
     on_gpu = device.type == "cuda"
     environment = make_environment(on_gpu=on_gpu, variables=captured_environment())
+    environment.arithmetic = describe_arithmetic(on_gpu=on_gpu)
     if on_gpu:
         gpu = torch.cuda.get_device_properties(device)
         version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         environment.nccl = ".".join(map(str, version))
         environment.gpu_name, environment.gpu_total_mib = gpu.name, gpu.total_memory / MIB
     return environment
+
+
+def describe_arithmetic(*, on_gpu: bool) -> str:
+    """Return how torch computes here, whatever has set it: a variable, a library or custom code."""
+    found = [
+        f"fp32 {torch.get_float32_matmul_precision()}",
+        "TF32 conv" if on_gpu and torch.backends.cudnn.allow_tf32 else "",
+        "" if on_gpu else torch.backends.cpu.get_cpu_capability(),
+        "deterministic" if torch.are_deterministic_algorithms_enabled() else "",
+        "det. cuDNN" if on_gpu and torch.backends.cudnn.deterministic else "",
+    ]
+    return ", ".join(filter(None, found))
 
 
 def add_flops(record: RunRecord, config: Config, data: TaskData, logger: MetricsLogger) -> None:

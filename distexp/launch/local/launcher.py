@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distexp.config import Config
+from distexp.guard.sweep_files import is_own_file
 from distexp.launch.launcher import Cancelled, Launcher, Sweep, TrialLauncher
 from distexp.resolve.resources import needs_one_worker
-from distexp.runs.run_state import RunState, local_state
+from distexp.runs.run_dir import COMMAND
+from distexp.runs.run_state import RunState, dead_launcher, local_state
 from distexp.runs.spec import ExistingRun
 from distexp.system.cgroups import cpu_count, visible_gpus
 
@@ -62,13 +64,29 @@ class LocalLauncher(Launcher):
 
     def states(self, sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[RunState]:
         """Return the states of runs, from their files and processes."""
+        _finalize_dead_runs(sweep_dir, runs)
         return [local_state(run) for run in runs]
 
     def cancel(self, sweep_dir: Path, runs: Sequence[ExistingRun]) -> Cancelled:
         """End the commands that run these runs. Each ends its workers, writes the record, and starts no other run."""
         from distexp.launch.local.cancel import cancel_local
 
+        _finalize_dead_runs(sweep_dir, runs)
         return cancel_local(sweep_dir, runs)
+
+
+def _finalize_dead_runs(sweep_dir: Path, runs: Sequence[ExistingRun]) -> None:
+    """Write the records of runs whose launcher and agent died together, in a sweep that this user has started.
+
+    That of another user may name code of a strategy, which would be imported.
+    """
+    dead = [(run.directory, pid) for run in runs if (pid := dead_launcher(run)) is not None]
+    if not dead or not is_own_file(sweep_dir / COMMAND):
+        return
+    from distexp.launch.outcome import finalize_dead_run
+
+    for directory, pid in dead:
+        finalize_dead_run(directory, pid)
 
 
 def _gpu_errors(config: Config) -> list[str]:

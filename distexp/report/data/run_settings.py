@@ -38,7 +38,7 @@ SUBMISSION_KEYS = frozenset(
 CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINING_KEYS - SUBMISSION_KEYS
 TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps", "micro_batch_search_s"})
 SECTIONS = frozenset({"measure", "preflight", "tracker"})
-GPU = "gpu"
+GPU, ARITHMETIC = "gpu", "arithmetic"
 IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")
 """Prefixes of environment variables that change nothing but the logs."""
 
@@ -165,8 +165,8 @@ def is_environment_setting(name: str) -> bool:
 
 
 def is_hardware(name: str) -> bool:
-    """Return whether a setting is the GPU or an environment variable, which a run that failed early may not know."""
-    return name == GPU or name.isupper()
+    """Return whether a setting is of the machine. A run that failed early may not know its GPU and its arithmetic."""
+    return name in (GPU, ARITHMETIC) or name.isupper()
 
 
 def read_environment_settings(record: RunRecord) -> dict[str, Any]:
@@ -175,6 +175,8 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
     found = {short_name(key): value for key, value in flatten(record.config) if is_environment_key(key)}
     variables = environment.variables if environment else {}
     found |= {name: value for name, value in variables.items() if not name.startswith(IGNORED_VARIABLES)}
+    if environment and environment.arithmetic:
+        found[ARITHMETIC] = environment.arithmetic
     return {GPU: environment.gpu_name if environment else None, **found}
 
 

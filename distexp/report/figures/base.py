@@ -26,6 +26,7 @@ SINGLE_WIDTH = 640  # pixels of the only panel in a file
 PANEL_WIDTH = 460  # pixels of one of several panels in a file
 PNG_SCALE = 2.0
 PHASES = ("search", "setup", "warmup", "train", "profile", "eval", "save")
+LARGEST_DRAWN = 1e15  # also the loss of a diverged run, or a number in a record of another program
 MAX_COLORS = 8  # of one legend
 Rows = list[dict[str, Any]]
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
@@ -65,7 +66,7 @@ class Figure:
 
     def panel_spec(self, index: int) -> dict[str, Any]:
         """Return the Vega-Lite specification of a panel for the page, as wide as its container."""
-        chart = self.panels[index].chart.properties(width="container").to_dict(validate=False)
+        chart = _drawable(self.panels[index].chart.properties(width="container").to_dict(validate=False))
         return {
             **(_without_legends(chart) if self.legend else chart),
             "config": chart_config(),
@@ -78,13 +79,22 @@ class Figure:
         charts = [_with_title(panel).properties(width=width) for panel in self.panels]
         joined = charts[0] if len(charts) == 1 else self._concat(charts)
         titled = joined.properties(title=alt.TitleParams(self.subtitle, fontSize=14)) if self.subtitle else joined
-        spec = titled.to_dict(validate=False)
+        spec = _drawable(titled.to_dict(validate=False))
         return apply_palette({**spec, "config": {**chart_config(), "background": LIGHT["card"], "padding": 16}}, LIGHT)
 
     def _concat(self, charts: Sequence[alt.LayerChart]) -> alt.ConcatChart:
         scales = "shared" if self.legend else "independent"
         columns = 1 if self.is_wide else 2
         return alt.concat(*charts, columns=columns).resolve_scale(color=scales, fill=scales, shape=scales)
+
+
+def _drawable(content: Any) -> Any:
+    """Return a specification without numbers that no axis can show: the renderer would run out of memory."""
+    if isinstance(content, dict):
+        return {key: _drawable(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_drawable(value) for value in content]
+    return None if isinstance(content, float) and abs(content) > LARGEST_DRAWN else content
 
 
 def _without_legends(spec: dict[str, Any]) -> dict[str, Any]:
