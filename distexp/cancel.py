@@ -1,4 +1,4 @@
-"""Command ``distexp cancel DIR``: end the runs of a sweep. Each launcher ends those that it has started."""
+"""Command ``distexp cancel [DIR]``: end the runs of a sweep. Each launcher ends those that it has started."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distexp.config import ConfigError
 from distexp.config.overrides import format_count
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch.launcher import CancelError, launchers_of
-from distexp.runs.record import not_a_sweep
+from distexp.runs.record import choose_newest_sweep, not_a_sweep
 from distexp.runs.spec import ExistingRuns
+from distexp.status import DIRECTORY_HELP
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,8 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="distexp cancel", description="End the runs of a sweep, on Slurm or on this machine."
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory of a sweep")
-    sweep_dir = parser.parse_args(arguments).directory
+    parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
+    options = parser.parse_args(arguments)
+    try:
+        sweep_dir = options.directory or choose_newest_sweep()
+    except ConfigError as error:
+        print(f"distexp: {error}", file=sys.stderr)
+        return 2
     launchers = launchers_of(sweep_dir, ExistingRuns.read(sweep_dir).runs)
     if not launchers:
         print(f"distexp: {not_a_sweep(sweep_dir, 'run')}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``distexp resume DIR [OVERRIDE ...]``: run the failed and missing runs of a sweep.
+"""``distexp resume [DIR] [OVERRIDE ...]``: run the failed and missing runs of a sweep.
 
 It repeats the original command of the sweep in the sweep's directory. A finished run is found by its ``run.id`` and
 kept. A run that failed or has no record runs again in its directory. A new cell gets a new number.
@@ -19,14 +19,14 @@ from distexp.cli.main import main as distexp
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import is_override, key_of, path_override, shell_quote
 from distexp.guard.sweep_files import check_files, check_stored_command, check_working_directory, is_own_file
-from distexp.runs.record import not_a_sweep
+from distexp.runs.record import choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND
 from distexp.system.files import read_json
 
-USAGE = """usage: distexp resume DIR [KEY=VALUE ...]
+USAGE = """usage: distexp resume [DIR] [KEY=VALUE ...]
 
-Run the failed and missing runs of a sweep in their directories. Finished runs
-are kept.
+Run the failed and missing runs of a sweep in their directories (default: the
+newest sweep below multirun_outputs). Finished runs are kept.
 
 A KEY=VALUE replaces that of the original command. New values add runs, as in
 zero_stage=1,2,3,0. cluster=slurm and cluster=local are possible too."""
@@ -38,11 +38,13 @@ RESUME_KEYS = ("hydra.sweep.dir", "sweep.resume")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Resume a sweep and return its exit code, or 2 if the directory is not a sweep."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or any(argument in ("-h", "--help") for argument in arguments):
+    if any(argument in ("-h", "--help") for argument in arguments):
         print(USAGE)
-        return 0 if arguments else 2
-    sweep_dir, new = Path(arguments[0]).absolute(), arguments[1:]
+        return 0
     try:
+        if not arguments or is_override(arguments[0]):
+            arguments.insert(0, str(choose_newest_sweep()))
+        sweep_dir, new = Path(arguments[0]).absolute(), arguments[1:]
         command, original, directory = read_command(sweep_dir)
         if not is_own_file(sweep_dir / COMMAND):
             check_stored_command(sweep_dir / COMMAND, original, new)

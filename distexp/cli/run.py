@@ -6,9 +6,12 @@ Hydra gets a normalized command line, and its errors are printed with hints.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from typing import Any
 
 import hydra
@@ -21,6 +24,7 @@ from yaml import YAMLError
 from distexp.cli.arguments import normalize_arguments
 from distexp.config import Command, ConfigError, register_schema
 from distexp.config.keys import conf_dir
+from distexp.config.overrides import is_override, key_of, parse
 from distexp.exceptions import (
     TRACE_VARIABLE,
     InterruptedRunError,
@@ -32,6 +36,12 @@ from distexp.exceptions import (
 from distexp.guard.command_line import check_arguments_for_secrets
 from distexp.guard.config_files import use_checked_loader
 
+WRONG = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
+"""Errors of a command line or of a configuration file."""
+
+MAX_ERRORS = 5
+"""Most wrong overrides that are searched for: each takes as long as composing a configuration."""
+
 
 def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequence[str] = ()) -> int:
     """Run a command line and return its exit code; 2 if it is wrong, after printing every error.
@@ -42,12 +52,10 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
     os.environ[TRACE_VARIABLE] = "1"  # Hydra then raises its errors instead of printing them
     try:
         return _run_hydra(arguments, command, added)
-    except (ConfigError, HydraException, OmegaConfBaseException, YAMLError) as error:
+    except WRONG as error:
         if wants_trace:
             raise
-        from distexp.cli.errors import explain
-
-        for message in explain(error):
+        for message in _all_errors(arguments, command, added, error):
             print(f"distexp: {message}", file=sys.stderr)
         return 2
     except RecursionError:
@@ -65,6 +73,41 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
     finally:
         if not wants_trace:
             del os.environ[TRACE_VARIABLE]
+
+
+def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str], error: Exception) -> list[str]:
+    """Return the messages of an error and of further ones: Hydra stops at the first wrong override.
+
+    So the configuration is composed again without the override that each message is about. Of a sweep, this looks at
+    the first value of each override.
+    """
+    from distexp.cli.errors import explain
+
+    found = explain(error)
+    left = [_first_value(text) for text in arguments if text not in ("-m", "--multirun")]
+    while len(found) < MAX_ERRORS:
+        rest = [
+            text for text in left if not (is_override(text) and re.match(rf"{re.escape(key_of(text))}\b", found[-1]))
+        ]
+        if len(rest) == len(left):
+            break
+        left = rest
+        try:
+            with redirect_stdout(StringIO()):
+                _run_hydra([*left, "--cfg", "job"], command, added)
+        except WRONG as further:
+            found += [message for message in explain(further) if message not in found]
+        else:
+            break
+    return found
+
+
+def _first_value(text: str) -> str:
+    """Return an override with the first of its values."""
+    with suppress(HydraException, StopIteration):
+        if is_override(text) and (override := parse([text])[0]).is_sweep_override():
+            return f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
+    return text
 
 
 def _run_hydra(arguments: Sequence[str], command: Command, added: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
     from rich.console import Console
 
+GPU_OPTIONS = frozenset({"gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
 CPUS_PER_WORKER = 4
 """As in the scripts of the workshop. The nodes of a cluster have at least as many cores per GPU."""
 
@@ -77,11 +78,7 @@ class SlurmLauncher(Launcher):
             cluster.device = "cuda"
         if cluster.workers_per_node is None:
             cluster.workers_per_node = 1 if needs_one_worker(config) else (cluster.gpus_per_node or 1)
-        if (
-            cluster.gpus_per_node is None
-            and cluster.device == "cuda"
-            and "gres" not in map(sbatch_name, cluster.sbatch)
-        ):
+        if cluster.gpus_per_node is None and cluster.device == "cuda" and not requests_gpus(cluster):
             cluster.gpus_per_node = cluster.workers_per_node
         if cluster.cpus_per_worker is None:
             cluster.cpus_per_worker = CPUS_PER_WORKER
@@ -138,6 +135,12 @@ class SlurmLauncher(Launcher):
 
         finished: FinishedRuns = {}
         follow(lambda: poll(sweep_dir, finished), len(self.claimed(sweep_dir)), sweep_dir, console)
+
+
+def requests_gpus(cluster: ClusterConfig) -> bool:
+    """Return whether the user's own options of sbatch request GPUs, as ``gres=gpu:4``. A second request may differ."""
+    options = {sbatch_name(key): str(value) for key, value in cluster.sbatch.items()}
+    return bool(GPU_OPTIONS & options.keys()) or "gpu" in options.get("gres", "")
 
 
 def _gpu_errors(cluster: ClusterConfig) -> list[str]:
