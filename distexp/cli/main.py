@@ -46,6 +46,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("start a run, or a sweep with --multirun (the word run may be left out)", "distexp.cli.run"),
+    "ls": Command("list the sweeps, with the states of their runs", "distexp.ls"),
     "status": Command("show the state of every run of a sweep", "distexp.status"),
     "resume": Command("run what is missing or failed in a sweep", "distexp.resume"),
     "cancel": Command("end the runs of a sweep", "distexp.cancel"),

@@ -1,0 +1,59 @@
+"""Command ``distexp ls [FOLDER]``: the sweeps in a folder, the newest last, each with the states of its runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from distexp.console.sweep_table import count_states
+from distexp.exceptions import run_until_pipe_closes
+from distexp.runs.run_dir import COMMAND, OUTPUTS
+from distexp.status import PLAIN_WIDTH, read_folder
+from distexp.system.files import read_or_none
+from distexp.system.typed_values import texts_of
+from distexp.tables.columns import empty_table
+
+MOST = 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the sweeps; return 2 if there are none."""
+    parser = argparse.ArgumentParser(prog="distexp ls", description="List the sweeps in a folder, the newest last.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=Path(OUTPUTS))
+    parser.add_argument("-n", type=int, metavar="N", default=MOST, help=f"show the newest N sweeps (default: {MOST})")
+    options = parser.parse_args(arguments)
+    files = sorted(options.folder.rglob(COMMAND), key=lambda file: file.stat().st_mtime)
+    if not files:
+        print(f"distexp: no sweep below {options.folder}: start one, or give another folder", file=sys.stderr)
+        return 2
+    shown = files[-max(1, options.n) :]
+    table = empty_table()
+    for header in ("sweep", "started", "runs", "command"):
+        table.add_column(header, no_wrap=header != "command", overflow="fold")
+    for file in shown:
+        started = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        runs = read_folder(file.parent).runs
+        table.add_row(*map(Text, (str(file.parent), started, count_states(runs) or "none started", _command(file))))
+    Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH, emoji=False).print(table)
+    if len(files) > len(shown):
+        print(f"{len(files) - len(shown)} older ones: distexp ls -n {len(files)}")
+    return 0
+
+
+def _command(file: Path) -> str:
+    """Return the command line of a sweep, as it was typed."""
+    command = read_or_none(file, "command") or "run"
+    words = texts_of({"words": read_or_none(file, "words")}, "words")
+    return shlex.join([*([str(command)] if command not in ("run", "train") else []), *words])
+
+
+if __name__ == "__main__":
+    sys.exit(run_until_pipe_closes(main))
