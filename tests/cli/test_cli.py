@@ -710,3 +710,53 @@ def test_cells_add_keys_to_open_sections(tmp_path: Path) -> None:
     run_distexp("--multirun", f"sweep.cells={json.dumps(cells)}", invalid, "hydra.sweep.dir=out", cwd=tmp_path)
     records = [RunRecord.read(tmp_path / f"out/{number}/record.json") for number in range(3)]
     assert [list(record.config["cluster"]["environment"]) for record in records] == [["FIRST"], ["SECOND"], ["THIRD"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["train.sed=1", "trane.seed=2"], ["trane.seed is not a key", "train.sed is not a key"]),
+        (["strategy=fsdpp", "sharding=ful"], ["sharding=ful is not an option", "strategy=fsdpp is not an option"]),
+        (["--multirun", "zero_stage=1,2", "train.seed=x", "train.sed=1"], ["train.sed is not", "train.seed=x must be"]),
+    ],
+)
+def test_every_wrong_override_is_named(
+    arguments: list[str], messages: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["distexp"])
+    assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(messages)
+    assert all(line.startswith(f"distexp: {message}") for line, message in zip(lines, messages, strict=True)), lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["hydra.job.env_copy=[NOPE_X]"],
+            "hydra.job.env_copy contains NOPE_X, but there is no such environment variable",
+        ),
+        (["--shell-completion"], "--shell-completion needs install=bash, install=zsh or install=fish"),
+        (["train={a: " + "{a: " * 3000 + "1" + "}" * 3001], "the configuration is nested too deeply"),
+        (["--config-dir", "FOLDER", "experiment=deep"], "experiment/deep.yaml is nested too deeply"),
+        (["--config-dir", "FOLDER", "experiment=many"], "values with its aliases, more than 100,000: use fewer"),
+    ],
+)
+def test_strange_configurations_end_with_a_sentence(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "deep.yaml").write_text("# @package _global_\nextra: " + "{a: " * 5000 + "1" + "}" * 5000 + "\n")
+    lists = [f"  l{n}: &l{n} [{','.join([f'*l{n - 1}' if n else '1'] * 10)}]" for n in range(7)]
+    (folder / "many.yaml").write_text("\n".join(["# @package _global_", "extra:", *lists]))
+    monkeypatch.setattr(sys, "argv", ["distexp"])
+    assert main([argument.replace("FOLDER", str(tmp_path)) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

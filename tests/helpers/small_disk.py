@@ -11,11 +11,11 @@ import pytest
 
 
 @contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Create a folder with a small disk; skip the test if mounting is not allowed."""
+def small_disk(folder: Path, size: str, inodes: int = 0) -> Iterator[Path]:
+    """Create a folder with a small disk, of which 0 inodes are no limit; skip the test if mounting is not allowed."""
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+        ["mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes}", "tmpfs", str(folder)],
         capture_output=True,
         text=True,
         check=False,

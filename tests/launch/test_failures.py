@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distexp.launch.failures import signal_deaths
@@ -134,7 +137,7 @@ def test_a_run_that_exceeds_its_time_is_a_timeout(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_nan_loss_stops_the_run_or_is_recorded(tmp_path: Path) -> None:
-    overrides = ("--multirun", "train.on_nan=stop,record", "train.learning_rate=1e30", "train.gradient_clipping=null")
+    overrides = ("--multirun", "train.on_nan=stop,record", "train.learning_rate=1e20", "train.gradient_clipping=null")
     overrides += ("strategy=single", "train.warmup_steps=0", "train.schedule=constant", "train.max_steps=12")
     done = run_distexp(*overrides, *QUICK, cwd=tmp_path, env=ENV)
     assert done.returncode == 1
@@ -212,6 +215,71 @@ def test_the_killed_parent_of_the_workers_is_named(tmp_path: Path) -> None:
     assert "the parent process of the workers on node 0" in record.error.message
 
 
+def test_the_record_of_a_launcher_and_an_agent_that_died_together_is_written_later(tmp_path: Path) -> None:
+    """By status, report and cancel, each on its own copy of the directory."""
+    first = tmp_path / "status"
+    overrides = (*QUICK, "strategy=single", "train.num_epochs=100000", f"hydra.sweep.dir={first}")
+    with StartedCommand(tmp_path, *overrides) as command:
+        assert wait_for(lambda: any(p.stat().st_size for p in first.rglob("metrics.jsonl")))
+        family = tree_of(command.process.pid)
+        (agent,) = [child for child in family if "distexp.launch.agent" in child.cmdline()]
+        for process in (psutil.Process(command.process.pid), agent):
+            process.kill()
+        command.process.wait()
+        assert wait_for(lambda: have_ended(family[1:]))
+    assert not (first / "0" / "record.json").exists()
+    for name in ("report", "cancel", "foreign"):
+        shutil.copytree(first, tmp_path / name)
+    with (tmp_path / "foreign" / "command.json").open("a") as file:
+        file.write(" ")  # no longer what this user has started
+    for name, code in (("status", 0), ("report", 0), ("cancel", 0), ("foreign", 0)):
+        done = run_distexp("status" if name == "foreign" else name, str(tmp_path / name), cwd=tmp_path, env=ENV)
+        assert done.returncode == code, done.stderr
+    assert not (tmp_path / "foreign" / "0" / "record.json").exists(), "its strategy's code would be imported"
+    for name in ("status", "report", "cancel"):
+        record = RunRecord.read(tmp_path / name / "0" / "record.json")
+        assert record.status == "killed"
+        assert record.error is not None
+        assert record.error.message == (
+            f"its launcher (process {command.process.pid}) and its agent were killed together, as by kill -9"
+        )
+        assert record.run.duration_s is not None
+        assert 0 < record.run.duration_s < DEADLINE_S
+        assert [attempt["reason"] for attempt in record.run.attempts] == ["killed"]
+        assert not (tmp_path / name / "0" / ".reserve").exists()
+
+
+@pytest.mark.parametrize("inodes", [31, 35, 39])
+def test_a_disk_without_inodes_is_named(inodes: int, tmp_path: Path) -> None:
+    """Files that the run creates: the first fails with 31, one of rank 0 with 35, and the end of the run with 39."""
+    with small_disk(tmp_path / "disk", "50m", inodes) as disk:
+        done = run_distexp(*QUICK, "strategy=ddp", f"hydra.sweep.dir={disk}/sweep", cwd=tmp_path, env=ENV)
+        assert done.returncode == 1
+        record = only_record(disk)
+    assert record.error is not None
+    assert record.error.type == "DiskFull"
+    assert "has no inodes left, so it takes no new file: delete files, or" in record.error.message
+
+
+def test_a_limit_of_the_size_of_files_is_named(tmp_path: Path) -> None:
+    arguments = (
+        *QUICK,
+        "strategy=single",
+        "train.max_steps=4",
+        "train.checkpoint_every=2",
+        "cluster.workers_per_node=1",
+    )
+    script = f"ulimit -f 200; exec {shlex.join([sys.executable, '-m', 'distexp', *arguments])}"
+    done = subprocess.run(
+        ["bash", "-c", script], check=False, cwd=tmp_path, env={**os.environ, **ENV}, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stdout
+    record = only_record(tmp_path)
+    assert record.error is not None
+    assert (record.error.type, record.error.phase) == ("DiskFull", "save")
+    assert "would exceed the largest size of a file (see ulimit -f)" in record.error.message
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", "1m") as folder:
@@ -260,7 +328,7 @@ def test_a_worker_killed_by_the_kernel_for_memory_is_oom_host(tmp_path: Path) ->
         )
         env = {**os.environ, **ENV}
         done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, timeout=900, check=False
+            ["bash", "-c", script], check=False, cwd=tmp_path, env=env, capture_output=True, timeout=900, check=False
         )
         record = only_record(tmp_path)
         assert (record.status, record.error and record.error.type) == ("oom_host", "OutOfMemoryKilled")

@@ -13,8 +13,11 @@ import pytest
 from distexp.launch import snapshot
 
 SECRET = "TOKEN=0123456789"
-CODE = ("distexp/__init__.py", "distexp/keys.py", ".env.example", "id_rsa.pub")
-OMITTED = (".env", "certs/server.pem", "distexp/.env.local", "home/.netrc", "id_ed25519", "secrets.yaml")
+CODE = ("distexp/__init__.py", "distexp/keys.py", ".env.example", "id_rsa.pub", "tokenizer.json", "distexp/token.py")
+OMITTED = (
+    *(".env", "certs/server.pem", "distexp/.env.local", "home/.netrc", "id_ed25519", "secrets.yaml"),
+    *("token.txt", "api_key.txt", "service-account.json", "hf_token", "my-password.txt"),
+)
 
 
 @pytest.fixture

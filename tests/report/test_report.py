@@ -389,3 +389,27 @@ def test_a_text_is_no_formula_of_a_spreadsheet(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == [*(f"'{text}" for text in texts[:4]), "name==1"]
     assert {row["train_loss"] for row in rows} == {"-1.5"}
+
+
+@pytest.mark.parametrize("link", ["report", "report/plots"])
+def test_a_report_follows_no_link_out_of_a_sweep(link: str, tmp_path: Path) -> None:
+    sweep, outside = tmp_path / "sweep", tmp_path / "outside"
+    write(sweep, *two_runs())
+    outside.mkdir()
+    (sweep / link).parent.mkdir(exist_ok=True)
+    (sweep / link).symlink_to(outside)
+    done = report(sweep)
+    assert done.returncode == 2
+    assert f"{sweep / link} is a link to another place, and a report is written to none: remove it" in done.stderr
+    assert list(outside.iterdir()) == []
+
+
+def test_the_loss_of_a_diverged_run_breaks_no_figure(tmp_path: Path) -> None:
+    """An axis up to the largest number of fp32 would need all memory for its ticks."""
+    runs = two_runs()
+    for key in ("train_loss", "train_samples_per_second", "eval_loss"):
+        setattr(runs[0].metrics, key, -3e38)
+    runs[0].metrics.train_losses = [3e38, -3e38]
+    write(tmp_path, *runs)
+    assert report(tmp_path).returncode == 0
+    assert (tmp_path / "report" / "report.html").exists()

@@ -133,6 +133,13 @@ def test_a_damaged_record_is_named_and_the_others_are_read(
     assert runs.match([RunInfo("other", "name", 0, ["a=1"])]) == [None]
 
 
+def test_a_number_that_no_program_measures_makes_a_record_foreign(sweep: Path) -> None:
+    (sweep / "1" / "record.json").write_text(change("metrics.padding_share", 1e308))
+    rows, (skipped,) = load_rows([sweep])
+    assert [row.label for row in rows] == ["0", "2"]
+    assert "it contains the number 1e+308" in skipped
+
+
 @pytest.mark.parametrize("key", HARMLESS)
 def test_a_value_that_is_not_finite_or_not_known_is_left_out(key: str, sweep: Path) -> None:
     (sweep / "1" / "record.json").write_text(change(key, HARMLESS[key]))
