@@ -328,7 +328,7 @@ def test_a_worker_killed_by_the_kernel_for_memory_is_oom_host(tmp_path: Path) ->
         )
         env = {**os.environ, **ENV}
         done = subprocess.run(
-            ["bash", "-c", script], check=False, cwd=tmp_path, env=env, capture_output=True, timeout=900, check=False
+            ["bash", "-c", script], check=False, cwd=tmp_path, env=env, capture_output=True, timeout=900
         )
         record = only_record(tmp_path)
         assert (record.status, record.error and record.error.type) == ("oom_host", "OutOfMemoryKilled")
