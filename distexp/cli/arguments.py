@@ -22,9 +22,6 @@ from distexp.config.overrides import add_plus_prefix, home_message, is_override,
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
 """Flags of Hydra that run nothing."""
 
-COMPLETIONS = ("install=", "uninstall=", *(("query=",) if "COMP_LINE" in os.environ else ()))
-"""What may follow ``--shell-completion``. Only a shell, which sets COMP_LINE, can ask for completions."""
-
 VARIED_BY_CHOOSE = frozenset(
     ("strategy", "sharding", "zero_stage", "offload", "kernels", "train.micro_batch_size", "train.compile")
 )
@@ -61,7 +58,8 @@ def normalize_arguments(
     given, options = split_options(arguments)
     groups = config_groups()
     overrides = [quote_choice(add_plus_prefix(text), groups) for text in (*added, *given)]
-    if {"--shell-completion", "-sc"} & set(options) and not any(text.startswith(COMPLETIONS) for text in given):
+    completions = ("install=", "uninstall=", *(["query="] if "COMP_LINE" in os.environ else []))  # a shell sets it
+    if {"--shell-completion", "-sc"} & set(options) and not any(text.startswith(completions) for text in given):
         raise ConfigError(
             "--shell-completion needs install=bash, install=zsh or install=fish (or uninstall=...): write "
             'eval "$(distexp --shell-completion install=bash)"'

@@ -156,19 +156,21 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
             yield f"{name}.{spec.name}={shown} {error}"
 
 
-LARGEST, LARGEST_TIME = 1e12, 1e6
-"""Limits of numbers without a limit of their own: of any, and of times in seconds or minutes. Libraries overflow above
-them: a thread waits for at most 9.2e9 s.
+LARGEST, LARGEST_TIME, MAX_DIGITS = 3e38, 1e6, 12
+"""Limits of numbers without a limit of their own: the range of fp32, that of times in seconds or minutes, and the digits
+of an integer. Libraries overflow above them: a thread waits for at most 9.2e9 s.
 """
 
 
 def _error(info: FieldInfo, value: Any) -> str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
     error = info.find_error(value)
-    if error is None and isinstance(value, int | float):
-        if not math.isfinite(value):
-            return "must be a finite number"
-        largest = LARGEST_TIME if info.unit in ("seconds", "minutes") else LARGEST
-        return f"is too large: it must be below {largest:g}" if abs(value) >= largest else None
+    if error is None and isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+        return f"has more than {MAX_DIGITS} digits: lower it"
+    largest = LARGEST_TIME if info.unit in ("seconds", "minutes") else LARGEST
+    if error is None and isinstance(value, float) and abs(value) >= largest:
+        return f"is too large: it must be below {largest:g}"
     return error
 
 

@@ -171,8 +171,8 @@ class TrainConfig:
         None, "Samples per worker in the evaluation.", at_least=1, null="micro_batch_size"
     )
     gradient_accumulation_steps: int = key(1, "Micro-batches per optimizer step.", at_least=1)
-    learning_rate: float = key(5e-5, "Learning rate after the warmup.", at_least=0, below=1e30)
-    weight_decay: float = key(0.01, "Weight decay of matrices. Biases and norms have none.", at_least=0, below=1e30)
+    learning_rate: float = key(5e-5, "Learning rate after the warmup.", at_least=0)
+    weight_decay: float = key(0.01, "Weight decay of matrices. Biases and norms have none.", at_least=0)
     betas: list[float] = key([0.9, 0.999], "Betas of AdamW.", length=2, at_least=0, below=1, example="[0.9,0.999]")
     eps: float = key(1e-8, "Epsilon of AdamW.", at_least=0)
     momentum: float = key(0.9, "Momentum of SGD.", at_least=0)

@@ -24,12 +24,12 @@ def test_infinite_numbers_are_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.log_every=1000000000000000000", r"is too large: it must be below 1e\+12"),
+        ("train.log_every=1000000000000000000", "has more than 12 digits: lower it"),
         ("ddp.bucket_cap_mb=1e99", r"ddp.bucket_cap_mb=1e\+99 must be above 0 and below 1e\+06"),
         ("cluster.hang_timeout_min=1e99", "cluster.hang_timeout_min=1e.99 must be above 0 and below 30000"),
         ("plan.timeout_s=1e99", r"plan.timeout_s=1e\+99 is too large: it must be below 1e\+06"),
-        ("train.learning_rate=1e99", r"must be from 0 to below 1e\+30"),
-        ("train.gradient_clipping=1e99", r"is too large: it must be below 1e\+12"),
+        ("train.learning_rate=1e99", r"is too large: it must be below 3e\+38"),
+        ("train.gradient_clipping=1e99", r"is too large: it must be below 3e\+38"),
         ("train.seed=4294967296", "train.seed=4294967296 must be from 0 to below"),
         ("model.keys=[path,nonsense]", "model.keys contains 'nonsense', which is not a key of model: leave it out"),
         ("dataset.keys=[[1]]", r"dataset.keys contains \[1\], which is not a key of dataset: leave it out"),

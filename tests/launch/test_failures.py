@@ -137,7 +137,7 @@ def test_a_run_that_exceeds_its_time_is_a_timeout(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_nan_loss_stops_the_run_or_is_recorded(tmp_path: Path) -> None:
-    overrides = ("--multirun", "train.on_nan=stop,record", "train.learning_rate=1e20", "train.gradient_clipping=null")
+    overrides = ("--multirun", "train.on_nan=stop,record", "train.learning_rate=1e30", "train.gradient_clipping=null")
     overrides += ("strategy=single", "train.warmup_steps=0", "train.schedule=constant", "train.max_steps=12")
     done = run_distexp(*overrides, *QUICK, cwd=tmp_path, env=ENV)
     assert done.returncode == 1
