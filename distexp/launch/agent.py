@@ -25,9 +25,9 @@ from distexp.launch.forked_workers import ForkedWorkers, NotStartedError
 from distexp.launch.operator_build import is_simulated, lacks_gpus, lacks_operators, node_gpus, worker_environment
 from distexp.measure.memory.sampler import Sampler
 from distexp.runs import run_state
-from distexp.runs.attempts import write_agent, write_error
+from distexp.runs.attempts import write_agent_process, write_error_file
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import RENDEZVOUS, agent_error_path, group_log_path, log_dir, memory_trace_path
+from distexp.runs.run_dir import AGENT_ERROR, GROUP_LOG, RENDEZVOUS, log_dir, memory_trace_path
 from distexp.runs.run_state import last_build_step, last_heartbeat
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import ERROR_TYPE, free_bytes, full_disk_message, is_full_disk, release_reserve
@@ -56,7 +56,7 @@ def main() -> None:
     die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)
     if node == 0:
-        write_agent(run_dir)
+        write_agent_process(run_dir)
     try:
         code = run_node(spec, run_dir, NodeContext(node, connection=connection), started)
     except StoppedError:
@@ -78,7 +78,7 @@ def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
     if is_full_disk(error):
         found = RunError(ERROR_TYPE, full_disk_message(error, run_dir, free_bytes(run_dir)), "setup")
     release_reserve(run_dir)
-    write_error(agent_error_path(run_dir, node), found)
+    write_error_file(AGENT_ERROR.path(run_dir, node), found)
 
 
 def raise_stopped(number: int, frame: FrameType | None) -> None:
@@ -137,7 +137,7 @@ def start_group(
     Raises:
         NotStartedError: the process from which the workers are forked has died, or the run has exceeded a limit.
     """
-    output = stack.enter_context(group_log_path(run_dir, context.node).open("w"))
+    output = stack.enter_context(GROUP_LOG.path(run_dir, context.node).open("w"))
     arguments = (str(run_dir), str(context.node), rendezvous.address, str(rendezvous.port))
     if context.connection is not None:
         limit = partial(exceeded_limit, spec, run_dir, started)

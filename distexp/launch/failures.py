@@ -20,15 +20,7 @@ from distexp.runs.attempts import read_rank_errors
 from distexp.runs.events import RankProgress, ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import (
-    EVENTS,
-    OOM_KILLS,
-    oom_mark_path,
-    oom_marks,
-    stopped_ranks_path,
-    stopped_ranks_paths,
-    worker_exits_paths,
-)
+from distexp.runs.run_dir import EVENTS, OOM_KILLS, OOM_MARK, STOPPED_RANKS, WORKER_EXITS
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import out_of_memory_status
 from distexp.system.cgroups import oom_kills
@@ -111,7 +103,7 @@ def signal_deaths(directory: Path) -> list[SignalDeath]:
 
 def worker_ends(directory: Path) -> list[dict[str, Any]]:
     """Return how the workers of all nodes ended, in the order of time."""
-    ends = [end for path in worker_exits_paths(directory) for end in json.loads(path.read_text())]
+    ends = [end for path in WORKER_EXITS.find(directory) for end in json.loads(path.read_text())]
     return sorted(ends, key=lambda end: float(end["unix_time_s"]))
 
 
@@ -169,7 +161,7 @@ def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
             if worker.status() == psutil.STATUS_STOPPED:
                 stopped_pids.add(worker.pid)
     stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
-    write_json(stopped_ranks_path(run_dir, node), stopped)
+    write_json(STOPPED_RANKS.path(run_dir, node), stopped)
     for worker in workers:
         worker.send_signal(signal.SIGUSR1)
     time.sleep(STACK_DUMP_S)
@@ -178,7 +170,7 @@ def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
 def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     """Return the error of a run without progress, with the phase and the rank that the others wait for."""
     progress = read_rank_progress(run_dir)
-    stopped = {rank for path in stopped_ranks_paths(run_dir) for rank in json.loads(path.read_text())}
+    stopped = {rank for path in STOPPED_RANKS.find(run_dir) for rank in json.loads(path.read_text())}
     culprits = [entry for entry in progress if entry.rank in stopped] or ranks_behind(progress)
     message = f"{_describe(culprits, progress, stopped=bool(stopped))}: no step or new phase within {limit}. "
     if not culprits:
@@ -210,12 +202,12 @@ def mark_if_killed(directory: Path, node: int, before: Mapping[str, int]) -> Non
     """Leave a mark for the node that writes the record, if the OOM counter of this node has increased."""
     if _increased(before, oom_kills()):
         with suppress(OSError):  # The run has failed anyway, and has a signal as its cause then.
-            oom_mark_path(directory, node).touch()
+            OOM_MARK.path(directory, node).touch()
 
 
 def oom_killed(directory: Path) -> bool:
     """Return whether the kernel has killed a process of a run for memory, on this node or on one that left a mark."""
-    if oom_marks(directory):
+    if OOM_MARK.find(directory):
         return True
     path = directory / OOM_KILLS
     return path.exists() and _increased(json.loads(path.read_text()), oom_kills())

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from distexp.resolve.resources import launcher_traits
-from distexp.runs.attempts import write_error
+from distexp.runs.attempts import write_error_file
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import OPERATORS, agent_error_path, operators_log_path
+from distexp.runs.run_dir import AGENT_ERROR, OPERATORS, OPERATORS_LOG
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import load_strategy
 from distexp.strategies.zero import ds_operators
@@ -42,7 +42,7 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
         f"cluster.workers_per_node={needed} needs {needed} GPUs, but node {node} ({socket.gethostname()}) has {found}: "
         "request nodes with more GPUs (cluster.constraint, cluster.partition), or set cluster.device=cpu"
     )
-    write_error(agent_error_path(run_dir, node), RunError("TooFewGpus", message, "setup"))
+    write_error_file(AGENT_ERROR.path(run_dir, node), RunError("TooFewGpus", message, "setup"))
     return True
 
 
@@ -64,9 +64,9 @@ def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
             def report(entry: Entry) -> None:
                 append_line(file, {"unix_time_s": time.time(), "node": node, **entry})
 
-            build_operators(missing, environment, operators_log_path(run_dir, node), report)
+            build_operators(missing, environment, OPERATORS_LOG.path(run_dir, node), report)
     except OperatorError as error:
-        write_error(agent_error_path(run_dir, node), RunError("OperatorError", str(error), "compile"))
+        write_error_file(AGENT_ERROR.path(run_dir, node), RunError("OperatorError", str(error), "compile"))
         return True
     return False
 

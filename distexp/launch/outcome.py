@@ -28,7 +28,7 @@ from distexp.runs.events import last_value, resume_changes
 from distexp.runs.predictions import read_prediction
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
-from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RESULT, allocator_paths, find_log
+from distexp.runs.run_dir import ALLOCATOR, DISK_RESERVE, EVENTS, PREFLIGHT, RANK_LOG, RESULT
 from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import add_search
 from distexp.runs.texts import join_errors, name_folder, release_reserve
@@ -101,7 +101,7 @@ def finalize_run(
         cause = classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, cause.status, cause.error, started)
     complete(record, spec, directory)
-    attempts.finalize(record)
+    attempts.record_attempt_end(record)
     record.write(directory)
     return record
 
@@ -166,8 +166,8 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
     ``started`` is in Unix seconds; None if the run never started, or not on this machine.
     """
     run, device = spec.run, spec.config.cluster.device
-    if error.rank is not None and (log := find_log(directory, error.rank)) is not None:
-        error.log = str(log)
+    if error.rank is not None and (logs := RANK_LOG.find(directory, rank=error.rank)):
+        error.log = str(logs[0].relative_to(directory))
     variables = {}
     if started is not None:
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
@@ -177,7 +177,7 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
         variables = select_variables(worker_environment(spec, node=0))
     environment = make_environment(on_gpu=device == "cuda", variables=variables)
     record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=environment)
-    record.memory["torch"] = [json.loads(path.read_text()) for path in allocator_paths(directory)]
+    record.memory["torch"] = [json.loads(path.read_text()) for path in ALLOCATOR.find(directory)]
     add_search(record, directory)
     return record
 

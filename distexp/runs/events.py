@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distexp.runs.run_dir import EVENTS, rank_progress_path, rank_progress_paths
+from distexp.runs.run_dir import EVENTS, RANK_PROGRESS
 from distexp.system.files import Entry, Tail, append_line, read_entries
 from distexp.system.typed_values import number_of
 
@@ -155,7 +155,7 @@ class ProgressWriter:
 
     def __init__(self, run_dir: Path, node: int, rank: int) -> None:
         self._rank, self._pid, self._count = rank, os.getpid(), 0
-        self._file = os.open(rank_progress_path(run_dir, node, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = os.open(RANK_PROGRESS.path(run_dir, node, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def advance(self, phase: str, step: int) -> None:
         """Write that the rank has passed a point."""
@@ -176,7 +176,7 @@ def ranks_behind(progress: list[RankProgress]) -> list[RankProgress]:
 
 
 def _read(run_dir: Path, node: int | None) -> Iterator[RankProgress]:
-    for path in rank_progress_paths(run_dir, node):
+    for path in RANK_PROGRESS.find(run_dir, "*" if node is None else node):
         try:
             yield RankProgress(**json.loads(path.read_text()))
         except (ValueError, TypeError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.attempts import read_agent, read_launcher
+from distexp.runs.attempts import read_agent_process, read_launcher_process
 from distexp.runs.events import phase_events_of
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, HEARTBEAT, METRICS, OPERATORS, RECORD, SPEC, STOP_REQUEST, memory_trace_paths
@@ -202,7 +202,7 @@ def local_state(run: ExistingRun) -> RunState:
     """Return the state of a run. Its launcher decides, if it was started on this machine."""
     if run.status is not None:
         return _finished_state(run)
-    launcher, agent = read_launcher(run.directory), read_agent(run.directory)
+    launcher, agent = read_launcher_process(run.directory), read_agent_process(run.directory)
     if launcher is None or not launcher.is_local:
         return _state_by_activity(run)
     if launcher.is_alive:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import MICRO_BATCH, profile_summary_path, step_model_path, step_times_path
+from distexp.runs.run_dir import MICRO_BATCH, PROFILE_SUMMARY, STEP_MODEL, step_times_path
 from distexp.system.files import read_or_none, replace_atomically, write_json
 from distexp.system.typed_values import parse_dataclass, read_dataclass
 
@@ -105,7 +105,7 @@ def write_step_model(run_dir: Path, model: StepModel) -> None:
     """Write the file; each item has its type under ``type``."""
     items = [{"type": type(item).__name__.lower(), **_rounded(asdict(item))} for item in model.items]
     content = {"schema": SCHEMA, **asdict(model), "items": items}
-    path = step_model_path(run_dir)
+    path = run_dir / STEP_MODEL
     path.parent.mkdir(exist_ok=True)
     with replace_atomically(path) as temporary:
         temporary.write_text(json.dumps(content, separators=(",", ":")))
@@ -118,7 +118,7 @@ def _rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_step_model(run_dir: Path) -> StepModel | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    content = read_or_none(step_model_path(run_dir))
+    content = read_or_none(run_dir / STEP_MODEL)
     try:
         return parse_dataclass(StepModel, content) if content["schema"] == SCHEMA else None
     except (ValueError, TypeError, KeyError):
@@ -156,7 +156,7 @@ def write_profile_summary(run_dir: Path, ranks: Sequence[dict[str, Any]], steps:
     """
     labels: dict[str, int] = {}
     numbered = [{**rank, "lanes": [_number_labels(lane, labels) for lane in rank["lanes"]]} for rank in ranks]
-    path = profile_summary_path(run_dir)
+    path = run_dir / PROFILE_SUMMARY
     path.parent.mkdir(exist_ok=True)
     content = {"schema": SUMMARY_SCHEMA, "steps": steps, "ranks": numbered, "labels": list(labels)}
     with replace_atomically(path) as temporary:
@@ -171,7 +171,7 @@ def _number_labels(lane: dict[str, Any], labels: dict[str, int]) -> dict[str, An
 
 def read_profile_summary(run_dir: Path) -> dict[str, Any] | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    content = read_or_none(profile_summary_path(run_dir))
+    content = read_or_none(run_dir / PROFILE_SUMMARY)
     return content if isinstance(content, dict) and content.get("schema") == SUMMARY_SCHEMA else None
 
 

@@ -16,7 +16,7 @@ from distexp.config.overrides import suggest_command
 from distexp.exceptions import InterruptedRunError
 from distexp.launch.launcher import CancelError, Cancelled
 from distexp.runs import run_state
-from distexp.runs.attempts import Owner, read_agent, read_launcher
+from distexp.runs.attempts import ProcessIdentity, read_agent_process, read_launcher_process
 from distexp.runs.run_dir import LAUNCHER_LOG
 from distexp.runs.run_state import local_state
 from distexp.runs.spec import ExistingRun
@@ -36,7 +36,7 @@ def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
     """
     active = [run for run in found if local_state(run).is_active]
     here = [run for run in active if _is_here(run)]
-    launchers = [launcher for run in found if (launcher := read_launcher(run.directory)) is not None]
+    launchers = [launcher for run in found if (launcher := read_launcher_process(run.directory)) is not None]
     for pid in {launcher.pid for launcher in launchers if launcher.is_alive}:
         _end(pid)
     left = _wait(here, launchers)
@@ -61,22 +61,22 @@ def _end(pid: int) -> None:
 
 
 def _is_here(run: ExistingRun) -> bool:
-    launcher = read_launcher(run.directory)
+    launcher = read_launcher_process(run.directory)
     return launcher is not None and launcher.is_local
 
 
 def _host(run: ExistingRun) -> str:
-    launcher = read_launcher(run.directory)
+    launcher = read_launcher_process(run.directory)
     return launcher.host if launcher is not None else "an unknown machine"
 
 
-def _wait(runs: Sequence[ExistingRun], launchers: Sequence[Owner]) -> list[int]:
+def _wait(runs: Sequence[ExistingRun], launchers: Sequence[ProcessIdentity]) -> list[int]:
     """Wait for the end of all processes; return the numbers of the runs that are left."""
     deadline = time.monotonic() + TIMEOUT_S
-    owners = [*launchers, *(agent for run in runs if (agent := read_agent(run.directory)) is not None)]
+    owners = [*launchers, *(agent for run in runs if (agent := read_agent_process(run.directory)) is not None)]
     while any(owner.is_alive for owner in owners) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    owners_of = {run.number: (read_agent(run.directory), read_launcher(run.directory)) for run in runs}
+    owners_of = {run.number: (read_agent_process(run.directory), read_launcher_process(run.directory)) for run in runs}
     return [n for n, found in owners_of.items() if any(owner is not None and owner.is_alive for owner in found)]
 
 

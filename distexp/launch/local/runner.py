@@ -29,7 +29,7 @@ from distexp.launch.local.cancel import interrupts_collected, interrupts_raised,
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.outcome import finalize_run, read_record, start_attempt
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, assign_run_dirs, package_git_state, write_invalid
-from distexp.runs.attempts import run_lock, wait_for_agent, write_launcher
+from distexp.runs.attempts import run_lock, wait_for_agent, write_launcher_process
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import DONE, RunSpec
@@ -160,7 +160,7 @@ def run_locally(
     """
     started = time.time()
     start_attempt(spec, directory)
-    write_launcher(directory)
+    write_launcher_process(directory)
     failures.save_counters(directory)
     interruption: InterruptedRunError | None = None
     stopped: str | None = None

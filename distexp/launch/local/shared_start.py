@@ -23,7 +23,7 @@ from distexp.launch.failures import encode_group_code
 from distexp.launch.forked_workers import LOST_CODE
 from distexp.launch.operator_build import worker_environment
 from distexp.models import shared_weights
-from distexp.runs.run_dir import group_log_path
+from distexp.runs.run_dir import GROUP_LOG
 from distexp.runs.spec import RunSpec
 from distexp.system.cgroups import available_memory
 from distexp.system.files import PACKAGE
@@ -124,7 +124,7 @@ class SharedStart:
         if not shared.has_ended:  # Only the workers were killed.
             return LOST_CODE
         shared.output.seek(0)
-        with group_log_path(run_dir, node).open("a") as log:
+        with GROUP_LOG.path(run_dir, node).open("a") as log:
             shutil.copyfileobj(shared.output, log)
         return encode_group_code(shared.process.returncode)
 

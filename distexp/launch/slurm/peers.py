@@ -15,7 +15,7 @@ from distexp.checkpoints.folder import list_checkpoints, step_of
 from distexp.launch.agent import read_rendezvous
 from distexp.launch.slurm.client import SlurmError, query_jobs, requeue
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import exit_status_path
+from distexp.runs.run_dir import AGENT_EXIT
 from distexp.runs.spec import RunSpec
 from distexp.system.files import write_json
 
@@ -66,7 +66,7 @@ class Peers:
         """Read the exit codes written since the last call."""
         for node in self.missing():
             try:
-                status = json.loads(exit_status_path(self.run_dir, node).read_text())
+                status = json.loads(AGENT_EXIT.path(self.run_dir, node).read_text())
             except (OSError, ValueError):
                 continue
             if status["attempt"] == self.job.attempt:
@@ -111,7 +111,7 @@ class Peers:
 
 def write_exit_status(run_dir: Path, job: Job, code: int) -> None:
     """Write this node's exit code for the other nodes."""
-    path = exit_status_path(run_dir, job.node)
+    path = AGENT_EXIT.path(run_dir, job.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"attempt": job.attempt, "code": code})
 

@@ -186,7 +186,7 @@ def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | N
         record.run.hosts = spec.run.attempts[-1]["hosts"]
     if started:
         add_traces(record, spec, directory)
-    attempts.finalize(record)
+    attempts.record_attempt_end(record)
     record.write(directory)
     return record
 
