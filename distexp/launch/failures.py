@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from distexp.config.overrides import join_first
 from distexp.measure.memory.sampler import run_traces
 from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs.attempts import read_rank_errors
-from distexp.runs.events import RankProgress, ranks_behind, read_phase_events, read_rank_progress
+from distexp.runs.events import ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import EVENTS, OOM_KILLS, OOM_MARK, STOPPED_RANKS, WORKER_EXITS
@@ -39,13 +39,6 @@ class Cause(NamedTuple):
 
     status: str
     error: RunError
-
-
-class SignalDeath(NamedTuple):
-    """A worker that died by a signal."""
-
-    rank: int
-    signal: int
 
 
 def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> Cause:
@@ -74,9 +67,10 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
     first = next(iter(read_rank_errors(directory)), None)
     deaths = signal_deaths(directory)
     if deaths and (first is None or PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type)):
-        return _signal_cause(directory, deaths[0].signal, f"rank {deaths[0].rank}", phase, deaths[0].rank)
+        rank, number = deaths[0]
+        return _signal_cause(directory, number, f"rank {rank}", phase, rank)
     if first is None:
-        codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in worker_ends(directory) if end["code"])
+        codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])
         message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
         return Cause("failed", RunError("WorkerDied", message, phase))
     return Cause(out_of_memory_status(first.type, first.message) or "failed", first)
@@ -92,16 +86,15 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
     return Cause(status, RunError(name, f"{process} was terminated by {name}", phase, rank))
 
 
-def signal_deaths(directory: Path) -> list[SignalDeath]:
-    """Return the workers that died by a signal, the first one first.
+def signal_deaths(directory: Path) -> list[tuple[int, int]]:
+    """Return rank and signal of the workers that died by a signal, the first one first.
 
     Workers that were stopped because another one had failed are left out.
     """
-    ends = [end for end in worker_ends(directory) if end["code"] < 0 and not end["stopped"]]
-    return [SignalDeath(end["rank"], -end["code"]) for end in ends]
+    return [(end["rank"], -end["code"]) for end in _worker_ends(directory) if end["code"] < 0 and not end["stopped"]]
 
 
-def worker_ends(directory: Path) -> list[dict[str, Any]]:
+def _worker_ends(directory: Path) -> list[dict[str, Any]]:
     """Return how the workers of all nodes ended, in the order of time."""
     ends = [end for path in WORKER_EXITS.find(directory) for end in json.loads(path.read_text())]
     return sorted(ends, key=lambda end: float(end["unix_time_s"]))
@@ -172,22 +165,15 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     progress = read_rank_progress(run_dir)
     stopped = {rank for path in STOPPED_RANKS.find(run_dir) for rank in json.loads(path.read_text())}
     culprits = [entry for entry in progress if entry.rank in stopped] or ranks_behind(progress)
-    message = f"{_describe(culprits, progress, stopped=bool(stopped))}: no step or new phase within {limit}. "
+    where = f": no step or new phase within {limit}. The stacks of {{}} ranks are in logs/node*/rank*.log"
     if not culprits:
-        where = phase or (progress[0].phase if progress else "setup")
-        return RunError("Hang", f"{message}The stacks of all ranks are in logs/node*/rank*.log", where)
-    first = culprits[0]
-    return RunError("Hang", f"{message}The stacks of the ranks are in logs/node*/rank*.log", first.phase, first.rank)
-
-
-def _describe(culprits: Sequence[RankProgress], progress: Sequence[RankProgress], *, stopped: bool) -> str:
-    if not progress:
-        return "no worker has started"
-    if not culprits:
-        return "all ranks wait at the same point"
+        reason = "all ranks wait at the same point" if progress else "no worker has started"
+        phase = phase or (progress[0].phase if progress else "setup")
+        return RunError("Hang", reason + where.format("all"), phase)
     verb = "is" if len(culprits) == 1 else "are"
     state = "stopped by a signal (SIGSTOP)" if stopped else "behind, and the other ranks wait"
-    return f"{join_first(map(str, culprits))} {verb} {state}"
+    message = f"{join_first(map(str, culprits))} {verb} {state}{where.format('the')}"
+    return RunError("Hang", message, culprits[0].phase, culprits[0].rank)
 
 
 # Detection of processes that the kernel killed for memory during a run.
@@ -230,13 +216,13 @@ def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     if spec.config.cluster.device != "cuda" or not spec.config.measure.enabled:
         return
     evidence = read_gpu_evidence(run_traces(directory, spec.nodes), directory / EVENTS, spec.workers_per_node)
-    for entry in record.metrics.stragglers or []:
+    slow, hosts = record.metrics.stragglers or [], record.run.hosts
+    for entry in slow:
         found = evidence.get(entry["rank"])
         if found is not None:
             entry["gpu"] = found.index
             entry["evidence"] = "; ".join([entry["evidence"], *found.problems, *found.differences])
-    named = {entry["rank"] for entry in record.metrics.stragglers or []}
-    hosts = record.run.hosts
+    named = {entry["rank"] for entry in slow}
     entries = [
         {
             "rank": rank,
@@ -249,4 +235,4 @@ def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
         if found.problems and rank not in named
     ]
     if entries:
-        record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]
+        record.metrics.stragglers = [*slow, *entries]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from distexp.checkpoints.folder import remove_unfinished
 from distexp.explain.explanation import explain
 from distexp.launch.failures import add_evidence, classify_failure, current_phase
-from distexp.launch.operator_build import worker_environment
+from distexp.launch.node_setup import worker_environment
 from distexp.measure.memory.sampler import run_traces, summarize_run
 from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
 from distexp.runs import attempts

@@ -15,10 +15,8 @@ from distexp.system.units import MIB
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-
 OOM_FILES = {1: ("memory.oom_control",), 2: ("memory.events.local", "memory.events")}
 """Files with the number of killed processes, by version. ``memory.events`` also counts those of cgroups below."""
-
 
 MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 """Files with the limit and the used bytes of a cgroup, by version."""
@@ -43,15 +41,10 @@ class Cgroup:
         yield from (self.root / group for group in (below, *below.parents))
 
 
-def memory_cgroups(pid: int | str = "self") -> list[Cgroup]:
-    """Return the memory cgroups of a process; a machine may have both versions, or none."""
-    return _cgroups(Path(f"/proc/{pid}/cgroup"), "memory")
-
-
 def _cgroups(path: Path, controller: str) -> list[Cgroup]:
     """Return the cgroups for ``memory`` or ``cpu``, from ``/proc/PID/cgroup``: ``hierarchy:controllers:group``.
 
-    In version 2 one cgroup has all controllers, and names none.
+    In version 2 one cgroup has all controllers, and names none. A machine may have both versions, or none.
     """
     found = []
     for line in path.read_text().splitlines() if path.is_file() else []:
@@ -65,11 +58,9 @@ def _cgroups(path: Path, controller: str) -> list[Cgroup]:
 
 def memory_limits(pid: int | str = "self") -> Iterator[int]:
     """Yield the memory limits in bytes of a process's cgroup and of all its parents."""
-    for cgroup in memory_cgroups(pid):
-        for folder in cgroup.folders():
-            limit = _read_bytes(folder / MEMORY_FILES[cgroup.version][0])
-            if limit is not None:
-                yield limit
+    for cgroup in _cgroups(Path(f"/proc/{pid}/cgroup"), "memory"):
+        limits = (_read_bytes(folder / MEMORY_FILES[cgroup.version][0]) for folder in cgroup.folders())
+        yield from (limit for limit in limits if limit is not None)
 
 
 def _read_bytes(path: Path) -> int | None:
@@ -86,13 +77,13 @@ def usable_memory(pid: int | str = "self") -> int:
     return min([_read_meminfo("MemTotal"), *memory_limits(pid)])
 
 
-def available_memory(pid: int | str = "self") -> int:
-    """Return the bytes of memory that are free for a process: of the machine, or less by the limits of its cgroups.
+def available_memory() -> int:
+    """Return the bytes of memory that are free for this process: of the machine, or less by limits of its cgroups.
 
     What the kernel can reclaim, as cached files, counts as free.
     """
     free = [_read_meminfo("MemAvailable")]
-    for cgroup in memory_cgroups(pid):
+    for cgroup in _cgroups(OWN_CGROUPS, "memory"):
         for folder in cgroup.folders():
             limit, used = (_read_bytes(folder / name) for name in MEMORY_FILES[cgroup.version])
             if limit is not None:
@@ -136,7 +127,7 @@ def _read_quota(folder: Path, version: int) -> float | None:
 
 def oom_kills() -> dict[str, int]:
     """Return how many processes the kernel has killed for memory since boot: ``machine`` and ``cgroup``, if known."""
-    files = [cgroup.folder / name for cgroup in memory_cgroups() for name in OOM_FILES[cgroup.version]]
+    files = [cgroup.folder / name for cgroup in _cgroups(OWN_CGROUPS, "memory") for name in OOM_FILES[cgroup.version]]
     in_cgroup = next((count for path in files if (count := _read_counter(path)) is not None), None)
     counters = {"machine": _read_counter(Path("/proc/vmstat")), "cgroup": in_cgroup}
     return {name: count for name, count in counters.items() if count is not None}
@@ -174,8 +165,8 @@ def visible_gpus() -> tuple[Gpu, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(gpus)
-    selected = [_find_gpu(gpus, name.strip()) for name in visible.split(",") if name.strip()]
-    return tuple(gpu for gpu in selected if gpu is not None)
+    selected = [_gpus_named(name.strip(), gpus) for name in visible.split(",") if name.strip()]
+    return tuple(found[0] for found in selected if found)
 
 
 def _read_gpu(nvml: Any, index: int) -> Gpu:
@@ -184,12 +175,9 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
     return Gpu(index, as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle)), total_mib)
 
 
-def _find_gpu(gpus: list[Gpu], name: str) -> Gpu | None:
-    """Return the GPU with an index or a prefix of a UUID, as CUDA_VISIBLE_DEVICES lists them."""
-    for gpu in gpus:
-        if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
-            return gpu
-    return None
+def _gpus_named(name: str, gpus: list[Gpu]) -> list[Gpu]:
+    """Return the GPUs with an index or a prefix of a UUID, as CUDA_VISIBLE_DEVICES lists them."""
+    return [g for g in gpus if name == str(g.index) or (name.startswith("GPU-") and g.uuid.startswith(name))]
 
 
 def cpu_count() -> int:

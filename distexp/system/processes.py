@@ -225,10 +225,17 @@ def handle_signals(handler: Handler, *numbers: signal.Signals) -> Iterator[None]
 
 
 @contextmanager
-def defer_interrupts() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM take effect at the end of the block."""
+def collect_interrupts() -> Iterator[list[int]]:
+    """Yield the list of Ctrl-C and SIGTERM inside the block, which do not stop it."""
     received: list[int] = []
     with handle_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM):
+        yield received
+
+
+@contextmanager
+def defer_interrupts() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM take effect at the end of the block."""
+    with collect_interrupts() as received:
         yield
     for number in received[:1]:
         signal.raise_signal(number)

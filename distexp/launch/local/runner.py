@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hydra.core.utils import JobReturn, run_job
@@ -25,17 +26,17 @@ from distexp.exceptions import InterruptedRunError, SweepFailedError, is_closed_
 from distexp.launch import failures
 from distexp.launch.failures import HANG_CODE
 from distexp.launch.launcher import Sweep
-from distexp.launch.local.cancel import interrupts_collected, interrupts_raised, stop_signals_forwarded
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.outcome import finalize_run, read_record, start_attempt
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, assign_run_dirs, package_git_state, write_invalid
+from distexp.runs import run_state
 from distexp.runs.attempts import run_lock, wait_for_agent, write_launcher_process
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import DONE, RunSpec
 from distexp.runs.texts import join_errors, name_folder, release_reserve
 from distexp.system.cgroups import cpu_count, cpu_limit
-from distexp.system.processes import end_tree, start_module
+from distexp.system.processes import collect_interrupts, end_tree, handle_signals, start_module
 from distexp.tracking.base import tracked
 
 
@@ -165,7 +166,20 @@ def run_locally(
     interruption: InterruptedRunError | None = None
     stopped: str | None = None
     agents: list[subprocess.Popen[bytes]] = []
-    with tracked(spec, directory) as tracking, interrupts_raised(), stop_signals_forwarded(directory) as received:
+    received: list[int] = []
+
+    def stop_at_once(number: int, _: FrameType | None) -> None:
+        raise InterruptedRunError(number)
+
+    def stop_after_checkpoint(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        run_state.request_stop(directory, signal.Signals(number).name)
+
+    with (
+        tracked(spec, directory) as tracking,
+        handle_signals(stop_at_once, signal.SIGINT, signal.SIGTERM),
+        handle_signals(stop_after_checkpoint, *run_state.SIGNALS),
+    ):
         try:
             for node in range(spec.nodes):
                 agents.append(_start_agent(spec, directory, node, shared_start, agent_command))
@@ -177,7 +191,7 @@ def run_locally(
             stopped = OUTPUT_CLOSED if is_closed_output(error) else None
             raise
         finally:
-            with interrupts_collected() as late:
+            with collect_interrupts() as late:  # The record is written completely.
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 codes = shared_start.true_codes(directory, codes)
                 record = finalize_run(spec, directory, codes, started, stopped)

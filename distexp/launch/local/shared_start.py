@@ -21,7 +21,7 @@ from typing import IO, Self
 
 from distexp.launch.failures import encode_group_code
 from distexp.launch.forked_workers import LOST_CODE
-from distexp.launch.operator_build import worker_environment
+from distexp.launch.node_setup import worker_environment
 from distexp.models import shared_weights
 from distexp.runs.run_dir import GROUP_LOG
 from distexp.runs.spec import RunSpec

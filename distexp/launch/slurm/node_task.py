@@ -25,10 +25,7 @@ from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.launch.slurm.client import minutes_left
 from distexp.launch.slurm.peers import Job, Peers, SupersededError, requeue_if_needed, write_exit_status
 from distexp.runs import run_state
-from distexp.runs.attempts import write_error_file
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import AGENT_ERROR
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import failure_text
 from distexp.system.cgroups import oom_kills
@@ -112,10 +109,6 @@ class NodeTask:
             code = run_node(self.spec, self.run_dir, context, self.started)
         except StoppedError:
             pass
-        except TimeoutError as error:
-            code = 1
-            no_rendezvous = RunError("NoRendezvous", str(error), "setup")
-            write_error_file(AGENT_ERROR.path(self.run_dir, self.job.node), no_rendezvous)
         except OSError as error:
             code = 1
             write_start_error(self.run_dir, self.job.node, error)

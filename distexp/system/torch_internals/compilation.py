@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,20 @@ import torch
 from distexp.system.torch_internals.tensors import explained
 
 
-@dataclass(frozen=True)
-class CompileEvent:
-    """The start or the end of a compilation."""
+def on_compilation(start: Callable[[bool], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call functions at the start and the end of each compilation; return a function that ends this.
 
-    is_recompilation: bool  # the same code was compiled before, for example for another shape
-
-
-def on_compilation(start: Callable[[CompileEvent], None], end: Callable[[CompileEvent], None]) -> Callable[[], None]:
-    """Call functions at the start and the end of each compilation; return a function that ends this."""
+    ``start`` gets whether the same code was compiled before, for example for another shape.
+    """
     with explained("torch._dynamo.callback"):
         from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-        def read(event: Any) -> CompileEvent:
+        def is_recompilation(event: Any) -> bool:
             number = str(event.compile_id).rpartition("/")[2].partition("_")[0]
-            return CompileEvent(event.callback_trigger is CallbackTrigger.DYNAMO and int(number) > 0)
+            return event.callback_trigger is CallbackTrigger.DYNAMO and int(number) > 0
 
-        started = callback_handler.register_start_callback(lambda event: start(read(event)))
-        ended = callback_handler.register_end_callback(lambda event: end(read(event)))
+        started = callback_handler.register_start_callback(lambda event: start(is_recompilation(event)))
+        ended = callback_handler.register_end_callback(lambda event: end())
 
     def remove() -> None:
         callback_handler.remove_start_callback(started)

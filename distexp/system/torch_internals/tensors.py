@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,12 +95,8 @@ def stop_memory_history(device: int) -> list[dict[str, Any]]:
 # Private APIs of fake tensors and dispatch modes.
 
 
-class FakeMode(Protocol):
-    """Torch's mode in which tensors have shapes and no values."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exception: Any) -> Any: ...
+FakeMode = AbstractContextManager[Any]
+"""Torch's mode in which tensors have shapes and no values."""
 
 
 def make_fake_mode() -> FakeMode:
