@@ -30,7 +30,6 @@ from distexp.plan.verdict import (
     memory_to_fit_mib,
     predict,
 )
-from distexp.runs.record import INVALID_ID
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
@@ -130,8 +129,7 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
     for cell in cells:
         assert cell.predicted is not None
         hint = _hint(cell, make, planner, start) if search else "distexp plan shows what would fit"
-        cell.errors = [f"plan=check: {describe_need(cell.predicted)}: {hint}, or run it anyway with plan=warn"]
-        cell.config, cell.decided, cell.id = None, cell.config, INVALID_ID
+        cell.invalidate(f"plan=check: {describe_need(cell.predicted)}: {hint}, or run it anyway with plan=warn")
 
 
 def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:

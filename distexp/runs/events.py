@@ -7,7 +7,8 @@ import math
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,10 +107,8 @@ def phase_events_of(entries: Iterable[Entry]) -> list[PhaseEvent]:
     """Return the entries that start a phase, in the order of time. Other entries report something else."""
     found = []
     for entry in entries:
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             found.append(PhaseEvent(float(entry["unix_time_s"]), str(entry["phase"])))
-        except (ValueError, KeyError, TypeError):
-            continue
     return sorted(found)
 
 
@@ -121,10 +120,9 @@ def phase_at(events: Sequence[PhaseEvent], unix_time_s: float) -> str:
 
 def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> list[TimeInterval]:
     """Return the intervals in which a run was in one of some phases. The last one may end at infinity."""
-    ends = [event.unix_time_s for event in events[1:]] + [math.inf]
-    return [
-        TimeInterval(event.unix_time_s, end) for event, end in zip(events, ends, strict=False) if event.phase in phases
-    ]
+    ends = [*(event.unix_time_s for event in events[1:]), math.inf]
+    starts = zip(events, ends, strict=False)
+    return [TimeInterval(event.unix_time_s, end) for event, end in starts if event.phase in phases]
 
 
 # Progress of each rank, so that a hang can name the rank that the others wait for. All ranks pass the same points of
@@ -164,20 +162,16 @@ class ProgressWriter:
         os.pwrite(self._file, json.dumps(progress).ljust(FILE_BYTES).encode(), 0)
 
 
-def read_rank_progress(run_dir: Path, node: int | None = None) -> list[RankProgress]:
+def read_rank_progress(run_dir: Path, node: int | str = "*") -> list[RankProgress]:
     """Read the progress of all ranks, or of those of a node; ranks that have not started are left out."""
-    return sorted(_read(run_dir, node), key=lambda progress: progress.rank)
+    found = []
+    for path in RANK_PROGRESS.find(run_dir, node):
+        with suppress(ValueError, TypeError):  # The rank was killed before its first line.
+            found.append(RankProgress(**json.loads(path.read_text())))
+    return sorted(found, key=lambda progress: progress.rank)
 
 
 def ranks_behind(progress: list[RankProgress]) -> list[RankProgress]:
     """Return the ranks with the lowest count; none if all ranks have the same count."""
     counts = {rank.count for rank in progress}
     return [rank for rank in progress if rank.count == min(counts)] if len(counts) > 1 else []
-
-
-def _read(run_dir: Path, node: int | None) -> Iterator[RankProgress]:
-    for path in RANK_PROGRESS.find(run_dir, "*" if node is None else node):
-        try:
-            yield RankProgress(**json.loads(path.read_text()))
-        except (ValueError, TypeError):
-            continue  # The rank was killed before its first line.

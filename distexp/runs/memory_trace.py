@@ -232,13 +232,9 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
 
 def states_per_parameter(built: Built, moments: float) -> States:
     """Return the states of a worker: those of a ZeRO stage, if there is one, or with equal shares of all of them."""
-    return (
-        _sharded_states(built, moments) if built.zero_stage is None else _zero_states(built, built.zero_stage, moments)
-    )
-
-
-def _sharded_states(built: Built, moments: float) -> States:
-    """Return the states if all of them are sharded over the second axis of the mesh."""
+    if built.zero_stage is not None:
+        return _zero_states(built, built.zero_stage, moments)
+    # All of them are sharded over the second axis of the mesh.
     copies = BYTES_PER_VALUE / 2 if built.compute_weights == "step" else 0.0
     parts = {"parameters": BYTES_PER_VALUE + copies, "gradients": BYTES_PER_VALUE, "optimizer": moments}
     on_cpu = built.offload.split("+")

@@ -27,14 +27,12 @@ Curve = Mapping[str, Sequence[Any]]
 """The phase, and each part in MiB, at some points of a training step."""
 
 
-def write_prediction(directory: Path, predicted: Predicted, curve: Curve) -> None:
-    """Write the prediction of a run, and its curve through a training step."""
-    write_json(directory / PREDICTED, {"predicted": asdict(predicted), "curve": dict(curve)})
-
-
-def remove_prediction(directory: Path) -> None:
-    """Remove the prediction of a run, if it has one. The records of its earlier attempts keep theirs."""
-    (directory / PREDICTED).unlink(missing_ok=True)
+def write_prediction(directory: Path, predicted: Predicted | None, curve: Curve) -> None:
+    """Write the prediction of a run, and its curve through a training step. None: remove that of an earlier attempt."""
+    if predicted is None:
+        (directory / PREDICTED).unlink(missing_ok=True)
+    else:
+        write_json(directory / PREDICTED, {"predicted": asdict(predicted), "curve": dict(curve)})
 
 
 def read_prediction(directory: Path) -> Predicted | None:

@@ -70,22 +70,17 @@ def read_progress(directory: Path) -> Progress:
     try:
         events = read_entries(directory / EVENTS)
         phases = phase_events_of(events)
-        last_step = read_last_entry(directory / METRICS)
+        last_step, last_build = read_last_entry(directory / METRICS), read_last_entry(directory / OPERATORS)
+        is_compiling = last_build and not last_build.keys() & {"compiled_s", "waited_s"}
         counts = (_count_of(entry, "total_steps") for entry in events)
         return Progress(
-            phase=phases[-1].phase if phases else _phase_before_workers(directory),
+            phase=phases[-1].phase if phases else ("compile" if is_compiling else None),
             step=_count_of(last_step, "step"),
             steps=next((count for count in counts if count is not None), None),
             loss=number_of(last_step, "loss"),
         )
     except OSError as error:
         return Progress(phase=f"unknown ({error.filename}: {error.strerror})")
-
-
-def _phase_before_workers(directory: Path) -> str | None:
-    """Return ``compile`` while DeepSpeed's operators are compiled, else None."""
-    build = read_last_entry(directory / OPERATORS)
-    return "compile" if build and not build.keys() & {"compiled_s", "waited_s"} else None
 
 
 def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
@@ -155,8 +150,10 @@ def request_stop(run_dir: Path, reason: str) -> None:
 
 def read_reason(run_dir: Path) -> str | None:
     """Return why a run was asked to stop, or None if it was not."""
-    request = _read(run_dir)
-    return None if request is None else str(request["reason"])
+    try:
+        return str(json.loads((run_dir / STOP_REQUEST).read_text())["reason"])
+    except FileNotFoundError:
+        return None
 
 
 class StopRequest:
@@ -176,20 +173,12 @@ class StopRequest:
         """Return whether a stop was requested; once true, it stays true."""
         if self.enabled and not self.received and time.monotonic() >= self._next_poll_s:
             self._next_poll_s = time.monotonic() + POLL_S
-            self.received = _read(self.run_dir) is not None
+            self.received = read_reason(self.run_dir) is not None
         return self.received
 
     def reason(self) -> str:
         """Return why the run was asked to stop."""
         return read_reason(self.run_dir) or "unknown"
-
-
-def _read(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        request: dict[str, Any] = json.loads((run_dir / STOP_REQUEST).read_text())
-    except FileNotFoundError:
-        return None
-    return request
 
 
 # State of a run that is not on Slurm, from the files in its directory and its launcher.

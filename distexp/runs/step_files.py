@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,17 +103,19 @@ class StepModel:
 
 def write_step_model(run_dir: Path, model: StepModel) -> None:
     """Write the file; each item has its type under ``type``."""
-    items = [{"type": type(item).__name__.lower(), **_rounded(asdict(item))} for item in model.items]
-    content = {"schema": SCHEMA, **asdict(model), "items": items}
-    path = run_dir / STEP_MODEL
+
+    def rounded(entry: dict[str, Any]) -> dict[str, Any]:  # to nanoseconds
+        return {key: round(value, 9) if isinstance(value, float) else value for key, value in entry.items()}
+
+    items = [{"type": type(item).__name__.lower(), **rounded(asdict(item))} for item in model.items]
+    _write_compact(run_dir / STEP_MODEL, {"schema": SCHEMA, **asdict(model), "items": items})
+
+
+def _write_compact(path: Path, content: Any) -> None:
+    """Write a JSON file without spaces, because it may be large."""
     path.parent.mkdir(exist_ok=True)
     with replace_atomically(path) as temporary:
         temporary.write_text(json.dumps(content, separators=(",", ":")))
-
-
-def _rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an item with times rounded to nanoseconds."""
-    return {key: round(value, 9) if isinstance(value, float) else value for key, value in entry.items()}
 
 
 def read_step_model(run_dir: Path) -> StepModel | None:
@@ -155,18 +157,14 @@ def write_profile_summary(run_dir: Path, ranks: Sequence[dict[str, Any]], steps:
     since the start of the step, and a label. The file has the index of the label.
     """
     labels: dict[str, int] = {}
-    numbered = [{**rank, "lanes": [_number_labels(lane, labels) for lane in rank["lanes"]]} for rank in ranks]
-    path = run_dir / PROFILE_SUMMARY
-    path.parent.mkdir(exist_ok=True)
+
+    def number_labels(lane: dict[str, Any]) -> dict[str, Any]:
+        spans = [[begin, end, labels.setdefault(label, len(labels))] for begin, end, label in lane["spans"]]
+        return {**lane, "spans": spans}
+
+    numbered = [{**rank, "lanes": list(map(number_labels, rank["lanes"]))} for rank in ranks]
     content = {"schema": SUMMARY_SCHEMA, "steps": steps, "ranks": numbered, "labels": list(labels)}
-    with replace_atomically(path) as temporary:
-        temporary.write_text(json.dumps(content, separators=(",", ":")))
-
-
-def _number_labels(lane: dict[str, Any], labels: dict[str, int]) -> dict[str, Any]:
-    """Return a lane with the index of each label, after adding new labels."""
-    spans = [[begin, end, labels.setdefault(label, len(labels))] for begin, end, label in lane["spans"]]
-    return {**lane, "spans": spans}
+    _write_compact(run_dir / PROFILE_SUMMARY, content)
 
 
 def read_profile_summary(run_dir: Path) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ from distexp.launch.local.cancel import continue_after_hangup
 from distexp.launch.local.runner import AgentCommand
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.run_dirs import AssignedRun, locked_sweep_dir, package_git_state
-from distexp.runs.record import INVALID_ID
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.spec import RunSpec
 from distexp.system.cgroups import usable_memory
@@ -98,8 +97,7 @@ def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
     memory_mib = usable_memory() / MIB
     for cell in every:
         if cell.config is not None and (error := process_memory_error(cell.config, memory_mib)):
-            cell.errors = [error]
-            cell.config, cell.decided, cell.id = None, cell.config, INVALID_ID
+            cell.invalidate(error)
     if len(every) == 1 and every[0].errors:
         raise ConfigError(every[0].errors)
 
