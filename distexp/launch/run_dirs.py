@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -198,11 +198,9 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
         return wanted
     for attempt in itertools.count(1):
         candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
-        try:
+        with suppress(FileExistsError):
             candidate.mkdir()
-        except FileExistsError:
-            continue
-        return candidate
+            return candidate
     raise AssertionError("unreachable")
 
 

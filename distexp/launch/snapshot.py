@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from functools import partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
@@ -46,17 +47,16 @@ def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str],
         ConfigError: if there is too much to copy.
     """
     root = git_root(PACKAGE)
-    files = select_files(PACKAGE, root, sweep_dir, trusted)
-    git, digest = git_state(root), _digest(files.copied)
+    copied, omitted = _select_files(root, sweep_dir, trusted)
+    git, digest = git_state(root), _digest(copied)
     folder = _folder_for(digest, sweep_dir)
     if not folder.exists():
-        if files.omitted:
-            shown = ", ".join(f"{name} ({reason})" for name, reason in files.omitted.items())
+        if omitted:
+            shown = ", ".join(f"{name} ({reason})" for name, reason in omitted.items())
             warn(f"not copied for the jobs: {shown}")
-        marker = {"digest": digest, **asdict(git), "taken_at": time.time(), "left_out": files.omitted}
-        _copy(files.copied, folder, marker)
+        _copy(copied, folder, {"digest": digest, **asdict(git), "taken_at": time.time(), "left_out": omitted})
         remember_file(folder / SNAPSHOT_MARKER)
-        _write_info(root, git, folder, files.omitted)
+        _write_info(root, git, folder, omitted)
     return Snapshot(folder, git)
 
 
@@ -102,9 +102,8 @@ def _write_info(root: Path | None, git: GitState, folder: Path, omitted: Iterabl
         excluded = [f":(exclude,literal){(base / name).as_posix()}" for name in omitted]
         difference = run_git(root, "diff", "--binary", "HEAD", "--", ".", *excluded)
         (info / "uncommitted.diff").write_text(difference or "")
-    packages = {
-        f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions() if item.metadata["Name"]
-    }
+    named = (item for item in metadata.distributions() if item.metadata["Name"])
+    packages = {f"{item.metadata['Name']}=={item.version}" for item in named}
     (info / "pip-freeze.txt").write_text("\n".join(sorted(packages, key=str.lower)) + "\n")
 
 
@@ -113,26 +112,18 @@ INSTALLED = ("site-packages", "dist-packages")
 """Folders of installed libraries."""
 
 
-@dataclass(frozen=True)
-class SnapshotFiles:
-    """Files of the code."""
-
-    copied: dict[str, Path]  # Path on disk by path in the snapshot.
-    omitted: dict[str, str]  # Why a file is left out, by its path in the snapshot.
-
-
-def select_files(package: Path, root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> SnapshotFiles:
-    """Return the files to copy, without those that may be secrets and without large ones.
+def _select_files(root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return the files to copy, and why others are left out, both by their paths in the snapshot.
 
     Raises:
         ConfigError: if there are more than ``MAX_TOTAL_MB`` to copy.
     """
-    own = _package_files(package) if root is None else _tracked_files(package.parent, sweep_dir)
+    own = _package_files(PACKAGE) if root is None else _tracked_files(PACKAGE.parent, sweep_dir)
     files = dict(own) | {name: path for name in trusted for name, path in _trusted_files(name, root)}
-    omitted = left_out(files)
-    copied = {name: path for name, path in files.items() if name not in omitted}
+    reasons = {name: _reason_to_omit(name, path) for name, path in files.items()}
+    copied = {name: path for name, path in files.items() if reasons[name] is None}
     _check_size(copied)
-    return SnapshotFiles(copied, omitted)
+    return copied, {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _tracked_files(base: Path, sweep_dir: Path) -> Iterator[tuple[str, Path]]:
@@ -194,20 +185,10 @@ SECRET_FILES = (
 NO_SECRETS = (".env.example", ".env.sample", ".env.template", "*.pub", "*.py")
 
 
-def left_out(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return the files that are not copied, each with the reason."""
-    found = {name: _reason(name, path) for name, path in files.items()}
-    return {name: reason for name, reason in found.items() if reason is not None}
-
-
-def _reason(name: str, path: Path) -> str | None:
+def _reason_to_omit(name: str, path: Path) -> str | None:
     """Return why a file is not copied: others may read the copy of a secret. None if it is copied."""
-    base = PurePosixPath(name).name.lower()
-    if _matches(base, SECRET_FILES) and not _matches(base, NO_SECRETS):
+    matches = partial(fnmatch, PurePosixPath(name).name.lower())
+    if any(map(matches, SECRET_FILES)) and not any(map(matches, NO_SECRETS)):
         return "may be a secret"
     size = path.lstat().st_size / MIB
     return f"{size:,.0f} MB, more than {LARGE_MB}" if size > LARGE_MB else None
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -41,10 +41,15 @@ class Cgroup:
         yield from (self.root / group for group in (below, *below.parents))
 
 
+def memory_cgroups(pid: int | str = "self") -> list[Cgroup]:
+    """Return the memory cgroups of a process; a machine may have both versions, or none."""
+    return _cgroups(Path(f"/proc/{pid}/cgroup"), "memory")
+
+
 def _cgroups(path: Path, controller: str) -> list[Cgroup]:
     """Return the cgroups for ``memory`` or ``cpu``, from ``/proc/PID/cgroup``: ``hierarchy:controllers:group``.
 
-    In version 2 one cgroup has all controllers, and names none. A machine may have both versions, or none.
+    In version 2 one cgroup has all controllers, and names none.
     """
     found = []
     for line in path.read_text().splitlines() if path.is_file() else []:
@@ -58,7 +63,7 @@ def _cgroups(path: Path, controller: str) -> list[Cgroup]:
 
 def memory_limits(pid: int | str = "self") -> Iterator[int]:
     """Yield the memory limits in bytes of a process's cgroup and of all its parents."""
-    for cgroup in _cgroups(Path(f"/proc/{pid}/cgroup"), "memory"):
+    for cgroup in memory_cgroups(pid):
         limits = (_read_bytes(folder / MEMORY_FILES[cgroup.version][0]) for folder in cgroup.folders())
         yield from (limit for limit in limits if limit is not None)
 
@@ -83,7 +88,7 @@ def available_memory() -> int:
     What the kernel can reclaim, as cached files, counts as free.
     """
     free = [_read_meminfo("MemAvailable")]
-    for cgroup in _cgroups(OWN_CGROUPS, "memory"):
+    for cgroup in memory_cgroups():
         for folder in cgroup.folders():
             limit, used = (_read_bytes(folder / name) for name in MEMORY_FILES[cgroup.version])
             if limit is not None:
@@ -127,7 +132,7 @@ def _read_quota(folder: Path, version: int) -> float | None:
 
 def oom_kills() -> dict[str, int]:
     """Return how many processes the kernel has killed for memory since boot: ``machine`` and ``cgroup``, if known."""
-    files = [cgroup.folder / name for cgroup in _cgroups(OWN_CGROUPS, "memory") for name in OOM_FILES[cgroup.version]]
+    files = [cgroup.folder / name for cgroup in memory_cgroups() for name in OOM_FILES[cgroup.version]]
     in_cgroup = next((count for path in files if (count := _read_counter(path)) is not None), None)
     counters = {"machine": _read_counter(Path("/proc/vmstat")), "cgroup": in_cgroup}
     return {name: count for name, count in counters.items() if count is not None}

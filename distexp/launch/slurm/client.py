@@ -124,15 +124,8 @@ def run_command(command: list[str], timeout_s: float, environment: dict[str, str
 # States of jobs, from Slurm's queue and its accounting.
 
 FINAL_STATES = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "DEADLINE",
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),
 )
 """Slurm states of a job that has ended."""
 

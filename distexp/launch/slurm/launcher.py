@@ -24,27 +24,18 @@ if TYPE_CHECKING:
 CPUS_PER_WORKER = 4
 """As in the scripts of the workshop. The nodes of a cluster have at least as many cores per GPU."""
 
+SAME_OPTIONS = ("nodes", "partition", "constraint", "account", "qos", "reservation", "exclusive", "requeue")
 KEYS_OF_SBATCH_OPTIONS = {
+    **{option: f"cluster.{option}" for option in SAME_OPTIONS},
     "array": "cluster.array_parallelism",
-    "nodes": "cluster.nodes",
     "ntasks": "cluster.nodes",
     "ntasks-per-node": "cluster.workers_per_node",
     "gpus-per-node": "cluster.gpus_per_node",
     "cpus-per-task": "cluster.cpus_per_worker",
     "mem": "cluster.memory_gb",
     "time": "cluster.timeout_min",
-    "partition": "cluster.partition",
-    "constraint": "cluster.constraint",
-    "account": "cluster.account",
-    "qos": "cluster.qos",
-    "reservation": "cluster.reservation",
-    "exclusive": "cluster.exclusive",
     "signal": "cluster.signal_delay_s",
-    "requeue": "cluster.requeue",
-    "chdir": None,
-    "output": None,
-    "error": None,
-    "open-mode": None,
+    **dict.fromkeys(("chdir", "output", "error", "open-mode")),
 }
 """Options of sbatch that distexp sets, with the keys that change them; None if no key does."""
 
@@ -77,11 +68,8 @@ class SlurmLauncher(Launcher):
             cluster.device = "cuda"
         if cluster.workers_per_node is None:
             cluster.workers_per_node = 1 if needs_one_worker(config) else (cluster.gpus_per_node or 1)
-        if (
-            cluster.gpus_per_node is None
-            and cluster.device == "cuda"
-            and "gres" not in map(sbatch_name, cluster.sbatch)
-        ):
+        has_gres = "gres" in map(sbatch_name, cluster.sbatch)
+        if cluster.gpus_per_node is None and cluster.device == "cuda" and not has_gres:
             cluster.gpus_per_node = cluster.workers_per_node
         if cluster.cpus_per_worker is None:
             cluster.cpus_per_worker = CPUS_PER_WORKER

@@ -83,8 +83,7 @@ class Peers:
         if time.monotonic() - self.last_poll > POLL_S:
             self.last_poll = time.monotonic()
             self.check_latest()
-            if self.nodes > 1:
-                self.read_exit_codes()
+            self.read_exit_codes()
         return any(self.codes.values())
 
     def check_latest(self) -> None:

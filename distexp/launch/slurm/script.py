@@ -136,31 +136,15 @@ def setup_lines(cluster: ClusterConfig, snapshot: Path) -> list[str]:
 
 # Conversion of the options of Hydra's submitit launcher, under ``hydra.launcher``, to options of ``cluster``.
 
-MAPPED = {
-    "nodes": "nodes",
-    "timeout_min": "timeout_min",
-    "gpus_per_node": "gpus_per_node",
-    "mem_gb": "memory_gb",
-    "partition": "partition",
-    "qos": "qos",
-    "constraint": "constraint",
-    "account": "account",
-    "signal_delay_s": "signal_delay_s",
-    "array_parallelism": "array_parallelism",
-    "setup": "setup",
-}
+SAME_KEYS = (
+    *("nodes", "timeout_min", "gpus_per_node", "partition", "qos", "constraint", "account"),
+    *("signal_delay_s", "array_parallelism", "setup"),
+)
+MAPPED = {"mem_gb": "memory_gb", **dict(zip(SAME_KEYS, SAME_KEYS, strict=True))}
 """Keys of ``hydra.launcher`` with their keys of ``cluster``."""
 
-SBATCH_ONLY = {
-    "name": "job-name",
-    "comment": "comment",
-    "exclude": "exclude",
-    "gres": "gres",
-    "cpus_per_gpu": "cpus-per-gpu",
-    "gpus_per_task": "gpus-per-task",
-    "mem_per_gpu": "mem-per-gpu",
-    "mem_per_cpu": "mem-per-cpu",
-}
+SAME_OPTIONS = ("comment", "exclude", "gres", "cpus_per_gpu", "gpus_per_task", "mem_per_gpu", "mem_per_cpu")
+SBATCH_ONLY = {"name": "job-name", **{key: key.replace("_", "-") for key in SAME_OPTIONS}}
 """Keys of ``hydra.launcher`` that become entries of ``cluster.sbatch``."""
 
 UNSUPPORTED = {

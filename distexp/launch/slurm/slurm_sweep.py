@@ -74,7 +74,7 @@ def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
         sweep_dir = claimed.absolute()
         try:
             snapshot = take_snapshot(sweep_dir, trusted_packages(cells), partial(print_plain, console))
-            active = _active_runs(sweep_dir) if resume else set()
+            active = _active_runs(sweep_dir) if resume else []
             runs = prepare_runs(
                 cells, sweep_dir, snapshot.git, console, active=active, resume=resume, snapshot=snapshot.folder.name
             )
@@ -86,8 +86,8 @@ def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
     return sweep_dir
 
 
-def _active_runs(sweep_dir: Path) -> set[int]:
-    return {run.number for run in poll(sweep_dir) if run.is_active}
+def _active_runs(sweep_dir: Path) -> list[int]:
+    return [run.number for run in poll(sweep_dir) if run.is_active]
 
 
 def trusted_packages(cells: Sequence[Cell]) -> list[str]:
@@ -132,38 +132,27 @@ MAX_LISTED_RUNS = 20
 """Runs of an array whose overrides are printed."""
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A valid cell, with the number that its run would have in a new sweep."""
-
-    number: int
-    config: Config
-    overrides: str  # as they are typed; of several cells only those that they do not share
-
-
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
     """Print the sbatch files of a sweep."""
-    runs, invalid = list[PlannedRun](), InvalidPrinter(cells, console, prefix="# ")
+    runs, invalid = list[tuple[int, Config]](), InvalidPrinter(cells, console, prefix="# ")
     for number, cell in enumerate(cells):
         if cell.config is None:
             invalid.print(number, join_errors(cell.errors))
         else:
-            overrides = " ".join(map(format_override, cell.varied or cell.overrides))
-            runs.append(PlannedRun(number, cell.config, overrides))
-    for index, group in enumerate(group_by_resources(runs, lambda run: run.config)):
-        numbers = [run.number for run in group]
+            runs.append((number, cell.config))
+    for index, group in enumerate(group_by_resources(runs, lambda run: run[1])):
+        numbers = [number for number, _ in group]
         directories = tuple(map(str, numbers))
-        array = JobArray(f"array{index}", group[0].config, sweep_dir, sweep_dir / SNAPSHOT, directories)
+        array = JobArray(f"array{index}", group[0][1], sweep_dir, sweep_dir / SNAPSHOT, directories)
         print_plain(console, f"# {format_runs(numbers)}")
-        for run in group[:MAX_LISTED_RUNS]:
-            print_plain(console, f"#   {run.number}: {run.overrides or 'no overrides'}")
+        for number in numbers[:MAX_LISTED_RUNS]:
+            overrides = " ".join(map(format_override, cells[number].varied or cells[number].overrides))
+            print_plain(console, f"#   {number}: {overrides or 'no overrides'}")
         if len(group) > MAX_LISTED_RUNS:
             print_plain(console, f"#   and {len(group) - MAX_LISTED_RUNS} more")
         print_plain(console, array.render())
-    jobs = format_count(len(runs), "job")
-    print_plain(
-        console, f"# {jobs}, nothing was submitted. The folder of the sweep and its files are made at submission."
-    )
+    hint = "The folder of the sweep and its files are made at submission."
+    print_plain(console, f"# {format_count(len(runs), 'job')}, nothing was submitted. {hint}")
 
 
 # Cancellation of the jobs of a sweep.
@@ -201,7 +190,7 @@ def _wait_for_end(sweep_dir: Path) -> list[int]:
     """
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        left = [run.number for run in poll(sweep_dir) if run.is_active]
+        left = _active_runs(sweep_dir)
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(POLL_S)
