@@ -24,13 +24,11 @@ from distexp.launch.failures import HANG_CODE, STOPPED_CODE, TIMEOUT_CODE, encod
 from distexp.launch.forked_workers import ForkedWorkers, NotStartedError
 from distexp.launch.node_setup import is_simulated, lacks_gpus, lacks_operators, node_gpus, worker_environment
 from distexp.measure.memory.sampler import Sampler
-from distexp.runs import run_state, texts
-from distexp.runs.attempts import write_agent_process, write_error_file
+from distexp.runs import attempts, run_state, texts
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import AGENT_ERROR, GROUP_LOG, RENDEZVOUS, log_dir, memory_trace_path
 from distexp.runs.spec import RunSpec
-from distexp.system.cgroups import cpu_count
-from distexp.system.files import write_json
+from distexp.system import cgroups, files
 from distexp.system.processes import WatchedProcess, die_with_parent, end_tree, orphaned, start_module
 
 GRACE_S = 4.0
@@ -61,7 +59,7 @@ def main() -> None:
     die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(run_dir)
     if node == 0:
-        write_agent_process(run_dir)
+        attempts.write_agent_process(run_dir)
     try:
         code = run_node(spec, run_dir, NodeContext(node, connection=connection), started)
     except StoppedError:
@@ -91,7 +89,7 @@ def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
         message = texts.full_disk_message(error, run_dir, texts.free_bytes(run_dir))
         found = RunError(texts.ERROR_TYPE, message, "setup")
     texts.release_reserve(run_dir)
-    write_error_file(AGENT_ERROR.path(run_dir, node), found)
+    attempts.write_error_file(AGENT_ERROR.path(run_dir, node), found)
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def _make_sampler(spec: RunSpec, run_dir: Path, node: int) -> Sampler:
         path=memory_trace_path(run_dir, node),
         gpu_indices=[gpu.index for gpu in node_gpus(spec, node)],
         interval_s=spec.config.measure.interval_s,
-        cores=max(1, cpu_count() // (spec.nodes if is_simulated(spec) else 1)),
+        cores=max(1, cgroups.cpu_count() // (spec.nodes if is_simulated(spec) else 1)),
     )
 
 
@@ -226,7 +224,7 @@ def _reserve_port(context: NodeContext, run_dir: Path, stack: ExitStack) -> Rend
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
     found = Rendezvous(context.address, holder.getsockname()[1], context.attempt)
-    write_json(run_dir / RENDEZVOUS, asdict(found))
+    files.write_json(run_dir / RENDEZVOUS, asdict(found))
     return found
 
 

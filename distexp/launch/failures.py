@@ -16,16 +16,14 @@ import psutil
 from distexp.config.overrides import join_first
 from distexp.measure.memory.sampler import run_traces
 from distexp.measure.stragglers import read_gpu_evidence
-from distexp.runs.attempts import read_rank_errors
+from distexp.runs import attempts, texts
 from distexp.runs.events import ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import EVENTS, OOM_KILLS, OOM_MARK, STOPPED_RANKS, WORKER_EXITS
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import out_of_memory_status
+from distexp.system import files, processes
 from distexp.system.cgroups import oom_kills
-from distexp.system.files import write_json
-from distexp.system.processes import descendants
 
 PEER_LOSS = re.compile(
     r"connection (reset|closed|refused|was)|closed by peer|broken pipe|socket|timed? ?out|DistBackendError|NCCL",
@@ -64,7 +62,7 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
 
 def _worker_cause(directory: Path, phase: str | None) -> Cause:
     """Return the cause by the first error of a worker. Later errors are its consequences."""
-    first = next(iter(read_rank_errors(directory)), None)
+    first = next(iter(attempts.read_rank_errors(directory)), None)
     deaths = signal_deaths(directory)
     if deaths and (first is None or PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type)):
         rank, number = deaths[0]
@@ -73,7 +71,7 @@ def _worker_cause(directory: Path, phase: str | None) -> Cause:
         codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])
         message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
         return Cause("failed", RunError("WorkerDied", message, phase))
-    return Cause(out_of_memory_status(first.type, first.message) or "failed", first)
+    return Cause(texts.out_of_memory_status(first.type, first.message) or "failed", first)
 
 
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
@@ -147,14 +145,14 @@ STACK_DUMP_S = 2.0
 
 def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
     """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log."""
-    workers = descendants(group_pid, recursive=False)
+    workers = processes.descendants(group_pid, recursive=False)
     stopped_pids = set()
     for worker in workers:
         with suppress(psutil.NoSuchProcess):
             if worker.status() == psutil.STATUS_STOPPED:
                 stopped_pids.add(worker.pid)
     stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
-    write_json(STOPPED_RANKS.path(run_dir, node), stopped)
+    files.write_json(STOPPED_RANKS.path(run_dir, node), stopped)
     for worker in workers:
         worker.send_signal(signal.SIGUSR1)
     time.sleep(STACK_DUMP_S)
@@ -181,7 +179,7 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
 
 def save_counters(directory: Path) -> None:
     """Save the kernel's OOM counters at the start of a run, on the node that writes the record."""
-    write_json(directory / OOM_KILLS, oom_kills())
+    files.write_json(directory / OOM_KILLS, oom_kills())
 
 
 def mark_if_killed(directory: Path, node: int, before: Mapping[str, int]) -> None:

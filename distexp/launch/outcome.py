@@ -19,19 +19,14 @@ from typing import Any, NamedTuple
 
 from distexp.checkpoints.folder import remove_unfinished
 from distexp.explain.explanation import explain
-from distexp.launch.failures import add_evidence, classify_failure, current_phase
-from distexp.launch.node_setup import worker_environment
+from distexp.launch import failures, node_setup
 from distexp.measure.memory.sampler import run_traces, summarize_run
 from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
-from distexp.runs import attempts
-from distexp.runs.events import last_value, resume_changes
-from distexp.runs.predictions import read_prediction
+from distexp.runs import attempts, events, predictions, step_files, texts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
 from distexp.runs.run_dir import ALLOCATOR, DISK_RESERVE, EVENTS, PREFLIGHT, RANK_LOG, RESULT
 from distexp.runs.spec import RunSpec
-from distexp.runs.step_files import add_search
-from distexp.runs.texts import join_errors, name_folder, release_reserve
 from distexp.strategies.base import load_strategy
 from distexp.system.environment_variables import select_variables
 
@@ -50,10 +45,10 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
         measure_energy(traces, directory / EVENTS) if spec.config.measure.enabled else TraceEnergy(),
         spec.config.cluster,
         duration_s=record.run.duration_s,
-        samples=last_value(directory, "measured_samples"),
-        tokens=last_value(directory, "measured_tokens"),
+        samples=events.last_value(directory, "measured_samples"),
+        tokens=events.last_value(directory, "measured_tokens"),
     )
-    add_evidence(record, spec, directory)
+    failures.add_evidence(record, spec, directory)
 
 
 def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -73,7 +68,7 @@ def start_attempt(spec: RunSpec, directory: Path, job_id: str | None = None, hos
     """Register an attempt, write the spec for its workers, and reserve disk space for the record."""
     attempts.register_attempt(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
     spec.write(directory)
-    with name_folder(directory):
+    with texts.name_folder(directory):
         (directory / DISK_RESERVE).write_bytes(b"\0" * DISK_RESERVE_BYTES)
 
 
@@ -90,15 +85,15 @@ def finalize_run(
 
     ``started`` is in Unix seconds. ``stopped`` is why the run was stopped from outside, if it was.
     """
-    release_reserve(directory)
+    texts.release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
         remove_unfinished(directory)
     record = read_record(directory / RESULT) if all(code == 0 for code in codes.values()) else None
     if record is None and stopped is not None:
-        error = RunError("Stopped", stopped, current_phase(directory))
+        error = RunError("Stopped", stopped, failures.current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started)
     elif record is None:
-        cause = classify_failure(directory, codes, spec)
+        cause = failures.classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, cause.status, cause.error, started)
     complete(record, spec, directory)
     attempts.record_attempt_end(record)
@@ -139,7 +134,7 @@ def add_strategy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
 
 def add_prediction(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     """Add the memory that was predicted before the start."""
-    record.predicted = read_prediction(directory)
+    record.predicted = predictions.read_prediction(directory)
 
 
 STEPS = (
@@ -173,12 +168,12 @@ def failed_record(spec: RunSpec, directory: Path, status: str, error: RunError, 
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
         run.duration_s = time.time() - started
         run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
-        attempts.record_resume(run, last_value(directory, "resumed_from_step"), resume_changes(directory))
-        variables = select_variables(worker_environment(spec, node=0))
+        attempts.record_resume(run, events.last_value(directory, "resumed_from_step"), events.resume_changes(directory))
+        variables = select_variables(node_setup.worker_environment(spec, node=0))
     environment = make_environment(on_gpu=device == "cuda", variables=variables)
     record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=environment)
     record.memory["torch"] = [json.loads(path.read_text()) for path in ALLOCATOR.find(directory)]
-    add_search(record, directory)
+    step_files.add_search(record, directory)
     return record
 
 
@@ -188,6 +183,6 @@ def invalid_record(run: RunInfo, config: dict[str, Any], errors: list[str]) -> R
         status="invalid",
         run=run,
         config=config,
-        error=RunError("ConfigError", join_errors(errors), errors=errors),
+        error=RunError("ConfigError", texts.join_errors(errors), errors=errors),
         environment=make_environment(on_gpu=True),
     )

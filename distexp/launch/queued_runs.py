@@ -19,12 +19,11 @@ from distexp.console.screen import Screen
 from distexp.console.sweep_table import InvalidCells, Row, describe_state, state_key, states_table
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, GitState, assign_run_dirs, write_invalid
-from distexp.runs import attempts
+from distexp.runs import attempts, texts
 from distexp.runs.record import FAILURES, RunRecord, read_records
 from distexp.runs.run_dir import HYDRA
 from distexp.runs.run_state import RunState
 from distexp.runs.spec import DONE, ExistingRun, RunSpec
-from distexp.runs.texts import failure_text, join_errors
 from distexp.tables.columns import print_plain, show_progress
 
 
@@ -65,7 +64,7 @@ def prepare_runs(
             prepared = prepare_run(run)
             advance()
             if isinstance(prepared, RunRecord):
-                invalid.print(run.info.number, failure_text(prepared))
+                invalid.print(run.info.number, texts.failure_text(prepared))
             else:
                 yield prepared
 
@@ -100,7 +99,7 @@ class InvalidPrinter:
     """Printer of why cells are invalid: one line for all cells with the same reason."""
 
     def __init__(self, cells: Sequence[Cell], console: Console, prefix: str = "") -> None:
-        self._reasons = InvalidCells(join_errors(cell.errors) for cell in cells if cell.config is None)
+        self._reasons = InvalidCells(texts.join_errors(cell.errors) for cell in cells if cell.config is None)
         self._console, self._prefix = console, prefix
 
     def print(self, number: int, reason: str) -> None:

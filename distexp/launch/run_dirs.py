@@ -22,12 +22,11 @@ from distexp.config.overrides import format_override, join_first, suggest_comman
 from distexp.guard.sweep_files import check_files, remember_file
 from distexp.launch.outcome import invalid_record
 from distexp.resolve import without_hydra
-from distexp.runs.attempts import sweep_lock
+from distexp.runs import attempts, texts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN, PREDICTED
 from distexp.runs.spec import ExistingRun, ExistingRuns, unmatched_message
-from distexp.runs.texts import name_folder
 from distexp.system.files import PACKAGE, write_json
 
 
@@ -180,7 +179,7 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
     if master.sweep.resume:
         check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
-    with name_folder(sweep_dir), sweep_lock(sweep_dir):
+    with texts.name_folder(sweep_dir), attempts.sweep_lock(sweep_dir):
         if not (sweep_dir / MULTIRUN).exists():
             OmegaConf.save(master, sweep_dir / MULTIRUN)
         if not (sweep_dir / COMMAND).exists():

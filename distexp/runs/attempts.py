@@ -14,13 +14,11 @@ from typing import Any
 
 from distexp.config import ConfigError
 from distexp.config.overrides import suggest_command
+from distexp.runs import events
 from distexp.runs import run_dir as names
-from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError, RunInfo
-from distexp.system.files import read_json, write_json
-from distexp.system.processes import machine_id, start_ticks
-from distexp.system.typed_values import read_dataclass
+from distexp.system import files, processes, typed_values
 
 NO_RECORD = "ended without a record"
 """Reason of an attempt whose launcher died before it could write the record, as when the head node crashes."""
@@ -45,7 +43,7 @@ def read_attempts(directory: Path) -> list[dict[str, Any]]:
     try:
         return RunRecord.read(directory / names.RECORD).run.attempts
     except ValueError:
-        run = read_dataclass(RunInfo, directory / names.SPEC, "run")
+        run = typed_values.read_dataclass(RunInfo, directory / names.SPEC, "run")
         return [] if run is None else run.attempts
 
 
@@ -64,7 +62,7 @@ def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: l
     attempts = read_attempts(directory)
     if attempts and attempts[-1].get("reason") is None:
         # Before its files are archived, because the step is in one of them.
-        attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": last_value(directory, "resumed_from_step")}
+        attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": events.last_value(directory, "resumed_from_step")}
     archive_previous(directory)
     run.attempts = [*attempts, new_attempt(job_id, hosts)]
 
@@ -113,7 +111,7 @@ SUBMISSION_REFUSED = "SubmissionRefused"
 def write_error_file(path: Path, error: RunError) -> None:
     """Write an error with the current time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"unix_time_s": time.time(), **asdict(error)})
+    files.write_json(path, {"unix_time_s": time.time(), **asdict(error)})
 
 
 def read_rank_errors(run_dir: Path) -> list[RunError]:
@@ -121,7 +119,7 @@ def read_rank_errors(run_dir: Path) -> list[RunError]:
     by_time: list[tuple[float, RunError]] = []
     for path in (*names.RANK_ERROR.find(run_dir), *names.AGENT_ERROR.find(run_dir)):
         try:
-            content = read_json(path)
+            content = files.read_json(path)
         except ValueError:
             continue  # Torn, because its rank was killed. The rank's log has more.
         by_time.append((float(content.pop("unix_time_s")), RunError(**content)))
@@ -149,22 +147,22 @@ class ProcessIdentity:
     @classmethod
     def current(cls) -> ProcessIdentity:
         """Return this process."""
-        return cls(os.getpid(), start_ticks(os.getpid()) or 0, machine_id(), socket.gethostname())
+        return cls(os.getpid(), processes.start_ticks(os.getpid()) or 0, processes.machine_id(), socket.gethostname())
 
     @property
     def is_local(self) -> bool:
         """Return whether the process was started on this machine, since its last reboot."""
-        return self.machine == machine_id()
+        return self.machine == processes.machine_id()
 
     @property
     def is_alive(self) -> bool:
         """Return whether the process runs on this machine."""
-        return self.is_local and start_ticks(self.pid) == self.started
+        return self.is_local and processes.start_ticks(self.pid) == self.started
 
 
 def write_launcher_process(run_dir: Path) -> None:
     """Write that this process is the launcher of a run."""
-    write_json(run_dir / names.LAUNCHER_PROCESS, asdict(ProcessIdentity.current()))
+    files.write_json(run_dir / names.LAUNCHER_PROCESS, asdict(ProcessIdentity.current()))
 
 
 def write_agent_process(run_dir: Path) -> None:
@@ -172,17 +170,17 @@ def write_agent_process(run_dir: Path) -> None:
     path = names.AGENT_PROCESS.path(run_dir, node=0)
     with suppress(OSError):  # A full disk must not keep the agent from reporting the run's error.
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(ProcessIdentity.current()))
+        files.write_json(path, asdict(ProcessIdentity.current()))
 
 
 def read_launcher_process(run_dir: Path) -> ProcessIdentity | None:
     """Return the launcher of a run's latest attempt; None if it is not known."""
-    return read_dataclass(ProcessIdentity, run_dir / names.LAUNCHER_PROCESS)
+    return typed_values.read_dataclass(ProcessIdentity, run_dir / names.LAUNCHER_PROCESS)
 
 
 def read_agent_process(run_dir: Path) -> ProcessIdentity | None:
     """Return the agent of a run's first node; None if it is not known."""
-    return read_dataclass(ProcessIdentity, names.AGENT_PROCESS.path(run_dir, node=0))
+    return typed_values.read_dataclass(ProcessIdentity, names.AGENT_PROCESS.path(run_dir, node=0))
 
 
 def wait_for_agent(run_dir: Path) -> str | None:

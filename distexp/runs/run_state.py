@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.attempts import read_agent_process, read_launcher_process
+from distexp.runs import attempts, texts
 from distexp.runs.events import phase_events_of
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, HEARTBEAT, METRICS, OPERATORS, RECORD, SPEC, STOP_REQUEST, memory_trace_paths
 from distexp.runs.spec import ExistingRun
-from distexp.runs.texts import failure_text
-from distexp.system.files import read_entries, read_last_entry, write_json
-from distexp.system.typed_values import number_of
+from distexp.system import files, typed_values
 
 ACTIVE = ("pending", "running", "ending", "unknown")
 
@@ -37,7 +35,7 @@ class RunState:
     @classmethod
     def from_record(cls, number: int, directory: Path, job: str | None, record: RunRecord) -> RunState:
         """Return the state of a run that has ended."""
-        reason = " ".join(failure_text(record).split())
+        reason = " ".join(texts.failure_text(record).split())
         return cls(number, directory, job, record.status, reason, record=record)
 
     @property
@@ -68,16 +66,16 @@ class Progress:
 def read_progress(directory: Path) -> Progress:
     """Read the progress of a run from its metrics and events. A file that cannot be read is named as the phase."""
     try:
-        events = read_entries(directory / EVENTS)
+        events = files.read_entries(directory / EVENTS)
         phases = phase_events_of(events)
-        last_step, last_build = read_last_entry(directory / METRICS), read_last_entry(directory / OPERATORS)
+        last_step, last_build = files.read_last_entry(directory / METRICS), files.read_last_entry(directory / OPERATORS)
         is_compiling = last_build and not last_build.keys() & {"compiled_s", "waited_s"}
         counts = (_count_of(entry, "total_steps") for entry in events)
         return Progress(
             phase=phases[-1].phase if phases else ("compile" if is_compiling else None),
             step=_count_of(last_step, "step"),
             steps=next((count for count in counts if count is not None), None),
-            loss=number_of(last_step, "loss"),
+            loss=typed_values.number_of(last_step, "loss"),
         )
     except OSError as error:
         return Progress(phase=f"unknown ({error.filename}: {error.strerror})")
@@ -85,7 +83,7 @@ def read_progress(directory: Path) -> Progress:
 
 def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
     """Return a number of an entry as a whole number; None if the entry has none."""
-    number = number_of(entry, key)
+    number = typed_values.number_of(entry, key)
     return None if number is None else int(number)
 
 
@@ -145,7 +143,7 @@ POLL_S = 1.0
 
 def request_stop(run_dir: Path, reason: str) -> None:
     """Ask the workers of a run to write a checkpoint and to end because of a time limit, a preemption or a signal."""
-    write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
+    files.write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
 
 
 def read_reason(run_dir: Path) -> str | None:
@@ -191,7 +189,7 @@ def local_state(run: ExistingRun) -> RunState:
     """Return the state of a run. Its launcher decides, if it was started on this machine."""
     if run.status is not None:
         return _finished_state(run)
-    launcher, agent = read_launcher_process(run.directory), read_agent_process(run.directory)
+    launcher, agent = attempts.read_launcher_process(run.directory), attempts.read_agent_process(run.directory)
     if launcher is None or not launcher.is_local:
         return _state_by_activity(run)
     if launcher.is_alive:

@@ -11,8 +11,7 @@ from typing import Any
 
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import MICRO_BATCH, PROFILE_SUMMARY, STEP_MODEL, step_times_path
-from distexp.system.files import read_or_none, replace_atomically, write_json
-from distexp.system.typed_values import parse_dataclass, read_dataclass
+from distexp.system import files, typed_values
 
 SCHEMA = 2
 
@@ -114,15 +113,15 @@ def write_step_model(run_dir: Path, model: StepModel) -> None:
 def _write_compact(path: Path, content: Any) -> None:
     """Write a JSON file without spaces, because it may be large."""
     path.parent.mkdir(exist_ok=True)
-    with replace_atomically(path) as temporary:
+    with files.replace_atomically(path) as temporary:
         temporary.write_text(json.dumps(content, separators=(",", ":")))
 
 
 def read_step_model(run_dir: Path) -> StepModel | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    content = read_or_none(run_dir / STEP_MODEL)
+    content = files.read_or_none(run_dir / STEP_MODEL)
     try:
-        return parse_dataclass(StepModel, content) if content["schema"] == SCHEMA else None
+        return typed_values.parse_dataclass(StepModel, content) if content["schema"] == SCHEMA else None
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -169,7 +168,7 @@ def write_profile_summary(run_dir: Path, ranks: Sequence[dict[str, Any]], steps:
 
 def read_profile_summary(run_dir: Path) -> dict[str, Any] | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    content = read_or_none(run_dir / PROFILE_SUMMARY)
+    content = files.read_or_none(run_dir / PROFILE_SUMMARY)
     return content if isinstance(content, dict) and content.get("schema") == SUMMARY_SCHEMA else None
 
 
@@ -191,7 +190,7 @@ def write_step_times(run_dir: Path, rank: int, steps: Iterable[StepTime]) -> Non
     """Write the file of a rank."""
     path = step_times_path(run_dir, rank)
     path.parent.mkdir(exist_ok=True)
-    with replace_atomically(path) as temporary, temporary.open("w", newline="") as file:
+    with files.replace_atomically(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         writer.writerows((step.step, round(1e6 * step.seconds), int(step.watched)) for step in steps)
@@ -244,12 +243,12 @@ class MicroBatchSearch:
 
     def write(self, path: Path) -> None:
         """Write the search as JSON, atomically."""
-        write_json(path, asdict(self))
+        files.write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> MicroBatchSearch | None:
         """Read a search; None if the file is missing or damaged."""
-        return read_dataclass(cls, path)
+        return typed_values.read_dataclass(cls, path)
 
 
 def describe_search(search: MicroBatchSearch) -> str:

@@ -19,22 +19,18 @@ from typing import Any
 from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
 
-from distexp.config import Config
-from distexp.config.overrides import format_override
+from distexp.config import Config, overrides
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError, is_closed_output
-from distexp.launch import failures
+from distexp.launch import failures, outcome
 from distexp.launch.failures import HANG_CODE
 from distexp.launch.launcher import Sweep
 from distexp.launch.local.shared_start import SharedStart
-from distexp.launch.outcome import finalize_run, read_record, start_attempt
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, assign_run_dirs, package_git_state, write_invalid
-from distexp.runs import run_state
-from distexp.runs.attempts import run_lock, wait_for_agent, write_launcher_process
+from distexp.runs import attempts, run_state, texts
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import DONE, RunSpec
-from distexp.runs.texts import join_errors, name_folder, release_reserve
 from distexp.system.cgroups import cpu_count, cpu_limit
 from distexp.system.processes import collect_interrupts, end_tree, handle_signals, start_module
 from distexp.tracking.base import tracked
@@ -50,7 +46,7 @@ def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_co
     cells = sweep.cells
     for warning in crowded_core_warnings(cell.config for cell in cells if cell.config is not None):
         print(f"distexp: warning: {warning}", file=sys.stderr)
-    invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
+    invalid = [texts.join_errors(cell.errors) for cell in cells if cell.config is None]
     screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
     shared_start.note = screen.print
     rules = ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
@@ -78,14 +74,14 @@ class CellRunner:
 
     def run_if_free(self, run: AssignedRun) -> JobReturn | None:
         """Run a cell, unless another command runs it or has just finished it."""
-        with run_lock(run.directory) as other:
-            owner = other or wait_for_agent(run.directory)
+        with attempts.run_lock(run.directory) as other:
+            owner = other or attempts.wait_for_agent(run.directory)
             if owner is not None:
                 self.screen.show_busy(run.info.number, owner)
                 return None
             if show_if_done(self.screen, run.directory):
                 return None
-            with name_folder(run.directory):
+            with texts.name_folder(run.directory):
                 return self._run_job(run)
 
     def _run_job(self, run: AssignedRun) -> JobReturn:
@@ -107,7 +103,7 @@ class CellRunner:
         )
         if failures:
             with suppress(OSError):  # The first error matters.
-                release_reserve(run.directory)
+                texts.release_reserve(run.directory)
             raise failures[0]
         done.return_value  # noqa: B018  # It raises what the task raised.
         done.cfg = done.hydra_cfg = None  # Thousands of configurations would fill the memory.
@@ -118,7 +114,7 @@ class CellRunner:
             record = write_invalid(run)
             self.screen.show_invalid(record)
             return record
-        self.screen.run_header(run.info.number, " ".join(map(format_override, run.cell.varied)))
+        self.screen.run_header(run.info.number, " ".join(map(overrides.format_override, run.cell.varied)))
         run.cell.write_prediction(run.directory)
         spec = RunSpec(run.cell.config, run.info)
         return run_locally(spec, run.directory, self.screen, self.shared_start, self.agent_command)
@@ -126,7 +122,7 @@ class CellRunner:
 
 def show_if_done(screen: Screen, directory: Path) -> bool:
     """Show the run of a directory and return True, if it has a readable record and needs no further attempt."""
-    record = read_record(directory / RECORD)
+    record = outcome.read_record(directory / RECORD)
     if record is None or record.status not in DONE:
         return False
     screen.show_skipped(record)
@@ -160,8 +156,8 @@ def run_locally(
         BrokenPipeError, SystemExit: if the output was closed. The run is ended and recorded first.
     """
     started = time.time()
-    start_attempt(spec, directory)
-    write_launcher_process(directory)
+    outcome.start_attempt(spec, directory)
+    attempts.write_launcher_process(directory)
     failures.save_counters(directory)
     interruption: InterruptedRunError | None = None
     stopped: str | None = None
@@ -194,7 +190,7 @@ def run_locally(
             with collect_interrupts() as late:  # The record is written completely.
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 codes = shared_start.true_codes(directory, codes)
-                record = finalize_run(spec, directory, codes, started, stopped)
+                record = outcome.finalize_run(spec, directory, codes, started, stopped)
     screen.show_result(record, directory, tracking.messages)
     if interruption is None and (signals := [*received, *late]):  # They did not stop the run at once.
         interruption = InterruptedRunError(signals[0])

@@ -19,14 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
-from distexp.launch.failures import encode_group_code
+from distexp.launch import failures, node_setup
 from distexp.launch.forked_workers import LOST_CODE
-from distexp.launch.node_setup import worker_environment
 from distexp.models import shared_weights
 from distexp.runs.run_dir import GROUP_LOG
 from distexp.runs.spec import RunSpec
-from distexp.system.cgroups import available_memory
-from distexp.system.files import PACKAGE
+from distexp.system import cgroups, files
 from distexp.system.processes import end_tree, message_pair, send, start_module
 from distexp.system.units import MIB
 from distexp.worker.preload import COMPILER, declared_preloads, own_modules, own_modules_of
@@ -126,7 +124,7 @@ class SharedStart:
         shared.output.seek(0)
         with GROUP_LOG.path(run_dir, node).open("a") as log:
             shutil.copyfileobj(shared.output, log)
-        return encode_group_code(shared.process.returncode)
+        return failures.encode_group_code(shared.process.returncode)
 
     def _matching(self, spec: RunSpec, node: int) -> SharedProcess:
         """Return the process of a node with the imports of a run; start it if there is none."""
@@ -160,7 +158,7 @@ def _end_superfluous(known: list[SharedProcess], new: ImportConditions) -> None:
     """End processes before a new one starts: those that no run can use any more, and then the oldest ones."""
     state = (new.folder, new.newest_source_ns)
     kept = [old for old in known if (old.conditions.folder, old.conditions.newest_source_ns) == state]
-    most = KEPT - 1 if available_memory() >= MIN_FREE_MIB * MIB else 0
+    most = KEPT - 1 if cgroups.available_memory() >= MIN_FREE_MIB * MIB else 0
     kept = kept[max(0, len(kept) - most) :]
     for process in known:
         if process not in kept:
@@ -197,8 +195,8 @@ class ImportConditions:
     def of(cls, spec: RunSpec, node: int) -> ImportConditions:
         """Return the conditions of a node's workers."""
         # lstat, because editors mark open files by links that lead nowhere.
-        newest_source_ns = max(path.lstat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
-        return cls(worker_environment(spec, node), os.getcwd(), _libraries(spec), newest_source_ns)
+        newest_source_ns = max(path.lstat().st_mtime_ns for path in files.PACKAGE.rglob("*.py"))
+        return cls(node_setup.worker_environment(spec, node), os.getcwd(), _libraries(spec), newest_source_ns)
 
     def describe_change(self, before: ImportConditions) -> str:
         """Return what differs from earlier conditions. Values are not named, because they may be secret."""

@@ -18,18 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from distexp.launch import failures
+from distexp.launch import failures, outcome
 from distexp.launch.agent import NodeContext, StoppedError, raise_stopped, run_node, write_start_error
 from distexp.launch.failures import STOPPED_CODE
-from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.launch.slurm.client import minutes_left
 from distexp.launch.slurm.peers import Job, Peers, SupersededError, requeue_if_needed, write_exit_status
-from distexp.runs import run_state
+from distexp.runs import run_state, texts
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import failure_text
-from distexp.system.cgroups import oom_kills
-from distexp.system.processes import NOTICE_SIGNAL
+from distexp.system import cgroups, processes
 from distexp.tracking.base import tracked
 
 PEERS_TIMEOUT_S, STOPPED_PEERS_TIMEOUT_S = 60.0, 6.0
@@ -57,7 +54,7 @@ def run_task() -> int:
     run_dir = list_path.parent.parent / json.loads(list_path.read_text())["directories"][job.index]
     signal.signal(signal.SIGTERM, raise_stopped)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(NOTICE_SIGNAL, _stop_request_handler(run_dir, job))
+    signal.signal(processes.NOTICE_SIGNAL, _stop_request_handler(run_dir, job))
     spec = RunSpec.read(run_dir)
     task = NodeTask(spec, run_dir, job, Peers(run_dir, job, spec.nodes), started)
     if job.node != 0:
@@ -66,7 +63,7 @@ def run_task() -> int:
     with tracked(spec, run_dir) as tracking:
         code = task.run_attempt()
         record = task.write_record(code)
-    reason = failure_text(record)
+    reason = texts.failure_text(record)
     print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
     for message in tracking.messages:
         print(message, flush=True)
@@ -100,10 +97,10 @@ class NodeTask:
 
     def run_attempt(self) -> int:
         """Run this node's agent, write its exit code for the other nodes, and return it."""
-        code, kills_before = STOPPED_CODE, oom_kills()
+        code, kills_before = STOPPED_CODE, cgroups.oom_kills()
         try:
             if self.job.node == 0:
-                start_attempt(self.spec, self.run_dir, self.job.id, self.job.hosts)
+                outcome.start_attempt(self.spec, self.run_dir, self.job.id, self.job.hosts)
                 failures.save_counters(self.run_dir)
             context = NodeContext(self.job.node, node_address(), self.job.attempt, self.peers.any_failed)
             code = run_node(self.spec, self.run_dir, context, self.started)
@@ -124,10 +121,10 @@ class NodeTask:
         timeout_s = STOPPED_PEERS_TIMEOUT_S if code == STOPPED_CODE else PEERS_TIMEOUT_S
         codes = {0: code, **self.peers.wait_all(timeout_s)}
         if code != STOPPED_CODE:
-            return finalize_run(self.spec, self.run_dir, codes, self.started)
+            return outcome.finalize_run(self.spec, self.run_dir, codes, self.started)
         lost = [node for node, other in codes.items() if other == -signal.SIGKILL]
         status, why = ("killed", f"node {lost[0]} was lost, and Slurm ended the job") if lost else self._stop_cause()
-        return finalize_run(self.spec, self.run_dir, codes, self.started, why, stopped_status=status)
+        return outcome.finalize_run(self.spec, self.run_dir, codes, self.started, why, stopped_status=status)
 
     def _stop_cause(self) -> tuple[str, str]:
         """Return the status of a run that Slurm stopped, and why, from the signal that it sent before."""

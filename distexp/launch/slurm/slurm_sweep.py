@@ -20,10 +20,8 @@ from distexp.launch import ledger
 from distexp.launch.launcher import CancelError, Cancelled, Sweep, TrialLauncher, TrialRunner
 from distexp.launch.queued_runs import InvalidPrinter, PreparedRun, poll_until_done, prepare_run, prepare_runs
 from distexp.launch.run_dirs import AssignedRun, locked_sweep_dir
-from distexp.launch.slurm import client
+from distexp.launch.slurm import client, status, submission
 from distexp.launch.slurm.script import JobArray
-from distexp.launch.slurm.status import poll
-from distexp.launch.slurm.submission import group_by_resources, submit_runs
 from distexp.launch.snapshot import take_snapshot
 from distexp.runs.run_dir import SNAPSHOT
 from distexp.runs.texts import join_errors
@@ -82,12 +80,12 @@ def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
         except KeyboardInterrupt:
             hint = suggest_command("resume", sweep_dir)
             raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
-        submit_runs(prepared, sweep_dir, snapshot.folder, array_size, console)
+        submission.submit_runs(prepared, sweep_dir, snapshot.folder, array_size, console)
     return sweep_dir
 
 
 def _active_runs(sweep_dir: Path) -> list[int]:
-    return [run.number for run in poll(sweep_dir) if run.is_active]
+    return [run.number for run in status.poll(sweep_dir) if run.is_active]
 
 
 def trusted_packages(cells: Sequence[Cell]) -> list[str]:
@@ -114,9 +112,9 @@ class SlurmTrials(TrialLauncher):
             active = _active_runs(sweep_dir)
             outcomes = [prepare_run(run) for run in runs if run.info.number not in active]
             prepared = [outcome for outcome in outcomes if isinstance(outcome, PreparedRun)]
-            submit_runs(prepared, sweep_dir, snapshot.folder, self.max_array_size, console)
+            submission.submit_runs(prepared, sweep_dir, snapshot.folder, self.max_array_size, console)
             try:
-                poll_until_done(partial(poll, sweep_dir, {}), console, printed)
+                poll_until_done(partial(status.poll, sweep_dir, {}), console, printed)
             except KeyboardInterrupt:
                 cancel = suggest_command("cancel", sweep_dir)
                 print_plain(console, f"the submitted trials continue; to cancel them: {cancel}")
@@ -140,7 +138,7 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
             invalid.print(number, join_errors(cell.errors))
         else:
             runs.append((number, cell.config))
-    for index, group in enumerate(group_by_resources(runs, lambda run: run[1])):
+    for index, group in enumerate(submission.group_by_resources(runs, lambda run: run[1])):
         numbers = [number for number, _ in group]
         directories = tuple(map(str, numbers))
         array = JobArray(f"array{index}", group[0][1], sweep_dir, sweep_dir / SNAPSHOT, directories)
@@ -168,7 +166,7 @@ def cancel_jobs(sweep_dir: Path) -> Cancelled:
         CancelError: Slurm refused, or does not answer.
     """
     entries = ledger.latest(sweep_dir)
-    active = [run for run in poll(sweep_dir) if run.is_active]
+    active = [run for run in status.poll(sweep_dir) if run.is_active]
     try:
         client.cancel([run.job for run in active if run.job])
     except client.SlurmError as error:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distexp.launch import ledger
+from distexp.launch import ledger, outcome
 from distexp.launch.failures import Cause, classify_failure
-from distexp.launch.outcome import add_traces, failed_record, read_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState, UnreachableError
 from distexp.runs import attempts
@@ -100,7 +99,7 @@ def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> Run
     """Return the state of a run; None if its job has ended without a record."""
     directory = sweep_dir / entry.directory
     job = answer.jobs.get(entry.job or "")
-    record = read_record(directory / RECORD)
+    record = outcome.read_record(directory / RECORD)
     completed = record is not None and record.status == "completed"
     if job is not None and not job.is_final and not (completed and job.state != "PENDING"):
         return _active_state(entry, directory, job)
@@ -131,7 +130,7 @@ def _write_missing_records(
     for entry in dead:
         directory = sweep_dir / entry.directory
         try:
-            record = read_record(directory / RECORD) or write_missing_record(
+            record = outcome.read_record(directory / RECORD) or write_missing_record(
                 sweep_dir, entry, jobs.get(entry.job or "")
             )
         except (OSError, ValueError) as error:  # as after the run directory was deleted
@@ -179,13 +178,13 @@ def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | N
     started = has_started(directory, entry.job)
     if not started:
         spec.run.attempts.append(attempts.new_attempt(entry.job, []))
-    record = read_record(directory / RESULT) if started else None
+    record = outcome.read_record(directory / RESULT) if started else None
     if record is None or record.status != "completed":
         status, error = _find_cause(sweep_dir, entry, job, spec, started)
-        record = failed_record(spec, directory, status, error, None)
+        record = outcome.failed_record(spec, directory, status, error, None)
         record.run.hosts = spec.run.attempts[-1]["hosts"]
     if started:
-        add_traces(record, spec, directory)
+        outcome.add_traces(record, spec, directory)
     attempts.record_attempt_end(record)
     record.write(directory)
     return record
