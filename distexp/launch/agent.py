@@ -194,12 +194,9 @@ def _exceeded_limit(spec: RunSpec, run_dir: Path, started: float) -> int | None:
     return None
 
 
-# Rendezvous of a run's nodes: the head's address and port, in a file of the run directory.
-
-
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address and port of the head, with the attempt that they are valid for."""
+    """Address and port of the head, and their attempt. The other nodes read them from a file."""
 
     address: str
     port: int

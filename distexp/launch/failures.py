@@ -136,15 +136,15 @@ def decode_group_signal(code: int) -> int | None:
     return code - SIGNAL_OFFSET if code > SIGNAL_OFFSET and code != STOPPED_CODE else None
 
 
-# Cause of a hang: the rank that the others wait for. Every agent looks at its own workers before it ends them, because
-# only a live process can be seen to be stopped. The process that writes the record adds the progress of all ranks.
-
 STACK_DUMP_S = 2.0
 """Time that workers get to write their stacks."""
 
 
 def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
-    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log."""
+    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log.
+
+    Every agent calls it before it ends its workers, because only a live process can be seen to be stopped.
+    """
     workers = processes.descendants(group_pid, recursive=False)
     stopped_pids = set()
     for worker in workers:
@@ -174,9 +174,6 @@ def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     return RunError("Hang", message, culprits[0].phase, culprits[0].rank)
 
 
-# Detection of processes that the kernel killed for memory during a run.
-
-
 def save_counters(directory: Path) -> None:
     """Save the kernel's OOM counters at the start of a run, on the node that writes the record."""
     files.write_json(directory / OOM_KILLS, oom_kills())
@@ -204,9 +201,6 @@ def _increased(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
     """
     name = "cgroup" if "cgroup" in before and "cgroup" in now else "machine"
     return now.get(name, 0) > before.get(name, now.get(name, 0))
-
-
-# Stragglers in the record: slow ranks with the evidence of their GPUs, and GPUs with a problem.
 
 
 def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:

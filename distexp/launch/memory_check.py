@@ -167,9 +167,6 @@ def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:
         predict_runs(cells, make)
 
 
-# What would have made a run fit that was out of GPU memory: a change that was predicted before, or the command.
-
-
 def add_advice(memory: dict[str, Any], spec: RunSpec, directory: Path) -> None:
     """Add ``would_fit`` and ``command`` to a report of GPU memory. Nothing is traced, because that takes seconds.
 

@@ -163,9 +163,6 @@ def _taken_message(directory: Path, *, resume: bool) -> str:
     )
 
 
-# The directory of a sweep: its creation, its lock, and the files from which it can be resumed.
-
-
 @contextmanager
 def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
     """Create the directory of a sweep, and lock it during the block.
@@ -203,12 +200,9 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
     raise AssertionError("unreachable")
 
 
-# Git state of the code that runs: it goes into each record, so that a result can be traced to a commit.
-
-
 @dataclass(frozen=True)
 class GitState:
-    """Commit of the code, and whether the code has uncommitted changes; None outside a checkout."""
+    """Commit of the code for the records, and whether it has uncommitted changes; None outside a checkout."""
 
     sha: str | None = None
     dirty: bool | None = None

@@ -101,8 +101,6 @@ def record_attempt_end(record: RunRecord) -> None:
         record.run.attempts[-1] |= {"hosts": record.run.hosts, "reason": record.status}
 
 
-# Error files of a run, which ranks and agents write before they end.
-
 ERROR_HEADING = "this rank ends with an error:"
 
 SUBMISSION_REFUSED = "SubmissionRefused"
@@ -193,14 +191,12 @@ def wait_for_agent(run_dir: Path) -> str | None:
     return None
 
 
-# Locks of runs and sweeps, so that two commands never write to the same directory at the same time.
-
-
 @contextmanager
 def run_lock(directory: Path) -> Iterator[str | None]:
     """Hold the lock of a run directory during the block; yield None, or which process has the lock.
 
-    The system frees it if this process dies. File systems without locks are used without.
+    Two commands never write to the same directory at the same time. The system frees the lock if this process dies. File
+    systems without locks are used without.
     """
     with _locked(directory / names.LOCK) as owner:
         yield owner

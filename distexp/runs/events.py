@@ -59,9 +59,6 @@ def resume_changes(run_dir: Path) -> list[str]:
     return [str(change) for entry in read_entries(run_dir / EVENTS) for change in entry.get("changes", ())]
 
 
-# Phases of a run over time, as rank 0 writes them to ``events.jsonl``.
-
-
 @dataclass(frozen=True, order=True)
 class PhaseEvent:
     """The start of a phase."""

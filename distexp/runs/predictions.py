@@ -50,14 +50,12 @@ def read_curve(directory: Path) -> Curve:
     return curve if is_curve else {}
 
 
-# ``forecast.json``: forecasts of a profiled run on other numbers of workers, which ``distexp forecast`` writes.
-
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class StoredForecast:
-    """The forecast of one size."""
+    """The forecast of a profiled run for another number of workers."""
 
     nodes: int
     workers_per_node: int  # workers of each node

@@ -127,9 +127,6 @@ class RunRecord:
             raise ValueError(f"{path} is not a record of distexp: {error}") from None
 
 
-# Search for the records of runs below some folders.
-
-
 class StoredRecord(NamedTuple):
     """A record, and the path of its file."""
 
@@ -176,9 +173,6 @@ def find_records(*roots: Path) -> Iterator[Path]:
         # As texts, 10 comes before 9.
         folders.sort(key=lambda path: (str(path.parent), int(path.name) if path.name.isdecimal() else -1, path.name))
         yield from (folder / RECORD for folder in folders)
-
-
-# The sweep that a command is about: the newest one, or why a folder is none.
 
 
 def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:

@@ -44,9 +44,6 @@ class RunState:
         return self.state in ACTIVE
 
 
-# Progress of a run, read from the files that it writes.
-
-
 @dataclass(frozen=True)
 class Progress:
     """The latest phase, step and loss of a run. None if it has not reported one."""
@@ -87,14 +84,12 @@ def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
     return None if number is None else int(number)
 
 
-# Heartbeat of a run: rank 0 touches a file after each step, and the agents check its age.
-
 MIN_INTERVAL_S = 1.0
 """Shortest time between two touches. On a network file system each touch is a message to the server."""
 
 
 class Heartbeat:
-    """Writer of ``run_dir/heartbeat``. It touches the file at most once a second."""
+    """Writer of ``run_dir/heartbeat``, whose age the agents check. It touches the file at most once a second."""
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
         self.path = run_dir / HEARTBEAT if enabled else None
@@ -178,8 +173,6 @@ class StopRequest:
         """Return why the run was asked to stop."""
         return read_reason(self.run_dir) or "unknown"
 
-
-# State of a run that is not on Slurm, from the files in its directory and its launcher.
 
 MAX_IDLE_S = 15.0
 """A run of another machine with more recent activity is running; memory samples and steps count as activity."""

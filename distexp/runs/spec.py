@@ -72,8 +72,6 @@ def _schema() -> DictConfig:
     return cast(DictConfig, OmegaConf.structured(Config))
 
 
-# Existing runs of a sweep, matched with the cells of a command that resumes it.
-
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
 

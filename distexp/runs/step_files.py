@@ -126,8 +126,6 @@ def read_step_model(run_dir: Path) -> StepModel | None:
         return None
 
 
-# The parts of a training step, which add up to it.
-
 PARTS = {
     "matmul": "matrix kernels",
     "other_kernels": "other kernels",
@@ -142,9 +140,6 @@ PARTS = {
 
 HIDDEN = "hidden_communication"
 """Communication at the same time as kernels. It is not part of the sum."""
-
-# ``profile/summary.json``: lanes of one profiled step of each rank, for the report.
-
 
 SUMMARY_SCHEMA = 1
 
@@ -171,8 +166,6 @@ def read_profile_summary(run_dir: Path) -> dict[str, Any] | None:
     content = files.read_or_none(run_dir / PROFILE_SUMMARY)
     return content if isinstance(content, dict) and content.get("schema") == SUMMARY_SCHEMA else None
 
-
-# ``step_times/rank<k>.csv``: durations of a rank's ordinary steps, and whether each was watched for slow ranks.
 
 COLUMNS = ("step", "microseconds", "watched")
 
@@ -206,9 +199,6 @@ def read_step_times(run_dir: Path, rank: int) -> list[StepTime]:
     return [StepTime(int(step), int(duration) / 1e6, watched == "1") for step, duration, watched in rows]
 
 
-# The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches. Rank 0
-# writes the file of a run before the training starts. So the record contains the search even if the run fails.
-
 FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
 """Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""
 
@@ -227,7 +217,10 @@ class TriedSize:
 
 @dataclass(frozen=True)
 class MicroBatchSearch:
-    """A search, and what it chose."""
+    """The search of ``train.micro_batch_size=auto``, and what it chose.
+
+    Rank 0 writes it before the training starts. So the record contains the search even if the run fails.
+    """
 
     chosen: int | None  # None: no size fits
     candidates: list[TriedSize] = field(default_factory=list)

@@ -113,8 +113,6 @@ def print_despite_full_disk(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-# Why a run failed, as one line: the error of its record, shortened to what a reader needs.
-
 MAX_MESSAGE = 300
 """Characters of an error message on the screen. The record and the log have the whole message."""
 
@@ -173,9 +171,6 @@ def _first_statement(lines: Sequence[str]) -> str:
         taken.append(line.strip())
     return " ".join(taken)
 
-
-# Errors that mean that memory is full, and texts about ``error.memory`` of a record. ``error.memory`` has what was in
-# GPU memory when an allocation failed, and what would fit.
 
 MAX_TENSORS = 3
 
@@ -261,9 +256,6 @@ def _format_mib(entry: Mapping[str, Any], key: str) -> str:
     return "unknown" if mib is None else f"{mib:,.0f}"
 
 
-# Slow ranks of a record as sentences, for the terminal and the report.
-
-
 def describe_straggler(entry: Mapping[str, Any]) -> str:
     """Return an entry of ``metrics.stragglers`` as a sentence without its period.
 
@@ -280,11 +272,8 @@ def describe_straggler(entry: Mapping[str, Any]) -> str:
     return f"{text}: {evidence}" if evidence else text
 
 
-# Why a run has no price or no CO2e, although the user set what they are computed from.
-
-
 def missing_costs(record: RunRecord) -> Iterator[str]:
-    """Yield what a run that trained lacks, and the reason, each without a period."""
+    """Yield why a run has no price or no CO2e, although the user set what they are computed from."""
     if record.built is None:
         return
     cluster, energy = record.config.get("cluster") or {}, record.metrics.energy or {}
@@ -296,8 +285,6 @@ def missing_costs(record: RunRecord) -> Iterator[str]:
         is_off = (record.config.get("measure") or {}).get("enabled") is False
         yield f"no CO2e: {'measure.enabled=false' if is_off else f'the energy of the {device} is unknown'}"
 
-
-# Name of a model in tables and messages. It shows that a run used a small stand-in.
 
 STAND_IN = "stand-in for"
 

@@ -146,9 +146,6 @@ def _read_counter(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-# GPUs and CPU cores that this process may use, found without importing torch.
-
-
 @dataclass(frozen=True)
 class Gpu:
     """A GPU that this process may use; ``index`` is the index in NVML, not in CUDA_VISIBLE_DEVICES."""
@@ -189,8 +186,6 @@ def cpu_count() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
-
-# Sessions of NVML, the library that reports the state of NVIDIA GPUs.
 
 BUSY_MIB = 2048
 """A GPU with more memory in use counts as busy. The driver keeps several hundred MiB; a training takes GiB."""

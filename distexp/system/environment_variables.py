@@ -51,8 +51,6 @@ def variable_set(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-# Secrets in environment variables: recognized by their names, and kept out of all files.
-
 SECRET_NAME = re.compile(
     r"(^|_)(\w*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?|(API|ACCESS|PRIVATE)?KEYS?|PASS|PAT)(_|$)"
     r"|_(PWD|AUTH)$",

@@ -75,9 +75,6 @@ def flush_names(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Opening of files that another program may have made, without waiting for one that never ends.
-
-
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading that another program may have made. Raise OSError for a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -86,8 +83,6 @@ def open_file(path: Path) -> BinaryIO:
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
-
-# JSON files that a crash never leaves half written, and that another program may have changed.
 
 MAX_JSON_MB = 256
 """Size of the largest JSON file that is read. A record with thousands of ranks has a few MB."""
@@ -163,8 +158,6 @@ def nan_to_none(content: Any) -> Any:
         return [nan_to_none(value) for value in content]
     return content
 
-
-# Files of JSON lines: writing, reading, and following one that grows.
 
 END_BYTES = 4096
 """Size of the part at the end of a file in which its last line is searched."""
@@ -244,8 +237,6 @@ def _parse(lines: Iterable[str]) -> list[Entry]:
             found.append(entry)
     return found
 
-
-# Text from files without characters that a terminal would obey.
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that change the state of a terminal or the direction of a text, or that no file can contain."""

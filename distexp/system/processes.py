@@ -90,14 +90,15 @@ def orphaned() -> bool:
     return os.getppid() == 1
 
 
-# Identity of a process and of this machine, so that a later process with the same id is not taken for it.
-
 START_TIME = 18
 """Position of ``starttime`` in ``/proc/PID/stat``, counted from the field after the state."""
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie."""
+    """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie.
+
+    A later process with the same id has another start.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -114,8 +115,6 @@ def machine_id() -> str:
     except OSError:
         return socket.gethostname()
 
-
-# End of a child process with all its descendants, which it would leave behind.
 
 KILL_S = 10.0
 """Longest time to wait for the end of a killed process. One that waits for a file system may take forever."""
@@ -207,9 +206,6 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-# Signal handlers that last for a block.
-
-
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
@@ -241,8 +237,6 @@ def defer_interrupts() -> Iterator[None]:
         signal.raise_signal(number)
 
 
-# Messages between two processes on one machine, over a Unix socket that keeps their limits.
-
 MAX_BYTES = 65536
 
 MAX_DESCRIPTORS = 4
@@ -256,7 +250,7 @@ class Received(NamedTuple):
 
 
 def message_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets for messages."""
+    """Return two connected sockets for messages, whose limits they keep."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

@@ -165,9 +165,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# Values of a record's free-form entries, which another program may have written.
-
-
 def number_of(entry: Mapping[str, Any], key: str) -> float | None:
     """Return a number of an entry; None if it is missing or not a number."""
     value = entry.get(key)
@@ -180,8 +177,6 @@ def texts_of(entry: Mapping[str, Any], key: str) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     return [text for text in listed if isinstance(text, str) and text]
 
-
-# Values of a record's entries for each GPU, rank or node.
 
 UNCOUNTED_CPU_PHASES = frozenset({"search", "profile", "done"})
 """Phases that do not count for CPU memory.

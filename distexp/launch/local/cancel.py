@@ -66,9 +66,6 @@ def _wait(runs: Sequence[ExistingRun], launchers: Iterable[ProcessIdentity]) -> 
     ]
 
 
-# Survival of a closed terminal: local runs continue, and their output moves to a log.
-
-
 @contextmanager
 def continue_after_hangup(folder: Path) -> Iterator[None]:
     """Keep the runs below a folder after SIGHUP, which a closed terminal sends.

@@ -129,8 +129,6 @@ def show_if_done(screen: Screen, directory: Path) -> bool:
     return True
 
 
-# One run on this machine: start and watch an agent per node, then write the record.
-
 POLL_S = 0.1
 AGENT_GRACE_S = 7.0
 """Time between SIGTERM and SIGKILL for an agent, which ends its workers first."""
@@ -238,13 +236,10 @@ def _end(agent: subprocess.Popen[bytes]) -> int:
     return agent.returncode if ended_by_itself else 0
 
 
-# Warning before local runs with more workers than CPU cores start: it may be a typing error, and takes much memory.
-
-
 def crowded_core_warnings(configs: Iterable[Config]) -> Iterator[str]:
     """Yield a warning if runs on the CPUs of this machine have more workers than it has cores.
 
-    Simulated nodes share the cores.
+    It may be a typing error. Simulated nodes share the cores.
     """
     cores = max(1, min(cpu_count(), ceil(cpu_limit() or cpu_count())))
     workers = [config.cluster.world_size for config in configs if config.cluster.device == "cpu"]

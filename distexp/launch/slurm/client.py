@@ -121,8 +121,6 @@ def run_command(command: list[str], timeout_s: float, environment: dict[str, str
     raise SlurmError(message or f"{name} failed with exit code {done.returncode}")
 
 
-# States of jobs, from Slurm's queue and its accounting.
-
 FINAL_STATES = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY"),
     *("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),

@@ -115,11 +115,8 @@ def write_exit_status(run_dir: Path, job: Job, code: int) -> None:
     write_json(path, {"attempt": job.attempt, "code": code})
 
 
-# Requeue of an interrupted Slurm job, so that its run resumes from the last checkpoint.
-
-
 def requeue_if_needed(spec: RunSpec, run_dir: Path, job: str, record: RunRecord, *, node_lost: bool) -> bool:
-    """Requeue an interrupted job, and return whether it was requeued.
+    """Requeue an interrupted job, so that its run resumes, and return whether it was requeued.
 
     A job is requeued if it was stopped or lost a node, and left a later checkpoint than the one it started from. An
     attempt that made no progress is not repeated.

@@ -124,14 +124,12 @@ class SlurmTrials(TrialLauncher):
         yield TrialRunner(run_all, snapshot.git, snapshot.folder.name)
 
 
-# Output of ``cluster.dry_run=true``: the sbatch files of a sweep. Nothing is written or submitted.
-
 MAX_LISTED_RUNS = 20
 """Runs of an array whose overrides are printed."""
 
 
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
-    """Print the sbatch files of a sweep."""
+    """Print the sbatch files of a sweep, for ``cluster.dry_run=true``. Nothing is written or submitted."""
     runs, invalid = list[tuple[int, Config]](), InvalidPrinter(cells, console, prefix="# ")
     for number, cell in enumerate(cells):
         if cell.config is None:
@@ -152,8 +150,6 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
     hint = "The folder of the sweep and its files are made at submission."
     print_plain(console, f"# {format_count(len(runs), 'job')}, nothing was submitted. {hint}")
 
-
-# Cancellation of the jobs of a sweep.
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
 """Slurm's KillWait is 30 s by default, so jobs may need that long to end."""

@@ -153,8 +153,6 @@ def _append_final_states(sweep_dir: Path, entries: Mapping[int, ledger.Entry], f
         return  # another user's sweep can be read, but not written
 
 
-# Records of runs whose Slurm jobs died without writing one.
-
 LAST_LINES = 3
 MEMORY_KILL = re.compile(r"exceeded (job )?memory limit|oom[-_ ]kill", re.IGNORECASE)
 """slurmstepd's message after an out-of-memory kill; Slurm may then report any state for the job."""

@@ -31,9 +31,6 @@ def ddp_bucket_sizes(wrapped: Any) -> list[int]:
         return [int(size) for size in text.split(",") if size.strip()]
 
 
-# Private APIs of FSDP: its units, their sizes, and what it does with their parameters.
-
-
 @dataclass(frozen=True)
 class FSDPPolicies:
     """What FSDP does with the parameters of one unit."""
@@ -116,9 +113,6 @@ def fsdp_device(device: torch.device) -> Iterator[None]:
         yield
     finally:
         module._get_device_from_mesh = original
-
-
-# Private APIs of process groups.
 
 
 def set_default_timeout(timeout: timedelta) -> None:

@@ -41,9 +41,6 @@ def count_references(tensor: Any) -> tuple[int, int]:
         return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-# Private APIs of the backward pass.
-
-
 @contextmanager
 def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Run each backward pass of autograd in a context, during the block."""
@@ -69,9 +66,6 @@ def queue_backward_callback(function: Callable[[], None]) -> None:
     engine.queue_callback(function)
 
 
-# Private APIs of the memory of GPUs.
-
-
 def start_memory_history(max_entries: int) -> None:
     """Record each allocation of GPU memory with its Python stack, and each free."""
     with explained("torch.cuda.memory._record_memory_history"):
@@ -90,9 +84,6 @@ def stop_memory_history(device: int) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][device]
         torch.cuda.memory._record_memory_history(None)
         return entries
-
-
-# Private APIs of fake tensors and dispatch modes.
 
 
 FakeMode = AbstractContextManager[Any]
@@ -163,9 +154,6 @@ def replaced_kernels(kernels: Mapping[str, Callable[..., Any]], dispatch_key: st
         end()
 
 
-# Private API of grouped matrix products, which mixture-of-experts models of transformers use.
-
-
 @contextmanager
 def grouped_products_of_any_precision() -> Iterator[None]:
     """Let tensors without values be multiplied in groups in all precisions, during the block.
@@ -191,9 +179,6 @@ def grouped_products_of_any_precision() -> Iterator[None]:
 
 def _in_bf16(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16, device=tensor.device)
-
-
-# The error if a private API of PyTorch differs from what distexp expects.
 
 
 class TorchInternalsChangedError(RuntimeError):
