@@ -105,10 +105,7 @@ class NodeContext:
 
 
 def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float) -> int:
-    """Start the workers of a node and watch them; end all of them before returning.
-
-    ``started`` is the start of the run in Unix seconds. The result is the exit code of the node.
-    """
+    """Start the workers of a node, watch them, and end them; return the exit code. ``started`` is in Unix seconds."""
     node = context.node
     # The sampler has its own stack, because its last sample must come before the end of the workers.
     with ExitStack() as stack, ExitStack() as sampling:
@@ -160,10 +157,7 @@ def watch(
     *,
     peer_failed: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Wait until the workers end, exceed their time or hang, or until another node fails.
-
-    The result is the exit code of the workers' parent process, or one of the codes in ``distexp.launch.failures``.
-    """
+    """Wait until the workers end, exceed their time or hang, or another node fails; return the agent's exit code."""
     while (code := group.poll()) is None:
         exceeded = _exceeded_limit(spec, run_dir, started)
         if exceeded == HANG_CODE:

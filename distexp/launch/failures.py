@@ -40,10 +40,7 @@ class Cause(NamedTuple):
 
 
 def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> Cause:
-    """Return the status of a run that did not complete, and its cause.
-
-    ``codes`` has the exit code of each node's agent.
-    """
+    """Return the cause of a run that did not complete. ``codes`` has the exit code of each node's agent."""
     phase, cluster = current_phase(directory), spec.config.cluster
     if TIMEOUT_CODE in codes.values():
         limit = f"the run took longer than cluster.timeout_min={cluster.timeout_min:g}"
@@ -85,10 +82,7 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
 
 
 def signal_deaths(directory: Path) -> list[tuple[int, int]]:
-    """Return rank and signal of the workers that died by a signal, the first one first.
-
-    Workers that were stopped because another one had failed are left out.
-    """
+    """Return rank and signal of workers killed by signals, in order; not of those stopped after another had failed."""
     return [(end["rank"], -end["code"]) for end in _worker_ends(directory) if end["code"] < 0 and not end["stopped"]]
 
 
@@ -120,10 +114,7 @@ STOPPED_CODE = SIGNAL_OFFSET + signal.SIGTERM
 
 
 def encode_group_code(code: int) -> int:
-    """Return the exit code of an agent whose workers have ended.
-
-    ``code`` is that of the parent process of the workers, negative for a signal.
-    """
+    """Return an agent's exit code from that of the parent process of its workers, negative for a signal."""
     if code == -signal.SIGTERM:
         return TERMINATED_CODE
     return code if code >= 0 else SIGNAL_OFFSET - code
@@ -195,10 +186,7 @@ def oom_killed(directory: Path) -> bool:
 
 
 def _increased(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Return whether the OOM counter of this cgroup has increased.
-
-    Without a cgroup, the machine's counter decides. It also counts the processes of other runs.
-    """
+    """Return whether the OOM counter of this cgroup has increased, or without one that of the machine."""
     name = "cgroup" if "cgroup" in before and "cgroup" in now else "machine"
     return now.get(name, 0) > before.get(name, now.get(name, 0))
 

@@ -83,17 +83,14 @@ class Launcher(LauncherTraits):
     def check(self) -> None:
         """Check what would stop the start of every run, before anything is predicted.
 
-        Raises:
-            ConfigError: The command cannot start runs on this machine.
-            OSError: A service does not answer.
+        Raise ConfigError if the command cannot start runs on this machine, or OSError if a service does not answer.
         """
 
     @abstractmethod
     def start(self, sweep: Sweep) -> list[JobReturn]:
         """Run all cells, or queue them. Each run gets a directory with ``spec.json`` and, at its end, ``record.json``.
 
-        Raises:
-            SweepFailedError: At the end, if a run failed.
+        Raise SweepFailedError at the end, if a run failed.
         """
 
     def print_dry_run(self, sweep: Sweep) -> None:
@@ -116,18 +113,12 @@ class Launcher(LauncherTraits):
 
     @abstractmethod
     def cancel(self, sweep_dir: Path, runs: Sequence[ExistingRun]) -> Cancelled:
-        """End the runs of a sweep that this launcher has started, and wait for their records.
-
-        Raises:
-            CancelError: No run was cancelled.
-        """
+        """End runs that this launcher has started, and wait for their records. Raise CancelError if none was ended."""
 
     def follow(self, sweep_dir: Path, console: Console) -> None:
         """Show the runs of a queue until all have ended.
 
-        Raises:
-            SweepFailedError: A run failed.
-            MonitoringInterrupted: On Ctrl-C; the runs continue.
+        Raise SweepFailedError if a run failed, or MonitoringInterrupted on Ctrl-C; the runs then continue.
         """
         from distexp.launch.queued_runs import follow
         from distexp.runs.spec import ExistingRuns
@@ -161,10 +152,10 @@ class UnknownLauncher(Launcher):
 
 
 def launchers_of(sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[tuple[Launcher, list[ExistingRun]]]:
-    """Return each launcher that has started runs of a sweep, with these runs.
+    """Return each launcher that has started runs of a sweep, with these runs, by their ``spec.json``.
 
-    The ``spec.json`` of a run names its launcher. Runs that no other launcher knows are those of ``cluster=local``. For
-    these, the files in their directories decide.
+    Runs that no other launcher knows are those of ``cluster=local``. The files in their directories decide their
+    states.
     """
     found: list[tuple[Launcher, list[ExistingRun]]] = []
     left = list(runs)

@@ -51,10 +51,7 @@ def append(sweep_dir: Path, entries: Iterable[Entry]) -> None:
 
 
 def read(sweep_dir: Path) -> list[Entry]:
-    """Read all entries, the oldest first; a sweep that ran on one machine has none.
-
-    Entries that no distexp writes are left out, because another program may have written them.
-    """
+    """Read all entries, the oldest first, without those that no distexp writes; a sweep on one machine has none."""
     found = []
     for raw in files.read_entries(sweep_dir / LEDGER):
         try:

@@ -39,8 +39,7 @@ MAX_SEARCHED_CELLS = 4
 def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
     """Predict the memory of the cells. With ``plan=check`` a cell that cannot fit becomes invalid.
 
-    Raises:
-        ConfigError: if there is one cell only, and it cannot fit.
+    Raise ConfigError if there is one cell only, and it cannot fit.
     """
     with planner or Planner() as source:
         checked = [cell for cell in cells if _mode(cell) == CHECK]
@@ -125,10 +124,7 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
 
 
 def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
-    """Return the smallest change that makes a cell fit.
-
-    ``start`` is the time at which the first search of the command started.
-    """
+    """Return the smallest change that makes a cell fit. ``start``: time of the first search of the command."""
     assert cell.predicted is not None
     larger = verdict.LARGER_MACHINE[_config(cell).cluster.device]
     if cell.predicted.required_mib is None:  # Its variants cannot be traced either.
@@ -154,11 +150,7 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
 
 
 def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:
-    """Predict the memory of cells if that is requested, or if predictions are cached.
-
-    Raises:
-        ConfigError: with ``plan=check``, if there is one cell only, and it cannot fit.
-    """
+    """Predict the memory of cells if that is requested, or if predictions are cached. It raises as ``predict_runs``."""
     modes = {cell.config.plan.name for cell in cells if cell.config is not None} - {"off"}
     has_cache = False
     with suppress(ConfigError):  # Without a home directory there is no cache.
@@ -170,8 +162,7 @@ def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:
 def add_advice(memory: dict[str, Any], spec: RunSpec, directory: Path) -> None:
     """Add ``would_fit`` and ``command`` to a report of GPU memory. Nothing is traced, because that takes seconds.
 
-    Raises:
-        ValueError: if the report lacks a value, or has another type.
+    Raise ValueError if the report lacks a value, or has another type.
     """
     reserved, free, total = (_number(memory, key) for key in ("reserved_mib", "free_mib", "total_mib"))
     config = spec.config
@@ -191,10 +182,7 @@ def _number(memory: dict[str, Any], key: str) -> float:
 
 
 def predicted_change(config: Config, usable_mib: float) -> list[str]:
-    """Return the overrides of the smallest change that fits, by a prediction in the cache; empty if there is none.
-
-    ``usable_mib`` is the memory that torch had, and what was free.
-    """
+    """Return the overrides of the smallest change that fits into memory, by a cached prediction; empty without one."""
     for overrides in candidate_overrides(config):
         changed = apply_overrides(config, overrides)
         estimate = read_estimate(changed) if changed is not None else None
@@ -205,10 +193,7 @@ def predicted_change(config: Config, usable_mib: float) -> list[str]:
 
 
 def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
-    """Return a copy with other options of the training, or of a custom strategy; None for others.
-
-    The resolution must complete those.
-    """
+    """Return a copy with other options of the training or a custom strategy; None for others, which need ``resolve``."""
     changed = copy.deepcopy(config)
     places = {"train": vars(changed.train), "strategy.options": changed.strategy.options}
     for override in overrides:
@@ -224,10 +209,7 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
 
 
 def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
-    """Return the command that predicts a run and what would fit.
-
-    ``size`` is the micro-batch; None if the search found none. Then the command has 1, the smallest.
-    """
+    """Return the command that predicts a run and what would fit. ``size`` is the micro-batch; None: none fits, use 1."""
     is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
     memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"]
     dropped = ("plan.gpu", "plan.search_timeout_s", "plan=")

@@ -134,10 +134,8 @@ def build_operators(
     """Build operators in a process that ends with this one; call it from the main thread.
 
     ``report`` gets each change: ``compiling`` with an operator, ``step`` and ``steps``, ``waiting`` with the reason,
-    ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled.
-
-    Raises:
-        OperatorError: if the build fails or takes longer than ``BUILD_TIMEOUT_S``.
+    ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled. Raise
+    OperatorError if the build fails or takes longer than ``BUILD_TIMEOUT_S``.
     """
     with log.open("w") as output:
         process = start_module(ds_operators.MODULE, *names, env=environment, output=output)
@@ -248,10 +246,7 @@ def _describe(library: str | None) -> dict[str, Any]:
 
 
 def mark_built(name: str, environment: Mapping[str, str], library: str | None) -> None:
-    """Mark an operator as built.
-
-    ``library`` is None if the operator is not supported here, so that there is nothing to build.
-    """
+    """Mark an operator as built. ``library`` is None if it is not supported here, so that there is nothing to build."""
     with suppress(OSError):  # Without a mark, the next run checks again.
         write_json(_mark_path(name, environment), _describe(library))
 

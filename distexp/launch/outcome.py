@@ -52,10 +52,7 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
 
 
 def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add the bottleneck of the profiled step, if there is one, with the advice of the strategy.
-
-    Its advice depends on the measured memory, so call it after ``add_traces``.
-    """
+    """Add the bottleneck of the profiled step, if there is one, with the advice of the strategy."""
     found = explain(record, load_strategy(spec.config)) if record.metrics.step_breakdown else None
     record.metrics.explanation = None if found is None else found.to_json()
 

@@ -45,10 +45,7 @@ def prepare_runs(
     resume: bool,
     snapshot: str | None = None,
 ) -> Iterator[PreparedRun]:
-    """Give each cell its directory, and write the spec of its run; of an invalid cell write its record.
-
-    ``active`` has the numbers of the runs that are in the queue, or run.
-    """
+    """Give each cell its directory, and write the spec of its run, or the record of an invalid one. Keep active runs."""
 
     def should_skip(run: ExistingRun) -> bool:
         skipped = run.number in active or run.status in DONE
@@ -113,11 +110,9 @@ FAST_POLLING_S, FAST_POLL_S, SLOW_POLL_S = 120.0, 2.0, 10.0
 
 
 def follow(poll: Callable[[], Sequence[RunState]], total: int, sweep_dir: Path, console: Console) -> None:
-    """Show every run until the last has ended.
+    """Show every run until the last has ended. Raise SweepFailedError if a run failed.
 
-    Raises:
-        SweepFailedError: If a run failed.
-        MonitoringInterrupted: On Ctrl-C; the jobs continue. The finished runs and a hint are printed.
+    On Ctrl-C, print the finished runs and a hint, and raise MonitoringInterrupted. The jobs continue.
     """
     try:
         poll_until_done(poll, console, {})
@@ -135,10 +130,7 @@ def follow(poll: Callable[[], Sequence[RunState]], total: int, sweep_dir: Path, 
 
 
 def poll_until_done(poll: Callable[[], Sequence[RunState]], console: Console, printed: dict[int, str]) -> None:
-    """Show the runs of a sweep until all have ended.
-
-    ``printed`` has the key of each run's last printed state, by number. It is updated.
-    """
+    """Show the runs of a sweep until all have ended. ``printed`` gets the key of each run's last printed state."""
     started = time.monotonic()
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while True:
@@ -163,11 +155,7 @@ def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Co
 
 
 def print_summary(sweep_dir: Path) -> None:
-    """Print the panel of a single run, or the table of several.
-
-    Raises:
-        SweepFailedError: If a run failed.
-    """
+    """Print the panel of a single run, or the table of several. Raise SweepFailedError if a run failed."""
     found = read_records(sweep_dir)
     screen = Screen(total=len(found.stored), sweep_dir=sweep_dir)
     if len(found.stored) == 1:

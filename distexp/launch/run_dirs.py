@@ -82,10 +82,7 @@ def assign_run_dirs(
     resume: bool,
     snapshot: str | None = None,
 ) -> Iterator[AssignedRun]:
-    """Yield each cell to run with its number and directory, which is claimed at that moment.
-
-    A cell with an existing run keeps the number and directory of that run.
-    """
+    """Yield each cell to run with its number and directory, claimed at that moment, or those of its existing run."""
     existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
     matches = existing.match(infos)
@@ -124,11 +121,9 @@ class ClaimedDir(NamedTuple):
 def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Creating a folder is atomic, so two commands never share a run directory. ``resume`` changes the message only.
-
-    Raises:
-        ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
-            contains files of something else.
+    Creating a folder is atomic, so two commands never share a run directory. ``resume`` changes the message only. Raise
+    ConfigError if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
+    contains files of something else.
     """
     for number in itertools.count(first):
         directory = directory_of(number)
@@ -168,9 +163,7 @@ def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
     """Create the directory of a sweep, and lock it during the block.
 
     It gets Hydra's ``multirun.yaml``, and the command line for ``distexp resume``. Those of a resumed sweep are kept.
-
-    Raises:
-        ConfigError: a foreign sweep contains links that lead out of it, or another command runs a sweep there.
+    Raise ConfigError if links lead out of a foreign sweep, or if another command runs a sweep there.
     """
     chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
     if master.sweep.resume:

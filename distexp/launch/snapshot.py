@@ -40,11 +40,8 @@ class Snapshot:
 def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str], None]) -> Snapshot:
     """Copy the code to the sweep directory, or find an existing snapshot of the same code.
 
-    A snapshot of another user is never taken, because its files may differ from what its marker states.
-    Files that may be secrets and large files are left out.
-
-    Raises:
-        ConfigError: if there is too much to copy.
+    A snapshot of another user is never taken, because its files may differ from what its marker states. Files that may
+    be secrets and large files are left out. Raise ConfigError if there is too much to copy.
     """
     root = git_root(PACKAGE)
     copied, omitted = _select_files(root, sweep_dir, trusted)
@@ -90,10 +87,7 @@ def _copy(files: Mapping[str, Path], folder: Path, marker: Mapping[str, object])
 
 
 def _write_info(root: Path | None, git: GitState, folder: Path, omitted: Iterable[str]) -> None:
-    """Write the git state and the installed packages to ``<snapshot>.info``.
-
-    The difference to the commit has none of the omitted files.
-    """
+    """Write the git state, changes of the copied files, and the installed packages to ``<snapshot>.info``."""
     info = folder.with_name(f"{folder.name}.info")
     info.mkdir(exist_ok=True)
     write_json(info / "git.json", asdict(git))
@@ -113,11 +107,7 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def _select_files(root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the files to copy, and why others are left out, both by their paths in the snapshot.
-
-    Raises:
-        ConfigError: if there are more than ``MAX_TOTAL_MB`` to copy.
-    """
+    """Return the files to copy, and why others are left out, both by their paths in the snapshot."""
     own = _package_files(PACKAGE) if root is None else _tracked_files(PACKAGE.parent, sweep_dir)
     files = dict(own) | {name: path for name in trusted for name, path in _trusted_files(name, root)}
     reasons = {name: _reason_to_omit(name, path) for name, path in files.items()}
@@ -139,10 +129,7 @@ def _tracked_files(base: Path, sweep_dir: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _trusted_files(package: str, root: Path | None) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the files of a user's package, if they are not part of the checkout.
-
-    There are none of a package that is installed like any library, and of a missing one, which ``resolve`` reports.
-    """
+    """Yield name and path of the files of a user's package; none if it is in the checkout, installed, or missing."""
     found = importlib.util.find_spec(package.partition(".")[0])
     origin = Path(found.origin) if found is not None and found.origin else None
     if origin is None or any(part in INSTALLED for part in origin.parts):

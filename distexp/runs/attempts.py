@@ -195,7 +195,7 @@ def wait_for_agent(run_dir: Path) -> str | None:
 def run_lock(directory: Path) -> Iterator[str | None]:
     """Hold the lock of a run directory during the block; yield None, or which process has the lock.
 
-    Two commands never write to the same directory at the same time. The system frees the lock if this process dies. File
+    So two commands never write to a directory at the same time. The system frees the lock if this process dies. File
     systems without locks are used without.
     """
     with _locked(directory / names.LOCK) as owner:

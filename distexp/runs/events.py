@@ -34,10 +34,7 @@ class Events:
         self.emit(phase=phase, **content)
 
     def advance(self, step: int | None = None) -> None:
-        """Count one more point that this rank has passed.
-
-        All ranks must call this at the same points.
-        """
+        """Count one more point that this rank has passed. All ranks must call this at the same points."""
         self.step = self.step if step is None else step
         if self._progress is not None:
             self._progress.advance(self.phase, self.step)
@@ -84,10 +81,7 @@ class PhaseTail:
         self._events: list[PhaseEvent] = []
 
     def at(self, unix_time_s: float) -> str:
-        """Return the phase at a time, as far as it is on disk; empty before the first event.
-
-        Raise OSError if the file exists and cannot be read.
-        """
+        """Return the phase at a time, as far as it is on disk; empty before the first event. Raise OSError."""
         new = self._tail.read_entries()
         if self._tail.restarts > self._restarts:
             self._restarts, self._events = self._tail.restarts, []

@@ -159,10 +159,7 @@ def read_records(*roots: Path) -> FoundRecords:
 
 
 def find_records(*roots: Path) -> Iterator[Path]:
-    """Yield the records below some directories, at any depth, in the order of their run numbers.
-
-    Those in snapshots of the code are left out.
-    """
+    """Yield the records below some directories by their run numbers, without those in snapshots of the code."""
     for root in roots:
         folders = []
         for name, subfolders, files in os.walk(root):

@@ -105,10 +105,7 @@ def write_despite_full_disk(run_dir: Path, write: Callable[[], None]) -> None:
 
 
 def print_despite_full_disk(text: str) -> None:
-    """Print a line to stderr, unless it is a file on a full disk.
-
-    ``print`` would keep the text, and fail again when the process ends.
-    """
+    """Print a line to stderr, unless it is on a full disk: ``print`` would fail again when the process ends."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
@@ -126,10 +123,9 @@ def join_errors(errors: Iterable[str]) -> str:
 
 
 def failure_text(record: RunRecord) -> str:
-    """Return why a run failed: ``ValueError in phase train: bad value``.
+    """Return why a run failed: ``ValueError in phase train: bad value``; empty if the record has no error.
 
-    The message of an invalid run is returned as it is, and a message of a library is shortened. The text is empty if
-    the record has no error.
+    The message of an invalid run is returned as it is, and a message of a library is shortened.
     """
     error = record.error
     if error is None:

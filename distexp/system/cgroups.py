@@ -83,10 +83,7 @@ def usable_memory(pid: int | str = "self") -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that are free for this process: of the machine, or less by limits of its cgroups.
-
-    What the kernel can reclaim, as cached files, counts as free.
-    """
+    """Return the free bytes of memory for this process, by the machine and its cgroups. Cached files count as free."""
     free = [_read_meminfo("MemAvailable")]
     for cgroup in memory_cgroups():
         for folder in cgroup.folders():

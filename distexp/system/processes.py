@@ -95,10 +95,7 @@ START_TIME = 18
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie.
-
-    A later process with the same id has another start.
-    """
+    """Return the start of a process in clock ticks since boot, which identifies it; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -27,10 +27,8 @@ TIMEOUT_S, POLL_S = 30.0, 0.1
 def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
     """End the launchers of runs on this machine, and wait for the runs.
 
-    A launcher ends its workers, writes the record of its run, and starts no other run.
-
-    Raises:
-        CancelError: a launcher belongs to another user.
+    A launcher ends its workers, writes the record of its run, and starts no other run. Raise CancelError if one belongs
+    to another user.
     """
     known = {run.number: read_launcher_process(run.directory) for run in found}
     launchers = {number: launcher for number, launcher in known.items() if launcher is not None}
@@ -97,10 +95,7 @@ def _is_pipe(descriptor: int) -> bool:
 
 
 def _continue_in_log(folder: Path, lost: Sequence[int]) -> None:
-    """Redirect the output to a log, and start the log with how to follow and to end the runs.
-
-    Only the file descriptors ``lost`` are redirected. Output to a file stays as it is.
-    """
+    """Redirect the descriptors ``lost`` to a log, and start the log with how to follow and to end the runs."""
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in lost:

@@ -39,9 +39,8 @@ from distexp.tracking.base import tracked
 def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_command: AgentCommand) -> list[JobReturn]:
     """Run every cell, even if others fail, and show a table.
 
-    Raises:
-        SweepFailedError: at the end, if a run failed.
-        InterruptedRunError: if a run was interrupted. The cells after it are not started.
+    Raise SweepFailedError at the end, if a run failed, or InterruptedRunError before the next cell, if a run was
+    interrupted.
     """
     cells = sweep.cells
     for warning in crowded_core_warnings(cell.config for cell in cells if cell.config is not None):
@@ -148,10 +147,8 @@ def run_locally(
 ) -> RunRecord:
     """Run a spec on this machine with one agent per node, and return its record.
 
-    Raises:
-        InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
-            end it after a checkpoint. The record is written first.
-        BrokenPipeError, SystemExit: if the output was closed. The run is ended and recorded first.
+    Raise InterruptedRunError if this process got a signal, and BrokenPipeError or SystemExit if the output was closed.
+    The record is written first. SIGINT and SIGTERM end the run at once, SIGUSR1 and SIGUSR2 after a checkpoint.
     """
     started = time.time()
     outcome.start_attempt(spec, directory)

@@ -26,13 +26,7 @@ from distexp.system.units import MIB, format_memory
 
 
 def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
-    """Run every cell, even if others fail.
-
-    Raises:
-        ConfigError: if there is one cell only, and it needs more memory than this machine has.
-        SweepFailedError: at the end, if a run failed.
-        InterruptedRunError: if a run was interrupted. The cells after it are not started.
-    """
+    """Run every cell, even if others fail. The errors are those of ``run_cells`` and ``refuse_too_many_processes``."""
     cells, master = sweep.cells, sweep.master
     if not master.sweep.resume:  # An invalid cell would match no run that the sweep has already.
         refuse_too_many_processes(cells)
@@ -86,12 +80,9 @@ class LocalTrials(TrialLauncher):
 
 
 def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
-    """Make cells invalid whose processes alone need more memory than this machine has.
+    """Make cells invalid whose processes alone need more memory than this machine has. The values are lower bounds.
 
-    Without this check the kernel ends processes, also those of other programs. The values are lower bounds.
-
-    Raises:
-        ConfigError: if there is one cell only, and it does not fit.
+    Without this check the kernel ends processes, also those of other programs. Raise ConfigError for a single cell.
     """
     every = list(cells)
     memory_mib = usable_memory() / MIB

@@ -32,11 +32,7 @@ class UnreachableError(SlurmError):
 
 
 def submit(script: Path) -> str:
-    """Submit an sbatch file and return the id of its array.
-
-    Raises:
-        SlurmError: With Slurm's message, if the submission was refused.
-    """
+    """Submit an sbatch file and return the id of its array. Raise SlurmError with Slurm's message if it is refused."""
     # If this command runs inside a job, sbatch must not inherit that job's resources.
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"
@@ -60,11 +56,7 @@ def requeue(job: str) -> None:
 
 
 def max_array_size() -> int:
-    """Return the cluster's MaxArraySize.
-
-    Raises:
-        UnreachableError: If Slurm does not answer.
-    """
+    """Return the cluster's MaxArraySize. Raise UnreachableError if Slurm does not answer."""
     output = run_command(["scontrol", "show", "config"], QUERY_TIMEOUT_S)
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", output, re.MULTILINE)
     return int(found.group(1)) if found else DEFAULT_MAX_ARRAY_SIZE
@@ -89,11 +81,9 @@ def chunk_ids(ids: Sequence[str]) -> list[Sequence[str]]:
 
 
 def run_command(command: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:
-    """Run a Slurm command and return its stdout.
+    """Run a Slurm command and return its stdout. Raise SlurmError with Slurm's message if it fails.
 
-    Raises:
-        UnreachableError: If Slurm is not installed, or does not answer.
-        SlurmError: With Slurm's message, if the command failed.
+    Raise UnreachableError if Slurm is not installed, or does not answer.
     """
     name = command[0]
     try:
@@ -146,8 +136,7 @@ class JobState:
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
     """Return the states of jobs from the queue, or from the accounting if the queue has forgotten a job.
 
-    Raises:
-        UnreachableError: If the controller does not answer.
+    Raise UnreachableError if the controller does not answer.
     """
     wanted = set(jobs)
     found = _select(wanted, _read_queue(_array_ids(wanted)))

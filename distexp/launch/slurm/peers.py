@@ -73,12 +73,9 @@ class Peers:
                 self.codes[node] = status["code"]
 
     def any_failed(self) -> bool:
-        """Return whether another node has failed.
+        """Return whether another node has failed. Raise SupersededError if a later attempt has started.
 
         The files are read at most twice a second, to limit the load on the file system.
-
-        Raises:
-            SupersededError: If a later attempt has started.
         """
         if time.monotonic() - self.last_poll > POLL_S:
             self.last_poll = time.monotonic()

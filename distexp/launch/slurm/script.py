@@ -160,8 +160,7 @@ ACCEPTED = (("tasks_per_node", 1), ("stderr_to_stdout", True))
 def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
     """Move the options under ``hydra.launcher`` into the ``cluster`` section.
 
-    Raises:
-        ConfigError: If an option contradicts ``cluster``, or is not supported.
+    Raise ConfigError if an option contradicts ``cluster``, or is not supported.
     """
     overridden = {key_of(text) for text in overrides}
     errors: list[str] = []

@@ -32,12 +32,7 @@ NOT_CONFIGURED = "configuration source"
 
 
 def max_array_size() -> int:
-    """Return Slurm's MaxArraySize.
-
-    Raises:
-        ConfigError: If this machine has no configured Slurm.
-        OSError: If Slurm does not answer.
-    """
+    """Return Slurm's MaxArraySize. Raise ConfigError without a configured Slurm, or OSError if it does not answer."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "cluster=slurm needs sbatch, which is not on this machine's PATH: log in to the cluster, or print the "
@@ -156,11 +151,7 @@ TIMEOUT_S, POLL_S = 60.0, 0.5
 
 
 def cancel_jobs(sweep_dir: Path) -> Cancelled:
-    """Cancel the jobs of a sweep, and wait for their end.
-
-    Raises:
-        CancelError: Slurm refused, or does not answer.
-    """
+    """Cancel the jobs of a sweep, and wait for their end. Raise CancelError if Slurm refuses, or does not answer."""
     entries = ledger.latest(sweep_dir)
     active = [run for run in status.poll(sweep_dir) if run.is_active]
     try:
@@ -178,10 +169,7 @@ def cancel_jobs(sweep_dir: Path) -> Cancelled:
 
 
 def _wait_for_end(sweep_dir: Path) -> list[int]:
-    """Wait for the end of all jobs, at most TIMEOUT_S; return the runs that are left.
-
-    Polling also writes the records of the cancelled runs.
-    """
+    """Wait for the end of all jobs, at most TIMEOUT_S; return the runs that are left. Polling also writes records."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         left = _active_runs(sweep_dir)

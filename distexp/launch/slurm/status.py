@@ -79,10 +79,7 @@ class SlurmAnswer:
 
 
 def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
-    """Ask about the runs whose state only Slurm knows.
-
-    No command has seen their end yet, or they were requeued after their end.
-    """
+    """Ask about runs whose state only Slurm knows: no command has seen their end, or they were requeued after it."""
     undecided = [
         entry
         for entry in entries

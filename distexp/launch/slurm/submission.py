@@ -29,13 +29,9 @@ Item = TypeVar("Item")
 def submit_runs(
     prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_array_size: int, console: Console
 ) -> None:
-    """Submit one array for each set of runs with equal resources.
+    """Submit one array for each set of runs with equal resources, or several if it exceeds ``max_array_size`` jobs.
 
-    More jobs than ``max_array_size``, the largest that Slurm accepts, are split into several arrays.
-
-    Raises:
-        SweepInterrupted: On Ctrl-C, after the jobs submitted so far were cancelled.
-        OSError: If Slurm does not answer.
+    On Ctrl-C, cancel the jobs submitted so far and raise SweepInterrupted. Raise OSError if Slurm does not answer.
     """
     (sweep_dir / SLURM).mkdir(exist_ok=True)
     submitted: list[ledger.Entry] = []

@@ -149,8 +149,7 @@ def default_compile_cache() -> str:
 def graph_backend(compile_graph: Callable[[torch.fx.GraphModule], Any]) -> Any:
     """Return a backend of ``torch.compile`` that partitions graphs as inductor does, and generates no code.
 
-    Args:
-        compile_graph: returns a function for a forward or backward graph. It takes a list of the graph's inputs.
+    ``compile_graph`` returns a function for a forward or backward graph, which takes a list of the graph's inputs.
     """
     with explained("torch._functorch.partitioners, torch._inductor"):
         from torch._dynamo.backends.common import aot_autograd
