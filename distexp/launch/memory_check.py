@@ -193,7 +193,7 @@ def predicted_change(config: Config, usable_mib: float) -> list[str]:
 
 
 def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
-    """Return a copy with other options of the training or a custom strategy; None for others, which need ``resolve``."""
+    """Return a copy with other options of the training or a custom strategy; None for others; they need ``resolve``."""
     changed = copy.deepcopy(config)
     places = {"train": vars(changed.train), "strategy.options": changed.strategy.options}
     for override in overrides:
@@ -209,7 +209,7 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
 
 
 def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
-    """Return the command that predicts a run and what would fit. ``size`` is the micro-batch; None: none fits, use 1."""
+    """Return the command that predicts a run and what would fit. ``size`` is the micro-batch; None if none fits."""
     is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
     memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"]
     dropped = ("plan.gpu", "plan.search_timeout_s", "plan=")

@@ -92,20 +92,15 @@ def finalize_run(
     elif record is None:
         cause = failures.classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, cause.status, cause.error, started)
-    complete(record, spec, directory)
-    attempts.record_attempt_end(record)
-    record.write(directory)
-    return record
-
-
-def complete(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add to a record what each step knows. A step that fails prints why: the record matters more."""
     for step in STEPS:
         try:
             step.add(record, spec, directory)
-        except Exception as failure:
+        except Exception as failure:  # The record matters more.
             reason = f"{type(failure).__name__}: {failure}"
             print(f"distexp: {step.failed.format(directory=directory)}: {reason}", file=sys.stderr)
+    attempts.record_attempt_end(record)
+    record.write(directory)
+    return record
 
 
 class Step(NamedTuple):

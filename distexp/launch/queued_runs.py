@@ -45,7 +45,7 @@ def prepare_runs(
     resume: bool,
     snapshot: str | None = None,
 ) -> Iterator[PreparedRun]:
-    """Give each cell its directory, and write the spec of its run, or the record of an invalid one. Keep active runs."""
+    """Give each cell its directory, and write the spec of its run, or the record if it is invalid. Skip active runs."""
 
     def should_skip(run: ExistingRun) -> bool:
         skipped = run.number in active or run.status in DONE

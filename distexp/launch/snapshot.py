@@ -112,7 +112,13 @@ def _select_files(root: Path | None, sweep_dir: Path, trusted: Sequence[str]) ->
     files = dict(own) | {name: path for name in trusted for name, path in _trusted_files(name, root)}
     reasons = {name: _reason_to_omit(name, path) for name, path in files.items()}
     copied = {name: path for name, path in files.items() if reasons[name] is None}
-    _check_size(copied)
+    sizes_mb = {name: path.lstat().st_size / MIB for name, path in copied.items()}
+    if (total_mb := sum(sizes_mb.values())) > MAX_TOTAL_MB:
+        largest = max(sizes_mb, key=lambda name: sizes_mb[name])
+        raise ConfigError(
+            f"the code to copy for the jobs has {total_mb:,.0f} MB, more than {MAX_TOTAL_MB}: add files that are not "
+            f"code to .gitignore. The largest is {files[largest]} with {sizes_mb[largest]:,.0f} MB"
+        )
     return copied, {name: reason for name, reason in reasons.items() if reason is not None}
 
 
@@ -146,17 +152,6 @@ def _package_files(package: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(package.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             yield str(Path(package.name) / path.relative_to(package)), path
-
-
-def _check_size(files: Mapping[str, Path]) -> None:
-    sizes = {name: path.lstat().st_size for name, path in files.items()}
-    total_mb = sum(sizes.values()) / MIB
-    if total_mb > MAX_TOTAL_MB:
-        largest = max(sizes, key=lambda name: sizes[name])
-        raise ConfigError(
-            f"the code to copy for the jobs has {total_mb:,.0f} MB, more than {MAX_TOTAL_MB}: add files that are not "
-            f"code to .gitignore. The largest is {files[largest]} with {sizes[largest] / MIB:,.0f} MB"
-        )
 
 
 LARGE_MB = 50

@@ -38,9 +38,12 @@ def describe_disturbance(record: RunRecord) -> str | None:
     """Return what shows that something else slowed a run down; None if nothing does."""
     if (share := starved_share(record)) is not None:
         return f"it got {share:.0%} of the time of its CPU cores"
-    if (ratio := _mean_in_medians(record)) is not None and ratio >= UNEVEN and not _has_uneven_work(record):
-        return f"its mean step took {ratio:.1f} times as long as its median step"
-    return None
+    is_bucketed = (record.config.get("dataset") or {}).get("bucketing")  # Some steps have longer samples.
+    if (ratio := _mean_in_medians(record)) is None or ratio < UNEVEN or is_bucketed:
+        return None
+    if _waits_for_data(record) or _are_steps_compiled(record):
+        return None
+    return f"its mean step took {ratio:.1f} times as long as its median step"
 
 
 def starved_share(record: RunRecord) -> float | None:
@@ -110,12 +113,6 @@ def _cluster(record: RunRecord) -> dict[str, Any]:
 def _is_one_machine(record: RunRecord) -> bool:
     """Return whether all nodes of a run were simulated on one machine."""
     return len(set(record.run.hosts)) <= 1
-
-
-def _has_uneven_work(record: RunRecord) -> bool:
-    """Return whether steps differ without a disturbance: some wait for data, have longer samples, or are compiled."""
-    is_bucketed = bool((record.config.get("dataset") or {}).get("bucketing"))
-    return is_bucketed or _waits_for_data(record) or _are_steps_compiled(record)
 
 
 def _are_steps_compiled(record: RunRecord) -> bool:

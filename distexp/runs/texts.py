@@ -187,51 +187,29 @@ def out_of_memory_status(error_type: str, message: str) -> str | None:
 
 
 def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each line of a panel."""
-    yield "GPU memory", describe_numbers(memory)
-    if parts := describe_parts(memory):
-        yield "in memory", parts
-    if largest := describe_largest(memory):
-        yield "largest", largest
-    if advice := describe_advice(memory):
-        yield "would fit", advice
+    """Yield name and text of the numbers, the parts, the largest tensors, and what would fit or the command for it.
 
-
-def describe_numbers(memory: Mapping[str, Any]) -> str:
-    """Return the numbers: ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``."""
+    For example: ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``; ``parameters 900, activations
+    and temporaries 800``; ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``.
+    """
     place = f" at {memory['line']}" if memory.get("line") else ""
     requested, free, total, allocated, reserved = (
         _format_mib(memory, f"{name}_mib") for name in ("requested", "free", "total", "allocated", "reserved")
     )
-    return (
-        f"{requested} MiB requested{place}, {free} of {total} MiB free, {allocated} allocated by torch, "
-        f"{reserved} reserved"
-    )
-
-
-def describe_parts(memory: Mapping[str, Any]) -> str:
-    """Return what was allocated, largest part first: ``parameters 900, activations and temporaries 800``."""
-    parts = memory.get("parts")
-    if not isinstance(parts, dict):
-        return ""
-    sizes_mib = {key: mib for key in parts if (mib := number_of(parts, key)) is not None}
-    largest_first = sorted(sizes_mib, key=lambda key: -sizes_mib[key])
-    return ", ".join(f"{_part_title(key)} {_format_mib(parts, key)}" for key in largest_first)
-
-
-def describe_largest(memory: Mapping[str, Any]) -> str:
-    """Return the largest tensors: ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``."""
-    listed = memory.get("largest")
+    numbers = f"{requested} MiB requested{place}, {free} of {total} MiB free, {allocated} allocated by torch"
+    yield "GPU memory", f"{numbers}, {reserved} reserved"
+    parts, listed, changes = memory.get("parts"), memory.get("largest"), memory.get("would_fit")
+    sizes_mib = {key: number_of(parts, key) for key in parts} if isinstance(parts, dict) else {}
+    known_mib = {key: mib for key, mib in sizes_mib.items() if mib is not None}
+    if largest_first := sorted(known_mib, key=lambda key: -known_mib[key]):
+        yield "in memory", ", ".join(f"{_part_title(key)} {known_mib[key]:,.0f}" for key in largest_first)
     tensors = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    return ", ".join(map(_describe_tensor, tensors[:MAX_TENSORS]))
-
-
-def describe_advice(memory: Mapping[str, Any]) -> str:
-    """Return what would have fit by an earlier prediction, or the command to type."""
-    changes = memory.get("would_fit")
+    if tensors:
+        yield "largest", ", ".join(map(_describe_tensor, tensors[:MAX_TENSORS]))
     if isinstance(changes, list) and changes:
-        return f"{' '.join(map(str, changes))} (predicted before)"
-    return f"type {memory['command']}" if memory.get("command") else ""
+        yield "would fit", f"{' '.join(map(str, changes))} (predicted before)"
+    elif memory.get("command"):
+        yield "would fit", f"type {memory['command']}"
 
 
 def _describe_tensor(entry: Mapping[str, Any]) -> str:

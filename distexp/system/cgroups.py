@@ -158,7 +158,11 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, in CUDA's order."""
     try:
         with nvml_session() as nvml:
-            gpus = [_read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+            gpus = []
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid, name = as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle))
+                gpus.append(Gpu(index, uuid, name, nvml.nvmlDeviceGetMemoryInfo(handle).total / MIB))
     except NvmlUnavailableError:
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -166,12 +170,6 @@ def visible_gpus() -> tuple[Gpu, ...]:
         return tuple(gpus)
     selected = [_gpus_named(name.strip(), gpus) for name in visible.split(",") if name.strip()]
     return tuple(found[0] for found in selected if found)
-
-
-def _read_gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    total_mib = nvml.nvmlDeviceGetMemoryInfo(handle).total / MIB
-    return Gpu(index, as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle)), total_mib)
 
 
 def _gpus_named(name: str, gpus: list[Gpu]) -> list[Gpu]:

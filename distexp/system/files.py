@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -229,13 +229,9 @@ class Tail:
 def _parse(lines: Iterable[str]) -> list[Entry]:
     found = []
     for line in lines:
-        try:
-            entry = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
-    return found
+        with suppress(ValueError):
+            found.append(parse_json(line))
+    return [entry for entry in found if isinstance(entry, dict)]
 
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

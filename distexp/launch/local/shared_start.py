@@ -202,13 +202,13 @@ class ImportConditions:
         """Return what differs from earlier conditions. Values are not named, because they may be secret."""
         names = self.environment.keys() | before.environment.keys()
         changes = sorted(name for name in names if self.environment.get(name) != before.environment.get(name))
-        if self.libraries != before.libraries:
-            changes.append("the libraries")
-        if self.folder != before.folder:
-            changes.append("the working directory")
-        if self.newest_source_ns != before.newest_source_ns:
-            changes.append("the source files of distexp")
-        return ", ".join(changes)
+        titles = {
+            "libraries": "libraries",
+            "folder": "working directory",
+            "newest_source_ns": "source files of distexp",
+        }
+        other = [title for name, title in titles.items() if getattr(self, name) != getattr(before, name)]
+        return ", ".join([*changes, *(f"the {title}" for title in other)])
 
 
 def _libraries(spec: RunSpec) -> tuple[str, ...]:

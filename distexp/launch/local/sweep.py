@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,9 @@ def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
     cells, master = sweep.cells, sweep.master
     if not master.sweep.resume:  # An invalid cell would match no run that the sweep has already.
         refuse_too_many_processes(cells)
-    with SharedStart(shares_weights=_shares_weights(cells)) as shared_start:
+    # Several cells may have the same random weights, which are kept in memory between the runs.
+    seeded = [f"{cell.config.model} {cell.config.train.seed}" for cell in cells if cell.config is not None]
+    with SharedStart(shares_weights=len(set(seeded)) < len(seeded)) as shared_start:
         if not master.sweep.resume:  # All of its cells may be done.
             # The imports of the first valid cell start before its run is prepared, with the environment of a Hydra job.
             first = next((cell for cell in cells if cell.config is not None), None)
@@ -42,12 +44,6 @@ def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
 
         with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
             return run_cells(sweep, sweep_dir, shared_start, agent_command)
-
-
-def _shares_weights(cells: Sequence[Cell]) -> bool:
-    """Return whether several cells may have the same random weights. They are kept in memory between the runs."""
-    configs = [cell.config for cell in cells if cell.config is not None]
-    return len({f"{config.model} {config.train.seed}" for config in configs}) < len(configs)
 
 
 @dataclass(frozen=True)
@@ -79,18 +75,17 @@ class LocalTrials(TrialLauncher):
             yield TrialRunner(run_all, package_git_state())
 
 
-def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
+def refuse_too_many_processes(cells: Sequence[Cell]) -> None:
     """Make cells invalid whose processes alone need more memory than this machine has. The values are lower bounds.
 
     Without this check the kernel ends processes, also those of other programs. Raise ConfigError for a single cell.
     """
-    every = list(cells)
     memory_mib = usable_memory() / MIB
-    for cell in every:
+    for cell in cells:
         if cell.config is not None and (error := process_memory_error(cell.config, memory_mib)):
             cell.invalidate(error)
-    if len(every) == 1 and every[0].errors:
-        raise ConfigError(every[0].errors)
+    if len(cells) == 1 and cells[0].errors:
+        raise ConfigError(cells[0].errors)
 
 
 def process_memory_error(config: Config, memory_mib: float) -> str | None:

@@ -89,13 +89,7 @@ def run_command(command: list[str], timeout_s: float, environment: dict[str, str
     try:
         # In a group of its own, so that Ctrl-C does not end sbatch between the submission and its answer.
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env=environment,
-            process_group=0,
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment, process_group=0
         )
     except FileNotFoundError:
         raise UnreachableError(f"{name} is not installed on this machine") from None

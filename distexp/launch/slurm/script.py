@@ -42,6 +42,9 @@ class JobArray:
         """Return the text of the sbatch file."""
         cluster = self.config.cluster
         python, task = cluster.python or shlex.quote(sys.executable), "distexp.launch.slurm.node_task"
+        memory = "0" if cluster.exclusive else None  # The default of an exclusive node is all of its memory.
+        if cluster.memory_gb is not None:
+            memory = f"{math.ceil(cluster.memory_gb * 1024)}M"
         return render_sbatch(
             command=f"{python} -u -m {task} {shlex.quote(str(self.list_path))}",
             folder=self.sweep_dir / SLURM,
@@ -58,7 +61,7 @@ class JobArray:
             time=math.ceil(cluster.timeout_min) if cluster.timeout_min else None,
             gpus_per_node=cluster.gpus_per_node or None,
             cpus_per_task=cpus_per_task(cluster),
-            mem=memory(cluster),
+            mem=memory,
             signal_delay_s=cluster.signal_delay_s,
             stderr_to_stdout=True,
             wckey=None,
@@ -91,13 +94,6 @@ def cpus_per_task(cluster: ClusterConfig) -> int | None:
     if "cpus-per-gpu" in map(sbatch_name, cluster.sbatch):
         return None
     return cluster.cpus_per_worker * cluster.workers_per_node
-
-
-def memory(cluster: ClusterConfig) -> str | None:
-    """Return the memory per node; for an exclusive node the default is all of it (0)."""
-    if cluster.memory_gb is None:
-        return "0" if cluster.exclusive else None
-    return f"{math.ceil(cluster.memory_gb * 1024)}M"
 
 
 def extra_options(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
