@@ -10,12 +10,12 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distexp.checkpoints.folder import remove_unfinished
 from distexp.explain.explanation import explain
@@ -92,22 +92,15 @@ def finalize_run(
     elif record is None:
         cause = failures.classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, cause.status, cause.error, started)
-    for step in STEPS:
+    for add, failed in STEPS.items():
         try:
-            step.add(record, spec, directory)
+            add(record, spec, directory)
         except Exception as failure:  # The record matters more.
             reason = f"{type(failure).__name__}: {failure}"
-            print(f"distexp: {step.failed.format(directory=directory)}: {reason}", file=sys.stderr)
+            print(f"distexp: {failed.format(directory=directory)}: {reason}", file=sys.stderr)
     attempts.record_attempt_end(record)
     record.write(directory)
     return record
-
-
-class Step(NamedTuple):
-    """A step between the classification of a run and the writing of its record."""
-
-    failed: str  # What is missing if it fails, for a message.
-    add: Callable[[RunRecord, RunSpec, Path], None]
 
 
 def add_advice(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -129,14 +122,14 @@ def add_prediction(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     record.predicted = predictions.read_prediction(directory)
 
 
-STEPS = (
-    Step("{directory} has no advice in its record", add_advice),
-    Step("{directory} has no memory or energy in its record", add_traces),
-    Step("the record has no strategy section", add_strategy),
-    Step("the profiled step has no explanation", add_explanation),  # Its advice depends on the measured memory.
-    Step("{directory} has no prediction in its record", add_prediction),
-)
-"""What completes a record, in this order."""
+STEPS = {
+    add_advice: "{directory} has no advice in its record",
+    add_traces: "{directory} has no memory or energy in its record",
+    add_strategy: "the record has no strategy section",
+    add_explanation: "the profiled step has no explanation",  # Its advice depends on the measured memory.
+    add_prediction: "{directory} has no prediction in its record",
+}
+"""What completes a record, in this order, with the message if it fails."""
 
 
 def read_record(path: Path) -> RunRecord | None:

@@ -130,8 +130,6 @@ def read_rank_errors(run_dir: Path) -> list[RunError]:
 AGENT_TIMEOUT_S = 30.0
 """Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""
 
-POLL_S = 0.1
-
 
 @dataclass(frozen=True)
 class ProcessIdentity:
@@ -183,12 +181,10 @@ def read_agent_process(run_dir: Path) -> ProcessIdentity | None:
 
 def wait_for_agent(run_dir: Path) -> str | None:
     """Wait for the agent of a launcher that was killed; return which process it is if it does not end."""
-    deadline = time.monotonic() + AGENT_TIMEOUT_S
-    while (agent := read_agent_process(run_dir)) is not None and agent.is_alive:
-        if time.monotonic() > deadline:
-            return f"process {agent.pid} on {agent.host}"
-        time.sleep(POLL_S)
-    return None
+    agent = read_agent_process(run_dir)
+    if agent is None or processes.wait_until(lambda: not agent.is_alive, AGENT_TIMEOUT_S):
+        return None
+    return f"process {agent.pid} on {agent.host}"
 
 
 @contextmanager

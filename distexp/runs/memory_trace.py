@@ -154,14 +154,8 @@ def _parse_sample(row: dict[str, str]) -> MemorySample:
     if row["kind"] not in (CPU, GPU):
         raise ValueError(f"kind={row['kind']!r} is not {CPU} or {GPU}")
     numbers = {name: float(row[name]) if row[name] else None for name in OPTIONAL_NUMBERS}
-    return MemorySample(
-        unix_time_s=float(row["unix_time_s"]),
-        phase=row["phase"],
-        kind=row["kind"],
-        index=int(row["index"]),
-        source=row["source"],
-        **numbers,
-    )
+    time_s, index = float(row["unix_time_s"]), int(row["index"])
+    return MemorySample(time_s, row["phase"], row["kind"], index, source=row["source"], **numbers)
 
 
 # Entries of ``memory.parts`` in a record: the tensors of each rank, and the peaks of a step by phase.

@@ -189,8 +189,8 @@ def out_of_memory_status(error_type: str, message: str) -> str | None:
 def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield name and text of the numbers, the parts, the largest tensors, and what would fit or the command for it.
 
-    For example: ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``; ``parameters 900, activations
-    and temporaries 800``; ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``.
+    For example ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``, and of the tensors
+    ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``.
     """
     place = f" at {memory['line']}" if memory.get("line") else ""
     requested, free, total, allocated, reserved = (

@@ -157,7 +157,7 @@ def end_tree(process: WatchedProcess, grace_s: float) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-    _wait_until(lambda: not any(map(_is_alive, left)), KILL_S)
+    wait_until(lambda: not any(map(_is_alive, left)), KILL_S)
 
 
 def _terminate(process: WatchedProcess, grace_s: float) -> list[psutil.Process]:
@@ -174,15 +174,16 @@ def _terminate(process: WatchedProcess, grace_s: float) -> list[psutil.Process]:
     find_family()  # The descendants of a child that has ended cannot be found.
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
-    _wait_until(has_ended, grace_s)
+    wait_until(has_ended, grace_s)
     return list(family.values())
 
 
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Wait for a condition, at most some seconds."""
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait for a condition, at most some seconds; return whether it became true."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not condition():
+    while not (reached := condition()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
+    return reached
 
 
 def kill_tree(pid: int) -> None:

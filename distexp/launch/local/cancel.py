@@ -6,7 +6,6 @@ import os
 import signal
 import stat
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +17,9 @@ from distexp.runs.attempts import ProcessIdentity, read_agent_process, read_laun
 from distexp.runs.run_dir import LAUNCHER_LOG
 from distexp.runs.run_state import local_state
 from distexp.runs.spec import ExistingRun
-from distexp.system.processes import handle_signals
+from distexp.system.processes import handle_signals, wait_until
 
-TIMEOUT_S, POLL_S = 30.0, 0.1
+TIMEOUT_S = 30.0
 """A launcher needs a few seconds to end its workers and to write the record."""
 
 
@@ -54,10 +53,8 @@ def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
 
 def _wait(runs: Sequence[ExistingRun], launchers: Iterable[ProcessIdentity]) -> list[int]:
     """Wait for the end of all processes; return the numbers of the runs that are left."""
-    deadline = time.monotonic() + TIMEOUT_S
     processes = [*launchers, *(agent for run in runs if (agent := read_agent_process(run.directory)) is not None)]
-    while any(process.is_alive for process in processes) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    wait_until(lambda: not any(process.is_alive for process in processes), TIMEOUT_S)
     of_runs = {run.number: (read_agent_process(run.directory), read_launcher_process(run.directory)) for run in runs}
     return [
         number for number, pair in of_runs.items() if any(process is not None and process.is_alive for process in pair)

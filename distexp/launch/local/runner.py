@@ -22,17 +22,17 @@ from hydra.types import HydraContext
 from distexp.config import Config, overrides
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError, is_closed_output
-from distexp.launch import failures, outcome
+from distexp.launch import failures, outcome, run_dirs
 from distexp.launch.failures import HANG_CODE
 from distexp.launch.launcher import Sweep
 from distexp.launch.local.shared_start import SharedStart
-from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, assign_run_dirs, package_git_state, write_invalid
+from distexp.launch.run_dirs import AssignedRun
 from distexp.runs import attempts, run_state, texts
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import DONE, RunSpec
 from distexp.system.cgroups import cpu_count, cpu_limit
-from distexp.system.processes import collect_interrupts, end_tree, handle_signals, start_module
+from distexp.system.processes import collect_interrupts, end_tree, handle_signals, start_module, wait_until
 from distexp.tracking.base import tracked
 
 
@@ -48,8 +48,9 @@ def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_co
     invalid = [texts.join_errors(cell.errors) for cell in cells if cell.config is None]
     screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
     shared_start.note = screen.print
-    rules = ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
-    runs = assign_run_dirs(cells, sweep_dir, package_git_state(), rules, resume=sweep.master.sweep.resume)
+    rules = run_dirs.ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
+    code, resume = run_dirs.package_git_state(), sweep.master.sweep.resume
+    runs = run_dirs.assign_run_dirs(cells, sweep_dir, code, rules, resume=resume)
     try:
         runner = CellRunner(sweep.context, screen, shared_start, agent_command)
         returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
@@ -110,7 +111,7 @@ class CellRunner:
 
     def _run(self, run: AssignedRun) -> RunRecord:
         if run.cell.config is None:
-            record = write_invalid(run)
+            record = run_dirs.write_invalid(run)
             self.screen.show_invalid(record)
             return record
         self.screen.run_header(run.info.number, " ".join(map(overrides.format_override, run.cell.varied)))
@@ -217,9 +218,7 @@ def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None
         codes = [agent.poll() for agent in agents]
         refresh()
         if HANG_CODE in codes:
-            deadline = time.monotonic() + HANG_GRACE_S
-            while time.monotonic() < deadline and any(agent.poll() is None for agent in agents):
-                time.sleep(POLL_S)
+            wait_until(lambda: all(agent.poll() is not None for agent in agents), HANG_GRACE_S)
             return
         if any(code not in (None, 0) for code in codes) or all(code == 0 for code in codes):
             return

@@ -203,12 +203,12 @@ class ImportConditions:
         names = self.environment.keys() | before.environment.keys()
         changes = sorted(name for name in names if self.environment.get(name) != before.environment.get(name))
         titles = {
-            "libraries": "libraries",
-            "folder": "working directory",
-            "newest_source_ns": "source files of distexp",
+            "libraries": "the libraries",
+            "folder": "the working directory",
+            "newest_source_ns": "the source files of distexp",
         }
-        other = [title for name, title in titles.items() if getattr(self, name) != getattr(before, name)]
-        return ", ".join([*changes, *(f"the {title}" for title in other)])
+        changes += [title for name, title in titles.items() if getattr(self, name) != getattr(before, name)]
+        return ", ".join(changes)
 
 
 def _libraries(spec: RunSpec) -> tuple[str, ...]:
