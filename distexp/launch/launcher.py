@@ -22,7 +22,7 @@ from distexp.config.keys import conf_dir, options_of
 from distexp.resolve.resources import LauncherTraits, find_launcher
 from distexp.runs.run_dir import COMMAND, SPEC
 from distexp.runs.run_state import RunState
-from distexp.system.files import PACKAGE, read_json
+from distexp.system.files import PACKAGE, read_json, read_or_none
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -165,8 +165,9 @@ def launchers_of(sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[tuple[Lau
             left = [run for run in left if run.number not in numbers]
     by_target: dict[str, list[ExistingRun]] = defaultdict(list)
     for run in left:  # The record of a run that has ended is enough.
-        target = _foreign_target(run.directory) if run.status is None else ""
-        by_target[target or ClusterConfig._target_].append(run)
+        target = read_or_none(run.directory / SPEC, "config", "cluster", "_target_") if run.status is None else None
+        is_foreign = isinstance(target, str) and not target.startswith(f"{PACKAGE.name}.")
+        by_target[target if is_foreign else ClusterConfig._target_].append(run)
     return [*found, *((_stored_launcher(sweep_dir, target), own) for target, own in by_target.items())]
 
 
@@ -178,15 +179,6 @@ def shipped_launchers() -> tuple[Launcher, ...]:
     options = (OmegaConf.load(conf_dir() / "cluster" / f"{name}.yaml") for name in options_of("cluster"))
     targets = dict.fromkeys(option.cluster._target_ for option in options)
     return tuple(find_launcher(target, (), Launcher) for target in targets)  # type: ignore[type-abstract]
-
-
-def _foreign_target(run_dir: Path) -> str:
-    """Return the launcher of another package that the spec of a run names; empty if it names none."""
-    try:
-        target = read_json(run_dir / SPEC)["config"]["cluster"]["_target_"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return target if isinstance(target, str) and not target.startswith(f"{PACKAGE.name}.") else ""
 
 
 def _stored_launcher(sweep_dir: Path, target: str) -> Launcher:

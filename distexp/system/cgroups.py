@@ -70,11 +70,16 @@ def memory_limits(pid: int | str = "self") -> Iterator[int]:
 
 def _read_bytes(path: Path) -> int | None:
     """Return the number in a file; None if it cannot be read, or states that there is no limit."""
+    text = _read_text(path).strip()
+    return None if text in ("", "max") else int(text)
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
-        text = path.read_text().strip()
+        return path.read_text()
     except OSError:
-        return None
-    return None if text == "max" else int(text)
+        return ""
 
 
 def usable_memory(pid: int | str = "self") -> int:
@@ -101,10 +106,7 @@ def _read_meminfo(name: str) -> int:
 
 def _reclaimable(path: Path) -> int:
     """Return the bytes of cached files that a cgroup has not used lately; 0 if they are not known."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return 0
+    text = _read_text(path)
     # In version 1, the name without ``total_`` leaves out the cgroups below.
     counters = (re.search(rf"^{name} (\d+)$", text, re.MULTILINE) for name in ("total_inactive_file", "inactive_file"))
     return next((int(counter[1]) for counter in counters if counter), 0)
@@ -120,11 +122,8 @@ def cpu_limit() -> float | None:
 def _read_quota(folder: Path, version: int) -> float | None:
     """Return the quota of a folder in cores; None if it has none."""
     names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    try:
-        quota, period = " ".join((folder / name).read_text() for name in names).split()
-    except (OSError, ValueError):
-        return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
+    values = " ".join(_read_text(folder / name) for name in names).split()
+    return None if len(values) != 2 or values[0] in ("max", "-1") else int(values[0]) / int(values[1])
 
 
 def oom_kills() -> dict[str, int]:
@@ -136,10 +135,7 @@ def oom_kills() -> dict[str, int]:
 
 
 def _read_counter(path: Path) -> int | None:
-    try:
-        found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
+    found = re.search(r"^oom_kill (\d+)$", _read_text(path), re.MULTILINE)
     return int(found[1]) if found else None
 
 

@@ -87,7 +87,9 @@ def refused_as_config_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
-        refusal = _refusal(error)
+        # torch.distributed.checkpoint wraps the errors of all ranks.
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        refusal = next((cause for cause in causes if isinstance(cause, pickle.UnpicklingError)), None)
         if refusal is None:
             raise
         found = re.search(r"GLOBAL (\S+)", str(refusal))
@@ -96,10 +98,3 @@ def refused_as_config_error(path: Path) -> Iterator[None]:
             f"{path} contains {name}, which is not data and could run code: "
             "use a checkpoint that you or your group wrote"
         ) from None
-
-
-def _refusal(error: BaseException) -> pickle.UnpicklingError | None:
-    """Return the error of the unpickler; torch.distributed.checkpoint wraps those of all ranks."""
-    if isinstance(error, CheckpointException):
-        return next((cause for cause, _ in error.failures.values() if isinstance(cause, pickle.UnpicklingError)), None)
-    return error if isinstance(error, pickle.UnpicklingError) else None

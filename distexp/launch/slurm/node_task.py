@@ -133,10 +133,10 @@ class NodeTask:
         except (OSError, ValueError, KeyError):  # a file system that fails while Slurm ends the job
             reason = None
         if reason is None:
-            return ("killed", "the job was cancelled")
+            return "killed", "the job was cancelled"
         if reason == "time_limit":
-            return ("timeout", "the job reached its time limit")
-        return ("preempted", "the job was preempted by another job")
+            return "timeout", "the job reached its time limit"
+        return "preempted", "the job was preempted by another job"
 
 
 def node_address() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.distributed import distributed_c10d
 
-from distexp.system.torch_internals.tensors import explained
+from distexp.system.torch_internals.tensors import explained, private_module, replaced
 
 
 def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
@@ -100,19 +100,10 @@ def group_by_fsdp_unit(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     return list(units.values())
 
 
-@contextmanager
-def fsdp_device(device: torch.device) -> Iterator[None]:
+def fsdp_device(device: torch.device) -> AbstractContextManager[None]:
     """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""
-    with explained("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"):
-        from torch.distributed.fsdp._fully_shard import _fully_shard
-
-        module: Any = _fully_shard
-        original = module._get_device_from_mesh
-    module._get_device_from_mesh = lambda mesh: device
-    try:
-        yield
-    finally:
-        module._get_device_from_mesh = original
+    module = "torch.distributed.fsdp._fully_shard._fully_shard"
+    return replaced(module, "_get_device_from_mesh", lambda _: lambda mesh: device)
 
 
 def set_default_timeout(timeout: timedelta) -> None:
@@ -121,19 +112,16 @@ def set_default_timeout(timeout: timedelta) -> None:
     A device mesh creates its groups with torch's defaults, which are 10 minutes for NCCL and 30 minutes for gloo. It
     has no argument for another timeout.
     """
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        with explained(f"torch.distributed.distributed_c10d.{name}"):
-            getattr(distributed_c10d, name)  # Setting a renamed attribute would have no effect.
-        setattr(distributed_c10d, name, timeout)
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    module = private_module("torch.distributed.distributed_c10d", *names)
+    for name in names:
+        setattr(module, name, timeout)
 
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
     """Make this process rank 0 of a group whose collectives do nothing, during the block."""
-    with explained("torch.testing._internal.distributed.fake_pg.FakeStore"):
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        store = FakeStore()
+    store = private_module("torch.testing._internal.distributed.fake_pg", "FakeStore").FakeStore()
     torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=store)
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -41,22 +42,17 @@ def count_references(tensor: Any) -> tuple[int, int]:
         return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-@contextmanager
-def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Run each backward pass of autograd in a context, during the block."""
-    with explained("torch.autograd._engine_run_backward"):
-        module: Any = torch.autograd
-        original = module._engine_run_backward
 
-    def run(*arguments: Any, **options: Any) -> Any:
-        with context():
-            return original(*arguments, **options)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            with context():
+                return original(*arguments, **options)
 
-    module._engine_run_backward = run
-    try:
-        yield
-    finally:
-        module._engine_run_backward = original
+        return run
+
+    return replaced("torch.autograd", "_engine_run_backward", wrap)
 
 
 def queue_backward_callback(function: Callable[[], None]) -> None:
@@ -112,18 +108,15 @@ def has_values(tensor: Tensor) -> bool:
 @contextmanager
 def without_fake_mode() -> Iterator[None]:
     """Run the block with real tensors, inside of a fake mode."""
-    with explained("torch._subclasses.fake_tensor.unset_fake_temporarily"):
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-    with unset_fake_temporarily():
+    with private_module("torch._subclasses.fake_tensor", "unset_fake_temporarily").unset_fake_temporarily():
         yield
 
 
 def fake_mode_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of operations that need the values of tensors."""
-    with explained("torch._subclasses.fake_tensor"):
-        from torch._subclasses import fake_tensor as fake
-
-        return fake.DataDependentOutputException, fake.DynamicOutputShapeException, fake.UnsupportedOperatorException
+    names = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+    module = private_module("torch._subclasses.fake_tensor", *names)
+    return tuple(getattr(module, name) for name in names)
 
 
 @contextmanager
@@ -179,6 +172,27 @@ def grouped_products_of_any_precision() -> Iterator[None]:
 
 def _in_bf16(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16, device=tensor.device)
+
+
+@contextmanager
+def replaced(module_name: str, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a private function of a module by what ``wrap`` returns for it, during the block."""
+    module = private_module(module_name, name)
+    original = getattr(module, name)
+    setattr(module, name, wrap(original))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def private_module(module: str, *names: str) -> Any:
+    """Import a module of torch. Raise TorchInternalsChangedError if it lacks one of some private names."""
+    with explained(f"{module}.{', '.join(names)}"):
+        found = importlib.import_module(module)
+        for name in names:
+            getattr(found, name)
+        return found
 
 
 class TorchInternalsChangedError(RuntimeError):
