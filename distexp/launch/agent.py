@@ -1,9 +1,7 @@
 """Agent of one node of a local run: ``python -m distexp.launch.agent RUN_DIR NODE [SOCKET]``.
 
-On Slurm, ``slurm/node_task.py`` calls ``run_node``. An agent starts the workers of its node and samples their memory
-from outside. It ends them if they hang, if they exceed their time, if another node failed, or if it gets SIGTERM. It
-imports no torch, so that it costs little next to the workers.
-``SOCKET`` is the file descriptor of a connection to the process from which the workers of a local run are forked.
+On Slurm, ``slurm/node_task.py`` calls ``run_node``. An agent imports no torch, so that it costs little next to the
+workers. ``SOCKET`` is the descriptor of a connection to the process from which the workers of a local run are forked.
 """
 
 from __future__ import annotations

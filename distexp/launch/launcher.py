@@ -165,9 +165,9 @@ def launchers_of(sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[tuple[Lau
             left = [run for run in left if run.number not in numbers]
     by_target: dict[str, list[ExistingRun]] = defaultdict(list)
     for run in left:  # The record of a run that has ended is enough.
-        target = read_or_none(run.directory / SPEC, "config", "cluster", "_target_") if run.status is None else None
-        is_foreign = isinstance(target, str) and not target.startswith(f"{PACKAGE.name}.")
-        by_target[target if is_foreign else ClusterConfig._target_].append(run)
+        stored = read_or_none(run.directory / SPEC, "config", "cluster", "_target_") if run.status is None else None
+        is_foreign = isinstance(stored, str) and not stored.startswith(f"{PACKAGE.name}.")
+        by_target[str(stored if is_foreign else ClusterConfig._target_)].append(run)
     return [*found, *((_stored_launcher(sweep_dir, target), own) for target, own in by_target.items())]
 
 

@@ -182,23 +182,21 @@ class _Build:
 
     def _read(self) -> None:
         for line in self.tail.read_lines():
-            if message := MESSAGE.match(line):
-                self._handle(*message.groups())
-            elif step := STEP.match(line):
+            if step := STEP.match(line):
                 self.compiles = True
-                self.report(
-                    {**{key: int(text) for key, text in step.groupdict().items()}, "elapsed_s": round(self.elapsed_s)}
-                )
-
-    def _handle(self, kind: str, name: str, rest: str) -> None:
-        if kind == "compiling":
-            self.compiles = True
-            self.report({"compiling": name})
-        elif kind == "waiting for":
-            self.waits = True
-            self.report({"waiting": f"{name} {rest}".strip()})
-        else:
-            mark_built(name, self.environment, rest or None)
+                counts = {key: int(text) for key, text in step.groupdict().items()}
+                self.report({**counts, "elapsed_s": round(self.elapsed_s)})
+            elif message := MESSAGE.match(line):
+                kind, name, rest = message.groups()
+                if kind == "compiling":
+                    self.compiles = True
+                    self.report({"compiling": name})
+                elif kind == "waiting for":
+                    self.waits = True
+                    self.report({"waiting": f"{name} {rest}".strip()})
+                else:
+                    with suppress(OSError):  # Without a mark, the next run checks again.
+                        write_json(_mark_path(name, self.environment), _describe(rest or None))
 
     def _failure(self, reason: str) -> OperatorError:
         return OperatorError(
@@ -235,7 +233,7 @@ def _is_built(mark: Path) -> bool:
 
 
 def _describe(library: str | None) -> dict[str, Any]:
-    """Return the content of the mark of a library."""
+    """Return the content of the mark of a library; None if the operator is not supported here."""
     if library is None:
         return {"library": None}
     try:
@@ -243,12 +241,6 @@ def _describe(library: str | None) -> dict[str, Any]:
     except OSError:
         plan = None
     return {"library": library, "size": Path(library).stat().st_size, "plan": plan}
-
-
-def mark_built(name: str, environment: Mapping[str, str], library: str | None) -> None:
-    """Mark an operator as built. ``library`` is None if it is not supported here, so that there is nothing to build."""
-    with suppress(OSError):  # Without a mark, the next run checks again.
-        write_json(_mark_path(name, environment), _describe(library))
 
 
 def _mark_path(name: str, environment: Mapping[str, str]) -> Path:

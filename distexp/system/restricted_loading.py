@@ -1,7 +1,4 @@
-"""Loading of checkpoints as data: a pickle that would run code is refused.
-
-Checkpoints of torch.distributed.checkpoint and of DeepSpeed contain pickles, which both libraries load without limits.
-"""
+"""Loading of checkpoints as data: pickles that would run code, which torch and DeepSpeed would load, are refused."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Start of the workers of local runs: a process of each node imports the libraries, and each run is forked from it.
 
-It starts as soon as the first configuration is known, so it imports while the launcher and the agents prepare the run.
-A run can be forked from it only if its own imports would give the same result (``ImportConditions``). Otherwise
-another process starts, and the first one is kept for later runs. So a search that alternates between strategies
-imports the libraries of each once. Custom code is never shared, because only workers import it.
+A run is forked from a process whose imports would give the same result (``ImportConditions``). A node keeps several
+of them, so that a search that alternates between strategies imports the libraries of each once. Custom code is never
+shared, because only workers import it.
 """
 
 from __future__ import annotations

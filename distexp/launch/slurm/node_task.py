@@ -1,8 +1,7 @@
 """The task of a Slurm job on one node.
 
-Started as ``srun python -m distexp.launch.slurm.node_task ARRAY.json``. Each task runs the agent of its node and
-writes its exit code to a file. The task of the head node waits for those files and then writes the record. Its own
-exit code is that of the job, so Slurm reports failed runs as FAILED.
+Started as ``srun python -m distexp.launch.slurm.node_task ARRAY.json``. The task of the head node waits for the files
+with the exit codes of the others, and writes the record. Its exit code is that of the job.
 """
 
 from __future__ import annotations
