@@ -137,7 +137,6 @@ def run_node(spec: RunSpec, run_dir: Path, context: NodeContext, started: float)
 
 
 def _make_sampler(spec: RunSpec, run_dir: Path, node: int) -> Sampler:
-    """Return the sampler of the memory of a node's workers."""
     return Sampler(
         path=memory_trace_path(run_dir, node),
         gpu_indices=[gpu.index for gpu in node_gpus(spec, node)],

@@ -87,7 +87,6 @@ def _store_prediction(cell: Cell, estimate: Estimate) -> None:
 
 
 def _warn_about_memory(cell: Cell) -> None:
-    """Warn if the memory of a cell is not known, or may not be enough."""
     predicted = cell.predicted
     if predicted is None:
         return

@@ -236,7 +236,6 @@ def states_per_parameter(built: Built, moments: float) -> States:
 
 
 def _zero_states(built: Built, stage: int, moments: float) -> States:
-    """Return the states of a ZeRO stage."""
     shards, on_cpu = built.mesh[1], built.offload.split("+")
     half = built.param_dtype in ("bfloat16", "float16")
     value, states = (BYTES_PER_VALUE / 2, BYTES_PER_VALUE + moments) if half else (BYTES_PER_VALUE, moments)

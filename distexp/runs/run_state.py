@@ -79,7 +79,6 @@ def read_progress(directory: Path) -> Progress:
 
 
 def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
-    """Return a number of an entry as a whole number; None if the entry has none."""
     number = typed_values.number_of(entry, key)
     return None if number is None else int(number)
 

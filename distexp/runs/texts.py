@@ -63,7 +63,6 @@ def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
 
 
 def _error_number(error: BaseException) -> int | None:
-    """Return the number of a system error; None for another error."""
     return error.errno if isinstance(error, OSError) else None
 
 

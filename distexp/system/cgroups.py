@@ -75,7 +75,6 @@ def _read_bytes(path: Path) -> int | None:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

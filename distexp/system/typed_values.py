@@ -147,7 +147,6 @@ def _read_dict(read: Reader, value: Any) -> Any:
 
 
 def _read_one(kinds: tuple[type, ...], readers: Sequence[Reader], value: Any) -> Any:
-    """Return a value of one of some types, or what one of some readers accepts."""
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return value
     for read in readers:

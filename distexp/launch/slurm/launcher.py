@@ -129,7 +129,6 @@ class SlurmLauncher(Launcher):
 
 
 def _gpu_errors(cluster: ClusterConfig) -> list[str]:
-    """Return an error if a node has fewer GPUs than workers."""
     gpus, workers = cluster.gpus_per_node, cluster.workers_per_node
     if cluster.device != "cuda" or gpus is None or workers is None or gpus >= workers:
         return []

@@ -168,7 +168,6 @@ def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overr
 
 
 def _apply(cluster: DictConfig, key: str, value: Any, overridden: set[str]) -> list[str]:
-    """Apply one option, and return its errors."""
     if key in MAPPED:
         return _set_cluster(cluster, MAPPED[key], key, value, overridden)
     if key in SBATCH_ONLY:

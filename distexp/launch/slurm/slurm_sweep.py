@@ -61,7 +61,6 @@ def start_sweep(sweep: Sweep, follow: Callable[[Path, Console], None]) -> None:
 
 
 def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
-    """Prepare and submit the runs of a sweep; return its directory."""
     cells, resume = sweep.cells, sweep.master.sweep.resume
     with locked_sweep_dir(sweep.master, len(cells)) as claimed:
         sweep_dir = claimed.absolute()

@@ -74,7 +74,6 @@ def read_fsdp_unit_sizes(model: torch.nn.Module) -> list[FSDPUnitSize]:
 
 
 def _size_of(group: Any) -> FSDPUnitSize:
-    """Return the size of the parameters that FSDP gathers together."""
     parameters = [parameter.sharded_param for parameter in group.fsdp_params]
     elements = tuple(parameter.numel() for parameter in parameters)
     gathered_dtype = group.mp_policy.param_dtype or parameters[0].dtype
