@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -187,15 +187,13 @@ def wait_for_agent(run_dir: Path) -> str | None:
     return f"process {agent.pid} on {agent.host}"
 
 
-@contextmanager
-def run_lock(directory: Path) -> Iterator[str | None]:
+def run_lock(directory: Path) -> AbstractContextManager[str | None]:
     """Hold the lock of a run directory during the block; yield None, or which process has the lock.
 
     So two commands never write to a directory at the same time. The system frees the lock if this process dies. File
     systems without locks are used without.
     """
-    with _locked(directory / names.LOCK) as owner:
-        yield owner
+    return _locked(directory / names.LOCK)
 
 
 @contextmanager

@@ -121,11 +121,6 @@ class JobState:
     nodes: str = ""
     expected_start: str = ""  # empty if Slurm has not planned it yet
 
-    @property
-    def is_final(self) -> bool:
-        """Return whether the job has ended."""
-        return self.state in FINAL_STATES
-
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
     """Return the states of jobs from the queue, or from the accounting if the queue has forgotten a job.

@@ -98,7 +98,7 @@ def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> Run
     job = answer.jobs.get(entry.job or "")
     record = outcome.read_record(directory / RECORD)
     completed = record is not None and record.status == "completed"
-    if job is not None and not job.is_final and not (completed and job.state != "PENDING"):
+    if job is not None and job.state not in client.FINAL_STATES and not (completed and job.state != "PENDING"):
         return _active_state(entry, directory, job)
     if record is not None:
         return RunState.from_record(entry.run, directory, entry.job, record)
