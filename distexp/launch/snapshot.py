@@ -123,10 +123,7 @@ def _select_files(root: Path | None, sweep_dir: Path, trusted: Sequence[str]) ->
 
 
 def _tracked_files(base: Path, sweep_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the files below a folder of a checkout that git tracks or would track.
-
-    The folder is the parent of distexp, which may be a folder of a larger project.
-    """
+    """Yield name and path of the files below the parent of distexp that git tracks or would track."""
     listed = run_git(base, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
     for name in sorted(set(listed.split("\0")) - {""}):
         path = base / name

@@ -52,10 +52,7 @@ class DataReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """Return the metadata.
-
-        Torch reads the metadata files of single ranks only if this method has keyword arguments.
-        """
+        """Return the metadata. Torch reads files of single ranks only if this method has keyword arguments."""
         return self._metadata
 
 

@@ -123,10 +123,7 @@ class JobState:
 
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return the states of jobs from the queue, or from the accounting if the queue has forgotten a job.
-
-    Raise UnreachableError if the controller does not answer.
-    """
+    """Return the states of jobs from the queue, else from the accounting. Raise UnreachableError without an answer."""
     wanted = set(jobs)
     found = _select(wanted, _read_queue(_array_ids(wanted)))
     missing = wanted - set(found)

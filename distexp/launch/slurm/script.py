@@ -154,10 +154,7 @@ ACCEPTED = (("tasks_per_node", 1), ("stderr_to_stdout", True))
 
 
 def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Move the options under ``hydra.launcher`` into the ``cluster`` section.
-
-    Raise ConfigError if an option contradicts ``cluster``, or is not supported.
-    """
+    """Move options of ``hydra.launcher`` to ``cluster``. Raise ConfigError if one contradicts it or is unsupported."""
     overridden = {key_of(text) for text in overrides}
     errors: list[str] = []
     with open_dict(composed):
