@@ -84,8 +84,7 @@ def write_start_error(run_dir: Path, node: int, error: OSError) -> None:
     name = "NoRendezvous" if isinstance(error, NoRendezvousError) else type(error).__name__
     found = RunError(name, str(error), "setup")
     if texts.is_full_disk(error):
-        message = texts.full_disk_message(error, run_dir, texts.free_bytes(run_dir))
-        found = RunError(texts.ERROR_TYPE, message, "setup")
+        found = texts.full_disk_error(error, run_dir, "setup")
     texts.release_reserve(run_dir)
     attempts.write_error_file(AGENT_ERROR.path(run_dir, node), found)
 

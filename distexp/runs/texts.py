@@ -29,9 +29,6 @@ FULL_TEXTS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT
 FULL_BYTES = 512 * 1024
 """A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
 
-ERROR_TYPE = "DiskFull"
-"""Type of the error in the record of a run that ended because a disk was full."""
-
 
 def is_full_disk(error: BaseException) -> bool:
     """Return whether an error states that a disk or a quota is full."""
@@ -43,7 +40,12 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
+def full_disk_error(error: BaseException, run_dir: Path, phase: str, rank: int | None = None) -> RunError:
+    """Return the error for the record of a run that ended because a disk was full."""
+    return RunError("DiskFull", _full_disk_message(error, run_dir, free_bytes(run_dir)), phase, rank)
+
+
+def _full_disk_message(error: BaseException, run_dir: Path, free: int) -> str:
     """Return which disk is full, and what to do."""
     named = error.filename if isinstance(error, OSError) else None
     folder = None if named is None else Path(os.fsdecode(named)).parent

@@ -25,7 +25,7 @@ from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import ALLOCATOR, RANK_ERROR, RANK_LOG
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import ERROR_TYPE, FULL_BYTES, free_bytes, full_disk_message, is_full_disk, release_reserve
+from distexp.runs.texts import FULL_BYTES, free_bytes, full_disk_error, is_full_disk, release_reserve
 from distexp.system.environment_variables import captured_environment
 from distexp.system.files import write_json
 from distexp.system.processes import die_with_parent, end_at_once
@@ -103,9 +103,8 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
 
     Libraries do not always name a full disk, so the free space is checked after a failed save.
     """
-    free = free_bytes(run_dir)
-    if is_full_disk(error) or (phase == "save" and free < FULL_BYTES):
-        return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
+    if is_full_disk(error) or (phase == "save" and free_bytes(run_dir) < FULL_BYTES):
+        return full_disk_error(error, run_dir, phase, rank)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
     place = None

@@ -90,29 +90,23 @@ def refuse_too_many_processes(cells: Sequence[Cell]) -> None:
 
 def process_memory_error(config: Config, memory_mib: float) -> str | None:
     """Return why the processes of a local run do not fit into the memory of this machine; None if they fit."""
-    cluster = config.cluster
+    cluster, processes = config.cluster, facts().processes
     workers = cluster.workers_per_node or 1
-    node_mib = _node_mib(workers)
-    if cluster.nodes * node_mib <= memory_mib:
+
+    def node_mib(workers: int) -> float:  # before any model
+        return processes.started_node_mib + workers * processes.started_worker_mib
+
+    if cluster.nodes * node_mib(workers) <= memory_mib:
         return None
     total = cluster.nodes * workers
-    needed, available = format_memory(cluster.nodes * node_mib), format_memory(memory_mib)
+    needed, available = format_memory(cluster.nodes * node_mib(workers)), format_memory(memory_mib)
+    advice = "use a larger machine"
+    for per_node in (1, workers):  # The most nodes that fit, better with as many workers each than with one.
+        if nodes := int(memory_mib // node_mib(per_node)):
+            fewer = "" if per_node == workers else f" cluster.workers_per_node={per_node}"
+            advice = f"use at most cluster.nodes={nodes}{fewer}"
     return (
         f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={workers} starts {total} workers on this "
         f"machine. Their processes need at least {needed} without any model, but it has {available}: "
-        f"{_what_fits(workers, memory_mib)}"
+        f"{advice}, or cluster=slurm on a cluster"
     )
-
-
-def _node_mib(workers: int) -> float:
-    """Return the memory of a node with so many workers, before any model."""
-    return facts().processes.started_node_mib + workers * facts().processes.started_worker_mib
-
-
-def _what_fits(workers: int, memory_mib: float) -> str:
-    """Return the most nodes that fit, with as many workers each or with one, and what else to use."""
-    for per_node in dict.fromkeys((workers, 1)):
-        if nodes := int(memory_mib // _node_mib(per_node)):
-            fewer = "" if per_node == workers else f" cluster.workers_per_node={per_node}"
-            return f"use at most cluster.nodes={nodes}{fewer}, or cluster=slurm on a cluster"
-    return "use a larger machine, or cluster=slurm on a cluster"
