@@ -73,7 +73,13 @@ class SlurmLauncher(Launcher):
             cluster.gpus_per_node = cluster.workers_per_node
         if cluster.cpus_per_worker is None:
             cluster.cpus_per_worker = CPUS_PER_WORKER
-        return _gpu_errors(cluster)
+        gpus, workers = cluster.gpus_per_node, cluster.workers_per_node
+        if cluster.device != "cuda" or gpus is None or gpus >= workers:
+            return []
+        return [
+            f"cluster.gpus_per_node={gpus} is less than cluster.workers_per_node={workers}, but every worker needs a "
+            "GPU: raise the first, lower the second, or choose cluster.device=cpu"
+        ]
 
     def check(self) -> None:
         """Check that Slurm is configured on this machine, and answers."""
@@ -126,13 +132,3 @@ class SlurmLauncher(Launcher):
 
         finished: FinishedRuns = {}
         follow(lambda: poll(sweep_dir, finished), len(self.claimed(sweep_dir)), sweep_dir, console)
-
-
-def _gpu_errors(cluster: ClusterConfig) -> list[str]:
-    gpus, workers = cluster.gpus_per_node, cluster.workers_per_node
-    if cluster.device != "cuda" or gpus is None or workers is None or gpus >= workers:
-        return []
-    return [
-        f"cluster.gpus_per_node={gpus} is less than cluster.workers_per_node={workers}, but every worker needs a GPU: "
-        "raise the first, lower the second, or choose cluster.device=cpu"
-    ]

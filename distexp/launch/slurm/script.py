@@ -28,15 +28,9 @@ class JobArray:
     snapshot: Path
     directories: tuple[str, ...]  # relative to sweep_dir
 
-    @property
-    def list_path(self) -> Path:
-        """JSON file that lists the run directories."""
-        return self.sweep_dir / SLURM / f"{self.name}.json"
-
-    @property
-    def script_path(self) -> Path:
-        """The sbatch file."""
-        return self.sweep_dir / SLURM / f"{self.name}.sbatch"
+    def path(self, suffix: str) -> Path:
+        """Return the sbatch file (``sbatch``), or the file that lists the run directories (``json``)."""
+        return self.sweep_dir / SLURM / f"{self.name}.{suffix}"
 
     def render(self) -> str:
         """Return the text of the sbatch file."""
@@ -46,7 +40,7 @@ class JobArray:
         if cluster.memory_gb is not None:
             memory = f"{math.ceil(cluster.memory_gb * 1024)}M"
         return render_sbatch(
-            command=f"{python} -u -m {task} {shlex.quote(str(self.list_path))}",
+            command=f"{python} -u -m {task} {shlex.quote(str(self.path('json')))}",
             folder=self.sweep_dir / SLURM,
             map_count=len(self.directories),
             array_parallelism=cluster.array_parallelism or len(self.directories),

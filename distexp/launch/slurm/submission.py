@@ -50,10 +50,10 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
     directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
     used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
     array = JobArray(f"array{used}", runs[0].spec.config, sweep_dir, snapshot, directories)
-    files.write_json(array.list_path, {"directories": directories})
-    array.script_path.write_text(array.render())
+    files.write_json(array.path("json"), {"directories": directories})
+    array.path("sbatch").write_text(array.render())
     try:
-        job = client.submit(array.script_path)
+        job = client.submit(array.path("sbatch"))
     except client.UnreachableError as error:
         raise OSError(
             f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with "
