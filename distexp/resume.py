@@ -17,7 +17,7 @@ from distexp.cli.arguments import OUTPUT_DIRS
 from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
 from distexp.config import Command, ConfigError
-from distexp.config.overrides import is_override, key_of, path_override, shell_quote
+from distexp.config.overrides import is_override, key_of, shell_quote, sweep_dir_override
 from distexp.guard.sweep_files import check_files, check_stored_command, check_working_directory, is_own_file
 from distexp.runs.record import choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.path.isdir(directory):
         os.chdir(directory)  # The relative paths of the command are relative to it.
     name = [] if command == Command.TRAIN else [str(command)]
-    return distexp([*name, *merged, path_override("hydra.sweep.dir", sweep_dir), "sweep.resume=true"])
+    return distexp([*name, *merged, sweep_dir_override(sweep_dir), "sweep.resume=true"])
 
 
 def read_command(sweep_dir: Path) -> tuple[Command, list[str], str]:
@@ -86,7 +86,7 @@ def read_command(sweep_dir: Path) -> tuple[Command, list[str], str]:
 
 def damaged_message(path: Path, reason: object) -> str:
     """Return the message for a command file that cannot be used."""
-    directory = shell_quote(path_override("hydra.sweep.dir", path.parent))
+    directory = shell_quote(sweep_dir_override(path.parent))
     return f"{path} is damaged ({reason}): repeat the command of the sweep with {directory} sweep.resume=true"
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from distexp.config import Config
 from distexp.exceptions import interruptions_kept
 from distexp.guard.config_files import CheckedConfigLoader
-from distexp.runs.predictions import Curve, remove_prediction, write_prediction
+from distexp.runs.predictions import Curve, write_prediction
 from distexp.runs.record import INVALID_ID
 from distexp.runs.record_sections import Predicted
 
@@ -43,10 +43,12 @@ class Cell:
 
     def write_prediction(self, directory: Path) -> None:
         """Write the prediction into the directory of the cell's run. Without one, remove that of an earlier attempt."""
-        if self.predicted is None:
-            remove_prediction(directory)
-        else:
-            write_prediction(directory, self.predicted, self.curve)
+        write_prediction(directory, self.predicted, self.curve)
+
+    def invalidate(self, error: str) -> None:
+        """Make a resolved cell invalid."""
+        self.errors, self.decided = [error], self.config
+        self.config, self.id = None, INVALID_ID
 
 
 MakeCell = Callable[[Sequence[str]], Cell]

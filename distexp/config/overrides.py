@@ -164,10 +164,10 @@ def copyable_override(text: str, *, may_sweep: bool = False) -> str:
     return f"{key}={_quote_for_hydra(value)}"
 
 
-def path_override(key: str, path: Path) -> str:
-    """Return an override that sets a key to a path, in quotes if Hydra would read its characters as something else."""
-    plain = f"{key}={path}"
-    return plain if SIMPLE.fullmatch(plain) else f"{key}={_quote_for_hydra(str(path))}"
+def sweep_dir_override(path: Path) -> str:
+    """Return the override that sets the directory of a sweep, in quotes if Hydra would read it as something else."""
+    plain = f"hydra.sweep.dir={path}"
+    return plain if SIMPLE.fullmatch(plain) else f"hydra.sweep.dir={_quote_for_hydra(str(path))}"
 
 
 def _parse(text: str) -> Override | None:

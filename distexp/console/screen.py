@@ -28,7 +28,7 @@ from distexp.console.sweep_table import InvalidCells
 from distexp.report.overview_table import build_exercise_tables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, TRIALS_LOG, log_path
+from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, TRIALS_LOG
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import failure_text
 from distexp.system.files import Tail, printable
@@ -151,7 +151,7 @@ class Screen:
             self.console,
             events=Tail(directory / EVENTS),
             metrics=Tail(directory / METRICS),
-            log=Tail(log_path(directory, 0, 0)),
+            log=Tail(RANK_LOG.path(directory, 0, 0)),
             operators=Tail(directory / OPERATORS),
         )
         if not self.console.is_terminal:

@@ -12,7 +12,7 @@ from distexp.config.keys import options_of
 from distexp.console.run_notes import COMPILE_MIN, build_message
 from distexp.doctor.machine import CheckResult, missing, ok, warning
 from distexp.doctor.software import TorchInfo
-from distexp.launch.operator_build import OperatorError, build_operators, current_environment, missing_operators
+from distexp.launch.node_setup import OperatorError, build_operators, current_environment, missing_operators
 from distexp.strategies.base import COMMUNICATION, shipped_strategies
 from distexp.strategies.zero.ds_operators import DEFAULT_OPERATORS
 from distexp.system.cache_dir import cache_dir

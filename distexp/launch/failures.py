@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,24 +16,14 @@ import psutil
 from distexp.config.overrides import join_first
 from distexp.measure.memory.sampler import run_traces
 from distexp.measure.stragglers import read_gpu_evidence
-from distexp.runs.attempts import read_rank_errors
-from distexp.runs.events import RankProgress, ranks_behind, read_phase_events, read_rank_progress
+from distexp.runs import attempts, texts
+from distexp.runs.events import ranks_behind, read_phase_events, read_rank_progress
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import (
-    EVENTS,
-    OOM_KILLS,
-    oom_mark_path,
-    oom_marks,
-    stopped_ranks_path,
-    stopped_ranks_paths,
-    worker_exits_paths,
-)
+from distexp.runs.run_dir import EVENTS, OOM_KILLS, OOM_MARK, STOPPED_RANKS, WORKER_EXITS
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import out_of_memory_status
+from distexp.system import files, processes
 from distexp.system.cgroups import oom_kills
-from distexp.system.files import write_json
-from distexp.system.processes import descendants
 
 PEER_LOSS = re.compile(
     r"connection (reset|closed|refused|was)|closed by peer|broken pipe|socket|timed? ?out|DistBackendError|NCCL",
@@ -49,18 +39,8 @@ class Cause(NamedTuple):
     error: RunError
 
 
-class SignalDeath(NamedTuple):
-    """A worker that died by a signal."""
-
-    rank: int
-    signal: int
-
-
 def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -> Cause:
-    """Return the status of a run that did not complete, and its cause.
-
-    ``codes`` has the exit code of each node's agent.
-    """
+    """Return the cause of a run that did not complete. ``codes`` has the exit code of each node's agent."""
     phase, cluster = current_phase(directory), spec.config.cluster
     if TIMEOUT_CODE in codes.values():
         limit = f"the run took longer than cluster.timeout_min={cluster.timeout_min:g}"
@@ -79,15 +59,16 @@ def classify_failure(directory: Path, codes: Mapping[int, int], spec: RunSpec) -
 
 def _worker_cause(directory: Path, phase: str | None) -> Cause:
     """Return the cause by the first error of a worker. Later errors are its consequences."""
-    first = next(iter(read_rank_errors(directory)), None)
+    first = next(iter(attempts.read_rank_errors(directory)), None)
     deaths = signal_deaths(directory)
     if deaths and (first is None or PEER_LOSS.search(first.message) or PEER_LOSS.search(first.type)):
-        return _signal_cause(directory, deaths[0].signal, f"rank {deaths[0].rank}", phase, deaths[0].rank)
+        rank, number = deaths[0]
+        return _signal_cause(directory, number, f"rank {rank}", phase, rank)
     if first is None:
-        codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in worker_ends(directory) if end["code"])
+        codes = ", ".join(f"rank {end['rank']}: {end['code']}" for end in _worker_ends(directory) if end["code"])
         message = f"no rank reported an error (exit codes: {codes or 'none'}): see logs/node*/*.log"
         return Cause("failed", RunError("WorkerDied", message, phase))
-    return Cause(out_of_memory_status(first.type, first.message) or "failed", first)
+    return Cause(texts.out_of_memory_status(first.type, first.message) or "failed", first)
 
 
 def _signal_cause(directory: Path, number: int, process: str, phase: str | None, rank: int | None = None) -> Cause:
@@ -100,18 +81,14 @@ def _signal_cause(directory: Path, number: int, process: str, phase: str | None,
     return Cause(status, RunError(name, f"{process} was terminated by {name}", phase, rank))
 
 
-def signal_deaths(directory: Path) -> list[SignalDeath]:
-    """Return the workers that died by a signal, the first one first.
-
-    Workers that were stopped because another one had failed are left out.
-    """
-    ends = [end for end in worker_ends(directory) if end["code"] < 0 and not end["stopped"]]
-    return [SignalDeath(end["rank"], -end["code"]) for end in ends]
+def signal_deaths(directory: Path) -> list[tuple[int, int]]:
+    """Return rank and signal of workers killed by signals, in order; not of those stopped after another had failed."""
+    return [(end["rank"], -end["code"]) for end in _worker_ends(directory) if end["code"] < 0 and not end["stopped"]]
 
 
-def worker_ends(directory: Path) -> list[dict[str, Any]]:
+def _worker_ends(directory: Path) -> list[dict[str, Any]]:
     """Return how the workers of all nodes ended, in the order of time."""
-    ends = [end for path in worker_exits_paths(directory) for end in json.loads(path.read_text())]
+    ends = [end for path in WORKER_EXITS.find(directory) for end in json.loads(path.read_text())]
     return sorted(ends, key=lambda end: float(end["unix_time_s"]))
 
 
@@ -137,10 +114,7 @@ STOPPED_CODE = SIGNAL_OFFSET + signal.SIGTERM
 
 
 def encode_group_code(code: int) -> int:
-    """Return the exit code of an agent whose workers have ended.
-
-    ``code`` is that of the parent process of the workers, negative for a signal.
-    """
+    """Return an agent's exit code from that of the parent process of its workers, negative for a signal."""
     if code == -signal.SIGTERM:
         return TERMINATED_CODE
     return code if code >= 0 else SIGNAL_OFFSET - code
@@ -153,23 +127,23 @@ def decode_group_signal(code: int) -> int | None:
     return code - SIGNAL_OFFSET if code > SIGNAL_OFFSET and code != STOPPED_CODE else None
 
 
-# Cause of a hang: the rank that the others wait for. Every agent looks at its own workers before it ends them, because
-# only a live process can be seen to be stopped. The process that writes the record adds the progress of all ranks.
-
 STACK_DUMP_S = 2.0
 """Time that workers get to write their stacks."""
 
 
 def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
-    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log."""
-    workers = descendants(group_pid, recursive=False)
+    """Write which workers of a node are stopped by a signal, and make every worker write its stacks to its log.
+
+    Every agent calls it before it ends its workers, because only a live process can be seen to be stopped.
+    """
+    workers = processes.descendants(group_pid, recursive=False)
     stopped_pids = set()
     for worker in workers:
         with suppress(psutil.NoSuchProcess):
             if worker.status() == psutil.STATUS_STOPPED:
                 stopped_pids.add(worker.pid)
     stopped = [progress.rank for progress in read_rank_progress(run_dir, node) if progress.pid in stopped_pids]
-    write_json(stopped_ranks_path(run_dir, node), stopped)
+    files.write_json(STOPPED_RANKS.path(run_dir, node), stopped)
     for worker in workers:
         worker.send_signal(signal.SIGUSR1)
     time.sleep(STACK_DUMP_S)
@@ -178,59 +152,43 @@ def inspect_workers(group_pid: int, run_dir: Path, node: int) -> None:
 def hang_error(run_dir: Path, phase: str | None, limit: str) -> RunError:
     """Return the error of a run without progress, with the phase and the rank that the others wait for."""
     progress = read_rank_progress(run_dir)
-    stopped = {rank for path in stopped_ranks_paths(run_dir) for rank in json.loads(path.read_text())}
+    stopped = {rank for path in STOPPED_RANKS.find(run_dir) for rank in json.loads(path.read_text())}
     culprits = [entry for entry in progress if entry.rank in stopped] or ranks_behind(progress)
-    message = f"{_describe(culprits, progress, stopped=bool(stopped))}: no step or new phase within {limit}. "
+    where = f": no step or new phase within {limit}. The stacks of {{}} ranks are in logs/node*/rank*.log"
     if not culprits:
-        where = phase or (progress[0].phase if progress else "setup")
-        return RunError("Hang", f"{message}The stacks of all ranks are in logs/node*/rank*.log", where)
-    first = culprits[0]
-    return RunError("Hang", f"{message}The stacks of the ranks are in logs/node*/rank*.log", first.phase, first.rank)
-
-
-def _describe(culprits: Sequence[RankProgress], progress: Sequence[RankProgress], *, stopped: bool) -> str:
-    if not progress:
-        return "no worker has started"
-    if not culprits:
-        return "all ranks wait at the same point"
+        reason = "all ranks wait at the same point" if progress else "no worker has started"
+        phase = phase or (progress[0].phase if progress else "setup")
+        return RunError("Hang", reason + where.format("all"), phase)
     verb = "is" if len(culprits) == 1 else "are"
     state = "stopped by a signal (SIGSTOP)" if stopped else "behind, and the other ranks wait"
-    return f"{join_first(map(str, culprits))} {verb} {state}"
-
-
-# Detection of processes that the kernel killed for memory during a run.
+    message = f"{join_first(map(str, culprits))} {verb} {state}{where.format('the')}"
+    return RunError("Hang", message, culprits[0].phase, culprits[0].rank)
 
 
 def save_counters(directory: Path) -> None:
     """Save the kernel's OOM counters at the start of a run, on the node that writes the record."""
-    write_json(directory / OOM_KILLS, oom_kills())
+    files.write_json(directory / OOM_KILLS, oom_kills())
 
 
 def mark_if_killed(directory: Path, node: int, before: Mapping[str, int]) -> None:
     """Leave a mark for the node that writes the record, if the OOM counter of this node has increased."""
     if _increased(before, oom_kills()):
         with suppress(OSError):  # The run has failed anyway, and has a signal as its cause then.
-            oom_mark_path(directory, node).touch()
+            OOM_MARK.path(directory, node).touch()
 
 
 def oom_killed(directory: Path) -> bool:
     """Return whether the kernel has killed a process of a run for memory, on this node or on one that left a mark."""
-    if oom_marks(directory):
+    if OOM_MARK.find(directory):
         return True
     path = directory / OOM_KILLS
     return path.exists() and _increased(json.loads(path.read_text()), oom_kills())
 
 
 def _increased(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Return whether the OOM counter of this cgroup has increased.
-
-    Without a cgroup, the machine's counter decides. It also counts the processes of other runs.
-    """
+    """Return whether the OOM counter of this cgroup has increased, or without one that of the machine."""
     name = "cgroup" if "cgroup" in before and "cgroup" in now else "machine"
     return now.get(name, 0) > before.get(name, now.get(name, 0))
-
-
-# Stragglers in the record: slow ranks with the evidence of their GPUs, and GPUs with a problem.
 
 
 def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -238,13 +196,13 @@ def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     if spec.config.cluster.device != "cuda" or not spec.config.measure.enabled:
         return
     evidence = read_gpu_evidence(run_traces(directory, spec.nodes), directory / EVENTS, spec.workers_per_node)
-    for entry in record.metrics.stragglers or []:
+    slow, hosts = record.metrics.stragglers or [], record.run.hosts
+    for entry in slow:
         found = evidence.get(entry["rank"])
         if found is not None:
             entry["gpu"] = found.index
             entry["evidence"] = "; ".join([entry["evidence"], *found.problems, *found.differences])
-    named = {entry["rank"] for entry in record.metrics.stragglers or []}
-    hosts = record.run.hosts
+    named = {entry["rank"] for entry in slow}
     entries = [
         {
             "rank": rank,
@@ -257,4 +215,4 @@ def add_evidence(record: RunRecord, spec: RunSpec, directory: Path) -> None:
         if found.problems and rank not in named
     ]
     if entries:
-        record.metrics.stragglers = [*(record.metrics.stragglers or []), *entries]
+        record.metrics.stragglers = [*slow, *entries]

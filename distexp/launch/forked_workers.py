@@ -48,10 +48,8 @@ class ForkedWorkers:
     ) -> ForkedWorkers:
         """Request the workers from the shared process, and wait until its imports are done.
 
-        ``limit`` returns the exit code of an agent that has exceeded a limit, or None.
-
-        Raises:
-            NotStartedError: the process has ended, or a limit is exceeded.
+        Raise NotStartedError if the process has ended, or if ``limit`` returns an exit code, because a limit is
+        exceeded.
         """
         channel = socket.socket(fileno=descriptor)
         channel.set_inheritable(False)

@@ -22,7 +22,7 @@ from distexp.config.keys import conf_dir, options_of
 from distexp.resolve.resources import LauncherTraits, find_launcher
 from distexp.runs.run_dir import COMMAND, SPEC
 from distexp.runs.run_state import RunState
-from distexp.system.files import PACKAGE, read_json
+from distexp.system.files import PACKAGE, read_json, read_or_none
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -83,17 +83,14 @@ class Launcher(LauncherTraits):
     def check(self) -> None:
         """Check what would stop the start of every run, before anything is predicted.
 
-        Raises:
-            ConfigError: The command cannot start runs on this machine.
-            OSError: A service does not answer.
+        Raise ConfigError if the command cannot start runs on this machine, or OSError if a service does not answer.
         """
 
     @abstractmethod
     def start(self, sweep: Sweep) -> list[JobReturn]:
         """Run all cells, or queue them. Each run gets a directory with ``spec.json`` and, at its end, ``record.json``.
 
-        Raises:
-            SweepFailedError: At the end, if a run failed.
+        Raise SweepFailedError at the end, if a run failed.
         """
 
     def print_dry_run(self, sweep: Sweep) -> None:
@@ -116,18 +113,12 @@ class Launcher(LauncherTraits):
 
     @abstractmethod
     def cancel(self, sweep_dir: Path, runs: Sequence[ExistingRun]) -> Cancelled:
-        """End the runs of a sweep that this launcher has started, and wait for their records.
-
-        Raises:
-            CancelError: No run was cancelled.
-        """
+        """End runs that this launcher has started, and wait for their records. Raise CancelError if none was ended."""
 
     def follow(self, sweep_dir: Path, console: Console) -> None:
         """Show the runs of a queue until all have ended.
 
-        Raises:
-            SweepFailedError: A run failed.
-            MonitoringInterrupted: On Ctrl-C; the runs continue.
+        Raise SweepFailedError if a run failed, or MonitoringInterrupted on Ctrl-C; the runs then continue.
         """
         from distexp.launch.queued_runs import follow
         from distexp.runs.spec import ExistingRuns
@@ -161,10 +152,10 @@ class UnknownLauncher(Launcher):
 
 
 def launchers_of(sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[tuple[Launcher, list[ExistingRun]]]:
-    """Return each launcher that has started runs of a sweep, with these runs.
+    """Return each launcher that has started runs of a sweep, with these runs, by their ``spec.json``.
 
-    The ``spec.json`` of a run names its launcher. Runs that no other launcher knows are those of ``cluster=local``. For
-    these, the files in their directories decide.
+    Runs that no other launcher knows are those of ``cluster=local``. The files in their directories decide their
+    states.
     """
     found: list[tuple[Launcher, list[ExistingRun]]] = []
     left = list(runs)
@@ -174,8 +165,9 @@ def launchers_of(sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[tuple[Lau
             left = [run for run in left if run.number not in numbers]
     by_target: dict[str, list[ExistingRun]] = defaultdict(list)
     for run in left:  # The record of a run that has ended is enough.
-        target = _foreign_target(run.directory) if run.status is None else ""
-        by_target[target or ClusterConfig._target_].append(run)
+        stored = read_or_none(run.directory / SPEC, "config", "cluster", "_target_") if run.status is None else None
+        is_foreign = isinstance(stored, str) and not stored.startswith(f"{PACKAGE.name}.")
+        by_target[str(stored if is_foreign else ClusterConfig._target_)].append(run)
     return [*found, *((_stored_launcher(sweep_dir, target), own) for target, own in by_target.items())]
 
 
@@ -187,15 +179,6 @@ def shipped_launchers() -> tuple[Launcher, ...]:
     options = (OmegaConf.load(conf_dir() / "cluster" / f"{name}.yaml") for name in options_of("cluster"))
     targets = dict.fromkeys(option.cluster._target_ for option in options)
     return tuple(find_launcher(target, (), Launcher) for target in targets)  # type: ignore[type-abstract]
-
-
-def _foreign_target(run_dir: Path) -> str:
-    """Return the launcher of another package that the spec of a run names; empty if it names none."""
-    try:
-        target = read_json(run_dir / SPEC)["config"]["cluster"]["_target_"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return target if isinstance(target, str) and not target.startswith(f"{PACKAGE.name}.") else ""
 
 
 def _stored_launcher(sweep_dir: Path, target: str) -> Launcher:

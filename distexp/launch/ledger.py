@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
 from distexp.runs.run_dir import LEDGER
-from distexp.system.files import read_entries
-from distexp.system.typed_values import parse_dataclass
+from distexp.system import files, typed_values
 
 JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 """A Slurm job as ARRAY_INDEX. Anything else could be an option of Slurm's commands."""
@@ -52,14 +51,11 @@ def append(sweep_dir: Path, entries: Iterable[Entry]) -> None:
 
 
 def read(sweep_dir: Path) -> list[Entry]:
-    """Read all entries, the oldest first; a sweep that ran on one machine has none.
-
-    Entries that no distexp writes are left out, because another program may have written them.
-    """
+    """Read all entries, the oldest first, without those that no distexp writes; a sweep on one machine has none."""
     found = []
-    for raw in read_entries(sweep_dir / LEDGER):
+    for raw in files.read_entries(sweep_dir / LEDGER):
         try:
-            entry = parse_dataclass(Entry, raw)
+            entry = typed_values.parse_dataclass(Entry, raw)
         except (TypeError, ValueError):
             continue
         if _is_valid(sweep_dir, entry):

@@ -16,21 +16,12 @@ from distexp.compose.cells import Cell, MakeCell
 from distexp.config import Config, ConfigError
 from distexp.config.model_checks import searches_micro_batch, with_micro_batch
 from distexp.config.overrides import copyable_command, format_override, key_of
+from distexp.plan import verdict
 from distexp.plan.command import SLOW_S, show_predictions, show_search
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import candidate_overrides
 from distexp.plan.planned_cells import search_of
 from distexp.plan.planner import Planner, parallel_processes, read_estimate
-from distexp.plan.verdict import (
-    DOES_NOT_FIT,
-    LARGER_MACHINE,
-    TOO_CLOSE,
-    available_mib,
-    describe_verdict,
-    memory_to_fit_mib,
-    predict,
-)
-from distexp.runs.record import INVALID_ID
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
@@ -48,8 +39,7 @@ MAX_SEARCHED_CELLS = 4
 def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
     """Predict the memory of the cells. With ``plan=check`` a cell that cannot fit becomes invalid.
 
-    Raises:
-        ConfigError: if there is one cell only, and it cannot fit.
+    Raise ConfigError if there is one cell only, and it cannot fit.
     """
     with planner or Planner() as source:
         checked = [cell for cell in cells if _mode(cell) == CHECK]
@@ -59,7 +49,7 @@ def predict_runs(cells: Sequence[Cell], make: MakeCell, planner: Planner | None 
                 _store_prediction(cell, cached)
         for cell in cells:
             _warn_about_memory(cell)
-        misfits = [cell for cell in checked if cell.predicted is not None and cell.predicted.verdict == DOES_NOT_FIT]
+        misfits = [cell for cell in checked if cell.predicted and cell.predicted.verdict == verdict.DOES_NOT_FIT]
         _invalidate(misfits, make, source)
     if len(cells) == 1 and cells[0].errors:
         raise ConfigError(cells[0].errors)
@@ -92,21 +82,20 @@ def _config(cell: Cell) -> Config:
 
 
 def _store_prediction(cell: Cell, estimate: Estimate) -> None:
-    cell.predicted = predict(estimate, memory_to_fit_mib(_config(cell)))
+    cell.predicted = verdict.predict(estimate, verdict.memory_to_fit_mib(_config(cell)))
     cell.curve = estimate.curve
 
 
 def _warn_about_memory(cell: Cell) -> None:
-    """Warn if the memory of a cell is not known, or may not be enough."""
     predicted = cell.predicted
     if predicted is None:
         return
-    if available_mib(predicted) is None and _mode(cell) == CHECK:
+    if verdict.available_mib(predicted) is None and _mode(cell) == CHECK:
         _warn(cell, UNKNOWN_HOST if _config(cell).cluster.device == "cpu" else UNKNOWN_GPU)
     elif predicted.verdict is None and _mode(cell) == CHECK:
         _warn(cell, f"it is not checked: {'; '.join(predicted.notes)}")
-    elif predicted.verdict == TOO_CLOSE or (predicted.verdict == DOES_NOT_FIT and _mode(cell) == WARN):
-        _warn(cell, f"{describe_need(predicted)}: {describe_verdict(predicted)}")
+    elif predicted.verdict == verdict.TOO_CLOSE or (predicted.verdict == verdict.DOES_NOT_FIT and _mode(cell) == WARN):
+        _warn(cell, f"{describe_need(predicted)}: {verdict.describe_verdict(predicted)}")
 
 
 def _warn(cell: Cell, text: str) -> None:
@@ -117,7 +106,7 @@ def _warn(cell: Cell, text: str) -> None:
 def describe_need(predicted: Predicted) -> str:
     """Return how much memory a run needs, and how much its GPU has."""
     owner = "GPU" if predicted.host_memory_mib is None else "machine"
-    available = f"the {owner} has {format_memory(available_mib(predicted) or 0.0)}"
+    available = f"the {owner} has {format_memory(verdict.available_mib(predicted) or 0.0)}"
     if predicted.required_mib is None:
         return f"the model states need {format_memory(sum(predicted.parts.values()))}, and {available}"
     peak = f"peak of {format_memory(predicted.peak_allocated_mib or 0.0)} in phase {predicted.phase}"
@@ -130,17 +119,13 @@ def _invalidate(cells: Sequence[Cell], make: MakeCell, planner: Planner) -> None
     for cell in cells:
         assert cell.predicted is not None
         hint = _hint(cell, make, planner, start) if search else "distexp plan shows what would fit"
-        cell.errors = [f"plan=check: {describe_need(cell.predicted)}: {hint}, or run it anyway with plan=warn"]
-        cell.config, cell.decided, cell.id = None, cell.config, INVALID_ID
+        cell.invalidate(f"plan=check: {describe_need(cell.predicted)}: {hint}, or run it anyway with plan=warn")
 
 
 def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
-    """Return the smallest change that makes a cell fit.
-
-    ``start`` is the time at which the first search of the command started.
-    """
+    """Return the smallest change that makes a cell fit. ``start``: time of the first search of the command."""
     assert cell.predicted is not None
-    larger = LARGER_MACHINE[_config(cell).cluster.device]
+    larger = verdict.LARGER_MACHINE[_config(cell).cluster.device]
     if cell.predicted.required_mib is None:  # Its variants cannot be traced either.
         return larger
     prediction_s, limit_s = cell.predicted.seconds or 0.0, _config(cell).plan.search_timeout_s
@@ -163,33 +148,20 @@ def _hint(cell: Cell, make: MakeCell, planner: Planner, start: float) -> str:
     return f"use {' '.join(best.overrides)} (needs {format_memory(best.estimate.required_mib or 0.0)})"
 
 
-def _is_predicted(cell: Cell) -> bool:
-    """Return whether a cell may be predicted. If not, its run does not wait for the import of the planner."""
-    if cell.config is None or cell.config.plan.name == "off":
-        return False
-    with suppress(ConfigError):  # Without a home directory there is no cache.
-        return cell.config.plan.name == CHECK or (cache_dir() / "plan").is_dir()
-    return False
-
-
 def predict_before_start(cells: Sequence[Cell], make: MakeCell) -> None:
-    """Predict the memory of cells if that is requested, or if predictions are cached.
-
-    Raises:
-        ConfigError: with ``plan=check``, if there is one cell only, and it cannot fit.
-    """
-    if any(_is_predicted(cell) for cell in cells):
+    """Predict the memory of cells if that is requested, or if predictions are cached. It raises as ``predict_runs``."""
+    modes = {cell.config.plan.name for cell in cells if cell.config is not None} - {"off"}
+    has_cache = False
+    with suppress(ConfigError):  # Without a home directory there is no cache.
+        has_cache = (cache_dir() / "plan").is_dir()
+    if CHECK in modes or (modes and has_cache):
         predict_runs(cells, make)
-
-
-# What would have made a run fit that was out of GPU memory: a change that was predicted before, or the command.
 
 
 def add_advice(memory: dict[str, Any], spec: RunSpec, directory: Path) -> None:
     """Add ``would_fit`` and ``command`` to a report of GPU memory. Nothing is traced, because that takes seconds.
 
-    Raises:
-        ValueError: if the report lacks a value, or has another type.
+    Raise ValueError if the report lacks a value, or has another type.
     """
     reserved, free, total = (_number(memory, key) for key in ("reserved_mib", "free_mib", "total_mib"))
     config = spec.config
@@ -209,10 +181,7 @@ def _number(memory: dict[str, Any], key: str) -> float:
 
 
 def predicted_change(config: Config, usable_mib: float) -> list[str]:
-    """Return the overrides of the smallest change that fits, by a prediction in the cache; empty if there is none.
-
-    ``usable_mib`` is the memory that torch had, and what was free.
-    """
+    """Return the overrides of the smallest change that fits into memory, by a cached prediction; empty without one."""
     for overrides in candidate_overrides(config):
         changed = apply_overrides(config, overrides)
         estimate = read_estimate(changed) if changed is not None else None
@@ -223,10 +192,7 @@ def predicted_change(config: Config, usable_mib: float) -> list[str]:
 
 
 def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
-    """Return a copy with other options of the training, or of a custom strategy; None for others.
-
-    The resolution must complete those.
-    """
+    """Return a copy with other options of the training or a custom strategy; None for others; they need ``resolve``."""
     changed = copy.deepcopy(config)
     places = {"train": vars(changed.train), "strategy.options": changed.strategy.options}
     for override in overrides:
@@ -242,10 +208,7 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
 
 
 def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
-    """Return the command that predicts a run and what would fit.
-
-    ``size`` is the micro-batch; None if the search found none. Then the command has 1, the smallest.
-    """
+    """Return the command that predicts a run and what would fit. ``size`` is the micro-batch; None if none fits."""
     is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
     memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"]
     dropped = ("plan.gpu", "plan.search_timeout_s", "plan=")

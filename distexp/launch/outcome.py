@@ -10,29 +10,24 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distexp.checkpoints.folder import remove_unfinished
 from distexp.explain.explanation import explain
-from distexp.launch.failures import add_evidence, classify_failure, current_phase
-from distexp.launch.operator_build import worker_environment
+from distexp.launch import failures, node_setup
 from distexp.measure.memory.sampler import run_traces, summarize_run
 from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
-from distexp.runs import attempts
-from distexp.runs.events import last_value, resume_changes
-from distexp.runs.predictions import read_prediction
+from distexp.runs import attempts, events, predictions, step_files, texts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
-from distexp.runs.run_dir import DISK_RESERVE, EVENTS, PREFLIGHT, RECORD, RESULT, SPEC, allocator_paths, find_log
+from distexp.runs.run_dir import ALLOCATOR, DISK_RESERVE, EVENTS, PREFLIGHT, RANK_LOG, RECORD, RESULT, SPEC
 from distexp.runs.run_state import last_activity
 from distexp.runs.spec import RunSpec
-from distexp.runs.step_files import add_search
-from distexp.runs.texts import join_errors, name_folder, release_reserve
 from distexp.strategies.base import load_strategy
 from distexp.system.environment_variables import select_variables
 
@@ -51,17 +46,14 @@ def add_traces(record: RunRecord, spec: RunSpec, directory: Path) -> None:
         measure_energy(traces, directory / EVENTS) if spec.config.measure.enabled else TraceEnergy(),
         spec.config.cluster,
         duration_s=record.run.duration_s,
-        samples=last_value(directory, "measured_samples"),
-        tokens=last_value(directory, "measured_tokens"),
+        samples=events.last_value(directory, "measured_samples"),
+        tokens=events.last_value(directory, "measured_tokens"),
     )
-    add_evidence(record, spec, directory)
+    failures.add_evidence(record, spec, directory)
 
 
 def add_explanation(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add the bottleneck of the profiled step, if there is one, with the advice of the strategy.
-
-    Its advice depends on the measured memory, so call it after ``add_traces``.
-    """
+    """Add the bottleneck of the profiled step, if there is one, with the advice of the strategy."""
     found = explain(record, load_strategy(spec.config)) if record.metrics.step_breakdown else None
     record.metrics.explanation = None if found is None else found.to_json()
 
@@ -74,14 +66,14 @@ def start_attempt(spec: RunSpec, directory: Path, job_id: str | None = None, hos
     """Register an attempt, write the spec for its workers, and reserve disk space for the record."""
     attempts.register_attempt(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
     spec.write(directory)
-    with name_folder(directory):
+    with texts.name_folder(directory):
         reserve = directory / DISK_RESERVE
         try:
             reserve.mkdir(exist_ok=True)
             for number in range(RESERVED_FILES):
                 (reserve / str(number)).write_bytes(b"\0" * RESERVED_FILE_BYTES)
         except OSError:
-            release_reserve(directory)
+            texts.release_reserve(directory)
             raise
 
 
@@ -100,18 +92,23 @@ def finalize_run(
     ``started`` and ``ended`` are in Unix seconds; the default of ``ended`` is now. ``stopped`` is why the run was
     stopped from outside, if it was.
     """
-    release_reserve(directory)
+    texts.release_reserve(directory)
     with suppress(OSError):  # Nothing needs the rest of a checkpoint, but it may fill the disk.
         remove_unfinished(directory)
     record = read_record(directory / RESULT) if all(code == 0 for code in codes.values()) else None
     if record is None and stopped is not None:
-        error = RunError("Stopped", stopped, current_phase(directory))
+        error = RunError("Stopped", stopped, failures.current_phase(directory))
         record = failed_record(spec, directory, stopped_status, error, started, ended=ended)
     elif record is None:
-        cause = classify_failure(directory, codes, spec)
+        cause = failures.classify_failure(directory, codes, spec)
         record = failed_record(spec, directory, cause.status, cause.error, started, ended=ended)
-    complete(record, spec, directory)
-    attempts.finalize(record)
+    for add, failed in STEPS.items():
+        try:
+            add(record, spec, directory)
+        except Exception as failure:  # The record matters more.
+            reason = f"{type(failure).__name__}: {failure}"
+            print(f"distexp: {failed.format(directory=directory)}: {reason}", file=sys.stderr)
+    attempts.record_attempt_end(record)
     record.write(directory)
     return record
 
@@ -126,23 +123,6 @@ def finalize_dead_run(directory: Path, launcher: int) -> None:
             why = f"its launcher (process {launcher}) and its agent were killed together, as by kill -9"
             started = (directory / SPEC).stat().st_mtime
             finalize_run(RunSpec.read(directory), directory, {}, started, why, ended=last_activity(directory))
-
-
-def complete(record: RunRecord, spec: RunSpec, directory: Path) -> None:
-    """Add to a record what each step knows. A step that fails prints why: the record matters more."""
-    for step in STEPS:
-        try:
-            step.add(record, spec, directory)
-        except Exception as failure:
-            reason = f"{type(failure).__name__}: {failure}"
-            print(f"distexp: {step.failed.format(directory=directory)}: {reason}", file=sys.stderr)
-
-
-class Step(NamedTuple):
-    """A step between the classification of a run and the writing of its record."""
-
-    failed: str  # What is missing if it fails, for a message.
-    add: Callable[[RunRecord, RunSpec, Path], None]
 
 
 def add_advice(record: RunRecord, spec: RunSpec, directory: Path) -> None:
@@ -161,17 +141,17 @@ def add_strategy(record: RunRecord, spec: RunSpec, directory: Path) -> None:
 
 def add_prediction(record: RunRecord, spec: RunSpec, directory: Path) -> None:
     """Add the memory that was predicted before the start."""
-    record.predicted = read_prediction(directory)
+    record.predicted = predictions.read_prediction(directory)
 
 
-STEPS = (
-    Step("{directory} has no advice in its record", add_advice),
-    Step("{directory} has no memory or energy in its record", add_traces),
-    Step("the record has no strategy section", add_strategy),
-    Step("the profiled step has no explanation", add_explanation),  # Its advice depends on the measured memory.
-    Step("{directory} has no prediction in its record", add_prediction),
-)
-"""What completes a record, in this order."""
+STEPS = {
+    add_advice: "{directory} has no advice in its record",
+    add_traces: "{directory} has no memory or energy in its record",
+    add_strategy: "the record has no strategy section",
+    add_explanation: "the profiled step has no explanation",  # Its advice depends on the measured memory.
+    add_prediction: "{directory} has no prediction in its record",
+}
+"""What completes a record, in this order, with the message if it fails."""
 
 
 def read_record(path: Path) -> RunRecord | None:
@@ -190,19 +170,19 @@ def failed_record(
     ``started`` and ``ended`` are in Unix seconds. The first is None if the run never started, or not on this machine.
     """
     run, device = spec.run, spec.config.cluster.device
-    if error.rank is not None and (log := find_log(directory, error.rank)) is not None:
-        error.log = str(log)
+    if error.rank is not None and (logs := RANK_LOG.find(directory, rank=error.rank)):
+        error.log = str(logs[0].relative_to(directory))
     variables = {}
     if started is not None:
         run.started_at = datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds")
         run.duration_s = (ended or time.time()) - started
         run.hosts = run.attempts[-1]["hosts"] if run.attempts else [socket.gethostname()]
-        attempts.record_resume(run, last_value(directory, "resumed_from_step"), resume_changes(directory))
-        variables = select_variables(worker_environment(spec, node=0))
+        attempts.record_resume(run, events.last_value(directory, "resumed_from_step"), events.resume_changes(directory))
+        variables = select_variables(node_setup.worker_environment(spec, node=0))
     environment = make_environment(on_gpu=device == "cuda", variables=variables)
     record = RunRecord(status=status, run=run, config=asdict(spec.config), error=error, environment=environment)
-    record.memory["torch"] = [json.loads(path.read_text()) for path in allocator_paths(directory)]
-    add_search(record, directory)
+    record.memory["torch"] = [json.loads(path.read_text()) for path in ALLOCATOR.find(directory)]
+    step_files.add_search(record, directory)
     return record
 
 
@@ -212,6 +192,6 @@ def invalid_record(run: RunInfo, config: dict[str, Any], errors: list[str]) -> R
         status="invalid",
         run=run,
         config=config,
-        error=RunError("ConfigError", join_errors(errors), errors=errors),
+        error=RunError("ConfigError", texts.join_errors(errors), errors=errors),
         environment=make_environment(on_gpu=True),
     )

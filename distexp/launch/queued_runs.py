@@ -19,12 +19,11 @@ from distexp.console.screen import Screen
 from distexp.console.sweep_table import InvalidCells, Row, describe_state, state_key, states_table
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, GitState, assign_run_dirs, write_invalid
-from distexp.runs import attempts
+from distexp.runs import attempts, texts
 from distexp.runs.record import FAILURES, RunRecord, read_records
 from distexp.runs.run_dir import HYDRA
 from distexp.runs.run_state import RunState
 from distexp.runs.spec import DONE, ExistingRun, RunSpec
-from distexp.runs.texts import failure_text, join_errors
 from distexp.tables.columns import print_plain, show_progress
 
 
@@ -46,10 +45,7 @@ def prepare_runs(
     resume: bool,
     snapshot: str | None = None,
 ) -> Iterator[PreparedRun]:
-    """Give each cell its directory, and write the spec of its run; of an invalid cell write its record.
-
-    ``active`` has the numbers of the runs that are in the queue, or run.
-    """
+    """Give each cell its directory, and write the spec of its run, or the record if it is invalid. Skip active runs."""
 
     def should_skip(run: ExistingRun) -> bool:
         skipped = run.number in active or run.status in DONE
@@ -65,7 +61,7 @@ def prepare_runs(
             prepared = prepare_run(run)
             advance()
             if isinstance(prepared, RunRecord):
-                invalid.print(run.info.number, failure_text(prepared))
+                invalid.print(run.info.number, texts.failure_text(prepared))
             else:
                 yield prepared
 
@@ -100,7 +96,7 @@ class InvalidPrinter:
     """Printer of why cells are invalid: one line for all cells with the same reason."""
 
     def __init__(self, cells: Sequence[Cell], console: Console, prefix: str = "") -> None:
-        self._reasons = InvalidCells(join_errors(cell.errors) for cell in cells if cell.config is None)
+        self._reasons = InvalidCells(texts.join_errors(cell.errors) for cell in cells if cell.config is None)
         self._console, self._prefix = console, prefix
 
     def print(self, number: int, reason: str) -> None:
@@ -114,11 +110,9 @@ FAST_POLLING_S, FAST_POLL_S, SLOW_POLL_S = 120.0, 2.0, 10.0
 
 
 def follow(poll: Callable[[], Sequence[RunState]], total: int, sweep_dir: Path, console: Console) -> None:
-    """Show every run until the last has ended.
+    """Show every run until the last has ended. Raise SweepFailedError if a run failed.
 
-    Raises:
-        SweepFailedError: If a run failed.
-        MonitoringInterrupted: On Ctrl-C; the jobs continue. The finished runs and a hint are printed.
+    On Ctrl-C, print the finished runs and a hint, and raise MonitoringInterrupted. The jobs continue.
     """
     try:
         poll_until_done(poll, console, {})
@@ -136,10 +130,7 @@ def follow(poll: Callable[[], Sequence[RunState]], total: int, sweep_dir: Path, 
 
 
 def poll_until_done(poll: Callable[[], Sequence[RunState]], console: Console, printed: dict[int, str]) -> None:
-    """Show the runs of a sweep until all have ended.
-
-    ``printed`` has the key of each run's last printed state, by number. It is updated.
-    """
+    """Show the runs of a sweep until all have ended. ``printed`` gets the key of each run's last printed state."""
     started = time.monotonic()
     with Live(console=console, transient=True, auto_refresh=False) as live:
         while True:
@@ -164,11 +155,7 @@ def print_changes(runs: Sequence[RunState], printed: dict[int, str], console: Co
 
 
 def print_summary(sweep_dir: Path) -> None:
-    """Print the panel of a single run, or the table of several.
-
-    Raises:
-        SweepFailedError: If a run failed.
-    """
+    """Print the panel of a single run, or the table of several. Raise SweepFailedError if a run failed."""
     found = read_records(sweep_dir)
     screen = Screen(total=len(found.stored), sweep_dir=sweep_dir)
     if len(found.stored) == 1:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,11 @@ from distexp.config.overrides import format_override, join_first, suggest_comman
 from distexp.guard.sweep_files import check_files, remember_file
 from distexp.launch.outcome import invalid_record
 from distexp.resolve import without_hydra
-from distexp.runs.attempts import sweep_lock
+from distexp.runs import attempts, texts
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN, PREDICTED
 from distexp.runs.spec import ExistingRun, ExistingRuns, unmatched_message
-from distexp.runs.texts import name_folder
 from distexp.system.files import PACKAGE, write_json
 
 
@@ -83,10 +82,7 @@ def assign_run_dirs(
     resume: bool,
     snapshot: str | None = None,
 ) -> Iterator[AssignedRun]:
-    """Yield each cell to run with its number and directory, which is claimed at that moment.
-
-    A cell with an existing run keeps the number and directory of that run.
-    """
+    """Yield each cell to run with its number and directory, claimed at that moment, or those of its existing run."""
     existing = ExistingRuns.read(sweep_dir) if resume else ExistingRuns()
     infos = [make_run_info(cell, 0, code, snapshot) for cell in cells]
     matches = existing.match(infos)
@@ -125,11 +121,9 @@ class ClaimedDir(NamedTuple):
 def claim_run_dir(directory_of: Callable[[int], Path], first: int, *, resume: bool) -> ClaimedDir:
     """Claim the first free run directory by creating its ``.hydra`` folder.
 
-    Creating a folder is atomic, so two commands never share a run directory. ``resume`` changes the message only.
-
-    Raises:
-        ConfigError: if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
-            contains files of something else.
+    Creating a folder is atomic, so two commands never share a run directory. ``resume`` changes the message only. Raise
+    ConfigError if every number has the same directory (``hydra.run.dir``), and it is taken, or if the directory
+    contains files of something else.
     """
     for number in itertools.count(first):
         directory = directory_of(number)
@@ -164,23 +158,18 @@ def _taken_message(directory: Path, *, resume: bool) -> str:
     )
 
 
-# The directory of a sweep: its creation, its lock, and the files from which it can be resumed.
-
-
 @contextmanager
 def locked_sweep_dir(master: DictConfig, cells: int) -> Iterator[Path]:
     """Create the directory of a sweep, and lock it during the block.
 
     It gets Hydra's ``multirun.yaml``, and the command line for ``distexp resume``. Those of a resumed sweep are kept.
-
-    Raises:
-        ConfigError: a foreign sweep contains links that lead out of it, or another command runs a sweep there.
+    Raise ConfigError if links lead out of a foreign sweep, or if another command runs a sweep there.
     """
     chosen = any(text.startswith("hydra.sweep.dir=") for text in master.hydra.overrides.hydra)
     if master.sweep.resume:
         check_files(Path(master.hydra.sweep.dir))
     sweep_dir = claim_sweep_dir(Path(master.hydra.sweep.dir), chosen_by_user=chosen)
-    with name_folder(sweep_dir), sweep_lock(sweep_dir):
+    with texts.name_folder(sweep_dir), attempts.sweep_lock(sweep_dir):
         if not (sweep_dir / MULTIRUN).exists():
             OmegaConf.save(master, sweep_dir / MULTIRUN)
         if not (sweep_dir / COMMAND).exists():
@@ -198,20 +187,15 @@ def claim_sweep_dir(wanted: Path, *, chosen_by_user: bool) -> Path:
         return wanted
     for attempt in itertools.count(1):
         candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
-        try:
+        with suppress(FileExistsError):
             candidate.mkdir()
-        except FileExistsError:
-            continue
-        return candidate
+            return candidate
     raise AssertionError("unreachable")
-
-
-# Git state of the code that runs: it goes into each record, so that a result can be traced to a commit.
 
 
 @dataclass(frozen=True)
 class GitState:
-    """Commit of the code, and whether the code has uncommitted changes; None outside a checkout."""
+    """Commit of the code for the records, and whether it has uncommitted changes; None outside a checkout."""
 
     sha: str | None = None
     dirty: bool | None = None

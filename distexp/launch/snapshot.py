@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from functools import partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
@@ -39,24 +40,20 @@ class Snapshot:
 def take_snapshot(sweep_dir: Path, trusted: Sequence[str], warn: Callable[[str], None]) -> Snapshot:
     """Copy the code to the sweep directory, or find an existing snapshot of the same code.
 
-    A snapshot of another user is never taken, because its files may differ from what its marker states.
-    Files that may be secrets and large files are left out.
-
-    Raises:
-        ConfigError: if there is too much to copy.
+    A snapshot of another user is never taken, because its files may differ from what its marker states. Files that may
+    be secrets and large files are left out. Raise ConfigError if there is too much to copy.
     """
     root = git_root(PACKAGE)
-    files = select_files(PACKAGE, root, sweep_dir, trusted)
-    git, digest = git_state(root), _digest(files.copied)
+    copied, omitted = _select_files(root, sweep_dir, trusted)
+    git, digest = git_state(root), _digest(copied)
     folder = _folder_for(digest, sweep_dir)
     if not folder.exists():
-        if files.omitted:
-            shown = ", ".join(f"{name} ({reason})" for name, reason in files.omitted.items())
+        if omitted:
+            shown = ", ".join(f"{name} ({reason})" for name, reason in omitted.items())
             warn(f"not copied for the jobs: {shown}")
-        marker = {"digest": digest, **asdict(git), "taken_at": time.time(), "left_out": files.omitted}
-        _copy(files.copied, folder, marker)
+        _copy(copied, folder, {"digest": digest, **asdict(git), "taken_at": time.time(), "left_out": omitted})
         remember_file(folder / SNAPSHOT_MARKER)
-        _write_info(root, git, folder, files.omitted)
+        _write_info(root, git, folder, omitted)
     return Snapshot(folder, git)
 
 
@@ -90,10 +87,7 @@ def _copy(files: Mapping[str, Path], folder: Path, marker: Mapping[str, object])
 
 
 def _write_info(root: Path | None, git: GitState, folder: Path, omitted: Iterable[str]) -> None:
-    """Write the git state and the installed packages to ``<snapshot>.info``.
-
-    The difference to the commit has none of the omitted files.
-    """
+    """Write the git state, changes of the copied files, and the installed packages to ``<snapshot>.info``."""
     info = folder.with_name(f"{folder.name}.info")
     info.mkdir(exist_ok=True)
     write_json(info / "git.json", asdict(git))
@@ -102,9 +96,8 @@ def _write_info(root: Path | None, git: GitState, folder: Path, omitted: Iterabl
         excluded = [f":(exclude,literal){(base / name).as_posix()}" for name in omitted]
         difference = run_git(root, "diff", "--binary", "HEAD", "--", ".", *excluded)
         (info / "uncommitted.diff").write_text(difference or "")
-    packages = {
-        f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions() if item.metadata["Name"]
-    }
+    named = (item for item in metadata.distributions() if item.metadata["Name"])
+    packages = {f"{item.metadata['Name']}=={item.version}" for item in named}
     (info / "pip-freeze.txt").write_text("\n".join(sorted(packages, key=str.lower)) + "\n")
 
 
@@ -113,33 +106,24 @@ INSTALLED = ("site-packages", "dist-packages")
 """Folders of installed libraries."""
 
 
-@dataclass(frozen=True)
-class SnapshotFiles:
-    """Files of the code."""
-
-    copied: dict[str, Path]  # Path on disk by path in the snapshot.
-    omitted: dict[str, str]  # Why a file is left out, by its path in the snapshot.
-
-
-def select_files(package: Path, root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> SnapshotFiles:
-    """Return the files to copy, without those that may be secrets and without large ones.
-
-    Raises:
-        ConfigError: if there are more than ``MAX_TOTAL_MB`` to copy.
-    """
-    own = _package_files(package) if root is None else _tracked_files(package.parent, sweep_dir)
+def _select_files(root: Path | None, sweep_dir: Path, trusted: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return the files to copy, and why others are left out, both by their paths in the snapshot."""
+    own = _package_files(PACKAGE) if root is None else _tracked_files(PACKAGE.parent, sweep_dir)
     files = dict(own) | {name: path for name in trusted for name, path in _trusted_files(name, root)}
-    omitted = left_out(files)
-    copied = {name: path for name, path in files.items() if name not in omitted}
-    _check_size(copied)
-    return SnapshotFiles(copied, omitted)
+    reasons = {name: _reason_to_omit(name, path) for name, path in files.items()}
+    copied = {name: path for name, path in files.items() if reasons[name] is None}
+    sizes_mb = {name: path.lstat().st_size / MIB for name, path in copied.items()}
+    if (total_mb := sum(sizes_mb.values())) > MAX_TOTAL_MB:
+        largest = max(sizes_mb, key=lambda name: sizes_mb[name])
+        raise ConfigError(
+            f"the code to copy for the jobs has {total_mb:,.0f} MB, more than {MAX_TOTAL_MB}: add files that are not "
+            f"code to .gitignore. The largest is {files[largest]} with {sizes_mb[largest]:,.0f} MB"
+        )
+    return copied, {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _tracked_files(base: Path, sweep_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the files below a folder of a checkout that git tracks or would track.
-
-    The folder is the parent of distexp, which may be a folder of a larger project.
-    """
+    """Yield name and path of the files below the parent of distexp that git tracks or would track."""
     listed = run_git(base, "ls-files", "-z", "--cached", "--others", "--exclude-standard") or ""
     for name in sorted(set(listed.split("\0")) - {""}):
         path = base / name
@@ -148,10 +132,7 @@ def _tracked_files(base: Path, sweep_dir: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _trusted_files(package: str, root: Path | None) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the files of a user's package, if they are not part of the checkout.
-
-    There are none of a package that is installed like any library, and of a missing one, which ``resolve`` reports.
-    """
+    """Yield name and path of the files of a user's package; none if it is in the checkout, installed, or missing."""
     found = importlib.util.find_spec(package.partition(".")[0])
     origin = Path(found.origin) if found is not None and found.origin else None
     if origin is None or any(part in INSTALLED for part in origin.parts):
@@ -170,17 +151,6 @@ def _package_files(package: Path) -> Iterator[tuple[str, Path]]:
             yield str(Path(package.name) / path.relative_to(package)), path
 
 
-def _check_size(files: Mapping[str, Path]) -> None:
-    sizes = {name: path.lstat().st_size for name, path in files.items()}
-    total_mb = sum(sizes.values()) / MIB
-    if total_mb > MAX_TOTAL_MB:
-        largest = max(sizes, key=lambda name: sizes[name])
-        raise ConfigError(
-            f"the code to copy for the jobs has {total_mb:,.0f} MB, more than {MAX_TOTAL_MB}: add files that are not "
-            f"code to .gitignore. The largest is {files[largest]} with {sizes[largest] / MIB:,.0f} MB"
-        )
-
-
 LARGE_MB = 50
 
 SECRET_FILES = (
@@ -196,20 +166,10 @@ SECRET_FILES = (
 NO_SECRETS = (".env.example", ".env.sample", ".env.template", "*.pub", "*.py")
 
 
-def left_out(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return the files that are not copied, each with the reason."""
-    found = {name: _reason(name, path) for name, path in files.items()}
-    return {name: reason for name, reason in found.items() if reason is not None}
-
-
-def _reason(name: str, path: Path) -> str | None:
+def _reason_to_omit(name: str, path: Path) -> str | None:
     """Return why a file is not copied: others may read the copy of a secret. None if it is copied."""
-    base = PurePosixPath(name).name.lower()
-    if _matches(base, SECRET_FILES) and not _matches(base, NO_SECRETS):
+    matches = partial(fnmatch, PurePosixPath(name).name.lower())
+    if any(map(matches, SECRET_FILES)) and not any(map(matches, NO_SECRETS)):
         return "may be a secret"
     size = path.lstat().st_size / MIB
     return f"{size:,.0f} MB, more than {LARGE_MB}" if size > LARGE_MB else None
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)

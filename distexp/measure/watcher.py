@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 from distexp.strategies.optimizer import ReadTensors
-from distexp.system.torch_internals.compilation import CompileEvent, compile_counters, on_compilation
+from distexp.system.torch_internals.compilation import compile_counters, on_compilation
 
 PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"
 """Phases of the steps. Only those of ``train`` count for the speed."""
@@ -111,11 +111,11 @@ class CompileWatch(Watcher):
         counts = {name: value - self._before.get(name, 0) for name, value in compile_counters().items()}
         return {"compile": {"seconds": self.seconds, "recompilations": self.recompilations, **counts}}
 
-    def _begin(self, event: CompileEvent) -> None:
-        self.recompilations += event.is_recompilation
+    def _begin(self, is_recompilation: bool) -> None:
+        self.recompilations += is_recompilation
         self._started = time.perf_counter()
 
-    def _end(self, _: CompileEvent) -> None:
+    def _end(self) -> None:
         if self._started is not None:
             self.seconds += time.perf_counter() - self._started
         self._started = None

@@ -7,36 +7,18 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError
 from distexp.config.overrides import suggest_command
-from distexp.runs.events import last_value
+from distexp.runs import events
+from distexp.runs import run_dir as names
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError, RunInfo
-from distexp.runs.run_dir import (
-    ARCHIVED_RECORD,
-    ATTEMPT_FILES,
-    ATTEMPTS,
-    HEARTBEAT,
-    LOCK,
-    OWNER,
-    RECORD,
-    SPEC,
-    STOP_REQUEST,
-    SWEEP_LOCK,
-    agent_owner_path,
-    error_paths,
-)
-from distexp.system.files import read_json, write_json
-from distexp.system.processes import machine_id, start_ticks
-from distexp.system.typed_values import read_dataclass
-
-Attempt = dict[str, Any]
-"""An entry of ``run.attempts`` in a record. ``new_attempt`` makes one with all its keys."""
+from distexp.system import files, processes, typed_values
 
 NO_RECORD = "ended without a record"
 """Reason of an attempt whose launcher died before it could write the record, as when the head node crashes."""
@@ -44,33 +26,32 @@ NO_RECORD = "ended without a record"
 
 def archive_previous(directory: Path) -> None:
     """Move the files of the previous attempt to ``attempts/<k>/``, if there are any."""
-    archived_names = {name: name for name in ATTEMPT_FILES} | {RECORD: ARCHIVED_RECORD}
+    archived_names = {name: name for name in names.ATTEMPT_FILES} | {names.RECORD: names.ARCHIVED_RECORD}
     found = [name for name in archived_names if (directory / name).exists()]
     if not found:
         return
-    archive = directory / ATTEMPTS
+    archive = directory / names.ATTEMPTS
     archive.mkdir(exist_ok=True)
-    number = len(list(archive.iterdir()))
-    folder = archive / str(number)
+    folder = archive / str(len(list(archive.iterdir())))
     folder.mkdir()
     for name in found:
         (directory / name).rename(folder / archived_names[name])
 
 
-def read_attempts(directory: Path) -> list[Attempt]:
+def read_attempts(directory: Path) -> list[dict[str, Any]]:
     """Read the attempts so far from the record, or from the spec if there is no record."""
     try:
-        return RunRecord.read(directory / RECORD).run.attempts
+        return RunRecord.read(directory / names.RECORD).run.attempts
     except ValueError:
-        pass
-    run = read_dataclass(RunInfo, directory / SPEC, "run")
-    return [] if run is None else run.attempts
+        run = typed_values.read_dataclass(RunInfo, directory / names.SPEC, "run")
+        return [] if run is None else run.attempts
 
 
 def earlier_records(directory: Path) -> list[RunRecord]:
-    """Return the records of all attempts but the latest. One that wrote none, or a damaged one, is absent."""
+    """Return the records of all attempts but the latest, oldest first; without missing and damaged ones."""
     found = []
-    for path in sorted((directory / ATTEMPTS).glob(f"*/{ARCHIVED_RECORD}")):
+    paths = (directory / names.ATTEMPTS).glob(f"*/{names.ARCHIVED_RECORD}")
+    for path in sorted(paths, key=lambda path: (len(path.parent.name), path.parent.name)):  # 2 is before 10.
         with suppress(ValueError):
             found.append(RunRecord.read(path))
     return found
@@ -80,7 +61,8 @@ def register_attempt(run: RunInfo, directory: Path, job_id: str | None, hosts: l
     """Add a new attempt to those of a run, and archive the files of the previous one."""
     attempts = read_attempts(directory)
     if attempts and attempts[-1].get("reason") is None:
-        attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": last_value(directory, "resumed_from_step")}
+        # Before its files are archived, because the step is in one of them.
+        attempts[-1] |= {"reason": NO_RECORD, "resumed_from_step": events.last_value(directory, "resumed_from_step")}
     archive_previous(directory)
     run.attempts = [*attempts, new_attempt(job_id, hosts)]
 
@@ -91,18 +73,18 @@ def register_manual_attempt(run: RunInfo, directory: Path) -> None:
     The spec lists the attempt that it was written for. If that attempt trained in this directory, it has ended without
     a record. If not, the directory is a copy, and the attempt is not one of this directory.
     """
-    for name in (STOP_REQUEST, OWNER):  # of an earlier attempt
+    for name in (names.STOP_REQUEST, names.LAUNCHER_PROCESS):  # of an earlier attempt
         (directory / name).unlink(missing_ok=True)
     run.attempts = read_attempts(directory)
     if run.attempts and run.attempts[-1].get("reason") is None:
-        if (directory / HEARTBEAT).exists():
+        if (directory / names.HEARTBEAT).exists():
             run.attempts[-1]["reason"] = NO_RECORD
         else:
             run.attempts.pop()
     run.attempts.append(new_attempt(None, []))
 
 
-def new_attempt(job_id: str | None, hosts: list[str]) -> Attempt:
+def new_attempt(job_id: str | None, hosts: list[str]) -> dict[str, Any]:
     """Return an attempt that has not ended."""
     return {"job_id": job_id, "hosts": hosts, "resumed_from_step": None, "changes": [], "reason": None}
 
@@ -113,37 +95,33 @@ def record_resume(run: RunInfo, step: int | None, changes: list[str]) -> None:
         run.attempts[-1] |= {"resumed_from_step": step, "changes": changes}
 
 
-def finalize(record: RunRecord) -> None:
+def record_attempt_end(record: RunRecord) -> None:
     """Record the hosts of the latest attempt, and the status of the run as its reason."""
     if record.run.attempts:
         record.run.attempts[-1] |= {"hosts": record.run.hosts, "reason": record.status}
 
-
-# Error files of a run, which ranks and agents write before they end.
 
 ERROR_HEADING = "this rank ends with an error:"
 
 SUBMISSION_REFUSED = "SubmissionRefused"
 
 
-def write_error(path: Path, error: RunError) -> None:
+def write_error_file(path: Path, error: RunError) -> None:
     """Write an error with the current time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"unix_time_s": time.time(), **asdict(error)})
+    files.write_json(path, {"unix_time_s": time.time(), **asdict(error)})
 
 
 def read_rank_errors(run_dir: Path) -> list[RunError]:
     """Read the errors of all ranks and agents in the order of time."""
     by_time: list[tuple[float, RunError]] = []
-    for path in error_paths(run_dir):
+    for path in (*names.RANK_ERROR.find(run_dir), *names.AGENT_ERROR.find(run_dir)):
         try:
-            content = read_json(path)
+            content = files.read_json(path)
         except ValueError:
             continue  # Torn, because its rank was killed. The rank's log has more.
-        unix_time_s = float(content.pop("unix_time_s"))
-        by_time.append((unix_time_s, RunError(**content)))
-    by_time.sort(key=lambda timed: timed[0])
-    return [error for _, error in by_time]
+        by_time.append((float(content.pop("unix_time_s")), RunError(**content)))
+    return [error for _, error in sorted(by_time, key=lambda timed: timed[0])]
 
 
 # Processes behind a local run: ``owner.json`` names its launcher and the agent of its first node. On the same machine,
@@ -152,11 +130,9 @@ def read_rank_errors(run_dir: Path) -> list[RunError]:
 AGENT_TIMEOUT_S = 30.0
 """Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""
 
-POLL_S = 0.1
-
 
 @dataclass(frozen=True)
-class Owner:
+class ProcessIdentity:
     """A process. ``started`` is different for a later process with the same id."""
 
     pid: int
@@ -165,71 +141,65 @@ class Owner:
     host: str
 
     @classmethod
-    def current(cls) -> Owner:
+    def current(cls) -> ProcessIdentity:
         """Return this process."""
-        return cls(os.getpid(), start_ticks(os.getpid()) or 0, machine_id(), socket.gethostname())
+        return cls(os.getpid(), processes.start_ticks(os.getpid()) or 0, processes.machine_id(), socket.gethostname())
 
     @property
     def is_local(self) -> bool:
         """Return whether the process was started on this machine, since its last reboot."""
-        return self.machine == machine_id()
+        return self.machine == processes.machine_id()
 
     @property
     def is_alive(self) -> bool:
         """Return whether the process runs on this machine."""
-        return self.is_local and start_ticks(self.pid) == self.started
+        return self.is_local and processes.start_ticks(self.pid) == self.started
 
 
-def write_launcher(run_dir: Path) -> None:
+def write_launcher_process(run_dir: Path) -> None:
     """Write that this process is the launcher of a run."""
-    write_json(run_dir / OWNER, asdict(Owner.current()))
+    files.write_json(run_dir / names.LAUNCHER_PROCESS, asdict(ProcessIdentity.current()))
 
 
-def write_agent(run_dir: Path) -> None:
+def write_agent_process(run_dir: Path) -> None:
     """Write that this process is the agent of a run's first node."""
-    path = agent_owner_path(run_dir)
+    path = names.AGENT_PROCESS.path(run_dir, node=0)
     with suppress(OSError):  # A full disk must not keep the agent from reporting the run's error.
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(Owner.current()))
+        files.write_json(path, asdict(ProcessIdentity.current()))
 
 
-def read_launcher(run_dir: Path) -> Owner | None:
+def read_launcher_process(run_dir: Path) -> ProcessIdentity | None:
     """Return the launcher of a run's latest attempt; None if it is not known."""
-    return read_dataclass(Owner, run_dir / OWNER)
+    return typed_values.read_dataclass(ProcessIdentity, run_dir / names.LAUNCHER_PROCESS)
 
 
-def read_agent(run_dir: Path) -> Owner | None:
+def read_agent_process(run_dir: Path) -> ProcessIdentity | None:
     """Return the agent of a run's first node; None if it is not known."""
-    return read_dataclass(Owner, agent_owner_path(run_dir))
+    return typed_values.read_dataclass(ProcessIdentity, names.AGENT_PROCESS.path(run_dir, node=0))
 
 
 def wait_for_agent(run_dir: Path) -> str | None:
     """Wait for the agent of a launcher that was killed; return which process it is if it does not end."""
-    deadline = time.monotonic() + AGENT_TIMEOUT_S
-    while (agent := read_agent(run_dir)) is not None and agent.is_alive:
-        if time.monotonic() > deadline:
-            return f"process {agent.pid} on {agent.host}"
-        time.sleep(POLL_S)
-    return None
+    agent = read_agent_process(run_dir)
+    if agent is None or processes.wait_until(lambda: not agent.is_alive, AGENT_TIMEOUT_S):
+        return None
+    return f"process {agent.pid} on {agent.host}"
 
 
-# Locks of runs and sweeps, so that two commands never write to the same directory at the same time.
-
-
-@contextmanager
-def run_lock(directory: Path) -> Iterator[str | None]:
+def run_lock(directory: Path) -> AbstractContextManager[str | None]:
     """Hold the lock of a run directory during the block; yield None, or which process has the lock.
 
-    The system frees it if this process dies. File systems without locks are used without.
+    So two commands never write to a directory at the same time. The system frees the lock if this process dies. File
+    systems without locks are used without.
     """
-    with _locked(directory / LOCK) as owner:
-        yield owner
+    return _locked(directory / names.LOCK)
 
 
 @contextmanager
 def sweep_lock(sweep_dir: Path) -> Iterator[None]:
     """Hold the lock of a sweep directory during the block. Raise ConfigError if another command holds it."""
-    with _locked(sweep_dir / SWEEP_LOCK) as owner:
+    with _locked(sweep_dir / names.SWEEP_LOCK) as owner:
         if owner is not None:
             raise ConfigError(
                 f"{owner} runs the sweep in {sweep_dir}: follow it with '{suggest_command('status', sweep_dir)} "

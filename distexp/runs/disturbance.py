@@ -38,21 +38,27 @@ def describe_disturbance(record: RunRecord) -> str | None:
     """Return what shows that something else slowed a run down; None if nothing does."""
     if (share := starved_share(record)) is not None:
         return f"it got {share:.0%} of the time of its CPU cores"
-    if (ratio := _mean_in_medians(record)) is not None and ratio >= UNEVEN and not _has_uneven_work(record):
-        return f"its mean step took {ratio:.1f} times as long as its median step"
-    return None
+    is_bucketed = (record.config.get("dataset") or {}).get("bucketing")  # Some steps have longer samples.
+    if (ratio := _mean_in_medians(record)) is None or ratio < UNEVEN or is_bucketed:
+        return None
+    if _waits_for_data(record) or _are_steps_compiled(record):
+        return None
+    return f"its mean step took {ratio:.1f} times as long as its median step"
 
 
 def starved_share(record: RunRecord) -> float | None:
     """Return the share of its CPU cores that a run got, if other programs probably used them; else None."""
     if _cluster(record).get("device") != "cpu":
         return None
-    threads, share, duration = threads_per_worker(record), _share_of_cores(record), _train_phase_s(record)
-    if share is None or duration is None or duration < SHORT_S:
+    threads, share, steps = threads_per_worker(record), _share_of_cores(record), _measured_steps(record)
+    rate, runtime = record.metrics.train_steps_per_second, record.metrics.train_runtime
+    if share is None or not (steps and rate and runtime) or min(steps / rate, runtime) < SHORT_S:
         return None
     if _waits_for_data(record) or (threads == 1 and not _is_one_machine(record)):
         return None
-    if threads > 1 and _wait_policy(record) == PASSIVE:
+    inherited = record.environment.variables if record.environment else {}
+    variables = {**inherited, **(_cluster(record).get("environment") or {})}
+    if threads > 1 and str(variables.get("OMP_WAIT_POLICY")).lower() == PASSIVE:
         return None
     return share if share < (LOW_SHARE if threads > 1 else LOW_SHARE_OF_ONE_THREAD) else None
 
@@ -66,12 +72,6 @@ def _mean_in_medians(record: RunRecord) -> float | None:
     """Return the mean step divided by the median one; None if one is unknown."""
     median_s, rate = number_of(record.metrics.step_time_s or {}, "p50"), record.metrics.train_steps_per_second
     return 1 / (rate * median_s) if median_s and rate else None
-
-
-def _train_phase_s(record: RunRecord) -> float | None:
-    """Return the duration of the measured steps of the latest attempt; None if it is unknown."""
-    steps, rate, runtime = _measured_steps(record), record.metrics.train_steps_per_second, record.metrics.train_runtime
-    return min(steps / rate, runtime) if steps and rate and runtime else None
 
 
 def _measured_steps(record: RunRecord) -> float | None:
@@ -93,22 +93,17 @@ def _warmup_steps(record: RunRecord) -> float:
 def _share_of_cores(record: RunRecord) -> float | None:
     """Return the CPU time of the training relative to that of the cores that its threads can use; None if unknown."""
     environment, built = record.environment, record.built
-    percents = _percents_of_nodes(record)
+    phases = (entry.get("phases") for entry in record.utilization.get("cpu") or ())
+    of_nodes = [number_of(known, "train") for known in phases if isinstance(known, dict)]
+    percents = [percent for percent in of_nodes if percent is not None]
     if not percents or environment is None or not environment.cpu_count or built is None or not built.world_size:
         return None
     nodes = int(number_of(_cluster(record), "nodes") or 1)
-    simulated = nodes if _is_one_machine(record) else 1  # Its nodes share the cores.
+    simulated = nodes if _is_one_machine(record) else 1  # Its nodes have equal parts of the cores.
     threads = threads_per_worker(record) * built.world_size * simulated / nodes
     cores = min(threads, environment.cpu_count, environment.cpu_limit or threads)
     used = sum(percents) * simulated / len(percents) if simulated > 1 else max(percents)
     return used / 100 * max(1, environment.cpu_count // simulated) / cores
-
-
-def _percents_of_nodes(record: RunRecord) -> list[float]:
-    """Return how much of its cores each node used in the training. Simulated nodes have equal parts of the cores."""
-    phases = (entry.get("phases") for entry in record.utilization.get("cpu") or ())
-    used = [number_of(known, "train") for known in phases if isinstance(known, dict)]
-    return [percent for percent in used if percent is not None]
 
 
 def _cluster(record: RunRecord) -> dict[str, Any]:
@@ -118,19 +113,6 @@ def _cluster(record: RunRecord) -> dict[str, Any]:
 def _is_one_machine(record: RunRecord) -> bool:
     """Return whether all nodes of a run were simulated on one machine."""
     return len(set(record.run.hosts)) <= 1
-
-
-def _wait_policy(record: RunRecord) -> str:
-    """Return the value of OMP_WAIT_POLICY in lowercase; empty if the run does not set it and its shell did not."""
-    inherited = record.environment.variables if record.environment else {}
-    variables = {**inherited, **(_cluster(record).get("environment") or {})}
-    return str(variables.get("OMP_WAIT_POLICY", "")).lower()
-
-
-def _has_uneven_work(record: RunRecord) -> bool:
-    """Return whether steps differ without a disturbance: some wait for data, have longer samples, or are compiled."""
-    is_bucketed = bool((record.config.get("dataset") or {}).get("bucketing"))
-    return is_bucketed or _waits_for_data(record) or _are_steps_compiled(record)
 
 
 def _are_steps_compiled(record: RunRecord) -> bool:

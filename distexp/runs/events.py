@@ -7,12 +7,13 @@ import math
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distexp.runs.run_dir import EVENTS, rank_progress_path, rank_progress_paths
+from distexp.runs.run_dir import EVENTS, RANK_PROGRESS
 from distexp.system.files import Entry, Tail, append_line, read_entries
 from distexp.system.typed_values import number_of
 
@@ -33,10 +34,7 @@ class Events:
         self.emit(phase=phase, **content)
 
     def advance(self, step: int | None = None) -> None:
-        """Count one more point that this rank has passed.
-
-        All ranks must call this at the same points.
-        """
+        """Count one more point that this rank has passed. All ranks must call this at the same points."""
         self.step = self.step if step is None else step
         if self._progress is not None:
             self._progress.advance(self.phase, self.step)
@@ -56,9 +54,6 @@ def last_value(run_dir: Path, key: str) -> int | None:
 def resume_changes(run_dir: Path) -> list[str]:
     """Return the settings that differ from those of the checkpoint that a run resumed from."""
     return [str(change) for entry in read_entries(run_dir / EVENTS) for change in entry.get("changes", ())]
-
-
-# Phases of a run over time, as rank 0 writes them to ``events.jsonl``.
 
 
 @dataclass(frozen=True, order=True)
@@ -86,10 +81,7 @@ class PhaseTail:
         self._events: list[PhaseEvent] = []
 
     def at(self, unix_time_s: float) -> str:
-        """Return the phase at a time, as far as it is on disk; empty before the first event.
-
-        Raise OSError if the file exists and cannot be read.
-        """
+        """Return the phase at a time, as far as it is on disk; empty before the first event. Raise OSError."""
         new = self._tail.read_entries()
         if self._tail.restarts > self._restarts:
             self._restarts, self._events = self._tail.restarts, []
@@ -106,10 +98,8 @@ def phase_events_of(entries: Iterable[Entry]) -> list[PhaseEvent]:
     """Return the entries that start a phase, in the order of time. Other entries report something else."""
     found = []
     for entry in entries:
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             found.append(PhaseEvent(float(entry["unix_time_s"]), str(entry["phase"])))
-        except (ValueError, KeyError, TypeError):
-            continue
     return sorted(found)
 
 
@@ -121,10 +111,9 @@ def phase_at(events: Sequence[PhaseEvent], unix_time_s: float) -> str:
 
 def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> list[TimeInterval]:
     """Return the intervals in which a run was in one of some phases. The last one may end at infinity."""
-    ends = [event.unix_time_s for event in events[1:]] + [math.inf]
-    return [
-        TimeInterval(event.unix_time_s, end) for event, end in zip(events, ends, strict=False) if event.phase in phases
-    ]
+    ends = [*(event.unix_time_s for event in events[1:]), math.inf]
+    starts = zip(events, ends, strict=False)
+    return [TimeInterval(event.unix_time_s, end) for event, end in starts if event.phase in phases]
 
 
 # Progress of each rank, so that a hang can name the rank that the others wait for. All ranks pass the same points of
@@ -155,7 +144,7 @@ class ProgressWriter:
 
     def __init__(self, run_dir: Path, node: int, rank: int) -> None:
         self._rank, self._pid, self._count = rank, os.getpid(), 0
-        self._file = os.open(rank_progress_path(run_dir, node, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = os.open(RANK_PROGRESS.path(run_dir, node, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def advance(self, phase: str, step: int) -> None:
         """Write that the rank has passed a point."""
@@ -164,20 +153,16 @@ class ProgressWriter:
         os.pwrite(self._file, json.dumps(progress).ljust(FILE_BYTES).encode(), 0)
 
 
-def read_rank_progress(run_dir: Path, node: int | None = None) -> list[RankProgress]:
+def read_rank_progress(run_dir: Path, node: int | str = "*") -> list[RankProgress]:
     """Read the progress of all ranks, or of those of a node; ranks that have not started are left out."""
-    return sorted(_read(run_dir, node), key=lambda progress: progress.rank)
+    found = []
+    for path in RANK_PROGRESS.find(run_dir, node):
+        with suppress(ValueError, TypeError):  # The rank was killed before its first line.
+            found.append(RankProgress(**json.loads(path.read_text())))
+    return sorted(found, key=lambda progress: progress.rank)
 
 
 def ranks_behind(progress: list[RankProgress]) -> list[RankProgress]:
     """Return the ranks with the lowest count; none if all ranks have the same count."""
     counts = {rank.count for rank in progress}
     return [rank for rank in progress if rank.count == min(counts)] if len(counts) > 1 else []
-
-
-def _read(run_dir: Path, node: int | None) -> Iterator[RankProgress]:
-    for path in rank_progress_paths(run_dir, node):
-        try:
-            yield RankProgress(**json.loads(path.read_text()))
-        except (ValueError, TypeError):
-            continue  # The rank was killed before its first line.

@@ -154,14 +154,8 @@ def _parse_sample(row: dict[str, str]) -> MemorySample:
     if row["kind"] not in (CPU, GPU):
         raise ValueError(f"kind={row['kind']!r} is not {CPU} or {GPU}")
     numbers = {name: float(row[name]) if row[name] else None for name in OPTIONAL_NUMBERS}
-    return MemorySample(
-        unix_time_s=float(row["unix_time_s"]),
-        phase=row["phase"],
-        kind=row["kind"],
-        index=int(row["index"]),
-        source=row["source"],
-        **numbers,
-    )
+    time_s, index = float(row["unix_time_s"]), int(row["index"])
+    return MemorySample(time_s, row["phase"], row["kind"], index, source=row["source"], **numbers)
 
 
 # Entries of ``memory.parts`` in a record: the tensors of each rank, and the peaks of a step by phase.
@@ -232,13 +226,9 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
 
 def states_per_parameter(built: Built, moments: float) -> States:
     """Return the states of a worker: those of a ZeRO stage, if there is one, or with equal shares of all of them."""
-    return (
-        _sharded_states(built, moments) if built.zero_stage is None else _zero_states(built, built.zero_stage, moments)
-    )
-
-
-def _sharded_states(built: Built, moments: float) -> States:
-    """Return the states if all of them are sharded over the second axis of the mesh."""
+    if built.zero_stage is not None:
+        return _zero_states(built, built.zero_stage, moments)
+    # All of them are sharded over the second axis of the mesh.
     copies = BYTES_PER_VALUE / 2 if built.compute_weights == "step" else 0.0
     parts = {"parameters": BYTES_PER_VALUE + copies, "gradients": BYTES_PER_VALUE, "optimizer": moments}
     on_cpu = built.offload.split("+")
@@ -246,7 +236,6 @@ def _sharded_states(built: Built, moments: float) -> States:
 
 
 def _zero_states(built: Built, stage: int, moments: float) -> States:
-    """Return the states of a ZeRO stage."""
     shards, on_cpu = built.mesh[1], built.offload.split("+")
     half = built.param_dtype in ("bfloat16", "float16")
     value, states = (BYTES_PER_VALUE / 2, BYTES_PER_VALUE + moments) if half else (BYTES_PER_VALUE, moments)

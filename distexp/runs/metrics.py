@@ -113,8 +113,7 @@ class Metrics:
         },
     )
     slow_rank_watch: str | None = key(
-        None,
-        "Whether steps were watched for slow ranks: `on`, `off` (`measure.slow_ranks=false`), or `one worker`.",
+        None, "Whether steps were watched for slow ranks: `on`, `off` (`measure.slow_ranks=false`), or `one worker`."
     )
     stragglers: list[dict[str, Any]] | None = key(
         None,
@@ -183,11 +182,7 @@ class Metrics:
     executed_tflops_per_sample: float | None = key(
         None, "FLOPs that run for a sample: with padding and recomputation, without skipped blocks.", unit="TFLOP"
     )
-    tflops_per_device: float | None = key(
-        None,
-        "Achieved model FLOPs per worker.",
-        unit="TFLOP/s",
-    )
+    tflops_per_device: float | None = key(None, "Achieved model FLOPs per worker.", unit="TFLOP/s")
     executed_tflops_per_device: float | None = key(None, "Achieved executed FLOPs per worker.", unit="TFLOP/s")
     matrix_ceiling_tflops: float | None = key(
         None, "The fastest large matrix product that a `distexp preflight` measured on such a device.", unit="TFLOP/s"

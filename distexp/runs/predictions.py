@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,12 @@ Curve = Mapping[str, Sequence[Any]]
 """The phase, and each part in MiB, at some points of a training step."""
 
 
-def write_prediction(directory: Path, predicted: Predicted, curve: Curve) -> None:
-    """Write the prediction of a run, and its curve through a training step."""
-    write_json(directory / PREDICTED, {"predicted": asdict(predicted), "curve": dict(curve)})
-
-
-def remove_prediction(directory: Path) -> None:
-    """Remove the prediction of a run, if it has one. The records of its earlier attempts keep theirs."""
-    (directory / PREDICTED).unlink(missing_ok=True)
+def write_prediction(directory: Path, predicted: Predicted | None, curve: Curve) -> None:
+    """Write the prediction of a run, and its curve through a training step. None: remove that of an earlier attempt."""
+    if predicted is None:
+        (directory / PREDICTED).unlink(missing_ok=True)
+    else:
+        write_json(directory / PREDICTED, {"predicted": asdict(predicted), "curve": dict(curve)})
 
 
 def read_prediction(directory: Path) -> Predicted | None:
@@ -52,14 +51,12 @@ def read_curve(directory: Path) -> Curve:
     return curve if is_curve else {}
 
 
-# ``forecast.json``: forecasts of a profiled run on other numbers of workers, which ``distexp forecast`` writes.
-
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class StoredForecast:
-    """The forecast of one size."""
+    """The forecast of a profiled run for another number of workers."""
 
     nodes: int
     workers_per_node: int  # workers of each node
@@ -84,11 +81,6 @@ class StoredForecast:
         """Return the throughput over all workers."""
         return self.samples_per_step / self.step_time_s
 
-    def same_size(self, other: StoredForecast) -> bool:
-        """Return whether another forecast is about the same size, the same steps and the same machine."""
-        names = ("nodes", "workers_per_node", "run_id", "micro_batches", "samples_per_step", "what_if")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
-
 
 def cap_efficiency(high: float, efficiency: float) -> float:
     """Return the upper end of an interval of the efficiency, for workers whose work does not shrink with their number.
@@ -99,8 +91,10 @@ def cap_efficiency(high: float, efficiency: float) -> float:
 
 
 def write_forecasts(run_dir: Path, forecasts: Sequence[StoredForecast]) -> None:
-    """Add forecasts to those of a run, in place of those of the same size. Raise OSError if that is not possible."""
-    kept = [old for old in read_forecasts(run_dir) if not any(old.same_size(new) for new in forecasts)]
+    """Add forecasts to those of a run, in place of those of the same size, steps and machine. Raise OSError."""
+    size_of = attrgetter("nodes", "workers_per_node", "run_id", "micro_batches", "samples_per_step", "what_if")
+    new = set(map(size_of, forecasts))
+    kept = [old for old in read_forecasts(run_dir) if size_of(old) not in new]
     ordered = sorted([*kept, *forecasts], key=lambda forecast: (forecast.workers, forecast.nodes))
     write_json(run_dir / FORECAST, {"schema": SCHEMA, "forecasts": [asdict(forecast) for forecast in ordered]})
 
@@ -164,15 +158,10 @@ def compare_with_run(profiled: RunRecord, forecast: StoredForecast, measured: Ru
     under other conditions than the profiled run.
     """
     step_s = measured_step_s(measured)
-    if (
-        step_s is None
-        or forecast.what_if
-        or _conditions(profiled) != _conditions(measured)
-        or not makes_steps_of(forecast, measured)
-    ):
+    is_comparable = _conditions(profiled) == _conditions(measured) and makes_steps_of(forecast, measured)
+    if step_s is None or forecast.what_if or not is_comparable:
         return None
-    inside = forecast.low_s <= step_s <= forecast.high_s
-    return ForecastError(forecast.step_time_s, step_s, inside)
+    return ForecastError(forecast.step_time_s, step_s, inside=forecast.low_s <= step_s <= forecast.high_s)
 
 
 def _conditions(record: RunRecord) -> tuple[str, object]:

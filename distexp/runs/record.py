@@ -113,25 +113,18 @@ class RunRecord:
                 "run it again, or read it with the distexp that wrote it"
             )
         try:
-            return cls._from_json(raw)
+            errors = [
+                *section_errors(Config, raw["config"], complete=raw["status"] != "invalid"),
+                *device_errors(raw["memory"], "memory"),
+                *device_errors(raw["utilization"], "utilization"),
+            ]
+            if errors:
+                raise ValueError(", ".join(errors[:MAX_SHOWN_ERRORS]))
+            return parse_dataclass(cls, raw)
         except KeyError as error:
             raise ValueError(f"{path} is not a record of distexp: {error} is missing") from None
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a record of distexp: {error}") from None
-
-    @classmethod
-    def _from_json(cls, raw: dict[str, Any]) -> RunRecord:
-        errors = [
-            *section_errors(Config, raw["config"], complete=raw["status"] != "invalid"),
-            *device_errors(raw["memory"], "memory"),
-            *device_errors(raw["utilization"], "utilization"),
-        ]
-        if errors:
-            raise ValueError(", ".join(errors[:MAX_SHOWN_ERRORS]))
-        return parse_dataclass(cls, raw)
-
-
-# Search for the records of runs below some folders.
 
 
 class StoredRecord(NamedTuple):
@@ -166,39 +159,33 @@ def read_records(*roots: Path) -> FoundRecords:
 
 
 def find_records(*roots: Path) -> Iterator[Path]:
-    """Yield the records below some directories, at any depth, in the order of their run numbers."""
+    """Yield the records below some directories by their run numbers, without those in snapshots of the code."""
     for root in roots:
-        yield from sorted(_record_paths(root), key=_by_run_number)
-
-
-def _record_paths(root: Path) -> Iterator[Path]:
-    """Yield the records below a folder, without those in snapshots of the code."""
-    for folder, subfolders, files in os.walk(root):
-        # os.walk enters only the subfolders that are left in this list.
-        subfolders[:] = [name for name in subfolders if not os.path.exists(os.path.join(folder, name, SNAPSHOT_MARKER))]
-        if RECORD in files:
-            yield Path(folder, RECORD)
-
-
-def _by_run_number(path: Path) -> tuple[str, int, str]:
-    """Return the key that sorts the records of a sweep by number, because as texts 10 comes before 9."""
-    folder = path.parent
-    return str(folder.parent), int(folder.name) if folder.name.isdecimal() else -1, folder.name
-
-
-# The sweep that a command is about: the newest one, or why a folder is none.
+        folders = []
+        for name, subfolders, files in os.walk(root):
+            # os.walk enters only the subfolders that are left in this list.
+            subfolders[:] = [sub for sub in subfolders if not os.path.exists(os.path.join(name, sub, SNAPSHOT_MARKER))]
+            if RECORD in files:
+                folders.append(Path(name))
+        # As texts, 10 comes before 9.
+        folders.sort(key=lambda path: (str(path.parent), int(path.name) if path.name.isdecimal() else -1, path.name))
+        yield from (folder / RECORD for folder in folders)
 
 
 def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
     """Return the newest sweep in ``multirun_outputs/``, or raise ConfigError; print which one it is to stderr."""
-    files = sorted(_command_files(Path(OUTPUTS)), key=_modified, reverse=True)
+    files = []
+    for folder, subfolders, names in os.walk(OUTPUTS):
+        if COMMAND in names:
+            subfolders.clear()  # A sweep contains no other sweep.
+            files.append(Path(folder, COMMAND))
+    files.sort(key=_modified, reverse=True)
     # A damaged file is of none.
     newest = next((file for file in files if read_or_none(file, "command") not in leave_out), None)
     if newest is None:
         raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
     sweep_dir = newest.parent
-    names = " and ".join(leave_out)
-    skipped = "" if newest is files[0] else f" (later directories of {names} do not count)"
+    skipped = "" if newest is files[0] else f" (later directories of {' and '.join(leave_out)} do not count)"
     print(f"newest sweep: {sweep_dir}{skipped}", file=sys.stderr)
     return sweep_dir
 
@@ -211,14 +198,6 @@ def describe_no_training(record: RunRecord) -> str:
     if command == Command.PREFLIGHT:
         return "is a preflight: give the directory of a training with profile=true"
     return ""
-
-
-def _command_files(folder: Path) -> Iterator[Path]:
-    """Yield the command file of every sweep below a folder."""
-    for where, subfolders, files in os.walk(folder):
-        if COMMAND in files:
-            subfolders.clear()  # A sweep contains no other sweep.
-            yield Path(where, COMMAND)
 
 
 def not_a_sweep(directory: Path, missing: str) -> str:

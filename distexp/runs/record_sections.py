@@ -173,11 +173,8 @@ class Predicted:
     notes: list[str] = key([], "What was assumed or could not be predicted.")
 
 
-# Software and machine of a run, found without importing torch.
-
-
 def make_environment(*, on_gpu: bool, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment of this process."""
+    """Return the environment of this process, without an import of torch."""
     torch = torch_versions()
     gpu = next(iter(visible_gpus()), None) if on_gpu else None
     return Environment(

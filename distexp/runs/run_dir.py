@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 # Files of a run
@@ -21,7 +22,7 @@ MICRO_BATCH = "micro_batch.json"
 """The search of ``train.micro_batch_size=auto``, which rank 0 writes before the training."""
 STOP_REQUEST = "notice.json"
 HEARTBEAT = "heartbeat"
-OWNER = "owner.json"
+LAUNCHER_PROCESS = "owner.json"
 """The process that started a local run."""
 OPERATORS = "operators.jsonl"
 """Progress of the build of DeepSpeed's operators, before the workers start. It has lines only if one is compiled."""
@@ -33,10 +34,18 @@ LOCK = ".running"
 # Folders of a run
 HYDRA = ".hydra"
 LOGS = "logs"
+TRACKER_LOG = "logs/tracker.log"
+TRACKER_END = "logs/.tracker_end"
+"""It asks the tracker's process to finish."""
 MEMORY = "memory"
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
 PROFILE = "profile"
+PROFILE_TRACE = "profile/rank0.json.gz"
+PROFILE_SUMMARY = "profile/summary.json"
+"""Lanes of a profiled step of each rank."""
+STEP_MODEL = "profile/step_model.json"
+"""The median profiled step of rank 0, for a forecast."""
 STEP_TIMES = "step_times"
 TENSORBOARD = "tensorboard"
 ATTEMPTS = "attempts"
@@ -44,7 +53,7 @@ ATTEMPTS = "attempts"
 
 ATTEMPT_FILES = (
     *(RESULT, LOGS, MEMORY, MODEL, METRICS, EVENTS, PREDICTIONS, PREFLIGHT, MICRO_BATCH),
-    *(HEARTBEAT, OPERATORS, OWNER, RENDEZVOUS, STOP_REQUEST, OOM_KILLS, STEP_TIMES),
+    *(HEARTBEAT, OPERATORS, LAUNCHER_PROCESS, RENDEZVOUS, STOP_REQUEST, OOM_KILLS, STEP_TIMES),
 )
 """Files and folders of one attempt. The record is one too, but gets another name in ``attempts/<k>/``."""
 
@@ -81,120 +90,45 @@ def log_dir(run_dir: Path, node: int) -> Path:
     return run_dir / LOGS / f"node{node}"
 
 
-def log_path(run_dir: Path, node: int, rank: int) -> Path:
-    """Return the file with the output of a rank."""
-    return log_dir(run_dir, node) / f"rank{rank}.log"
+@dataclass(frozen=True)
+class NodeFile:
+    """A file in the log folder of each node. If its name contains ``{rank}``, each rank of the node has one."""
+
+    name: str
+
+    def path(self, run_dir: Path, node: int, rank: int | None = None) -> Path:
+        """Return the file of a node or rank."""
+        return log_dir(run_dir, node) / self.name.format(rank=rank)
+
+    def find(self, run_dir: Path, node: int | str = "*", rank: int | str = "*") -> list[Path]:
+        """Return the files that exist: of all nodes and ranks, or of one."""
+        return sorted(run_dir.glob(f"{LOGS}/node{node}/{self.name.format(rank=rank)}"))
 
 
-def search_log_path(run_dir: Path, node: int, rank: int) -> Path:
-    """Return the file with the output of a rank's search for a micro-batch size."""
-    return log_dir(run_dir, node) / f"rank{rank}.search.log"
-
-
-def find_log(run_dir: Path, rank: int) -> Path | None:
-    """Return the log of a rank relative to the run directory, or None if the rank wrote none."""
-    found = _in_log_dirs(run_dir, f"rank{rank}.log")
-    return found[0].relative_to(run_dir) if found else None
-
-
-def _in_log_dirs(run_dir: Path, pattern: str, node: int | str = "*") -> list[Path]:
-    """Return the files with a name in the log folders of all nodes, or of one."""
-    return sorted(run_dir.glob(f"{LOGS}/node{node}/{pattern}"))
-
-
-def error_path(run_dir: Path, node: int, rank: int) -> Path:
-    """Return the JSON file in which a rank reports its error."""
-    return log_dir(run_dir, node) / f"rank{rank}.error.json"
-
-
-def agent_error_path(run_dir: Path, node: int) -> Path:
-    """Return the JSON file in which the agent of a node reports why it started no worker."""
-    return log_dir(run_dir, node) / "agent.error.json"
-
-
-def oom_mark_path(run_dir: Path, node: int) -> Path:
-    """Return the file that exists if the kernel killed a process of a node for memory."""
-    return log_dir(run_dir, node) / "oom_killed"
-
-
-def oom_marks(run_dir: Path) -> list[Path]:
-    """Return the marks of all nodes."""
-    return _in_log_dirs(run_dir, "oom_killed")
-
-
-def agent_owner_path(run_dir: Path) -> Path:
-    """Return the JSON file that names the agent process of the first node of a local run."""
-    return log_dir(run_dir, 0) / "agent.process.json"
-
-
-def error_paths(run_dir: Path) -> list[Path]:
-    """Return the error files that ranks and agents wrote."""
-    return _in_log_dirs(run_dir, "*.error.json")
-
-
-def allocator_path(run_dir: Path, node: int, rank: int) -> Path:
-    """Return the JSON file with the allocator's peaks of a failed rank."""
-    return log_dir(run_dir, node) / f"rank{rank}.memory.json"
-
-
-def allocator_paths(run_dir: Path) -> list[Path]:
-    """Return the allocator files that failed ranks wrote."""
-    return _in_log_dirs(run_dir, "rank*.memory.json")
-
-
-def exit_status_path(run_dir: Path, node: int) -> Path:
-    """Return the JSON file with the exit code of a node's agent. Only agents of a Slurm job write it."""
-    return log_dir(run_dir, node) / "exit.json"
-
-
-def group_log_path(run_dir: Path, node: int) -> Path:
-    """Return the file with the output of the process that starts a node's workers."""
-    return log_dir(run_dir, node) / "workers.log"
-
-
-def operators_log_path(run_dir: Path, node: int) -> Path:
-    """Return the file with the output of the compiler that builds a node's operators."""
-    return log_dir(run_dir, node) / "operators.log"
-
-
-def worker_exits_path(run_dir: Path, node: int) -> Path:
-    """Return the JSON file that lists how a node's workers ended, in the order of time."""
-    return log_dir(run_dir, node) / "workers.json"
-
-
-def worker_exits_paths(run_dir: Path) -> list[Path]:
-    """Return the files of all nodes that list how workers ended."""
-    return _in_log_dirs(run_dir, "workers.json")
-
-
-def rank_progress_path(run_dir: Path, node: int, rank: int) -> Path:
-    """Return the file in which a rank counts its progress."""
-    return log_dir(run_dir, node) / f"rank{rank}.progress"
-
-
-def rank_progress_paths(run_dir: Path, node: int | None = None) -> list[Path]:
-    """Return the progress files of all ranks, or of those of a node."""
-    return _in_log_dirs(run_dir, "rank*.progress", "*" if node is None else node)
-
-
-def stopped_ranks_path(run_dir: Path, node: int) -> Path:
-    """Return the JSON file that lists the ranks of a node that were stopped by a signal when the run hung."""
-    return log_dir(run_dir, node) / "stopped.json"
-
-
-def stopped_ranks_paths(run_dir: Path) -> list[Path]:
-    """Return the files of all nodes that list stopped ranks."""
-    return _in_log_dirs(run_dir, "stopped.json")
-
-
-def tracker_log_path(run_dir: Path) -> Path:
-    """Return the file with the output of the tracker's process."""
-    return run_dir / LOGS / "tracker.log"
-
-
-def tracker_end_path(run_dir: Path) -> Path:
-    """Return the file that asks the tracker's process to finish."""
-    return run_dir / LOGS / ".tracker_end"
+RANK_LOG = NodeFile("rank{rank}.log")
+"""Output of a rank."""
+SEARCH_LOG = NodeFile("rank{rank}.search.log")
+"""Output of a rank's search for a micro-batch size."""
+RANK_ERROR = NodeFile("rank{rank}.error.json")
+AGENT_ERROR = NodeFile("agent.error.json")
+"""Why the agent of a node started no worker."""
+RANK_PROGRESS = NodeFile("rank{rank}.progress")
+ALLOCATOR = NodeFile("rank{rank}.memory.json")
+"""Peaks of the allocator of a failed rank."""
+AGENT_PROCESS = NodeFile("agent.process.json")
+"""The agent of a local run. Only that of the first node writes it."""
+AGENT_EXIT = NodeFile("exit.json")
+"""Exit code of a node's agent. Only agents of a Slurm job write it."""
+WORKER_EXITS = NodeFile("workers.json")
+"""How a node's workers ended, in the order of time."""
+STOPPED_RANKS = NodeFile("stopped.json")
+"""Ranks of a node that were stopped by a signal when the run hung."""
+OOM_MARK = NodeFile("oom_killed")
+"""It exists if the kernel killed a process of a node for memory."""
+GROUP_LOG = NodeFile("workers.log")
+"""Output of the process that starts a node's workers."""
+OPERATORS_LOG = NodeFile("operators.log")
+"""Output of the compiler that builds a node's operators."""
 
 
 def memory_trace_path(run_dir: Path, node: int) -> Path:
@@ -206,21 +140,6 @@ def memory_trace_paths(run_dir: Path) -> list[Path]:
     """Return the memory traces of a run, in the order of the nodes."""
     by_node = {path.stem.removeprefix("node"): path for path in (run_dir / MEMORY).glob("node*.csv")}
     return [by_node[node] for node in sorted(filter(str.isdecimal, by_node), key=int)]
-
-
-def profile_trace_path(run_dir: Path) -> Path:
-    """Return the profiler's trace of rank 0."""
-    return run_dir / PROFILE / "rank0.json.gz"
-
-
-def profile_summary_path(run_dir: Path) -> Path:
-    """Return the lanes of a profiled step of each rank."""
-    return run_dir / PROFILE / "summary.json"
-
-
-def step_model_path(run_dir: Path) -> Path:
-    """Return the median profiled step of rank 0, for a forecast."""
-    return run_dir / PROFILE / "step_model.json"
 
 
 def step_times_path(run_dir: Path, rank: int) -> Path:

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distexp.runs.attempts import read_agent, read_launcher
+from distexp.runs import attempts, texts
 from distexp.runs.events import phase_events_of
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, HEARTBEAT, METRICS, OPERATORS, RECORD, SPEC, STOP_REQUEST, memory_trace_paths
 from distexp.runs.spec import ExistingRun
-from distexp.runs.texts import failure_text
-from distexp.system.files import read_entries, read_last_entry, write_json
-from distexp.system.typed_values import number_of
+from distexp.system import files, typed_values
 
 ACTIVE = ("pending", "running", "ending", "unknown")
 
@@ -37,16 +35,13 @@ class RunState:
     @classmethod
     def from_record(cls, number: int, directory: Path, job: str | None, record: RunRecord) -> RunState:
         """Return the state of a run that has ended."""
-        reason = " ".join(failure_text(record).split())
+        reason = " ".join(texts.failure_text(record).split())
         return cls(number, directory, job, record.status, reason, record=record)
 
     @property
     def is_active(self) -> bool:
         """Whether the run may not have ended yet."""
         return self.state in ACTIVE
-
-
-# Progress of a run, read from the files that it writes.
 
 
 @dataclass(frozen=True)
@@ -68,40 +63,32 @@ class Progress:
 def read_progress(directory: Path) -> Progress:
     """Read the progress of a run from its metrics and events. A file that cannot be read is named as the phase."""
     try:
-        events = read_entries(directory / EVENTS)
+        events = files.read_entries(directory / EVENTS)
         phases = phase_events_of(events)
-        last_step = read_last_entry(directory / METRICS)
+        last_step, last_build = files.read_last_entry(directory / METRICS), files.read_last_entry(directory / OPERATORS)
+        is_compiling = last_build and not last_build.keys() & {"compiled_s", "waited_s"}
         counts = (_count_of(entry, "total_steps") for entry in events)
         return Progress(
-            phase=phases[-1].phase if phases else _phase_before_workers(directory),
+            phase=phases[-1].phase if phases else ("compile" if is_compiling else None),
             step=_count_of(last_step, "step"),
             steps=next((count for count in counts if count is not None), None),
-            loss=number_of(last_step, "loss"),
+            loss=typed_values.number_of(last_step, "loss"),
         )
     except OSError as error:
         return Progress(phase=f"unknown ({error.filename}: {error.strerror})")
 
 
-def _phase_before_workers(directory: Path) -> str | None:
-    """Return ``compile`` while DeepSpeed's operators are compiled, else None."""
-    build = read_last_entry(directory / OPERATORS)
-    return "compile" if build and not build.keys() & {"compiled_s", "waited_s"} else None
-
-
 def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
-    """Return a number of an entry as a whole number; None if the entry has none."""
-    number = number_of(entry, key)
+    number = typed_values.number_of(entry, key)
     return None if number is None else int(number)
 
-
-# Heartbeat of a run: rank 0 touches a file after each step, and the agents check its age.
 
 MIN_INTERVAL_S = 1.0
 """Shortest time between two touches. On a network file system each touch is a message to the server."""
 
 
 class Heartbeat:
-    """Writer of ``run_dir/heartbeat``. It touches the file at most once a second."""
+    """Writer of ``run_dir/heartbeat``, whose age the agents check. It touches the file at most once a second."""
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
         self.path = run_dir / HEARTBEAT if enabled else None
@@ -150,13 +137,15 @@ POLL_S = 1.0
 
 def request_stop(run_dir: Path, reason: str) -> None:
     """Ask the workers of a run to write a checkpoint and to end because of a time limit, a preemption or a signal."""
-    write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
+    files.write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
 
 
 def read_reason(run_dir: Path) -> str | None:
     """Return why a run was asked to stop, or None if it was not."""
-    request = _read(run_dir)
-    return None if request is None else str(request["reason"])
+    try:
+        return str(json.loads((run_dir / STOP_REQUEST).read_text())["reason"])
+    except FileNotFoundError:
+        return None
 
 
 class StopRequest:
@@ -176,23 +165,13 @@ class StopRequest:
         """Return whether a stop was requested; once true, it stays true."""
         if self.enabled and not self.received and time.monotonic() >= self._next_poll_s:
             self._next_poll_s = time.monotonic() + POLL_S
-            self.received = _read(self.run_dir) is not None
+            self.received = read_reason(self.run_dir) is not None
         return self.received
 
     def reason(self) -> str:
         """Return why the run was asked to stop."""
         return read_reason(self.run_dir) or "unknown"
 
-
-def _read(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        request: dict[str, Any] = json.loads((run_dir / STOP_REQUEST).read_text())
-    except FileNotFoundError:
-        return None
-    return request
-
-
-# State of a run that is not on Slurm, from the files in its directory and its launcher.
 
 MAX_IDLE_S = 15.0
 """A run of another machine with more recent activity is running; memory samples and steps count as activity."""
@@ -202,7 +181,7 @@ def local_state(run: ExistingRun) -> RunState:
     """Return the state of a run. Its launcher decides, if it was started on this machine."""
     if run.status is not None:
         return _finished_state(run)
-    launcher, agent = read_launcher(run.directory), read_agent(run.directory)
+    launcher, agent = attempts.read_launcher_process(run.directory), attempts.read_agent_process(run.directory)
     if launcher is None or not launcher.is_local:
         return _state_by_activity(run)
     if launcher.is_alive:
@@ -215,7 +194,7 @@ def local_state(run: ExistingRun) -> RunState:
 
 def dead_launcher(run: ExistingRun) -> int | None:
     """Return the process id of a run's launcher if it died on this machine without a record, and its agent too."""
-    launcher = read_launcher(run.directory)
+    launcher = read_launcher_process(run.directory)
     died = launcher is not None and launcher.is_local and not (run.directory / RECORD).exists()
     return launcher.pid if died and local_state(run).state == "no record" else None
 

@@ -72,8 +72,6 @@ def _schema() -> DictConfig:
     return cast(DictConfig, OmegaConf.structured(Config))
 
 
-# Existing runs of a sweep, matched with the cells of a command that resumes it.
-
 DONE = frozenset({"completed", "oom_gpu", "oom_host"})
 """Statuses of runs that are not run again. Running out of memory is a result: the same run would do it again."""
 
@@ -158,12 +156,15 @@ def _unmatched(runs: Sequence[ExistingRun]) -> Iterator[str]:
 
 
 def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
+    """Yield the runs below a folder. One of which no file can be read has the number of its folder."""
     for folder, subfolders, files in os.walk(sweep_dir):
         # os.walk enters only the subfolders that are left in this list.
         subfolders[:] = [name for name in subfolders if not name.startswith(NON_RUN_DIRS)]
         if RECORD in files or SPEC in files:
-            directory = Path(folder)
-            run = _read_run(directory / RECORD) or _read_run(directory / SPEC) or _damaged_run(directory)
+            directory = Path(folder).absolute()
+            run = _read_run(directory / RECORD) or _read_run(directory / SPEC)
+            if run is None and directory.name.isdecimal():
+                run = ExistingRun(int(directory.name), directory, id="", overrides=[], status=None)
             if run is not None:
                 yield run
 
@@ -172,16 +173,7 @@ def _read_run(path: Path) -> ExistingRun | None:
     """Return the run of a record or a spec; None if the file is missing or damaged."""
     try:
         raw = read_json(path)
-        run = parse_dataclass(RunInfo, raw["run"])
-        status = raw.get("status")
+        run, status = parse_dataclass(RunInfo, raw["run"]), raw.get("status")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    status = status if status in STATUSES else None
-    return ExistingRun(run.number, path.parent.absolute(), run.id, run.overrides, status)
-
-
-def _damaged_run(directory: Path) -> ExistingRun | None:
-    """Return a run of which no file can be read, by the number of its folder."""
-    if not directory.name.isdecimal():
-        return None
-    return ExistingRun(int(directory.name), directory.absolute(), id="", overrides=[], status=None)
+    return ExistingRun(run.number, path.parent, run.id, run.overrides, status if status in STATUSES else None)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import MICRO_BATCH, profile_summary_path, step_model_path, step_times_path
-from distexp.system.files import read_or_none, replace_atomically, write_json
-from distexp.system.typed_values import parse_dataclass, read_dataclass
+from distexp.runs.run_dir import MICRO_BATCH, PROFILE_SUMMARY, STEP_MODEL, step_times_path
+from distexp.system import files, typed_values
 
 SCHEMA = 2
 
@@ -103,29 +102,29 @@ class StepModel:
 
 def write_step_model(run_dir: Path, model: StepModel) -> None:
     """Write the file; each item has its type under ``type``."""
-    items = [{"type": type(item).__name__.lower(), **_rounded(asdict(item))} for item in model.items]
-    content = {"schema": SCHEMA, **asdict(model), "items": items}
-    path = step_model_path(run_dir)
+
+    def rounded(entry: dict[str, Any]) -> dict[str, Any]:  # to nanoseconds
+        return {key: round(value, 9) if isinstance(value, float) else value for key, value in entry.items()}
+
+    items = [{"type": type(item).__name__.lower(), **rounded(asdict(item))} for item in model.items]
+    _write_compact(run_dir / STEP_MODEL, {"schema": SCHEMA, **asdict(model), "items": items})
+
+
+def _write_compact(path: Path, content: Any) -> None:
+    """Write a JSON file without spaces, because it may be large."""
     path.parent.mkdir(exist_ok=True)
-    with replace_atomically(path) as temporary:
+    with files.replace_atomically(path) as temporary:
         temporary.write_text(json.dumps(content, separators=(",", ":")))
-
-
-def _rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an item with times rounded to nanoseconds."""
-    return {key: round(value, 9) if isinstance(value, float) else value for key, value in entry.items()}
 
 
 def read_step_model(run_dir: Path) -> StepModel | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    content = read_or_none(step_model_path(run_dir))
+    content = files.read_or_none(run_dir / STEP_MODEL)
     try:
-        return parse_dataclass(StepModel, content) if content["schema"] == SCHEMA else None
+        return typed_values.parse_dataclass(StepModel, content) if content["schema"] == SCHEMA else None
     except (ValueError, TypeError, KeyError):
         return None
 
-
-# The parts of a training step, which add up to it.
 
 PARTS = {
     "matmul": "matrix kernels",
@@ -142,9 +141,6 @@ PARTS = {
 HIDDEN = "hidden_communication"
 """Communication at the same time as kernels. It is not part of the sum."""
 
-# ``profile/summary.json``: lanes of one profiled step of each rank, for the report.
-
-
 SUMMARY_SCHEMA = 1
 
 
@@ -155,27 +151,21 @@ def write_profile_summary(run_dir: Path, ranks: Sequence[dict[str, Any]], steps:
     since the start of the step, and a label. The file has the index of the label.
     """
     labels: dict[str, int] = {}
-    numbered = [{**rank, "lanes": [_number_labels(lane, labels) for lane in rank["lanes"]]} for rank in ranks]
-    path = profile_summary_path(run_dir)
-    path.parent.mkdir(exist_ok=True)
+
+    def number_labels(lane: dict[str, Any]) -> dict[str, Any]:
+        spans = [[begin, end, labels.setdefault(label, len(labels))] for begin, end, label in lane["spans"]]
+        return {**lane, "spans": spans}
+
+    numbered = [{**rank, "lanes": list(map(number_labels, rank["lanes"]))} for rank in ranks]
     content = {"schema": SUMMARY_SCHEMA, "steps": steps, "ranks": numbered, "labels": list(labels)}
-    with replace_atomically(path) as temporary:
-        temporary.write_text(json.dumps(content, separators=(",", ":")))
-
-
-def _number_labels(lane: dict[str, Any], labels: dict[str, int]) -> dict[str, Any]:
-    """Return a lane with the index of each label, after adding new labels."""
-    spans = [[begin, end, labels.setdefault(label, len(labels))] for begin, end, label in lane["spans"]]
-    return {**lane, "spans": spans}
+    _write_compact(run_dir / PROFILE_SUMMARY, content)
 
 
 def read_profile_summary(run_dir: Path) -> dict[str, Any] | None:
     """Return the content of the file, or None if there is none that this version can read."""
-    content = read_or_none(profile_summary_path(run_dir))
+    content = files.read_or_none(run_dir / PROFILE_SUMMARY)
     return content if isinstance(content, dict) and content.get("schema") == SUMMARY_SCHEMA else None
 
-
-# ``step_times/rank<k>.csv``: durations of a rank's ordinary steps, and whether each was watched for slow ranks.
 
 COLUMNS = ("step", "microseconds", "watched")
 
@@ -193,7 +183,7 @@ def write_step_times(run_dir: Path, rank: int, steps: Iterable[StepTime]) -> Non
     """Write the file of a rank."""
     path = step_times_path(run_dir, rank)
     path.parent.mkdir(exist_ok=True)
-    with replace_atomically(path) as temporary, temporary.open("w", newline="") as file:
+    with files.replace_atomically(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         writer.writerows((step.step, round(1e6 * step.seconds), int(step.watched)) for step in steps)
@@ -208,9 +198,6 @@ def read_step_times(run_dir: Path, rank: int) -> list[StepTime]:
         raise ValueError(f"{path} has the columns {header}, and not {list(COLUMNS)}")
     return [StepTime(int(step), int(duration) / 1e6, watched == "1") for step, duration, watched in rows]
 
-
-# The search of ``train.micro_batch_size=auto`` on disk: ``micro_batch.json`` of a run, and the stored searches. Rank 0
-# writes the file of a run before the training starts. So the record contains the search even if the run fails.
 
 FITS, OUT_OF_MEMORY, TOO_LARGE = "fits", "oom", "too_large"
 """Outcomes of a candidate. ``too_large``: it ran, and left too little memory."""
@@ -230,7 +217,10 @@ class TriedSize:
 
 @dataclass(frozen=True)
 class MicroBatchSearch:
-    """A search, and what it chose."""
+    """The search of ``train.micro_batch_size=auto``, and what it chose.
+
+    Rank 0 writes it before the training starts. So the record contains the search even if the run fails.
+    """
 
     chosen: int | None  # None: no size fits
     candidates: list[TriedSize] = field(default_factory=list)
@@ -246,12 +236,12 @@ class MicroBatchSearch:
 
     def write(self, path: Path) -> None:
         """Write the search as JSON, atomically."""
-        write_json(path, asdict(self))
+        files.write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> MicroBatchSearch | None:
         """Read a search; None if the file is missing or damaged."""
-        return read_dataclass(cls, path)
+        return typed_values.read_dataclass(cls, path)
 
 
 def describe_search(search: MicroBatchSearch) -> str:

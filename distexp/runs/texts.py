@@ -36,9 +36,6 @@ FULL_BYTES = 512 * 1024
 FEW_INODES = 32
 """With fewer, a disk is full. This is more than the reserve, which may have been deleted."""
 
-ERROR_TYPE = "DiskFull"
-"""Type of the error in the record of a run that ended because a disk was full."""
-
 
 def is_full_disk(error: BaseException) -> bool:
     """Return whether an error states that a file system refuses to write: full, quota, size of a file, read-only."""
@@ -68,8 +65,12 @@ def lacks_inodes(folder: Path) -> bool:
     return False
 
 
-def full_disk_message(error: BaseException, run_dir: Path) -> str:
-    """Return which file system refused to write, why, and what to do."""
+def full_disk_error(error: BaseException, run_dir: Path, phase: str, rank: int | None = None) -> RunError:
+    """Return the error for the record of a run that ended because a file system refused to write."""
+    return RunError("DiskFull", _full_disk_message(error, run_dir), phase, rank)
+
+
+def _full_disk_message(error: BaseException, run_dir: Path) -> str:
     named = error.filename if isinstance(error, OSError) else None
     folder = run_dir if named is None else Path(os.fsdecode(named)).parent
     elsewhere = "choose a folder on another disk with hydra.sweep.dir"
@@ -130,15 +131,10 @@ def write_despite_full_disk(run_dir: Path, write: Callable[[], None]) -> None:
 
 
 def print_despite_full_disk(text: str) -> None:
-    """Print a line to stderr, unless it is a file on a full disk.
-
-    ``print`` would keep the text, and fail again when the process ends.
-    """
+    """Print a line to stderr, unless it is on a full disk: ``print`` would fail again when the process ends."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
-
-# Why a run failed, as one line: the error of its record, shortened to what a reader needs.
 
 MAX_MESSAGE = 300
 """Characters of an error message on the screen. The record and the log have the whole message."""
@@ -153,10 +149,9 @@ def join_errors(errors: Iterable[str]) -> str:
 
 
 def failure_text(record: RunRecord) -> str:
-    """Return why a run failed: ``ValueError in phase train: bad value``.
+    """Return why a run failed: ``ValueError in phase train: bad value``; empty if the record has no error.
 
-    The message of an invalid run is returned as it is, and a message of a library is shortened. The text is empty if
-    the record has no error.
+    The message of an invalid run is returned as it is, and a message of a library is shortened.
     """
     error = record.error
     if error is None:
@@ -199,9 +194,6 @@ def _first_statement(lines: Sequence[str]) -> str:
     return " ".join(taken)
 
 
-# Errors that mean that memory is full, and texts about ``error.memory`` of a record. ``error.memory`` has what was in
-# GPU memory when an allocation failed, and what would fit.
-
 MAX_TENSORS = 3
 
 GPU_IS_FULL = re.compile(
@@ -221,51 +213,29 @@ def out_of_memory_status(error_type: str, message: str) -> str | None:
 
 
 def memory_lines(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each line of a panel."""
-    yield "GPU memory", describe_numbers(memory)
-    if parts := describe_parts(memory):
-        yield "in memory", parts
-    if largest := describe_largest(memory):
-        yield "largest", largest
-    if advice := describe_advice(memory):
-        yield "would fit", advice
+    """Yield name and text of the numbers, the parts, the largest tensors, and what would fit or the command for it.
 
-
-def describe_numbers(memory: Mapping[str, Any]) -> str:
-    """Return the numbers: ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``."""
+    For example ``2,048 MiB requested at x.py:3 in forward, 500 of 81,559 MiB free, ...``, and of the tensors
+    ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``.
+    """
     place = f" at {memory['line']}" if memory.get("line") else ""
     requested, free, total, allocated, reserved = (
         _format_mib(memory, f"{name}_mib") for name in ("requested", "free", "total", "allocated", "reserved")
     )
-    return (
-        f"{requested} MiB requested{place}, {free} of {total} MiB free, {allocated} allocated by torch, "
-        f"{reserved} reserved"
-    )
-
-
-def describe_parts(memory: Mapping[str, Any]) -> str:
-    """Return what was allocated, largest part first: ``parameters 900, activations and temporaries 800``."""
-    parts = memory.get("parts")
-    if not isinstance(parts, dict):
-        return ""
-    sizes_mib = {key: mib for key in parts if (mib := number_of(parts, key)) is not None}
-    largest_first = sorted(sizes_mib, key=lambda key: -sizes_mib[key])
-    return ", ".join(f"{_part_title(key)} {_format_mib(parts, key)}" for key in largest_first)
-
-
-def describe_largest(memory: Mapping[str, Any]) -> str:
-    """Return the largest tensors: ``2 x 960 MiB x.py:3 in forward, 980 MiB lm_head.weight (parameters)``."""
-    listed = memory.get("largest")
+    numbers = f"{requested} MiB requested{place}, {free} of {total} MiB free, {allocated} allocated by torch"
+    yield "GPU memory", f"{numbers}, {reserved} reserved"
+    parts, listed, changes = memory.get("parts"), memory.get("largest"), memory.get("would_fit")
+    sizes_mib = {key: number_of(parts, key) for key in parts} if isinstance(parts, dict) else {}
+    known_mib = {key: mib for key, mib in sizes_mib.items() if mib is not None}
+    if largest_first := sorted(known_mib, key=lambda key: -known_mib[key]):
+        yield "in memory", ", ".join(f"{_part_title(key)} {known_mib[key]:,.0f}" for key in largest_first)
     tensors = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    return ", ".join(map(_describe_tensor, tensors[:MAX_TENSORS]))
-
-
-def describe_advice(memory: Mapping[str, Any]) -> str:
-    """Return what would have fit by an earlier prediction, or the command to type."""
-    changes = memory.get("would_fit")
+    if tensors:
+        yield "largest", ", ".join(map(_describe_tensor, tensors[:MAX_TENSORS]))
     if isinstance(changes, list) and changes:
-        return f"{' '.join(map(str, changes))} (predicted before)"
-    return f"type {memory['command']}" if memory.get("command") else ""
+        yield "would fit", f"{' '.join(map(str, changes))} (predicted before)"
+    elif memory.get("command"):
+        yield "would fit", f"type {memory['command']}"
 
 
 def _describe_tensor(entry: Mapping[str, Any]) -> str:
@@ -286,9 +256,6 @@ def _format_mib(entry: Mapping[str, Any], key: str) -> str:
     return "unknown" if mib is None else f"{mib:,.0f}"
 
 
-# Slow ranks of a record as sentences, for the terminal and the report.
-
-
 def describe_straggler(entry: Mapping[str, Any]) -> str:
     """Return an entry of ``metrics.stragglers`` as a sentence without its period.
 
@@ -305,11 +272,8 @@ def describe_straggler(entry: Mapping[str, Any]) -> str:
     return f"{text}: {evidence}" if evidence else text
 
 
-# Why a run has no price or no CO2e, although the user set what they are computed from.
-
-
 def missing_costs(record: RunRecord) -> Iterator[str]:
-    """Yield what a run that trained lacks, and the reason, each without a period."""
+    """Yield why a run has no price or no CO2e, although the user set what they are computed from."""
     if record.built is None:
         return
     cluster, energy = record.config.get("cluster") or {}, record.metrics.energy or {}
@@ -321,8 +285,6 @@ def missing_costs(record: RunRecord) -> Iterator[str]:
         is_off = (record.config.get("measure") or {}).get("enabled") is False
         yield f"no CO2e: {'measure.enabled=false' if is_off else f'the energy of the {device} is unknown'}"
 
-
-# Name of a model in tables and messages. It shows that a run used a small stand-in.
 
 STAND_IN = "stand-in for"
 

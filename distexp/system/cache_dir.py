@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 from distexp.exceptions import ConfigError
 from distexp.system.files import remove
@@ -49,19 +48,14 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
             "set the environment variable DISTEXP_CACHE to a writable directory"
         ) from error
     with lock:
-        locked = _acquire(lock)
+        locked = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # The file system has no locks.
+            locked = False
         if not path.exists():
             _build_and_rename(path, build, locked=locked)
     return path
-
-
-def _acquire(lock: IO[str]) -> bool:
-    """Wait for a lock, which ends with its process, and return True; False if the file system has no locks."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    return True
 
 
 def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool) -> None:

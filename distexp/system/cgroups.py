@@ -15,10 +15,8 @@ from distexp.system.units import MIB
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-
 OOM_FILES = {1: ("memory.oom_control",), 2: ("memory.events.local", "memory.events")}
 """Files with the number of killed processes, by version. ``memory.events`` also counts those of cgroups below."""
-
 
 MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 """Files with the limit and the used bytes of a cgroup, by version."""
@@ -66,19 +64,21 @@ def _cgroups(path: Path, controller: str) -> list[Cgroup]:
 def memory_limits(pid: int | str = "self") -> Iterator[int]:
     """Yield the memory limits in bytes of a process's cgroup and of all its parents."""
     for cgroup in memory_cgroups(pid):
-        for folder in cgroup.folders():
-            limit = _read_bytes(folder / MEMORY_FILES[cgroup.version][0])
-            if limit is not None:
-                yield limit
+        limits = (_read_bytes(folder / MEMORY_FILES[cgroup.version][0]) for folder in cgroup.folders())
+        yield from (limit for limit in limits if limit is not None)
 
 
 def _read_bytes(path: Path) -> int | None:
     """Return the number in a file; None if it cannot be read, or states that there is no limit."""
+    text = _read_text(path).strip()
+    return None if text in ("", "max") else int(text)
+
+
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_text().strip()
+        return path.read_text()
     except OSError:
-        return None
-    return None if text == "max" else int(text)
+        return ""
 
 
 def usable_memory(pid: int | str = "self") -> int:
@@ -86,13 +86,10 @@ def usable_memory(pid: int | str = "self") -> int:
     return min([_read_meminfo("MemTotal"), *memory_limits(pid)])
 
 
-def available_memory(pid: int | str = "self") -> int:
-    """Return the bytes of memory that are free for a process: of the machine, or less by the limits of its cgroups.
-
-    What the kernel can reclaim, as cached files, counts as free.
-    """
+def available_memory() -> int:
+    """Return the free bytes of memory for this process, by the machine and its cgroups. Cached files count as free."""
     free = [_read_meminfo("MemAvailable")]
-    for cgroup in memory_cgroups(pid):
+    for cgroup in memory_cgroups():
         for folder in cgroup.folders():
             limit, used = (_read_bytes(folder / name) for name in MEMORY_FILES[cgroup.version])
             if limit is not None:
@@ -108,10 +105,7 @@ def _read_meminfo(name: str) -> int:
 
 def _reclaimable(path: Path) -> int:
     """Return the bytes of cached files that a cgroup has not used lately; 0 if they are not known."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return 0
+    text = _read_text(path)
     # In version 1, the name without ``total_`` leaves out the cgroups below.
     counters = (re.search(rf"^{name} (\d+)$", text, re.MULTILINE) for name in ("total_inactive_file", "inactive_file"))
     return next((int(counter[1]) for counter in counters if counter), 0)
@@ -127,11 +121,8 @@ def cpu_limit() -> float | None:
 def _read_quota(folder: Path, version: int) -> float | None:
     """Return the quota of a folder in cores; None if it has none."""
     names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    try:
-        quota, period = " ".join((folder / name).read_text() for name in names).split()
-    except (OSError, ValueError):
-        return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
+    values = " ".join(_read_text(folder / name) for name in names).split()
+    return None if len(values) != 2 or values[0] in ("max", "-1") else int(values[0]) / int(values[1])
 
 
 def oom_kills() -> dict[str, int]:
@@ -143,14 +134,8 @@ def oom_kills() -> dict[str, int]:
 
 
 def _read_counter(path: Path) -> int | None:
-    try:
-        found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
+    found = re.search(r"^oom_kill (\d+)$", _read_text(path), re.MULTILINE)
     return int(found[1]) if found else None
-
-
-# GPUs and CPU cores that this process may use, found without importing torch.
 
 
 @dataclass(frozen=True)
@@ -168,36 +153,29 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """Return the NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, in CUDA's order."""
     try:
         with nvml_session() as nvml:
-            gpus = [_read_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+            gpus = []
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid, name = as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle))
+                gpus.append(Gpu(index, uuid, name, nvml.nvmlDeviceGetMemoryInfo(handle).total / MIB))
     except NvmlUnavailableError:
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(gpus)
-    selected = [_find_gpu(gpus, name.strip()) for name in visible.split(",") if name.strip()]
-    return tuple(gpu for gpu in selected if gpu is not None)
+    selected = [_gpus_named(name.strip(), gpus) for name in visible.split(",") if name.strip()]
+    return tuple(found[0] for found in selected if found)
 
 
-def _read_gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    total_mib = nvml.nvmlDeviceGetMemoryInfo(handle).total / MIB
-    return Gpu(index, as_text(nvml.nvmlDeviceGetUUID(handle)), as_text(nvml.nvmlDeviceGetName(handle)), total_mib)
-
-
-def _find_gpu(gpus: list[Gpu], name: str) -> Gpu | None:
-    """Return the GPU with an index or a prefix of a UUID, as CUDA_VISIBLE_DEVICES lists them."""
-    for gpu in gpus:
-        if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)):
-            return gpu
-    return None
+def _gpus_named(name: str, gpus: list[Gpu]) -> list[Gpu]:
+    """Return the GPUs with an index or a prefix of a UUID, as CUDA_VISIBLE_DEVICES lists them."""
+    return [g for g in gpus if name == str(g.index) or (name.startswith("GPU-") and g.uuid.startswith(name))]
 
 
 def cpu_count() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
-
-# Sessions of NVML, the library that reports the state of NVIDIA GPUs.
 
 BUSY_MIB = 2048
 """A GPU with more memory in use counts as busy. The driver keeps several hundred MiB; a training takes GiB."""

@@ -53,8 +53,6 @@ def variable_set(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-# Secrets in environment variables: recognized by their names, and kept out of all files.
-
 SECRET_NAME = re.compile(
     r"(^|_)(\w*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?|(API|ACCESS|PRIVATE)?KEYS?|PASS|PAT)(_|$)"
     r"|_(PWD|AUTH)$",
@@ -70,9 +68,7 @@ def looks_secret(name: str) -> bool:
     return bool(SECRET_NAME.search(name))
 
 
-def secret_in(text: str, environment: Mapping[str, str] | None = None) -> str | None:
+def secret_in(text: str) -> str | None:
     """Return the name of a secret variable whose value is in a text; None if there is none."""
-    for name, value in (os.environ if environment is None else environment).items():
-        if len(value) >= MIN_LETTERS and value in text and looks_secret(name):
-            return name
-    return None
+    found = (name for name, value in os.environ.items() if len(value) >= MIN_LETTERS and value in text)
+    return next(filter(looks_secret, found), None)

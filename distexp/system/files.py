@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -78,9 +78,6 @@ def flush_names(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Opening of files that another program may have made, without waiting for one that never ends.
-
-
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading that another program may have made. Raise OSError for a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -89,8 +86,6 @@ def open_file(path: Path) -> BinaryIO:
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
-
-# JSON files that a crash never leaves half written, and that another program may have changed.
 
 MAX_JSON_MB = 256
 """Size of the largest JSON file that is read. A record with thousands of ranks has a few MB."""
@@ -169,8 +164,6 @@ def nan_to_none(content: Any) -> Any:
     return content
 
 
-# Files of JSON lines: writing, reading, and following one that grows.
-
 END_BYTES = 4096
 """Size of the part at the end of a file in which its last line is searched."""
 
@@ -241,16 +234,10 @@ class Tail:
 def _parse(lines: Iterable[str]) -> list[Entry]:
     found = []
     for line in lines:
-        try:
-            entry = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
-    return found
+        with suppress(ValueError):
+            found.append(parse_json(line))
+    return [entry for entry in found if isinstance(entry, dict)]
 
-
-# Text from files without characters that a terminal would obey.
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that change the state of a terminal or the direction of a text, or that no file can contain."""

@@ -90,14 +90,12 @@ def orphaned() -> bool:
     return os.getppid() == 1
 
 
-# Identity of a process and of this machine, so that a later process with the same id is not taken for it.
-
 START_TIME = 18
 """Position of ``starttime`` in ``/proc/PID/stat``, counted from the field after the state."""
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot; None if it does not exist or is a zombie."""
+    """Return the start of a process in clock ticks since boot, which identifies it; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -114,8 +112,6 @@ def machine_id() -> str:
     except OSError:
         return socket.gethostname()
 
-
-# End of a child process with all its descendants, which it would leave behind.
 
 KILL_S = 10.0
 """Longest time to wait for the end of a killed process. One that waits for a file system may take forever."""
@@ -161,7 +157,7 @@ def end_tree(process: WatchedProcess, grace_s: float) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-    _wait_until(lambda: not any(map(_is_alive, left)), KILL_S)
+    wait_until(lambda: not any(map(_is_alive, left)), KILL_S)
 
 
 def _terminate(process: WatchedProcess, grace_s: float) -> list[psutil.Process]:
@@ -178,15 +174,16 @@ def _terminate(process: WatchedProcess, grace_s: float) -> list[psutil.Process]:
     find_family()  # The descendants of a child that has ended cannot be found.
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
-    _wait_until(has_ended, grace_s)
+    wait_until(has_ended, grace_s)
     return list(family.values())
 
 
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Wait for a condition, at most some seconds."""
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait for a condition, at most some seconds; return whether it became true."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not condition():
+    while not (reached := condition()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
+    return reached
 
 
 def kill_tree(pid: int) -> None:
@@ -207,9 +204,6 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-# Signal handlers that last for a block.
-
-
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
@@ -225,16 +219,21 @@ def handle_signals(handler: Handler, *numbers: signal.Signals) -> Iterator[None]
 
 
 @contextmanager
-def defer_interrupts() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM take effect at the end of the block."""
+def collect_interrupts() -> Iterator[list[int]]:
+    """Yield the list of Ctrl-C and SIGTERM inside the block, which do not stop it."""
     received: list[int] = []
     with handle_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM):
+        yield received
+
+
+@contextmanager
+def defer_interrupts() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM take effect at the end of the block."""
+    with collect_interrupts() as received:
         yield
     for number in received[:1]:
         signal.raise_signal(number)
 
-
-# Messages between two processes on one machine, over a Unix socket that keeps their limits.
 
 MAX_BYTES = 65536
 
@@ -249,7 +248,7 @@ class Received(NamedTuple):
 
 
 def message_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets for messages."""
+    """Return two connected sockets for messages, whose limits they keep."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

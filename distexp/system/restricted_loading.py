@@ -1,7 +1,4 @@
-"""Loading of checkpoints as data: a pickle that would run code is refused.
-
-Checkpoints of torch.distributed.checkpoint and of DeepSpeed contain pickles, which both libraries load without limits.
-"""
+"""Loading of checkpoints as data: pickles that would run code, which torch and DeepSpeed would load, are refused."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ class DataReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """Return the metadata.
-
-        Torch reads the metadata files of single ranks only if this method has keyword arguments.
-        """
+        """Return the metadata. Torch reads files of single ranks only if this method has keyword arguments."""
         return self._metadata
 
 
@@ -87,7 +81,9 @@ def refused_as_config_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
-        refusal = _refusal(error)
+        # torch.distributed.checkpoint wraps the errors of all ranks.
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        refusal = next((cause for cause in causes if isinstance(cause, pickle.UnpicklingError)), None)
         if refusal is None:
             raise
         found = re.search(r"GLOBAL (\S+)", str(refusal))
@@ -96,10 +92,3 @@ def refused_as_config_error(path: Path) -> Iterator[None]:
             f"{path} contains {name}, which is not data and could run code: "
             "use a checkpoint that you or your group wrote"
         ) from None
-
-
-def _refusal(error: BaseException) -> pickle.UnpicklingError | None:
-    """Return the error of the unpickler; torch.distributed.checkpoint wraps those of all ranks."""
-    if isinstance(error, CheckpointException):
-        return next((cause for cause, _ in error.failures.values() if isinstance(cause, pickle.UnpicklingError)), None)
-    return error if isinstance(error, pickle.UnpicklingError) else None

@@ -16,9 +16,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-# Save and restore the random states (RNG) of one rank.
-
-
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Return the RNG states, as numbers and tensors so that loading runs no code."""
     legacy: Any = np.random.get_state(legacy=True)

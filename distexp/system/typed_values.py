@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from distexp.system.files import read_or_none
 
 DataclassType = TypeVar("DataclassType")
+Reader = Callable[[Any], Any]
 
 MEASURED = ("_mib", "_pct", "_j")
 """Ends of the keys whose values are numbers in the entries of devices."""
+
+
+class _MismatchError(Exception):
+    """A JSON value that does not have the type of an annotation."""
 
 
 def parse_dataclass(kind: type[DataclassType], raw: Any) -> DataclassType:
@@ -26,12 +32,12 @@ def parse_dataclass(kind: type[DataclassType], raw: Any) -> DataclassType:
     if not isinstance(raw, dict):
         raise ValueError(f"{kind.__name__} is {_shown(raw)} and not an object")
     values: dict[str, Any] = {}
-    for known in _fields(kind):
-        if known.name in raw:
-            value = raw[known.name]
-            if not known.fits(value):
-                raise ValueError(f"{known.name} is {_shown(value)}")
-            values[known.name] = value if known.convert is None else known.convert(value)
+    for name, _, read in _fields(kind):  # type: ignore[arg-type]  # mypy does not count a class as hashable
+        if name in raw:
+            try:
+                values[name] = read(raw[name])
+            except _MismatchError:
+                raise ValueError(f"{name} is {_shown(raw[name])}") from None
     return kind(**values)
 
 
@@ -51,13 +57,13 @@ def section_errors(kind: type[Any], raw: Any, *, complete: bool, name: str = "co
     if not isinstance(raw, dict):
         yield f"{name} is {_shown(raw)} and not a section"
         return
-    for known in _fields(kind):
-        if known.name not in raw:
+    for key, hint, read in _fields(kind):  # type: ignore[arg-type]
+        if key not in raw:
             continue
-        value, full_name = raw[known.name], f"{name}.{known.name}"
-        if known.is_section:
-            yield from section_errors(known.hint, value, complete=complete, name=full_name)
-        elif not known.fits(value) and (complete or not (value is None or isinstance(value, str))):
+        value, full_name = raw[key], f"{name}.{key}"
+        if _is_dataclass(hint):
+            yield from section_errors(hint, value, complete=complete, name=full_name)
+        elif not _accepts(read, value) and (complete or not (value is None or isinstance(value, str))):
             yield f"{full_name} is {_shown(value)}"
 
 
@@ -85,100 +91,77 @@ def _entry_errors(entry: Any) -> Iterator[str]:
 
 def matches(value: Any, hint: Any) -> bool:
     """Return whether a JSON value has the type of an annotation. A number that was not finite is null."""
-    return _check(hint)(value)
+    return _accepts(_reader(hint), value)
+
+
+def _accepts(read: Reader, value: Any) -> bool:
+    try:
+        read(value)
+    except _MismatchError:
+        return False
+    return True
 
 
 @cache
-def _check(hint: Any) -> Callable[[Any], bool]:
-    """Return the function that checks the values of an annotation.
+def _fields(kind: Any) -> list[tuple[str, Any, Reader]]:
+    """Return name, annotation and reader of each field. Reading thousands of records needs them again."""
+    hints = get_type_hints(kind)
+    return [(known.name, hints[known.name], _reader(hints[known.name])) for known in fields(kind)]
+
+
+@cache
+def _reader(hint: Any) -> Reader:
+    """Return the function that makes dataclasses and tuples of a JSON value, or raises _MismatchError.
 
     It is built once for each annotation, because a report reads thousands of records.
     """
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return partial(_fits_one, [_check(argument) for argument in arguments])
-    if origin in (list, tuple):
-        return partial(_fits_list, _check(arguments[0] | None if arguments[0] in (int, float) else arguments[0]))
-    if origin is dict:
-        return partial(_fits_dict, _check(arguments[1]))
-    if hint in (int, float):
-        return partial(_fits_number, int if hint is int else (int, float))
-    if _is_dataclass(hint):
-        return lambda value: True  # The conversion checks it.
-    return lambda value: hint is Any or isinstance(value, hint)
-
-
-@cache
-def _converter(hint: Any) -> Callable[[Any], Any] | None:
-    """Return the function that makes dataclasses and tuples of a JSON value; None if the value stays as it is."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return lambda value: value
     if _is_dataclass(hint):
         return partial(parse_dataclass, hint)
     if origin in (list, tuple):
-        convert = _converter(arguments[0])
-        if origin is list and convert is None:
-            return None
-        return lambda values: origin(values if convert is None else map(convert, values))
-    kinds = list(filter(_is_dataclass, arguments))
-    if origin not in (Union, types.UnionType) or not kinds:
-        return None
-    if len(kinds) == 1:
-        return lambda value: None if value is None else parse_dataclass(kinds[0], value)
-    by_name = {kind.__name__.lower(): kind for kind in kinds}
-    return lambda value: parse_dataclass(by_name[value["type"]], value)
+        item = arguments[0] | None if arguments[0] in (int, float) else arguments[0]
+        return partial(_read_list, origin, _reader(item))
+    if origin is dict:
+        return partial(_read_dict, _reader(arguments[1]))
+    options = arguments if origin in (Union, types.UnionType) else (hint,)
+    by_name = {option.__name__.lower(): option for option in options if _is_dataclass(option)}
+    if len(by_name) > 1:
+        return lambda value: parse_dataclass(by_name[value["type"]], value)
+    kinds = [option for option in options if isinstance(option, type) and not _is_dataclass(option)]
+    readers = [_reader(option) for option in options if option not in kinds]
+    return partial(_read_one, (*kinds, int) if float in kinds else tuple(kinds), readers)
 
 
-def _fits_list(fits_item: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, list) and all(map(fits_item, value))
+def _read_list(kind: type, read: Reader, value: Any) -> Any:
+    if not isinstance(value, list):
+        raise _MismatchError
+    return kind(map(read, value))
 
 
-def _fits_dict(fits_item: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, dict) and all(map(fits_item, value.values()))
+def _read_dict(read: Reader, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise _MismatchError
+    return {key: read(content) for key, content in value.items()}
 
 
-def _fits_number(kinds: type | tuple[type, ...], value: Any) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _fits_one(checks: Sequence[Callable[[Any], bool]], value: Any) -> bool:
-    for check in checks:  # noqa: SIM110  # any() takes twice as long
-        if check(value):
-            return True
-    return False
+def _read_one(kinds: tuple[type, ...], readers: Sequence[Reader], value: Any) -> Any:
+    if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
+        return value
+    for read in readers:
+        with suppress(_MismatchError):
+            return read(value)
+    raise _MismatchError
 
 
 def _is_dataclass(hint: Any) -> TypeGuard[type[Any]]:
     return isinstance(hint, type) and is_dataclass(hint)
 
 
-class _Field(NamedTuple):
-    """A field of a dataclass, with the check of its values. Reading thousands of records needs both again."""
-
-    name: str
-    hint: Any
-    fits: Callable[[Any], bool]
-    convert: Callable[[Any], Any] | None
-    is_section: bool
-
-
-def _fields(kind: Any) -> tuple[_Field, ...]:
-    """Return the fields of a dataclass. mypy does not take a class for an argument of a cached function."""
-    return _cached_fields(kind)
-
-
-@cache
-def _cached_fields(kind: Any) -> tuple[_Field, ...]:
-    all_hints = get_type_hints(kind)
-    hints = [(known.name, all_hints[known.name]) for known in fields(kind)]
-    return tuple(_Field(name, hint, _check(hint), _converter(hint), _is_dataclass(hint)) for name, hint in hints)
-
-
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# Values of a record's free-form entries, which another program may have written.
 
 
 def number_of(entry: Mapping[str, Any], key: str) -> float | None:
@@ -193,8 +176,6 @@ def texts_of(entry: Mapping[str, Any], key: str) -> list[str]:
     listed = value if isinstance(value, list) else [value]
     return [text for text in listed if isinstance(text, str) and text]
 
-
-# Values of a record's entries for each GPU, rank or node.
 
 UNCOUNTED_CPU_PHASES = frozenset({"search", "profile", "done"})
 """Phases that do not count for CPU memory.

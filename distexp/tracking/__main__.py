@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distexp.config.custom_code import check_members, check_returned, locate
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import EVENTS, METRICS, RECORD, tracker_end_path
+from distexp.runs.run_dir import EVENTS, METRICS, RECORD, TRACKER_END
 from distexp.runs.spec import RunSpec
 from distexp.system.files import Tail
 from distexp.system.processes import die_with_parent
@@ -41,12 +41,12 @@ def main() -> None:
 def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str]:
     """Log steps and evaluations as they are written, then the summary and the files; return messages for the user.
 
-    The run has ended if ``over`` is set or the file of ``tracker_end_path`` exists.
+    The run has ended if ``over`` is set or the file ``TRACKER_END`` exists.
     """
     metrics, events = Tail(directory / METRICS), Tail(directory / EVENTS)
     step = 0
     while True:
-        last = over.wait(POLL_S) or tracker_end_path(directory).exists()
+        last = over.wait(POLL_S) or (directory / TRACKER_END).exists()
         for line in metrics.read_entries():
             step = line["step"]
             tracker.log(step, step_values(line))

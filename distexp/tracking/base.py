@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from distexp.config.fields import flatten
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import DS_CONFIG, EVENTS, MEMORY, METRICS, RECORD, SPEC, tracker_end_path, tracker_log_path
+from distexp.runs.run_dir import DS_CONFIG, EVENTS, MEMORY, METRICS, RECORD, SPEC, TRACKER_END, TRACKER_LOG
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_tree, start_module
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
@@ -92,16 +92,16 @@ def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
     if spec.config.tracker._target_ is None:
         yield tracking
         return
-    log = tracker_log_path(directory)
+    log = directory / TRACKER_LOG
     log.parent.mkdir(parents=True, exist_ok=True)
-    tracker_end_path(directory).unlink(missing_ok=True)
+    (directory / TRACKER_END).unlink(missing_ok=True)
     with log.open("w") as output:
         process = start_module("distexp.tracking", str(directory), env=os.environ, output=output)
     try:
         yield tracking
     finally:
         with suppress(OSError):  # On a full disk, the tracker is stopped after the time limit.
-            tracker_end_path(directory).touch()
+            (directory / TRACKER_END).touch()
         try:
             process.wait(FINISH_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -20,12 +20,12 @@ from typing import NoReturn
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import custom_code_place
-from distexp.runs.attempts import ERROR_HEADING, write_error
+from distexp.runs.attempts import ERROR_HEADING, write_error_file
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import allocator_path, error_path, log_path
+from distexp.runs.run_dir import ALLOCATOR, RANK_ERROR, RANK_LOG
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import ERROR_TYPE, FULL_BYTES, free_bytes, full_disk_message, is_full_disk, release_reserve
+from distexp.runs.texts import FULL_BYTES, free_bytes, full_disk_error, is_full_disk, release_reserve
 from distexp.system.environment_variables import captured_environment
 from distexp.system.files import write_json
 from distexp.system.processes import die_with_parent, end_at_once
@@ -53,7 +53,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     events = None
     try:
-        redirect_output(log_path(run_dir, node, rank))
+        redirect_output(RANK_LOG.path(run_dir, node, rank))
         die_with_parent()
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
@@ -65,7 +65,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
         try:
             cause = describe_error(error, run_dir, events.phase if events else "setup", rank)
             release_reserve(run_dir)  # The disk may be full, and what follows needs space.
-            write_error(error_path(run_dir, node, rank), cause)
+            write_error_file(RANK_ERROR.path(run_dir, node, rank), cause)
             print_error(error)
             _write_allocator_peaks(run_dir, node, rank)
         finally:
@@ -104,7 +104,7 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     Libraries do not always name a full disk, so the free space is checked after a failed save.
     """
     if is_full_disk(error) or (phase == "save" and free_bytes(run_dir) < FULL_BYTES):
-        return RunError(ERROR_TYPE, full_disk_message(error, run_dir), phase, rank)
+        return full_disk_error(error, run_dir, phase, rank)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
     place = None
@@ -135,7 +135,7 @@ def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:
     if torch is not None and torch.cuda.is_initialized():
         from distexp.measure.memory.rank_memory import allocator_peaks
 
-        write_json(allocator_path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
+        write_json(ALLOCATOR.path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
 
 
 if __name__ == "__main__":

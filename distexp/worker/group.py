@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distexp.runs.run_dir import worker_exits_path
+from distexp.runs.run_dir import WORKER_EXITS
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import print_despite_full_disk
 from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment
@@ -61,7 +61,7 @@ def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
         LOCAL_WORLD_SIZE=str(spec.workers_per_node),
     )
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED)
-    group = WorkerGroup(worker_exits_path(run_dir, node), first_rank=node * spec.workers_per_node)
+    group = WorkerGroup(WORKER_EXITS.path(run_dir, node), first_rank=node * spec.workers_per_node)
     for local_rank in range(spec.workers_per_node):
         group.start(local_rank, run_dir)
     return group.wait()

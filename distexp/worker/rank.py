@@ -106,7 +106,7 @@ def write_outcome(record: RunRecord, run_dir: Path, *, launched: bool) -> None:
     if launched:
         write_despite_full_disk(run_dir, lambda: record.write_result(run_dir))
     else:
-        attempts.finalize(record)
+        attempts.record_attempt_end(record)
         record.write(run_dir)
 
 

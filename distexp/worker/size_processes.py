@@ -30,7 +30,7 @@ from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, join, open_store, sub_store
 from distexp.models.blueprint import Blueprint
-from distexp.runs.run_dir import search_log_path
+from distexp.runs.run_dir import SEARCH_LOG
 from distexp.runs.run_state import record_progress
 from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TriedSize
@@ -153,7 +153,7 @@ class Round:
         try:
             die_with_parent(parent=parent)
             node, rank = int(os.environ["GROUP_RANK"]), int(os.environ["RANK"])
-            redirect_output(search_log_path(self.run_dir, node, rank), mode="a")
+            redirect_output(SEARCH_LOG.path(self.run_dir, node, rank), mode="a")
             store = sub_store(_prefix(self.number), open_store(self.spec, is_forked=True))
             group = sub_store("group", store)
             overhead_mib = load_strategy(self.spec.config).total_overhead_mib(self.spec.config)

@@ -17,7 +17,7 @@ import pytest
 
 from distexp.launch.failures import signal_deaths
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import worker_exits_path
+from distexp.runs.run_dir import WORKER_EXITS
 from tests.helpers.processes import find_processes, have_ended
 from tests.helpers.runs import run_distexp
 from tests.helpers.sabotaged_runs import DEADLINE_S, ENV, QUICK, StartedCommand, sabotage, tree_of, wait_for
@@ -66,7 +66,7 @@ def test_the_first_death_of_all_nodes_is_the_cause(tmp_path: Path) -> None:
     ends[0].append({"rank": 1, "code": -15, "unix_time_s": 2.1, "stopped": True})
     ends[1].append({"rank": 2, "code": -9, "unix_time_s": 1.0, "stopped": False})
     for node, entries in ends.items():
-        path = worker_exits_path(tmp_path, node)
+        path = WORKER_EXITS.path(tmp_path, node)
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(entries))
     assert signal_deaths(tmp_path) == [(2, signal.SIGKILL)]

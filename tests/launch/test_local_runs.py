@@ -15,13 +15,12 @@ from distexp.config import DatasetConfig
 from distexp.console.screen import LiveRun, Screen
 from distexp.data.squad_json import MAX_CHECKED_BYTES
 from distexp.exceptions import InterruptedRunError
-from distexp.launch.local.cancel import interrupts_collected
 from distexp.launch.local.launcher import LocalLauncher
 from distexp.launch.local.runner import run_locally
 from distexp.launch.local.shared_start import SharedStart
 from distexp.runs.events import last_value
 from distexp.runs.record import RunRecord
-from distexp.system.processes import handle_signals
+from distexp.system.processes import collect_interrupts, handle_signals
 from tests.helpers.runs import TIMEOUT_S, make_spec, run_distexp, run_module, start_distexp
 
 SHORT = ("dataset.train_size=64", "dataset.eval_size=16", "train.num_epochs=1", "cluster.device=cpu")
@@ -331,7 +330,7 @@ def test_what_stops_a_run_is_the_cause_in_its_record(
 
 def test_ctrl_c_while_the_record_is_written_is_not_lost() -> None:
     with handle_signals(signal.default_int_handler, signal.SIGINT):  # a test in the background ignores SIGINT
-        with interrupts_collected() as late:
+        with collect_interrupts() as late:
             signal.raise_signal(signal.SIGINT)
         assert late == [signal.SIGINT]
         with pytest.raises(KeyboardInterrupt):

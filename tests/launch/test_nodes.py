@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch.operator_build import worker_environment
+from distexp.launch.node_setup import worker_environment
 from distexp.runs.record import RunRecord
 from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
 from tests.helpers.runs import make_spec, run_distexp

@@ -14,10 +14,10 @@ from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.plan.planner import store_estimate
 from distexp.report.data.overview import failure_notes
 from distexp.report.data.rows import Row
-from distexp.runs.attempts import write_error
+from distexp.runs.attempts import write_error_file
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import MICRO_BATCH, error_path
+from distexp.runs.run_dir import MICRO_BATCH, RANK_ERROR
 from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import MicroBatchSearch
 from tests.helpers.planning import linear_estimate
@@ -81,7 +81,7 @@ def test_the_record_of_a_run_has_the_report_of_its_worker(tmp_path: Path) -> Non
     spec = make_spec(*CELL)
     start_attempt(spec, tmp_path)
     error = RunError("OutOfMemoryError", "CUDA out of memory.", "warmup", 0, memory=MEMORY)
-    write_error(error_path(tmp_path, 0, 0), error)
+    write_error_file(RANK_ERROR.path(tmp_path, 0, 0), error)
     finalize_run(spec, tmp_path, {0: 1}, started=1.0)
     written = RunRecord.read(tmp_path / "record.json")
     assert written.status == "oom_gpu"
@@ -121,7 +121,9 @@ def fail(
     start_attempt(spec, directory)
     if search is not None:
         search.write(directory / MICRO_BATCH)
-    write_error(error_path(directory, 0, 0), RunError("OutOfMemoryError", "CUDA out of memory.", memory=memory))
+    write_error_file(
+        RANK_ERROR.path(directory, 0, 0), RunError("OutOfMemoryError", "CUDA out of memory.", memory=memory)
+    )
     finalize_run(spec, directory, {0: 1}, started=1.0)
     written = RunRecord.read(directory / "record.json")
     assert written.status == "oom_gpu"

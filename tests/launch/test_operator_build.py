@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from distexp.launch import operator_build
+from distexp.launch import node_setup
 from distexp.launch.agent import watch
 from distexp.launch.failures import TIMEOUT_CODE, classify_failure
-from distexp.launch.operator_build import OperatorError, build_operators, missing_operators
+from distexp.launch.node_setup import OperatorError, build_operators, missing_operators
 from distexp.runs.run_dir import OPERATORS, log_dir
 from distexp.runs.run_state import read_progress
 from distexp.strategies.base import load_strategy
@@ -160,9 +160,9 @@ def test_a_run_without_its_operators_fails_with_the_reason(tmp_path: Path, monke
 
     spec = make_spec("zero_stage='1'", "cluster.device=cpu", "cluster.workers_per_node=2")
     log_dir(tmp_path, 0).mkdir(parents=True)
-    monkeypatch.setattr(operator_build, "missing_operators", lambda names, environment: list(names))
-    monkeypatch.setattr(operator_build, "build_operators", fail)
-    assert operator_build.lacks_operators(spec, tmp_path, 0)
+    monkeypatch.setattr(node_setup, "missing_operators", lambda names, environment: list(names))
+    monkeypatch.setattr(node_setup, "build_operators", fail)
+    assert node_setup.lacks_operators(spec, tmp_path, 0)
     assert [entry.get("compiling") for entry in read_entries(tmp_path / OPERATORS)] == ["deepspeed_shm_comm"]
     status, error = classify_failure(tmp_path, {0: 1}, spec)
     assert (status, error.type, error.phase) == ("failed", "OperatorError", "compile")

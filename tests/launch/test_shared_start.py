@@ -23,7 +23,7 @@ from distexp.launch.local import shared_start
 from distexp.launch.local.shared_start import ImportConditions, SharedProcess, SharedStart
 from distexp.measure.memory.process_tree import ProcessTree
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import group_log_path
+from distexp.runs.run_dir import GROUP_LOG
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import message_pair, send
 from tests.helpers.processes import find_processes, have_ended
@@ -241,7 +241,7 @@ def test_a_killed_process_is_replaced_and_its_death_is_that_of_the_run(
 ) -> None:
     started, notes = sharing
     first, _ = used_by(started)
-    log = group_log_path(tmp_path, 0)
+    log = GROUP_LOG.path(tmp_path, 0)
     log.parent.mkdir(parents=True)
     log.write_text("")
     assert started.true_codes(tmp_path, {0: LOST_CODE}) == {0: LOST_CODE}, "only the workers were killed"

@@ -8,7 +8,7 @@ import pytest
 
 from distexp.report.__main__ import main as report
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import REPORT, log_path
+from distexp.runs.run_dir import RANK_LOG, REPORT
 from tests.helpers.runs import run_distexp
 
 WORKERS = 2
@@ -34,7 +34,7 @@ def train(folder: Path, *overrides: str) -> tuple[RunRecord, str]:
 
 def observed(folder: Path) -> list[str]:
     """Return what the probe of each rank printed."""
-    logs = [log_path(folder, 0, rank).read_text().splitlines() for rank in range(WORKERS)]
+    logs = [RANK_LOG.path(folder, 0, rank).read_text().splitlines() for rank in range(WORKERS)]
     return [line for log in logs for line in log if line.startswith("replaced: ")]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from distexp.launch.outcome import start_attempt
-from distexp.runs.attempts import NO_RECORD, finalize, register_manual_attempt
+from distexp.runs.attempts import NO_RECORD, earlier_records, record_attempt_end, register_manual_attempt
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import HEARTBEAT, STOP_REQUEST
+from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPTS, HEARTBEAT, RECORD, STOP_REQUEST
 from distexp.runs.spec import RunSpec
 from tests.helpers.runs import make_spec
 
@@ -41,8 +41,18 @@ def test_an_attempt_that_trained_here_ended_without_a_record(run_dir: Path) -> N
 def test_the_attempts_of_the_record_are_kept_and_a_stop_request_is_dropped(run_dir: Path) -> None:
     spec = RunSpec.read(run_dir)
     record = RunRecord("preempted", replace(spec.run), asdict(spec.config))
-    finalize(record)
+    record_attempt_end(record)
     record.write(run_dir)
     (run_dir / STOP_REQUEST).write_text("{}")
     assert reasons(run_dir) == ["preempted", None]
     assert not (run_dir / STOP_REQUEST).exists()
+
+
+def test_earlier_records_are_in_the_order_of_their_numbers(run_dir: Path) -> None:
+    spec = RunSpec.read(run_dir)
+    for number in (0, 2, 10):
+        folder = run_dir / ATTEMPTS / str(number)
+        folder.mkdir(parents=True)
+        RunRecord("failed", replace(spec.run, number=number), asdict(spec.config)).write(folder)
+        (folder / RECORD).rename(folder / ARCHIVED_RECORD)
+    assert [record.run.number for record in earlier_records(run_dir)] == [0, 2, 10]

@@ -17,18 +17,18 @@ import pytest
 
 from distexp import cancel
 from distexp.runs import run_state
-from distexp.runs.attempts import read_agent, read_launcher, register_manual_attempt
+from distexp.runs.attempts import read_agent_process, read_launcher_process, register_manual_attempt
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import EVENTS, LOGS, OWNER
+from distexp.runs.run_dir import EVENTS, LAUNCHER_PROCESS, LOGS
 from distexp.runs.run_state import RunState
 from distexp.status import read_folder
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from distexp.runs.attempts import write_agent, write_launcher
+from distexp.runs.attempts import write_agent_process, write_launcher_process
 for directory in map(Path, sys.argv[2:]):
-    (write_agent if sys.argv[1] == "agent" else write_launcher)(directory)
+    (write_agent_process if sys.argv[1] == "agent" else write_launcher_process)(directory)
 print(flush=True)
 sys.stdin.read()
 """
@@ -95,8 +95,8 @@ def test_the_launcher_decides_whether_a_run_is_running(tmp_path: Path) -> None:
 def test_another_process_with_the_same_id_is_not_the_launcher(tmp_path: Path) -> None:
     run = make_run(tmp_path, 0)
     with process_of("launcher", run):
-        known = json.loads((run / OWNER).read_text())
-        (run / OWNER).write_text(json.dumps({**known, "started": known["started"] - 1}))
+        known = json.loads((run / LAUNCHER_PROCESS).read_text())
+        (run / LAUNCHER_PROCESS).write_text(json.dumps({**known, "started": known["started"] - 1}))
         assert states(tmp_path)[0].state == "no record"
 
 
@@ -104,7 +104,7 @@ def test_another_process_with_the_same_id_is_not_the_launcher(tmp_path: Path) ->
 def test_files_decide_without_a_launcher_on_this_machine(tmp_path: Path, content: str | None) -> None:
     run = make_run(tmp_path, 0)
     if content is not None:
-        (run / OWNER).write_text(content)
+        (run / LAUNCHER_PROCESS).write_text(content)
     assert states(tmp_path)[0].state == "running"
     set_age(run, run_state.MAX_IDLE_S + 60)
     assert states(tmp_path)[0].state == "no record"
@@ -133,11 +133,11 @@ def test_cancel_ends_the_launcher_of_a_local_sweep(tmp_path: Path, capsys: pytes
 def test_cancel_names_the_machine_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, 0)
     with process_of("launcher", run) as launcher:
-        owner = read_launcher(run)
+        owner = read_launcher_process(run)
         assert owner is not None
         assert owner.pid == launcher.pid
         elsewhere = replace(owner, machine="other", host="node7")
-        (run / OWNER).write_text(json.dumps(asdict(elsewhere)))
+        (run / LAUNCHER_PROCESS).write_text(json.dumps(asdict(elsewhere)))
         assert cancel.main([str(tmp_path)]) == 1
         assert launcher.poll() is None
     shown = capsys.readouterr()
@@ -156,6 +156,6 @@ def test_the_agent_is_known_before_it_writes_a_log(tmp_path: Path) -> None:
     run = make_run(tmp_path, 0)
     assert not (run / LOGS).exists()
     with process_of("agent", run) as agent:
-        found = read_agent(run)
+        found = read_agent_process(run)
         assert found is not None
         assert (found.pid, found.is_alive) == (agent.pid, True)

@@ -29,8 +29,8 @@ with getattr(run_lock, sys.argv[2])(Path(sys.argv[1])) as owner:
 WAIT = """
 import sys
 from pathlib import Path
-from distexp.runs.attempts import write_agent
-write_agent(Path(sys.argv[1]))
+from distexp.runs.attempts import write_agent_process
+write_agent_process(Path(sys.argv[1]))
 print("started", flush=True)
 sys.stdin.read()
 """

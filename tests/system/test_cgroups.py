@@ -54,7 +54,7 @@ def test_available_memory_is_what_the_cgroups_leave(
         (tmp_path / "job" / name).write_text(f"{mib * 2**20}\n")
     lines = [f"{name} {mib * 2**20}\n" for name, mib in {"anon": 40, **cached}.items()]
     (tmp_path / "job" / "memory.stat").write_text("".join(lines))
-    monkeypatch.setattr(cgroups, "memory_cgroups", lambda pid: [Cgroup(tmp_path, "job", version)])
+    monkeypatch.setattr(cgroups, "memory_cgroups", lambda: [Cgroup(tmp_path, "job", version)])
     assert available_memory() == 24 * 2**20
     assert parallel_processes() == 1, "there is memory for less than one process, and one is needed"
 

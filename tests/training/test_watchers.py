@@ -9,7 +9,7 @@ import pytest
 from distexp.config import ConfigError
 from distexp.measure.watcher import MeasuredSteps, Step, Watcher
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import log_path
+from distexp.runs.run_dir import RANK_LOG
 from distexp.training.watchers import Watchers, custom_watcher
 from tests.helpers.runs import resolve_cell, run_distexp
 
@@ -47,7 +47,7 @@ def test_a_custom_watcher_sees_every_event_and_its_summary_is_in_the_record(engi
     assert found[NAME]["steps"] == 3
     assert record.built is not None
     assert found[NAME]["elements"] == record.built.parameters
-    log = log_path(tmp_path / "run", 0, 0).read_text()
+    log = RANK_LOG.path(tmp_path / "run", 0, 0).read_text()
     assert "note: tests.helpers.watchers.Fails has no summary: TypeError" in log
     assert record.memory["parts"][0]["activations_mib"] > 0
     assert record.metrics.slow_rank_watch == "on"

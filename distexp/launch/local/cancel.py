@@ -6,81 +6,59 @@ import os
 import signal
 import stat
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 from distexp.config.overrides import suggest_command
-from distexp.exceptions import InterruptedRunError
 from distexp.launch.launcher import CancelError, Cancelled
-from distexp.runs import run_state
-from distexp.runs.attempts import Owner, read_agent, read_launcher
+from distexp.runs.attempts import ProcessIdentity, read_agent_process, read_launcher_process
 from distexp.runs.run_dir import LAUNCHER_LOG
 from distexp.runs.run_state import local_state
 from distexp.runs.spec import ExistingRun
-from distexp.system.processes import handle_signals
+from distexp.system.processes import handle_signals, wait_until
 
-TIMEOUT_S, POLL_S = 30.0, 0.1
+TIMEOUT_S = 30.0
 """A launcher needs a few seconds to end its workers and to write the record."""
 
 
 def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
     """End the launchers of runs on this machine, and wait for the runs.
 
-    A launcher ends its workers, writes the record of its run, and starts no other run.
-
-    Raises:
-        CancelError: a launcher belongs to another user.
+    A launcher ends its workers, writes the record of its run, and starts no other run. Raise CancelError if one belongs
+    to another user.
     """
+    known = {run.number: read_launcher_process(run.directory) for run in found}
+    launchers = {number: launcher for number, launcher in known.items() if launcher is not None}
     active = [run for run in found if local_state(run).is_active]
-    here = [run for run in active if _is_here(run)]
-    launchers = [launcher for run in found if (launcher := read_launcher(run.directory)) is not None]
-    for pid in {launcher.pid for launcher in launchers if launcher.is_alive}:
-        _end(pid)
-    left = _wait(here, launchers)
+    here = [run for run in active if run.number in launchers and launchers[run.number].is_local]
+    for pid in {launcher.pid for launcher in launchers.values() if launcher.is_alive}:
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            raise CancelError("the runs belong to another user, who can cancel them") from None
+    left = _wait(here, launchers.values())
     status, cancel = suggest_command("status", sweep_dir), suggest_command("cancel", sweep_dir)
+    hosts = {number: launcher.host for number, launcher in launchers.items()}
+    elsewhere = [(run.number, hosts.get(run.number, "an unknown machine")) for run in active if run not in here]
     return Cancelled(
         len(here) - len(left),
         [f"run {number} is still ending: check again with {status}" for number in left],
-        [
-            f"run {run.number} was started on {_host(run)}: cancel it there with {cancel}"
-            for run in active if run not in here
-        ],
-    )  # fmt: skip
+        [f"run {number} was started on {host}: cancel it there with {cancel}" for number, host in elsewhere],
+    )
 
 
-def _end(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return
-    except PermissionError:
-        raise CancelError("the runs belong to another user, who can cancel them") from None
-
-
-def _is_here(run: ExistingRun) -> bool:
-    launcher = read_launcher(run.directory)
-    return launcher is not None and launcher.is_local
-
-
-def _host(run: ExistingRun) -> str:
-    launcher = read_launcher(run.directory)
-    return launcher.host if launcher is not None else "an unknown machine"
-
-
-def _wait(runs: Sequence[ExistingRun], launchers: Sequence[Owner]) -> list[int]:
+def _wait(runs: Sequence[ExistingRun], launchers: Iterable[ProcessIdentity]) -> list[int]:
     """Wait for the end of all processes; return the numbers of the runs that are left."""
-    deadline = time.monotonic() + TIMEOUT_S
-    owners = [*launchers, *(agent for run in runs if (agent := read_agent(run.directory)) is not None)]
-    while any(owner.is_alive for owner in owners) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    owners_of = {run.number: (read_agent(run.directory), read_launcher(run.directory)) for run in runs}
-    return [n for n, found in owners_of.items() if any(owner is not None and owner.is_alive for owner in found)]
-
-
-# Survival of a closed terminal: local runs continue, and their output moves to a log.
+    processes = [*launchers, *(agent for run in runs if (agent := read_agent_process(run.directory)) is not None)]
+    wait_until(lambda: not any(process.is_alive for process in processes), TIMEOUT_S)
+    of_runs = {run.number: (read_agent_process(run.directory), read_launcher_process(run.directory)) for run in runs}
+    return [
+        number for number, pair in of_runs.items() if any(process is not None and process.is_alive for process in pair)
+    ]
 
 
 @contextmanager
@@ -114,10 +92,7 @@ def _is_pipe(descriptor: int) -> bool:
 
 
 def _continue_in_log(folder: Path, lost: Sequence[int]) -> None:
-    """Redirect the output to a log, and start the log with how to follow and to end the runs.
-
-    Only the file descriptors ``lost`` are redirected. Output to a file stays as it is.
-    """
+    """Redirect the descriptors ``lost`` to a log, and start the log with how to follow and to end the runs."""
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / LAUNCHER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in lost:
@@ -128,38 +103,3 @@ def _continue_in_log(folder: Path, lost: Sequence[int]) -> None:
         f"{suggest_command('status', folder)}. To end them: {suggest_command('cancel', folder)}\n"
     )
     os.write(sys.stdout.fileno(), message.encode())  # A signal handler must not use the buffer of print.
-
-
-# Signals that a local run gets from its user: what they do at each stage of the run.
-
-
-@contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Raise InterruptedRunError on Ctrl-C and SIGTERM inside the block."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise InterruptedRunError(number)
-
-    with handle_signals(stop, signal.SIGINT, signal.SIGTERM):
-        yield
-
-
-@contextmanager
-def stop_signals_forwarded(directory: Path) -> Iterator[list[int]]:
-    """Request a stop after a checkpoint on SIGUSR1 and SIGUSR2; yield the list of signals received."""
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        run_state.request_stop(directory, signal.Signals(number).name)
-
-    with handle_signals(forward, *run_state.SIGNALS):
-        yield received
-
-
-@contextmanager
-def interrupts_collected() -> Iterator[list[int]]:
-    """Yield the list of Ctrl-C and SIGTERM inside the block, which do not stop it: the record is written completely."""
-    received: list[int] = []
-    with handle_signals(lambda number, _: received.append(number), signal.SIGINT, signal.SIGTERM):
-        yield received

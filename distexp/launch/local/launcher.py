@@ -28,9 +28,9 @@ class LocalLauncher(Launcher):
     runs_here = True
 
     def agent_command(self, config: Config, arguments: Sequence[str]) -> list[str]:
-        """Return the command that starts the agent of a node.
+        """Return the command that starts the agent of a node, from arguments for Python.
 
-        ``arguments`` are for Python. The agent must be this process, or get its signals.
+        The agent must be this process, or get its signals.
         """
         return [sys.executable, *arguments]
 

@@ -13,47 +13,44 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hydra.core.utils import JobReturn, run_job
 from hydra.types import HydraContext
 
-from distexp.config import Config
-from distexp.config.overrides import format_override
+from distexp.config import Config, overrides
 from distexp.console.screen import Screen
 from distexp.exceptions import InterruptedRunError, SweepFailedError, is_closed_output
-from distexp.launch import failures
+from distexp.launch import failures, outcome, run_dirs
 from distexp.launch.failures import HANG_CODE
 from distexp.launch.launcher import Sweep
-from distexp.launch.local.cancel import interrupts_collected, interrupts_raised, stop_signals_forwarded
 from distexp.launch.local.shared_start import SharedStart
-from distexp.launch.outcome import finalize_run, read_record, start_attempt
-from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, assign_run_dirs, package_git_state, write_invalid
-from distexp.runs.attempts import run_lock, wait_for_agent, write_launcher
+from distexp.launch.run_dirs import AssignedRun
+from distexp.runs import attempts, run_state, texts
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.runs.spec import DONE, RunSpec
-from distexp.runs.texts import join_errors, name_folder, release_reserve
 from distexp.system.cgroups import cpu_count, cpu_limit
-from distexp.system.processes import end_tree, start_module
+from distexp.system.processes import collect_interrupts, end_tree, handle_signals, start_module, wait_until
 from distexp.tracking.base import tracked
 
 
 def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_command: AgentCommand) -> list[JobReturn]:
     """Run every cell, even if others fail, and show a table.
 
-    Raises:
-        SweepFailedError: at the end, if a run failed.
-        InterruptedRunError: if a run was interrupted. The cells after it are not started.
+    Raise SweepFailedError at the end, if a run failed, or InterruptedRunError before the next cell, if a run was
+    interrupted.
     """
     cells = sweep.cells
     for warning in crowded_core_warnings(cell.config for cell in cells if cell.config is not None):
         print(f"distexp: warning: {warning}", file=sys.stderr)
-    invalid = [join_errors(cell.errors) for cell in cells if cell.config is None]
+    invalid = [texts.join_errors(cell.errors) for cell in cells if cell.config is None]
     screen = Screen(total=len(cells), sweep_dir=sweep_dir, invalid=invalid)
     shared_start.note = screen.print
-    rules = ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
-    runs = assign_run_dirs(cells, sweep_dir, package_git_state(), rules, resume=sweep.master.sweep.resume)
+    rules = run_dirs.ExistingRunRules(should_skip=lambda run: show_if_done(screen, run.directory), warn=screen.print)
+    code, resume = run_dirs.package_git_state(), sweep.master.sweep.resume
+    runs = run_dirs.assign_run_dirs(cells, sweep_dir, code, rules, resume=resume)
     try:
         runner = CellRunner(sweep.context, screen, shared_start, agent_command)
         returns = [done for run in runs if (done := runner.run_if_free(run)) is not None]
@@ -77,14 +74,14 @@ class CellRunner:
 
     def run_if_free(self, run: AssignedRun) -> JobReturn | None:
         """Run a cell, unless another command runs it or has just finished it."""
-        with run_lock(run.directory) as other:
-            owner = other or wait_for_agent(run.directory)
+        with attempts.run_lock(run.directory) as other:
+            owner = other or attempts.wait_for_agent(run.directory)
             if owner is not None:
                 self.screen.show_busy(run.info.number, owner)
                 return None
             if show_if_done(self.screen, run.directory):
                 return None
-            with name_folder(run.directory):
+            with texts.name_folder(run.directory):
                 return self._run_job(run)
 
     def _run_job(self, run: AssignedRun) -> JobReturn:
@@ -106,7 +103,7 @@ class CellRunner:
         )
         if failures:
             with suppress(OSError):  # The first error matters.
-                release_reserve(run.directory)
+                texts.release_reserve(run.directory)
             raise failures[0]
         done.return_value  # noqa: B018  # It raises what the task raised.
         done.cfg = done.hydra_cfg = None  # Thousands of configurations would fill the memory.
@@ -114,10 +111,10 @@ class CellRunner:
 
     def _run(self, run: AssignedRun) -> RunRecord:
         if run.cell.config is None:
-            record = write_invalid(run)
+            record = run_dirs.write_invalid(run)
             self.screen.show_invalid(record)
             return record
-        self.screen.run_header(run.info.number, " ".join(map(format_override, run.cell.varied)))
+        self.screen.run_header(run.info.number, " ".join(map(overrides.format_override, run.cell.varied)))
         run.cell.write_prediction(run.directory)
         spec = RunSpec(run.cell.config, run.info)
         return run_locally(spec, run.directory, self.screen, self.shared_start, self.agent_command)
@@ -125,14 +122,12 @@ class CellRunner:
 
 def show_if_done(screen: Screen, directory: Path) -> bool:
     """Show the run of a directory and return True, if it has a readable record and needs no further attempt."""
-    record = read_record(directory / RECORD)
+    record = outcome.read_record(directory / RECORD)
     if record is None or record.status not in DONE:
         return False
     screen.show_skipped(record)
     return True
 
-
-# One run on this machine: start and watch an agent per node, then write the record.
 
 POLL_S = 0.1
 AGENT_GRACE_S = 7.0
@@ -153,19 +148,30 @@ def run_locally(
 ) -> RunRecord:
     """Run a spec on this machine with one agent per node, and return its record.
 
-    Raises:
-        InterruptedRunError: if this process got a signal. SIGINT and SIGTERM end the run at once. SIGUSR1 and SIGUSR2
-            end it after a checkpoint. The record is written first.
-        BrokenPipeError, SystemExit: if the output was closed. The run is ended and recorded first.
+    Raise InterruptedRunError if this process got a signal, and BrokenPipeError or SystemExit if the output was closed.
+    The record is written first. SIGINT and SIGTERM end the run at once, SIGUSR1 and SIGUSR2 after a checkpoint.
     """
     started = time.time()
-    start_attempt(spec, directory)
-    write_launcher(directory)
+    outcome.start_attempt(spec, directory)
+    attempts.write_launcher_process(directory)
     failures.save_counters(directory)
     interruption: InterruptedRunError | None = None
     stopped: str | None = None
     agents: list[subprocess.Popen[bytes]] = []
-    with tracked(spec, directory) as tracking, interrupts_raised(), stop_signals_forwarded(directory) as received:
+    received: list[int] = []
+
+    def stop_at_once(number: int, _: FrameType | None) -> None:
+        raise InterruptedRunError(number)
+
+    def stop_after_checkpoint(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        run_state.request_stop(directory, signal.Signals(number).name)
+
+    with (
+        tracked(spec, directory) as tracking,
+        handle_signals(stop_at_once, signal.SIGINT, signal.SIGTERM),
+        handle_signals(stop_after_checkpoint, *run_state.SIGNALS),
+    ):
         try:
             for node in range(spec.nodes):
                 agents.append(_start_agent(spec, directory, node, shared_start, agent_command))
@@ -177,10 +183,10 @@ def run_locally(
             stopped = OUTPUT_CLOSED if is_closed_output(error) else None
             raise
         finally:
-            with interrupts_collected() as late:
+            with collect_interrupts() as late:  # The record is written completely.
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 codes = shared_start.true_codes(directory, codes)
-                record = finalize_run(spec, directory, codes, started, stopped)
+                record = outcome.finalize_run(spec, directory, codes, started, stopped)
     screen.show_result(record, directory, tracking.messages)
     if interruption is None and (signals := [*received, *late]):  # They did not stop the run at once.
         interruption = InterruptedRunError(signals[0])
@@ -212,9 +218,7 @@ def _watch(agents: Sequence[subprocess.Popen[bytes]], refresh: Callable[[], None
         codes = [agent.poll() for agent in agents]
         refresh()
         if HANG_CODE in codes:
-            deadline = time.monotonic() + HANG_GRACE_S
-            while time.monotonic() < deadline and any(agent.poll() is None for agent in agents):
-                time.sleep(POLL_S)
+            wait_until(lambda: all(agent.poll() is not None for agent in agents), HANG_GRACE_S)
             return
         if any(code not in (None, 0) for code in codes) or all(code == 0 for code in codes):
             return
@@ -228,13 +232,10 @@ def _end(agent: subprocess.Popen[bytes]) -> int:
     return agent.returncode if ended_by_itself else 0
 
 
-# Warning before local runs with more workers than CPU cores start: it may be a typing error, and takes much memory.
-
-
 def crowded_core_warnings(configs: Iterable[Config]) -> Iterator[str]:
     """Yield a warning if runs on the CPUs of this machine have more workers than it has cores.
 
-    Simulated nodes share the cores.
+    It may be a typing error. Simulated nodes share the cores.
     """
     cores = max(1, min(cpu_count(), ceil(cpu_limit() or cpu_count())))
     workers = [config.cluster.world_size for config in configs if config.cluster.device == "cpu"]

@@ -1,9 +1,8 @@
 """Start of the workers of local runs: a process of each node imports the libraries, and each run is forked from it.
 
-It starts as soon as the first configuration is known, so it imports while the launcher and the agents prepare the run.
-A run can be forked from it only if its own imports would give the same result (``ImportConditions``). Otherwise
-another process starts, and the first one is kept for later runs. So a search that alternates between strategies
-imports the libraries of each once. Custom code is never shared, because only workers import it.
+A run is forked from a process whose imports would give the same result (``ImportConditions``). A node keeps several
+of them, so that a search that alternates between strategies imports the libraries of each once. Custom code is never
+shared, because only workers import it.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
-from distexp.launch.failures import encode_group_code
+from distexp.launch import failures, node_setup
 from distexp.launch.forked_workers import LOST_CODE
-from distexp.launch.operator_build import worker_environment
 from distexp.models import shared_weights
-from distexp.runs.run_dir import group_log_path
+from distexp.runs.run_dir import GROUP_LOG
 from distexp.runs.spec import RunSpec
-from distexp.system.cgroups import available_memory
-from distexp.system.files import PACKAGE
+from distexp.system import cgroups, files
 from distexp.system.processes import end_tree, message_pair, send, start_module
 from distexp.system.units import MIB
 from distexp.worker.preload import COMPILER, declared_preloads, own_modules, own_modules_of
@@ -124,9 +121,9 @@ class SharedStart:
         if not shared.has_ended:  # Only the workers were killed.
             return LOST_CODE
         shared.output.seek(0)
-        with group_log_path(run_dir, node).open("a") as log:
+        with GROUP_LOG.path(run_dir, node).open("a") as log:
             shutil.copyfileobj(shared.output, log)
-        return encode_group_code(shared.process.returncode)
+        return failures.encode_group_code(shared.process.returncode)
 
     def _matching(self, spec: RunSpec, node: int) -> SharedProcess:
         """Return the process of a node with the imports of a run; start it if there is none."""
@@ -160,7 +157,7 @@ def _end_superfluous(known: list[SharedProcess], new: ImportConditions) -> None:
     """End processes before a new one starts: those that no run can use any more, and then the oldest ones."""
     state = (new.folder, new.newest_source_ns)
     kept = [old for old in known if (old.conditions.folder, old.conditions.newest_source_ns) == state]
-    most = KEPT - 1 if available_memory() >= MIN_FREE_MIB * MIB else 0
+    most = KEPT - 1 if cgroups.available_memory() >= MIN_FREE_MIB * MIB else 0
     kept = kept[max(0, len(kept) - most) :]
     for process in known:
         if process not in kept:
@@ -197,19 +194,19 @@ class ImportConditions:
     def of(cls, spec: RunSpec, node: int) -> ImportConditions:
         """Return the conditions of a node's workers."""
         # lstat, because editors mark open files by links that lead nowhere.
-        newest_source_ns = max(path.lstat().st_mtime_ns for path in PACKAGE.rglob("*.py"))
-        return cls(worker_environment(spec, node), os.getcwd(), _libraries(spec), newest_source_ns)
+        newest_source_ns = max(path.lstat().st_mtime_ns for path in files.PACKAGE.rglob("*.py"))
+        return cls(node_setup.worker_environment(spec, node), os.getcwd(), _libraries(spec), newest_source_ns)
 
     def describe_change(self, before: ImportConditions) -> str:
         """Return what differs from earlier conditions. Values are not named, because they may be secret."""
         names = self.environment.keys() | before.environment.keys()
         changes = sorted(name for name in names if self.environment.get(name) != before.environment.get(name))
-        if self.libraries != before.libraries:
-            changes.append("the libraries")
-        if self.folder != before.folder:
-            changes.append("the working directory")
-        if self.newest_source_ns != before.newest_source_ns:
-            changes.append("the source files of distexp")
+        titles = {
+            "libraries": "the libraries",
+            "folder": "the working directory",
+            "newest_source_ns": "the source files of distexp",
+        }
+        changes += [title for name, title in titles.items() if getattr(self, name) != getattr(before, name)]
         return ", ".join(changes)
 
 

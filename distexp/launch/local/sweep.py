@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from distexp.launch.local.cancel import continue_after_hangup
 from distexp.launch.local.runner import AgentCommand
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.run_dirs import AssignedRun, locked_sweep_dir, package_git_state
-from distexp.runs.record import INVALID_ID
 from distexp.runs.record_sections import RunInfo
 from distexp.runs.spec import RunSpec
 from distexp.system.cgroups import usable_memory
@@ -27,17 +26,13 @@ from distexp.system.units import MIB, format_memory
 
 
 def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
-    """Run every cell, even if others fail.
-
-    Raises:
-        ConfigError: if there is one cell only, and it needs more memory than this machine has.
-        SweepFailedError: at the end, if a run failed.
-        InterruptedRunError: if a run was interrupted. The cells after it are not started.
-    """
+    """Run every cell, even if others fail. The errors are those of ``run_cells`` and ``refuse_too_many_processes``."""
     cells, master = sweep.cells, sweep.master
     if not master.sweep.resume:  # An invalid cell would match no run that the sweep has already.
         refuse_too_many_processes(cells)
-    with SharedStart(shares_weights=_shares_weights(cells)) as shared_start:
+    # Several cells may have the same random weights, which are kept in memory between the runs.
+    seeded = [f"{cell.config.model} {cell.config.train.seed}" for cell in cells if cell.config is not None]
+    with SharedStart(shares_weights=len(set(seeded)) < len(seeded)) as shared_start:
         if not master.sweep.resume:  # All of its cells may be done.
             # The imports of the first valid cell start before its run is prepared, with the environment of a Hydra job.
             first = next((cell for cell in cells if cell.config is not None), None)
@@ -49,12 +44,6 @@ def run_sweep(sweep: Sweep, agent_command: AgentCommand) -> list[JobReturn]:
 
         with locked_sweep_dir(master, len(cells)) as sweep_dir, continue_after_hangup(sweep_dir):
             return run_cells(sweep, sweep_dir, shared_start, agent_command)
-
-
-def _shares_weights(cells: Sequence[Cell]) -> bool:
-    """Return whether several cells may have the same random weights. They are kept in memory between the runs."""
-    configs = [cell.config for cell in cells if cell.config is not None]
-    return len({f"{config.model} {config.train.seed}" for config in configs}) < len(configs)
 
 
 @dataclass(frozen=True)
@@ -86,49 +75,38 @@ class LocalTrials(TrialLauncher):
             yield TrialRunner(run_all, package_git_state())
 
 
-def refuse_too_many_processes(cells: Iterable[Cell]) -> None:
-    """Make cells invalid whose processes alone need more memory than this machine has.
+def refuse_too_many_processes(cells: Sequence[Cell]) -> None:
+    """Make cells invalid whose processes alone need more memory than this machine has. The values are lower bounds.
 
-    Without this check the kernel ends processes, also those of other programs. The values are lower bounds.
-
-    Raises:
-        ConfigError: if there is one cell only, and it does not fit.
+    Without this check the kernel ends processes, also those of other programs. Raise ConfigError for a single cell.
     """
-    every = list(cells)
     memory_mib = usable_memory() / MIB
-    for cell in every:
+    for cell in cells:
         if cell.config is not None and (error := process_memory_error(cell.config, memory_mib)):
-            cell.errors = [error]
-            cell.config, cell.decided, cell.id = None, cell.config, INVALID_ID
-    if len(every) == 1 and every[0].errors:
-        raise ConfigError(every[0].errors)
+            cell.invalidate(error)
+    if len(cells) == 1 and cells[0].errors:
+        raise ConfigError(cells[0].errors)
 
 
 def process_memory_error(config: Config, memory_mib: float) -> str | None:
     """Return why the processes of a local run do not fit into the memory of this machine; None if they fit."""
-    cluster = config.cluster
+    cluster, processes = config.cluster, facts().processes
     workers = cluster.workers_per_node or 1
-    node_mib = _node_mib(workers)
-    if cluster.nodes * node_mib <= memory_mib:
+
+    def node_mib(workers: int) -> float:  # before any model
+        return processes.started_node_mib + workers * processes.started_worker_mib
+
+    if cluster.nodes * node_mib(workers) <= memory_mib:
         return None
     total = cluster.nodes * workers
-    needed, available = format_memory(cluster.nodes * node_mib), format_memory(memory_mib)
+    needed, available = format_memory(cluster.nodes * node_mib(workers)), format_memory(memory_mib)
+    advice = "use a larger machine"
+    for per_node in (1, workers):  # The most nodes that fit, better with as many workers each than with one.
+        if nodes := int(memory_mib // node_mib(per_node)):
+            fewer = "" if per_node == workers else f" cluster.workers_per_node={per_node}"
+            advice = f"use at most cluster.nodes={nodes}{fewer}"
     return (
         f"cluster.nodes={cluster.nodes} x cluster.workers_per_node={workers} starts {total} workers on this "
         f"machine. Their processes need at least {needed} without any model, but it has {available}: "
-        f"{_what_fits(workers, memory_mib)}"
+        f"{advice}, or cluster=slurm on a cluster"
     )
-
-
-def _node_mib(workers: int) -> float:
-    """Return the memory of a node with so many workers, before any model."""
-    return facts().processes.started_node_mib + workers * facts().processes.started_worker_mib
-
-
-def _what_fits(workers: int, memory_mib: float) -> str:
-    """Return the most nodes that fit, with as many workers each or with one, and what else to use."""
-    for per_node in dict.fromkeys((workers, 1)):
-        if nodes := int(memory_mib // _node_mib(per_node)):
-            fewer = "" if per_node == workers else f" cluster.workers_per_node={per_node}"
-            return f"use at most cluster.nodes={nodes}{fewer}, or cluster=slurm on a cluster"
-    return "use a larger machine, or cluster=slurm on a cluster"

@@ -32,11 +32,7 @@ class UnreachableError(SlurmError):
 
 
 def submit(script: Path) -> str:
-    """Submit an sbatch file and return the id of its array.
-
-    Raises:
-        SlurmError: With Slurm's message, if the submission was refused.
-    """
+    """Submit an sbatch file and return the id of its array. Raise SlurmError with Slurm's message if it is refused."""
     # If this command runs inside a job, sbatch must not inherit that job's resources.
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"
@@ -60,11 +56,7 @@ def requeue(job: str) -> None:
 
 
 def max_array_size() -> int:
-    """Return the cluster's MaxArraySize.
-
-    Raises:
-        UnreachableError: If Slurm does not answer.
-    """
+    """Return the cluster's MaxArraySize. Raise UnreachableError if Slurm does not answer."""
     output = run_command(["scontrol", "show", "config"], QUERY_TIMEOUT_S)
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", output, re.MULTILINE)
     return int(found.group(1)) if found else DEFAULT_MAX_ARRAY_SIZE
@@ -89,23 +81,15 @@ def chunk_ids(ids: Sequence[str]) -> list[Sequence[str]]:
 
 
 def run_command(command: list[str], timeout_s: float, environment: dict[str, str] | None = None) -> str:
-    """Run a Slurm command and return its stdout.
+    """Run a Slurm command and return its stdout. Raise SlurmError with Slurm's message if it fails.
 
-    Raises:
-        UnreachableError: If Slurm is not installed, or does not answer.
-        SlurmError: With Slurm's message, if the command failed.
+    Raise UnreachableError if Slurm is not installed, or does not answer.
     """
     name = command[0]
     try:
         # In a group of its own, so that Ctrl-C does not end sbatch between the submission and its answer.
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env=environment,
-            process_group=0,
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment, process_group=0
         )
     except FileNotFoundError:
         raise UnreachableError(f"{name} is not installed on this machine") from None
@@ -121,18 +105,9 @@ def run_command(command: list[str], timeout_s: float, environment: dict[str, str
     raise SlurmError(message or f"{name} failed with exit code {done.returncode}")
 
 
-# States of jobs, from Slurm's queue and its accounting.
-
 FINAL_STATES = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "DEADLINE",
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"),
 )
 """Slurm states of a job that has ended."""
 
@@ -146,18 +121,9 @@ class JobState:
     nodes: str = ""
     expected_start: str = ""  # empty if Slurm has not planned it yet
 
-    @property
-    def is_final(self) -> bool:
-        """Return whether the job has ended."""
-        return self.state in FINAL_STATES
-
 
 def query_jobs(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return the states of jobs from the queue, or from the accounting if the queue has forgotten a job.
-
-    Raises:
-        UnreachableError: If the controller does not answer.
-    """
+    """Return the states of jobs from the queue, else from the accounting. Raise UnreachableError without an answer."""
     wanted = set(jobs)
     found = _select(wanted, _read_queue(_array_ids(wanted)))
     missing = wanted - set(found)

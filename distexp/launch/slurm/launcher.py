@@ -25,27 +25,18 @@ GPU_OPTIONS = frozenset({"gpus", "gpus-per-node", "gpus-per-task", "gpus-per-soc
 CPUS_PER_WORKER = 4
 """As in the scripts of the workshop. The nodes of a cluster have at least as many cores per GPU."""
 
+SAME_OPTIONS = ("nodes", "partition", "constraint", "account", "qos", "reservation", "exclusive", "requeue")
 KEYS_OF_SBATCH_OPTIONS = {
+    **{option: f"cluster.{option}" for option in SAME_OPTIONS},
     "array": "cluster.array_parallelism",
-    "nodes": "cluster.nodes",
     "ntasks": "cluster.nodes",
     "ntasks-per-node": "cluster.workers_per_node",
     "gpus-per-node": "cluster.gpus_per_node",
     "cpus-per-task": "cluster.cpus_per_worker",
     "mem": "cluster.memory_gb",
     "time": "cluster.timeout_min",
-    "partition": "cluster.partition",
-    "constraint": "cluster.constraint",
-    "account": "cluster.account",
-    "qos": "cluster.qos",
-    "reservation": "cluster.reservation",
-    "exclusive": "cluster.exclusive",
     "signal": "cluster.signal_delay_s",
-    "requeue": "cluster.requeue",
-    "chdir": None,
-    "output": None,
-    "error": None,
-    "open-mode": None,
+    **dict.fromkeys(("chdir", "output", "error", "open-mode")),
 }
 """Options of sbatch that distexp sets, with the keys that change them; None if no key does."""
 
@@ -82,7 +73,13 @@ class SlurmLauncher(Launcher):
             cluster.gpus_per_node = cluster.workers_per_node
         if cluster.cpus_per_worker is None:
             cluster.cpus_per_worker = CPUS_PER_WORKER
-        return _gpu_errors(cluster)
+        gpus, workers = cluster.gpus_per_node, cluster.workers_per_node
+        if cluster.device != "cuda" or gpus is None or gpus >= workers:
+            return []
+        return [
+            f"cluster.gpus_per_node={gpus} is less than cluster.workers_per_node={workers}, but every worker needs a "
+            "GPU: raise the first, lower the second, or choose cluster.device=cpu"
+        ]
 
     def check(self) -> None:
         """Check that Slurm is configured on this machine, and answers."""
@@ -141,14 +138,3 @@ def requests_gpus(cluster: ClusterConfig) -> bool:
     """Return whether the user's own options of sbatch request GPUs, as ``gres=gpu:4``. A second request may differ."""
     options = {sbatch_name(key): str(value) for key, value in cluster.sbatch.items()}
     return bool(GPU_OPTIONS & options.keys()) or "gpu" in options.get("gres", "")
-
-
-def _gpu_errors(cluster: ClusterConfig) -> list[str]:
-    """Return an error if a node has fewer GPUs than workers."""
-    gpus, workers = cluster.gpus_per_node, cluster.workers_per_node
-    if cluster.device != "cuda" or gpus is None or workers is None or gpus >= workers:
-        return []
-    return [
-        f"cluster.gpus_per_node={gpus} is less than cluster.workers_per_node={workers}, but every worker needs a GPU: "
-        "raise the first, lower the second, or choose cluster.device=cpu"
-    ]

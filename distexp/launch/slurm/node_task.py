@@ -1,8 +1,7 @@
 """The task of a Slurm job on one node.
 
-Started as ``srun python -m distexp.launch.slurm.node_task ARRAY.json``. Each task runs the agent of its node and
-writes its exit code to a file. The task of the head node waits for those files and then writes the record. Its own
-exit code is that of the job, so Slurm reports failed runs as FAILED.
+Started as ``srun python -m distexp.launch.slurm.node_task ARRAY.json``. The task of the head node waits for the files
+with the exit codes of the others, and writes the record. Its exit code is that of the job.
 """
 
 from __future__ import annotations
@@ -18,21 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from distexp.launch import failures
+from distexp.launch import failures, outcome
 from distexp.launch.agent import NodeContext, StoppedError, raise_stopped, run_node, write_start_error
 from distexp.launch.failures import STOPPED_CODE
-from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.launch.slurm.client import minutes_left
 from distexp.launch.slurm.peers import Job, Peers, SupersededError, requeue_if_needed, write_exit_status
-from distexp.runs import run_state
-from distexp.runs.attempts import write_error
+from distexp.runs import run_state, texts
 from distexp.runs.record import RunRecord
-from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import agent_error_path
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import failure_text
-from distexp.system.cgroups import oom_kills
-from distexp.system.processes import NOTICE_SIGNAL
+from distexp.system import cgroups, processes
 from distexp.tracking.base import tracked
 
 PEERS_TIMEOUT_S, STOPPED_PEERS_TIMEOUT_S = 60.0, 6.0
@@ -60,7 +53,7 @@ def run_task() -> int:
     run_dir = list_path.parent.parent / json.loads(list_path.read_text())["directories"][job.index]
     signal.signal(signal.SIGTERM, raise_stopped)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(NOTICE_SIGNAL, _stop_request_handler(run_dir, job))
+    signal.signal(processes.NOTICE_SIGNAL, _stop_request_handler(run_dir, job))
     spec = RunSpec.read(run_dir)
     task = NodeTask(spec, run_dir, job, Peers(run_dir, job, spec.nodes), started)
     if job.node != 0:
@@ -69,7 +62,7 @@ def run_task() -> int:
     with tracked(spec, run_dir) as tracking:
         code = task.run_attempt()
         record = task.write_record(code)
-    reason = failure_text(record)
+    reason = texts.failure_text(record)
     print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
     for message in tracking.messages:
         print(message, flush=True)
@@ -103,19 +96,15 @@ class NodeTask:
 
     def run_attempt(self) -> int:
         """Run this node's agent, write its exit code for the other nodes, and return it."""
-        code, kills_before = STOPPED_CODE, oom_kills()
+        code, kills_before = STOPPED_CODE, cgroups.oom_kills()
         try:
             if self.job.node == 0:
-                start_attempt(self.spec, self.run_dir, self.job.id, self.job.hosts)
+                outcome.start_attempt(self.spec, self.run_dir, self.job.id, self.job.hosts)
                 failures.save_counters(self.run_dir)
             context = NodeContext(self.job.node, node_address(), self.job.attempt, self.peers.any_failed)
             code = run_node(self.spec, self.run_dir, context, self.started)
         except StoppedError:
             pass
-        except TimeoutError as error:
-            code = 1
-            no_rendezvous = RunError("NoRendezvous", str(error), "setup")
-            write_error(agent_error_path(self.run_dir, self.job.node), no_rendezvous)
         except OSError as error:
             code = 1
             write_start_error(self.run_dir, self.job.node, error)
@@ -131,10 +120,10 @@ class NodeTask:
         timeout_s = STOPPED_PEERS_TIMEOUT_S if code == STOPPED_CODE else PEERS_TIMEOUT_S
         codes = {0: code, **self.peers.wait_all(timeout_s)}
         if code != STOPPED_CODE:
-            return finalize_run(self.spec, self.run_dir, codes, self.started)
+            return outcome.finalize_run(self.spec, self.run_dir, codes, self.started)
         lost = [node for node, other in codes.items() if other == -signal.SIGKILL]
         status, why = ("killed", f"node {lost[0]} was lost, and Slurm ended the job") if lost else self._stop_cause()
-        return finalize_run(self.spec, self.run_dir, codes, self.started, why, stopped_status=status)
+        return outcome.finalize_run(self.spec, self.run_dir, codes, self.started, why, stopped_status=status)
 
     def _stop_cause(self) -> tuple[str, str]:
         """Return the status of a run that Slurm stopped, and why, from the signal that it sent before."""
@@ -143,10 +132,10 @@ class NodeTask:
         except (OSError, ValueError, KeyError):  # a file system that fails while Slurm ends the job
             reason = None
         if reason is None:
-            return ("killed", "the job was cancelled")
+            return "killed", "the job was cancelled"
         if reason == "time_limit":
-            return ("timeout", "the job reached its time limit")
-        return ("preempted", "the job was preempted by another job")
+            return "timeout", "the job reached its time limit"
+        return "preempted", "the job was preempted by another job"
 
 
 def node_address() -> str:

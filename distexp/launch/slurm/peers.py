@@ -15,7 +15,7 @@ from distexp.checkpoints.folder import list_checkpoints, step_of
 from distexp.launch.agent import read_rendezvous
 from distexp.launch.slurm.client import SlurmError, query_jobs, requeue
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import exit_status_path
+from distexp.runs.run_dir import AGENT_EXIT
 from distexp.runs.spec import RunSpec
 from distexp.system.files import write_json
 
@@ -66,25 +66,21 @@ class Peers:
         """Read the exit codes written since the last call."""
         for node in self.missing():
             try:
-                status = json.loads(exit_status_path(self.run_dir, node).read_text())
+                status = json.loads(AGENT_EXIT.path(self.run_dir, node).read_text())
             except (OSError, ValueError):
                 continue
             if status["attempt"] == self.job.attempt:
                 self.codes[node] = status["code"]
 
     def any_failed(self) -> bool:
-        """Return whether another node has failed.
+        """Return whether another node has failed. Raise SupersededError if a later attempt has started.
 
         The files are read at most twice a second, to limit the load on the file system.
-
-        Raises:
-            SupersededError: If a later attempt has started.
         """
         if time.monotonic() - self.last_poll > POLL_S:
             self.last_poll = time.monotonic()
             self.check_latest()
-            if self.nodes > 1:
-                self.read_exit_codes()
+            self.read_exit_codes()
         return any(self.codes.values())
 
     def check_latest(self) -> None:
@@ -111,16 +107,13 @@ class Peers:
 
 def write_exit_status(run_dir: Path, job: Job, code: int) -> None:
     """Write this node's exit code for the other nodes."""
-    path = exit_status_path(run_dir, job.node)
+    path = AGENT_EXIT.path(run_dir, job.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"attempt": job.attempt, "code": code})
 
 
-# Requeue of an interrupted Slurm job, so that its run resumes from the last checkpoint.
-
-
 def requeue_if_needed(spec: RunSpec, run_dir: Path, job: str, record: RunRecord, *, node_lost: bool) -> bool:
-    """Requeue an interrupted job, and return whether it was requeued.
+    """Requeue an interrupted job, so that its run resumes, and return whether it was requeued.
 
     A job is requeued if it was stopped or lost a node, and left a later checkpoint than the one it started from. An
     attempt that made no progress is not repeated.

@@ -29,22 +29,19 @@ class JobArray:
     snapshot: Path
     directories: tuple[str, ...]  # relative to sweep_dir
 
-    @property
-    def list_path(self) -> Path:
-        """JSON file that lists the run directories."""
-        return self.sweep_dir / SLURM / f"{self.name}.json"
-
-    @property
-    def script_path(self) -> Path:
-        """The sbatch file."""
-        return self.sweep_dir / SLURM / f"{self.name}.sbatch"
+    def path(self, suffix: str) -> Path:
+        """Return the sbatch file (``sbatch``), or the file that lists the run directories (``json``)."""
+        return self.sweep_dir / SLURM / f"{self.name}.{suffix}"
 
     def render(self) -> str:
         """Return the text of the sbatch file."""
         cluster = self.config.cluster
         python, task = cluster.python or shlex.quote(sys.executable), "distexp.launch.slurm.node_task"
+        memory = "0" if cluster.exclusive else None  # The default of an exclusive node is all of its memory.
+        if cluster.memory_gb is not None:
+            memory = f"{math.ceil(cluster.memory_gb * 1024)}M"
         return render_sbatch(
-            command=f"{python} -u -m {task} {shlex.quote(str(self.list_path))}",
+            command=f"{python} -u -m {task} {shlex.quote(str(self.path('json')))}",
             folder=self.sweep_dir / SLURM,
             map_count=len(self.directories),
             array_parallelism=cluster.array_parallelism or len(self.directories),
@@ -59,7 +56,7 @@ class JobArray:
             time=math.ceil(cluster.timeout_min) if cluster.timeout_min else None,
             gpus_per_node=None if requests_gpus(cluster) else cluster.gpus_per_node or None,
             cpus_per_task=cpus_per_task(cluster),
-            mem=memory(cluster),
+            mem=memory,
             signal_delay_s=cluster.signal_delay_s,
             stderr_to_stdout=True,
             wckey=None,
@@ -92,13 +89,6 @@ def cpus_per_task(cluster: ClusterConfig) -> int | None:
     if "cpus-per-gpu" in map(sbatch_name, cluster.sbatch):
         return None
     return cluster.cpus_per_worker * cluster.workers_per_node
-
-
-def memory(cluster: ClusterConfig) -> str | None:
-    """Return the memory per node; for an exclusive node the default is all of it (0)."""
-    if cluster.memory_gb is None:
-        return "0" if cluster.exclusive else None
-    return f"{math.ceil(cluster.memory_gb * 1024)}M"
 
 
 def extra_options(cluster: ClusterConfig, snapshot: Path) -> dict[str, Any]:
@@ -137,31 +127,15 @@ def setup_lines(cluster: ClusterConfig, snapshot: Path) -> list[str]:
 
 # Conversion of the options of Hydra's submitit launcher, under ``hydra.launcher``, to options of ``cluster``.
 
-MAPPED = {
-    "nodes": "nodes",
-    "timeout_min": "timeout_min",
-    "gpus_per_node": "gpus_per_node",
-    "mem_gb": "memory_gb",
-    "partition": "partition",
-    "qos": "qos",
-    "constraint": "constraint",
-    "account": "account",
-    "signal_delay_s": "signal_delay_s",
-    "array_parallelism": "array_parallelism",
-    "setup": "setup",
-}
+SAME_KEYS = (
+    *("nodes", "timeout_min", "gpus_per_node", "partition", "qos", "constraint", "account"),
+    *("signal_delay_s", "array_parallelism", "setup"),
+)
+MAPPED = {"mem_gb": "memory_gb", **dict(zip(SAME_KEYS, SAME_KEYS, strict=True))}
 """Keys of ``hydra.launcher`` with their keys of ``cluster``."""
 
-SBATCH_ONLY = {
-    "name": "job-name",
-    "comment": "comment",
-    "exclude": "exclude",
-    "gres": "gres",
-    "cpus_per_gpu": "cpus-per-gpu",
-    "gpus_per_task": "gpus-per-task",
-    "mem_per_gpu": "mem-per-gpu",
-    "mem_per_cpu": "mem-per-cpu",
-}
+SAME_OPTIONS = ("comment", "exclude", "gres", "cpus_per_gpu", "gpus_per_task", "mem_per_gpu", "mem_per_cpu")
+SBATCH_ONLY = {"name": "job-name", **{key: key.replace("_", "-") for key in SAME_OPTIONS}}
 """Keys of ``hydra.launcher`` that become entries of ``cluster.sbatch``."""
 
 UNSUPPORTED = {
@@ -175,11 +149,7 @@ ACCEPTED = (("tasks_per_node", 1), ("stderr_to_stdout", True))
 
 
 def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Move the options under ``hydra.launcher`` into the ``cluster`` section.
-
-    Raises:
-        ConfigError: If an option contradicts ``cluster``, or is not supported.
-    """
+    """Move options of ``hydra.launcher`` to ``cluster``. Raise ConfigError if one contradicts it or is unsupported."""
     overridden = {key_of(text) for text in overrides}
     errors: list[str] = []
     with open_dict(composed):
@@ -190,7 +160,6 @@ def apply_submitit_options(given: Mapping[str, Any], composed: DictConfig, overr
 
 
 def _apply(cluster: DictConfig, key: str, value: Any, overridden: set[str]) -> list[str]:
-    """Apply one option, and return its errors."""
     if key in MAPPED:
         return _set_cluster(cluster, MAPPED[key], key, value, overridden)
     if key in SBATCH_ONLY:

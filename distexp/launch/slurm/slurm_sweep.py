@@ -20,10 +20,8 @@ from distexp.launch import ledger
 from distexp.launch.launcher import CancelError, Cancelled, Sweep, TrialLauncher, TrialRunner
 from distexp.launch.queued_runs import InvalidPrinter, PreparedRun, poll_until_done, prepare_run, prepare_runs
 from distexp.launch.run_dirs import AssignedRun, locked_sweep_dir
-from distexp.launch.slurm import client
+from distexp.launch.slurm import client, status, submission
 from distexp.launch.slurm.script import JobArray
-from distexp.launch.slurm.status import poll
-from distexp.launch.slurm.submission import group_by_resources, submit_runs
 from distexp.launch.snapshot import take_snapshot
 from distexp.runs.run_dir import SNAPSHOT
 from distexp.runs.texts import join_errors
@@ -34,12 +32,7 @@ NOT_CONFIGURED = "configuration source"
 
 
 def max_array_size() -> int:
-    """Return Slurm's MaxArraySize.
-
-    Raises:
-        ConfigError: If this machine has no configured Slurm.
-        OSError: If Slurm does not answer.
-    """
+    """Return Slurm's MaxArraySize. Raise ConfigError without a configured Slurm, or OSError if it does not answer."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "cluster=slurm needs sbatch, which is not on this machine's PATH: log in to the cluster, or print the "
@@ -68,13 +61,12 @@ def start_sweep(sweep: Sweep, follow: Callable[[Path, Console], None]) -> None:
 
 
 def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
-    """Prepare and submit the runs of a sweep; return its directory."""
     cells, resume = sweep.cells, sweep.master.sweep.resume
     with locked_sweep_dir(sweep.master, len(cells)) as claimed:
         sweep_dir = claimed.absolute()
         try:
             snapshot = take_snapshot(sweep_dir, trusted_packages(cells), partial(print_plain, console))
-            active = _active_runs(sweep_dir) if resume else set()
+            active = _active_runs(sweep_dir) if resume else []
             runs = prepare_runs(
                 cells, sweep_dir, snapshot.git, console, active=active, resume=resume, snapshot=snapshot.folder.name
             )
@@ -82,12 +74,12 @@ def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
         except KeyboardInterrupt:
             hint = suggest_command("resume", sweep_dir)
             raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
-        submit_runs(prepared, sweep_dir, snapshot.folder, array_size, console)
+        submission.submit_runs(prepared, sweep_dir, snapshot.folder, array_size, console)
     return sweep_dir
 
 
-def _active_runs(sweep_dir: Path) -> set[int]:
-    return {run.number for run in poll(sweep_dir) if run.is_active}
+def _active_runs(sweep_dir: Path) -> list[int]:
+    return [run.number for run in status.poll(sweep_dir) if run.is_active]
 
 
 def trusted_packages(cells: Sequence[Cell]) -> list[str]:
@@ -114,9 +106,9 @@ class SlurmTrials(TrialLauncher):
             active = _active_runs(sweep_dir)
             outcomes = [prepare_run(run) for run in runs if run.info.number not in active]
             prepared = [outcome for outcome in outcomes if isinstance(outcome, PreparedRun)]
-            submit_runs(prepared, sweep_dir, snapshot.folder, self.max_array_size, console)
+            submission.submit_runs(prepared, sweep_dir, snapshot.folder, self.max_array_size, console)
             try:
-                poll_until_done(partial(poll, sweep_dir, {}), console, printed)
+                poll_until_done(partial(status.poll, sweep_dir, {}), console, printed)
             except KeyboardInterrupt:
                 cancel = suggest_command("cancel", sweep_dir)
                 print_plain(console, f"the submitted trials continue; to cancel them: {cancel}")
@@ -126,60 +118,41 @@ class SlurmTrials(TrialLauncher):
         yield TrialRunner(run_all, snapshot.git, snapshot.folder.name)
 
 
-# Output of ``cluster.dry_run=true``: the sbatch files of a sweep. Nothing is written or submitted.
-
 MAX_LISTED_RUNS = 20
 """Runs of an array whose overrides are printed."""
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A valid cell, with the number that its run would have in a new sweep."""
-
-    number: int
-    config: Config
-    overrides: str  # as they are typed; of several cells only those that they do not share
-
-
 def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> None:
-    """Print the sbatch files of a sweep."""
-    runs, invalid = list[PlannedRun](), InvalidPrinter(cells, console, prefix="# ")
+    """Print the sbatch files of a sweep, for ``cluster.dry_run=true``. Nothing is written or submitted."""
+    runs, invalid = list[tuple[int, Config]](), InvalidPrinter(cells, console, prefix="# ")
     for number, cell in enumerate(cells):
         if cell.config is None:
             invalid.print(number, join_errors(cell.errors))
         else:
-            overrides = " ".join(map(format_override, cell.varied or cell.overrides))
-            runs.append(PlannedRun(number, cell.config, overrides))
-    for index, group in enumerate(group_by_resources(runs, lambda run: run.config)):
-        numbers = [run.number for run in group]
+            runs.append((number, cell.config))
+    for index, group in enumerate(submission.group_by_resources(runs, lambda run: run[1])):
+        numbers = [number for number, _ in group]
         directories = tuple(map(str, numbers))
-        array = JobArray(f"array{index}", group[0].config, sweep_dir, sweep_dir / SNAPSHOT, directories)
+        array = JobArray(f"array{index}", group[0][1], sweep_dir, sweep_dir / SNAPSHOT, directories)
         print_plain(console, f"# {format_runs(numbers)}")
-        for run in group[:MAX_LISTED_RUNS]:
-            print_plain(console, f"#   {run.number}: {run.overrides or 'no overrides'}")
+        for number in numbers[:MAX_LISTED_RUNS]:
+            overrides = " ".join(map(format_override, cells[number].varied or cells[number].overrides))
+            print_plain(console, f"#   {number}: {overrides or 'no overrides'}")
         if len(group) > MAX_LISTED_RUNS:
             print_plain(console, f"#   and {len(group) - MAX_LISTED_RUNS} more")
         print_plain(console, array.render())
-    jobs = format_count(len(runs), "job")
-    print_plain(
-        console, f"# {jobs}, nothing was submitted. The folder of the sweep and its files are made at submission."
-    )
+    hint = "The folder of the sweep and its files are made at submission."
+    print_plain(console, f"# {format_count(len(runs), 'job')}, nothing was submitted. {hint}")
 
-
-# Cancellation of the jobs of a sweep.
 
 TIMEOUT_S, POLL_S = 60.0, 0.5
 """Slurm's KillWait is 30 s by default, so jobs may need that long to end."""
 
 
 def cancel_jobs(sweep_dir: Path) -> Cancelled:
-    """Cancel the jobs of a sweep, and wait for their end.
-
-    Raises:
-        CancelError: Slurm refused, or does not answer.
-    """
+    """Cancel the jobs of a sweep, and wait for their end. Raise CancelError if Slurm refuses, or does not answer."""
     entries = ledger.latest(sweep_dir)
-    active = [run for run in poll(sweep_dir) if run.is_active]
+    active = [run for run in status.poll(sweep_dir) if run.is_active]
     try:
         client.cancel([run.job for run in active if run.job])
     except client.SlurmError as error:
@@ -195,13 +168,10 @@ def cancel_jobs(sweep_dir: Path) -> Cancelled:
 
 
 def _wait_for_end(sweep_dir: Path) -> list[int]:
-    """Wait for the end of all jobs, at most TIMEOUT_S; return the runs that are left.
-
-    Polling also writes the records of the cancelled runs.
-    """
+    """Wait for the end of all jobs, at most TIMEOUT_S; return the runs that are left. Polling also writes records."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        left = [run.number for run in poll(sweep_dir) if run.is_active]
+        left = _active_runs(sweep_dir)
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(POLL_S)

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distexp.launch import ledger
+from distexp.launch import ledger, outcome
 from distexp.launch.failures import Cause, classify_failure
-from distexp.launch.outcome import add_traces, failed_record, read_record
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState, UnreachableError
 from distexp.runs import attempts
@@ -80,10 +79,7 @@ class SlurmAnswer:
 
 
 def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
-    """Ask about the runs whose state only Slurm knows.
-
-    No command has seen their end yet, or they were requeued after their end.
-    """
+    """Ask about runs whose state only Slurm knows: no command has seen their end, or they were requeued after it."""
     undecided = [
         entry
         for entry in entries
@@ -100,9 +96,9 @@ def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> Run
     """Return the state of a run; None if its job has ended without a record."""
     directory = sweep_dir / entry.directory
     job = answer.jobs.get(entry.job or "")
-    record = read_record(directory / RECORD)
+    record = outcome.read_record(directory / RECORD)
     completed = record is not None and record.status == "completed"
-    if job is not None and not job.is_final and not (completed and job.state != "PENDING"):
+    if job is not None and job.state not in client.FINAL_STATES and not (completed and job.state != "PENDING"):
         return _active_state(entry, directory, job)
     if record is not None:
         return RunState.from_record(entry.run, directory, entry.job, record)
@@ -131,7 +127,7 @@ def _write_missing_records(
     for entry in dead:
         directory = sweep_dir / entry.directory
         try:
-            record = read_record(directory / RECORD) or write_missing_record(
+            record = outcome.read_record(directory / RECORD) or write_missing_record(
                 sweep_dir, entry, jobs.get(entry.job or "")
             )
         except (OSError, ValueError) as error:  # as after the run directory was deleted
@@ -153,8 +149,6 @@ def _append_final_states(sweep_dir: Path, entries: Mapping[int, ledger.Entry], f
     except PermissionError:
         return  # another user's sweep can be read, but not written
 
-
-# Records of runs whose Slurm jobs died without writing one.
 
 LAST_LINES = 3
 MEMORY_KILL = re.compile(r"exceeded (job )?memory limit|oom[-_ ]kill", re.IGNORECASE)
@@ -179,14 +173,14 @@ def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | N
     started = has_started(directory, entry.job)
     if not started:
         spec.run.attempts.append(attempts.new_attempt(entry.job, []))
-    record = read_record(directory / RESULT) if started else None
+    record = outcome.read_record(directory / RESULT) if started else None
     if record is None or record.status != "completed":
         status, error = _find_cause(sweep_dir, entry, job, spec, started)
-        record = failed_record(spec, directory, status, error, None)
+        record = outcome.failed_record(spec, directory, status, error, None)
         record.run.hosts = spec.run.attempts[-1]["hosts"]
     if started:
-        add_traces(record, spec, directory)
-    attempts.finalize(record)
+        outcome.add_traces(record, spec, directory)
+    attempts.record_attempt_end(record)
     record.write(directory)
     return record
 

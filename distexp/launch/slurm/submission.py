@@ -13,16 +13,14 @@ from rich.console import Console
 from distexp.config import Config
 from distexp.config.overrides import format_count, format_runs, suggest_command
 from distexp.exceptions import SweepInterrupted
-from distexp.launch import ledger
-from distexp.launch.outcome import failed_record
+from distexp.launch import ledger, outcome
 from distexp.launch.queued_runs import PreparedRun
 from distexp.launch.slurm import client
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.runs.attempts import SUBMISSION_REFUSED
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import SLURM
-from distexp.system.files import write_json
-from distexp.system.processes import defer_interrupts
+from distexp.system import files, processes
 from distexp.tables.columns import print_plain
 
 Item = TypeVar("Item")
@@ -31,13 +29,9 @@ Item = TypeVar("Item")
 def submit_runs(
     prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_array_size: int, console: Console
 ) -> None:
-    """Submit one array for each set of runs with equal resources.
+    """Submit one array for each set of runs with equal resources, or several if it exceeds ``max_array_size`` jobs.
 
-    More jobs than ``max_array_size``, the largest that Slurm accepts, are split into several arrays.
-
-    Raises:
-        SweepInterrupted: On Ctrl-C, after the jobs submitted so far were cancelled.
-        OSError: If Slurm does not answer.
+    On Ctrl-C, cancel the jobs submitted so far and raise SweepInterrupted. Raise OSError if Slurm does not answer.
     """
     (sweep_dir / SLURM).mkdir(exist_ok=True)
     submitted: list[ledger.Entry] = []
@@ -45,7 +39,7 @@ def submit_runs(
         for group in group_by_resources(prepared, lambda run: run.spec.config):
             for start in range(0, len(group), max_array_size):
                 # The jobs of every submission that Slurm has received must be in the ledger.
-                with defer_interrupts():
+                with processes.defer_interrupts():
                     submitted += _submit_array(group[start : start + max_array_size], sweep_dir, snapshot, console)
     except KeyboardInterrupt:
         raise SweepInterrupted(_cancel_submitted(submitted, sweep_dir)) from None
@@ -56,10 +50,10 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
     directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
     used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
     array = JobArray(f"array{used}", runs[0].spec.config, sweep_dir, snapshot, directories)
-    write_json(array.list_path, {"directories": directories})
-    array.script_path.write_text(array.render())
+    files.write_json(array.path("json"), {"directories": directories})
+    array.path("sbatch").write_text(array.render())
     try:
-        job = client.submit(array.script_path)
+        job = client.submit(array.path("sbatch"))
     except client.UnreachableError as error:
         raise OSError(
             f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with "
@@ -68,7 +62,7 @@ def _submit_array(runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, 
     except client.SlurmError as error:
         for run in runs:  # The other arrays are still submitted.
             refusal = RunError(SUBMISSION_REFUSED, f"sbatch: {error}")
-            failed_record(run.spec, run.directory, "invalid", refusal, None).write(run.directory)
+            outcome.failed_record(run.spec, run.directory, "invalid", refusal, None).write(run.directory)
         print_plain(console, f"{describe_runs(runs)}: refused by Slurm: {error}")
         return []
     entries = [

@@ -29,7 +29,7 @@ from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
 from distexp.measure.profiling.phases import CoreWaits
 from distexp.measure.profiling.step_analysis import ProfileResult, StepAnalysis, result_or_error
 from distexp.measure.watcher import PROFILE, MeasuredSteps, Step, Watcher
-from distexp.runs.run_dir import profile_trace_path
+from distexp.runs.run_dir import PROFILE_TRACE
 from distexp.strategies.optimizer import ReadTensors
 from distexp.system.torch_internals.annotations import activate_annotations
 
@@ -166,7 +166,7 @@ class StepProfiler(Watcher):
             self._profile.export_chrome_trace(str(path))
             self._profile = None  # frees its events
             if self.context.rank == 0:
-                target = profile_trace_path(self.context.run_dir)
+                target = self.context.run_dir / PROFILE_TRACE
                 target.parent.mkdir(exist_ok=True)
                 with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as compressed:
                     shutil.copyfileobj(source, compressed)

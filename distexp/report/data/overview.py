@@ -18,7 +18,7 @@ from distexp.report.data.scaling_series import (
     find_scaling_series,
 )
 from distexp.runs.record import RunRecord
-from distexp.runs.texts import describe_advice, describe_largest, describe_numbers, shorten_message
+from distexp.runs.texts import memory_lines, shorten_message
 from distexp.statistics.noise import Spread, is_within_noise
 
 MAX_SETTINGS = 4  # in a description of a run
@@ -232,9 +232,8 @@ def failure_reasons(row: Row, limit: int = MAX_REASON_LENGTH) -> list[str]:
 
 def _allocation(memory: Mapping[str, Any]) -> str:
     """Return the allocation that failed, the largest tensors and what would fit."""
-    largest, advice = describe_largest(memory), describe_advice(memory)
-    texts = [describe_numbers(memory), f"largest: {largest}" if largest else "", f"to fit: {advice}" if advice else ""]
-    return "; ".join(filter(None, texts))
+    titles = {"GPU memory": "", "largest": "largest: ", "would fit": "to fit: "}
+    return "; ".join(f"{titles[name]}{text}" for name, text in memory_lines(memory) if name in titles)
 
 
 def _peak_memory(row: Row) -> str:

@@ -1,7 +1,4 @@
-"""Names on the timeline of the profiler for parts of the training loop.
-
-Outside the profiled steps an annotation is a check of one flag.
-"""
+"""Names on the profiler's timeline for parts of the training loop. Without the profiler they cost a check of a flag."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.distributed import distributed_c10d
 
-from distexp.system.torch_internals.tensors import explained
+from distexp.system.torch_internals.tensors import explained, private_module, replaced
 
 
 def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
@@ -29,9 +29,6 @@ def ddp_bucket_sizes(wrapped: Any) -> list[int]:
         data = wrapped._get_ddp_logging_data()
         text = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
         return [int(size) for size in text.split(",") if size.strip()]
-
-
-# Private APIs of FSDP: its units, their sizes, and what it does with their parameters.
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,6 @@ def read_fsdp_unit_sizes(model: torch.nn.Module) -> list[FSDPUnitSize]:
 
 
 def _size_of(group: Any) -> FSDPUnitSize:
-    """Return the size of the parameters that FSDP gathers together."""
     parameters = [parameter.sharded_param for parameter in group.fsdp_params]
     elements = tuple(parameter.numel() for parameter in parameters)
     gathered_dtype = group.mp_policy.param_dtype or parameters[0].dtype
@@ -103,22 +99,10 @@ def group_by_fsdp_unit(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     return list(units.values())
 
 
-@contextmanager
-def fsdp_device(device: torch.device) -> Iterator[None]:
+def fsdp_device(device: torch.device) -> AbstractContextManager[None]:
     """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""
-    with explained("torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh"):
-        from torch.distributed.fsdp._fully_shard import _fully_shard
-
-        module: Any = _fully_shard
-        original = module._get_device_from_mesh
-    module._get_device_from_mesh = lambda mesh: device
-    try:
-        yield
-    finally:
-        module._get_device_from_mesh = original
-
-
-# Private APIs of process groups.
+    module = "torch.distributed.fsdp._fully_shard._fully_shard"
+    return replaced(module, "_get_device_from_mesh", lambda _: lambda mesh: device)
 
 
 def set_default_timeout(timeout: timedelta) -> None:
@@ -127,19 +111,16 @@ def set_default_timeout(timeout: timedelta) -> None:
     A device mesh creates its groups with torch's defaults, which are 10 minutes for NCCL and 30 minutes for gloo. It
     has no argument for another timeout.
     """
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        with explained(f"torch.distributed.distributed_c10d.{name}"):
-            getattr(distributed_c10d, name)  # Setting a renamed attribute would have no effect.
-        setattr(distributed_c10d, name, timeout)
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    module = private_module("torch.distributed.distributed_c10d", *names)
+    for name in names:
+        setattr(module, name, timeout)
 
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
     """Make this process rank 0 of a group whose collectives do nothing, during the block."""
-    with explained("torch.testing._internal.distributed.fake_pg.FakeStore"):
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        store = FakeStore()
+    store = private_module("torch.testing._internal.distributed.fake_pg", "FakeStore").FakeStore()
     torch.distributed.init_process_group("fake", rank=0, world_size=world_size, store=store)
     try:
         yield

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distexp.system.torch_internals.tensors import explained
+from distexp.system.torch_internals.tensors import explained, private_module, replaced
 
 
-@dataclass(frozen=True)
-class CompileEvent:
-    """The start or the end of a compilation."""
+def on_compilation(start: Callable[[bool], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call functions at the start and the end of each compilation; return a function that ends this.
 
-    is_recompilation: bool  # the same code was compiled before, for example for another shape
-
-
-def on_compilation(start: Callable[[CompileEvent], None], end: Callable[[CompileEvent], None]) -> Callable[[], None]:
-    """Call functions at the start and the end of each compilation; return a function that ends this."""
+    ``start`` gets whether the same code was compiled before, for example for another shape.
+    """
     with explained("torch._dynamo.callback"):
         from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-        def read(event: Any) -> CompileEvent:
+        def is_recompilation(event: Any) -> bool:
             number = str(event.compile_id).rpartition("/")[2].partition("_")[0]
-            return CompileEvent(event.callback_trigger is CallbackTrigger.DYNAMO and int(number) > 0)
+            return event.callback_trigger is CallbackTrigger.DYNAMO and int(number) > 0
 
-        started = callback_handler.register_start_callback(lambda event: start(read(event)))
-        ended = callback_handler.register_end_callback(lambda event: end(read(event)))
+        started = callback_handler.register_start_callback(lambda event: start(is_recompilation(event)))
+        ended = callback_handler.register_end_callback(lambda event: end())
 
     def remove() -> None:
         callback_handler.remove_start_callback(started)
@@ -70,10 +65,8 @@ def compiler_settings(module: torch.nn.Module) -> dict[str, Any] | None:
 
 def allow_graphs_per_function(count: int) -> None:
     """Let torch compile a function at least so many times, each for other shapes, before it runs it uncompiled."""
-    with explained("torch._dynamo.config.recompile_limit"):
-        from torch._dynamo import config
-
-        config.recompile_limit = max(config.recompile_limit, count)
+    config = private_module("torch._dynamo.config", "recompile_limit")
+    config.recompile_limit = max(config.recompile_limit, count)
 
 
 def split_graphs_for_ddp(is_split: bool) -> None:
@@ -83,26 +76,18 @@ def split_graphs_for_ddp(is_split: bool) -> None:
     would be split too, as soon as a block has more parameters than a bucket. Then the backward pass needs more stored
     activations, and no cache keeps the graphs. Blocks need no split, because each has its own backward pass.
     """
-    with explained("torch._dynamo.config.optimize_ddp"):
-        from torch._dynamo import config
-
-        config.optimize_ddp = is_split
+    private_module("torch._dynamo.config", "optimize_ddp").optimize_ddp = is_split
 
 
 def limit_stored_activations(share: float | None) -> None:
     """Set which share of the activations later compiled graphs store; None: what the compiler chooses."""
-    with explained("torch._functorch.config.activation_memory_budget"):
-        from torch._functorch import config
-
-        config.activation_memory_budget = 1.0 if share is None else share
+    config = private_module("torch._functorch.config", "activation_memory_budget")
+    config.activation_memory_budget = 1.0 if share is None else share
 
 
 def read_activation_budget() -> float:
     """Return the share of ``limit_stored_activations``."""
-    with explained("torch._functorch.config.activation_memory_budget"):
-        from torch._functorch import config
-
-        return float(config.activation_memory_budget)
+    return float(private_module("torch._functorch.config", "activation_memory_budget").activation_memory_budget)
 
 
 def cache_autograd_functions() -> None:
@@ -111,19 +96,15 @@ def cache_autograd_functions() -> None:
     By default each process traces and partitions such a graph again, and only its kernels are from the cache. The keys
     of the cache have the code of both passes of the function, with its constants.
     """
-    with explained("torch._functorch.config"):
-        from torch._functorch import config
-
-        if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
-            config.autograd_cache_allow_custom_autograd_functions = True
+    config = private_module("torch._functorch.config")
+    if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
+        config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of code that does not compile as one graph, or that was compiled for too many shapes."""
-    with explained("torch._dynamo.exc"):
-        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
-
-        return Unsupported, FailOnRecompileLimitHit
+    module = private_module("torch._dynamo.exc", "Unsupported", "FailOnRecompileLimitHit")
+    return module.Unsupported, module.FailOnRecompileLimitHit
 
 
 def import_compiler() -> None:
@@ -145,17 +126,14 @@ def import_compiler() -> None:
 
 def default_compile_cache() -> str:
     """Return the folder in which inductor keeps compiled code by default. Inductor writes it to the environment."""
-    with explained("torch._inductor.runtime.cache_dir_utils.default_cache_dir"):
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-        return str(Path(default_cache_dir()).absolute())
+    module = private_module("torch._inductor.runtime.cache_dir_utils", "default_cache_dir")
+    return str(Path(module.default_cache_dir()).absolute())
 
 
 def graph_backend(compile_graph: Callable[[torch.fx.GraphModule], Any]) -> Any:
     """Return a backend of ``torch.compile`` that partitions graphs as inductor does, and generates no code.
 
-    Args:
-        compile_graph: returns a function for a forward or backward graph. It takes a list of the graph's inputs.
+    ``compile_graph`` returns a function for a forward or backward graph, which takes a list of the graph's inputs.
     """
     with explained("torch._functorch.partitioners, torch._inductor"):
         from torch._dynamo.backends.common import aot_autograd
@@ -175,23 +153,12 @@ def graph_backend(compile_graph: Callable[[torch.fx.GraphModule], Any]) -> Any:
     )
 
 
-@contextmanager
-def flex_attention_on_cpu() -> Iterator[None]:
+def flex_attention_on_cpu() -> AbstractContextManager[None]:
     """Let ``flex_attention`` be captured for training on a CPU during the block. Its kernels cannot run there."""
-    with explained("torch.nn.attention.flex_attention._validate_device"):
-        from torch.nn.attention import flex_attention
-
-        original = flex_attention._validate_device
-    flex_attention._validate_device = lambda *_: None
-    try:
-        yield
-    finally:
-        flex_attention._validate_device = original
+    return replaced("torch.nn.attention.flex_attention", "_validate_device", lambda _: lambda *_: None)
 
 
 def extension_build_dir(name: str) -> Path:
     """Return the folder in which PyTorch builds a C++ extension; PyTorch creates it."""
-    with explained("torch.utils.cpp_extension._get_build_directory"):
-        from torch.utils.cpp_extension import _get_build_directory
-
-        return Path(_get_build_directory(name, verbose=False))
+    module = private_module("torch.utils.cpp_extension", "_get_build_directory")
+    return Path(module._get_build_directory(name, verbose=False))

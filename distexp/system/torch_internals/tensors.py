@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,25 +42,17 @@ def count_references(tensor: Any) -> tuple[int, int]:
         return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-# Private APIs of the backward pass.
-
-
-@contextmanager
-def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Run each backward pass of autograd in a context, during the block."""
-    with explained("torch.autograd._engine_run_backward"):
-        module: Any = torch.autograd
-        original = module._engine_run_backward
 
-    def run(*arguments: Any, **options: Any) -> Any:
-        with context():
-            return original(*arguments, **options)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            with context():
+                return original(*arguments, **options)
 
-    module._engine_run_backward = run
-    try:
-        yield
-    finally:
-        module._engine_run_backward = original
+        return run
+
+    return replaced("torch.autograd", "_engine_run_backward", wrap)
 
 
 def queue_backward_callback(function: Callable[[], None]) -> None:
@@ -67,9 +60,6 @@ def queue_backward_callback(function: Callable[[], None]) -> None:
     with explained("torch.autograd.Variable._execution_engine.queue_callback"):
         engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
-
-
-# Private APIs of the memory of GPUs.
 
 
 def start_memory_history(max_entries: int) -> None:
@@ -92,15 +82,8 @@ def stop_memory_history(device: int) -> list[dict[str, Any]]:
         return entries
 
 
-# Private APIs of fake tensors and dispatch modes.
-
-
-class FakeMode(Protocol):
-    """Torch's mode in which tensors have shapes and no values."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exception: Any) -> Any: ...
+FakeMode = AbstractContextManager[Any]
+"""Torch's mode in which tensors have shapes and no values."""
 
 
 def make_fake_mode() -> FakeMode:
@@ -125,18 +108,15 @@ def has_values(tensor: Tensor) -> bool:
 @contextmanager
 def without_fake_mode() -> Iterator[None]:
     """Run the block with real tensors, inside of a fake mode."""
-    with explained("torch._subclasses.fake_tensor.unset_fake_temporarily"):
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-    with unset_fake_temporarily():
+    with private_module("torch._subclasses.fake_tensor", "unset_fake_temporarily").unset_fake_temporarily():
         yield
 
 
 def fake_mode_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of operations that need the values of tensors."""
-    with explained("torch._subclasses.fake_tensor"):
-        from torch._subclasses import fake_tensor as fake
-
-        return fake.DataDependentOutputException, fake.DynamicOutputShapeException, fake.UnsupportedOperatorException
+    names = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
+    module = private_module("torch._subclasses.fake_tensor", *names)
+    return tuple(getattr(module, name) for name in names)
 
 
 @contextmanager
@@ -167,9 +147,6 @@ def replaced_kernels(kernels: Mapping[str, Callable[..., Any]], dispatch_key: st
         end()
 
 
-# Private API of grouped matrix products, which mixture-of-experts models of transformers use.
-
-
 @contextmanager
 def grouped_products_of_any_precision() -> Iterator[None]:
     """Let tensors without values be multiplied in groups in all precisions, during the block.
@@ -197,7 +174,25 @@ def _in_bf16(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16, device=tensor.device)
 
 
-# The error if a private API of PyTorch differs from what distexp expects.
+@contextmanager
+def replaced(module_name: str, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a private function of a module by what ``wrap`` returns for it, during the block."""
+    module = private_module(module_name, name)
+    original = getattr(module, name)
+    setattr(module, name, wrap(original))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def private_module(module: str, *names: str) -> Any:
+    """Import a module of torch. Raise TorchInternalsChangedError if it lacks one of some private names."""
+    with explained(f"{module}.{', '.join(names)}"):
+        found = importlib.import_module(module)
+        for name in names:
+            getattr(found, name)
+        return found
 
 
 class TorchInternalsChangedError(RuntimeError):

@@ -13,7 +13,7 @@ import pytest
 
 from distexp.launch.slurm import node_task
 from distexp.launch.slurm.peers import Job, Peers
-from distexp.runs.run_dir import agent_error_path
+from distexp.runs.run_dir import AGENT_ERROR
 from tests.helpers.runs import make_spec
 
 
@@ -36,6 +36,6 @@ def test_a_node_that_cannot_start_its_workers_leaves_its_reason(
     spec = make_spec("strategy=single", "cluster.device=cpu")
     task = node_task.NodeTask(spec, tmp_path, job, Peers(tmp_path, job, 2), 0.0)
     assert task.run_attempt() == 1
-    error = json.loads(agent_error_path(tmp_path, 1).read_text())
+    error = json.loads(AGENT_ERROR.path(tmp_path, 1).read_text())
     assert error["type"] == "PermissionError"
     assert "/run/workers" in error["message"]

@@ -315,7 +315,7 @@ def test_jobs_run_the_code_as_it_was_at_submission(slurm: Cluster, tmp_path: Pat
 
 def edit(checkout: Path, old: str, new: str) -> None:
     """Replace a text in the source of a message of the agent."""
-    path = checkout / "distexp/launch/operator_build.py"
+    path = checkout / "distexp/launch/node_setup.py"
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))

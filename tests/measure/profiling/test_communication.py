@@ -25,7 +25,7 @@ from distexp.measure.profiling.intervals import (
 from distexp.resolve.run_id import run_id
 from distexp.runs.events import read_phase_events
 from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import profile_trace_path
+from distexp.runs.run_dir import PROFILE_TRACE
 from distexp.runs.step_files import PARTS, read_profile_summary
 from tests.helpers.runs import HELPERS, make_spec, run_ranks
 from tests.helpers.slow_rank import LONG_SLEEP_S
@@ -226,7 +226,7 @@ def assert_measured(run_dir: Path, *kinds: str) -> None:
     assert found["exposed_share"] is None, "only known on a GPU"
     assert (found["profiled_steps"], found["first_step"], found["note"]) == (3, 13, None)
     assert found["share"] == pytest.approx(sum(rank["share"] for rank in found["ranks"]) / 2)
-    trace = json.loads(gzip.decompress(profile_trace_path(run_dir).read_bytes()))
+    trace = json.loads(gzip.decompress((run_dir / PROFILE_TRACE).read_bytes()))
     assert sum(str(one.get("name")).startswith("ProfilerStep#") for one in trace["traceEvents"]) == 3
     assert_broken_down(run_dir)
 
@@ -268,14 +268,14 @@ def test_profiling_does_not_change_the_training(runs: Path, name: str) -> None:
     before, after = (RunRecord.read(runs / folder / "record.json").metrics for folder in ("plain", name))
     assert after.eval_losses == pytest.approx(before.eval_losses, rel=1e-5)
     assert before.communication is None
-    assert not profile_trace_path(runs / "plain").exists()
+    assert not (runs / "plain" / PROFILE_TRACE).exists()
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("full_shard", 2 + 2 + 1), ("shard_grad_op", 3)])
 @pytest.mark.slow
 def test_number_of_all_gathers(runs: Path, name: str, gathers: int) -> None:
     """Two blocks and the root: each block in both passes, or all three once for both micro-batches."""
-    trace = json.loads(gzip.decompress(profile_trace_path(runs / name).read_bytes()))
+    trace = json.loads(gzip.decompress((runs / name / PROFILE_TRACE).read_bytes()))
     assert sum(one.get("name") == "gloo:all_gather" for one in trace["traceEvents"]) == 3 * gathers
 
 

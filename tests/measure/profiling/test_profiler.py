@@ -20,7 +20,7 @@ from distexp.measure.profiling.profiler import DETACH, StepProfiler
 from distexp.measure.profiling.step_analysis import ProfileResult
 from distexp.measure.profiling.step_segments import RankSummary
 from distexp.measure.watcher import PROFILE, Step
-from distexp.runs.run_dir import profile_summary_path
+from distexp.runs.run_dir import PROFILE_SUMMARY
 from tests.helpers.gpu_traces import event
 
 EVENTS = [
@@ -78,7 +78,7 @@ def test_the_parts_are_those_of_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.breakdown[0]["exposed_communication_ms"] == pytest.approx(3, abs=1e-3)
     assert result.breakdown[0]["cpu_busy_ms"] is None, "on a CPU"
     assert result.breakdown[0]["without_core_ms"] == 41.0, "of the median step"
-    assert profile_summary_path(tmp_path).exists()
+    assert (tmp_path / PROFILE_SUMMARY).exists()
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.launch.failures import classify_failure
 from distexp.launch.outcome import failed_record
-from distexp.runs.attempts import write_error
+from distexp.runs.attempts import write_error_file
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import error_path
+from distexp.runs.run_dir import RANK_ERROR
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.training.build import build_model, load_data
 from distexp.worker.size_processes import (
@@ -212,7 +212,7 @@ def test_if_nothing_fits_the_status_names_the_memory(
     spec = make_spec(*strategy, "cluster.workers_per_node=1", *AUTO, *overrides)
     error = nothing_fits(spec.config, MicroBatchSearch(None, [TriedSize(size, OUT_OF_MEMORY)]))
     assert hint in str(error)
-    write_error(error_path(tmp_path, 0, 0), RunError(type(error).__name__, str(error), "search", 0))
+    write_error_file(RANK_ERROR.path(tmp_path, 0, 0), RunError(type(error).__name__, str(error), "search", 0))
     assert classify_failure(tmp_path, {0: 1}, spec)[0] == status
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from distexp.resolve.resources import launcher_traits
-from distexp.runs.attempts import write_error
+from distexp.runs.attempts import write_error_file
 from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import OPERATORS, agent_error_path, operators_log_path
+from distexp.runs.run_dir import AGENT_ERROR, OPERATORS, OPERATORS_LOG
 from distexp.runs.spec import RunSpec
 from distexp.strategies.base import load_strategy
 from distexp.strategies.zero import ds_operators
@@ -42,7 +42,7 @@ def lacks_gpus(spec: RunSpec, run_dir: Path, node: int) -> bool:
         f"cluster.workers_per_node={needed} needs {needed} GPUs, but node {node} ({socket.gethostname()}) has {found}: "
         "request nodes with more GPUs (cluster.constraint, cluster.partition), or set cluster.device=cpu"
     )
-    write_error(agent_error_path(run_dir, node), RunError("TooFewGpus", message, "setup"))
+    write_error_file(AGENT_ERROR.path(run_dir, node), RunError("TooFewGpus", message, "setup"))
     return True
 
 
@@ -64,9 +64,9 @@ def lacks_operators(spec: RunSpec, run_dir: Path, node: int) -> bool:
             def report(entry: Entry) -> None:
                 append_line(file, {"unix_time_s": time.time(), "node": node, **entry})
 
-            build_operators(missing, environment, operators_log_path(run_dir, node), report)
+            build_operators(missing, environment, OPERATORS_LOG.path(run_dir, node), report)
     except OperatorError as error:
-        write_error(agent_error_path(run_dir, node), RunError("OperatorError", str(error), "compile"))
+        write_error_file(AGENT_ERROR.path(run_dir, node), RunError("OperatorError", str(error), "compile"))
         return True
     return False
 
@@ -134,10 +134,8 @@ def build_operators(
     """Build operators in a process that ends with this one; call it from the main thread.
 
     ``report`` gets each change: ``compiling`` with an operator, ``step`` and ``steps``, ``waiting`` with the reason,
-    ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled.
-
-    Raises:
-        OperatorError: if the build fails or takes longer than ``BUILD_TIMEOUT_S``.
+    ``elapsed_s`` every few seconds, and at the end ``compiled_s``, or ``waited_s`` if another run compiled. Raise
+    OperatorError if the build fails or takes longer than ``BUILD_TIMEOUT_S``.
     """
     with log.open("w") as output:
         process = start_module(ds_operators.MODULE, *names, env=environment, output=output)
@@ -184,23 +182,21 @@ class _Build:
 
     def _read(self) -> None:
         for line in self.tail.read_lines():
-            if message := MESSAGE.match(line):
-                self._handle(*message.groups())
-            elif step := STEP.match(line):
+            if step := STEP.match(line):
                 self.compiles = True
-                self.report(
-                    {**{key: int(text) for key, text in step.groupdict().items()}, "elapsed_s": round(self.elapsed_s)}
-                )
-
-    def _handle(self, kind: str, name: str, rest: str) -> None:
-        if kind == "compiling":
-            self.compiles = True
-            self.report({"compiling": name})
-        elif kind == "waiting for":
-            self.waits = True
-            self.report({"waiting": f"{name} {rest}".strip()})
-        else:
-            mark_built(name, self.environment, rest or None)
+                counts = {key: int(text) for key, text in step.groupdict().items()}
+                self.report({**counts, "elapsed_s": round(self.elapsed_s)})
+            elif message := MESSAGE.match(line):
+                kind, name, rest = message.groups()
+                if kind == "compiling":
+                    self.compiles = True
+                    self.report({"compiling": name})
+                elif kind == "waiting for":
+                    self.waits = True
+                    self.report({"waiting": f"{name} {rest}".strip()})
+                else:
+                    with suppress(OSError):  # Without a mark, the next run checks again.
+                        write_json(_mark_path(name, self.environment), _describe(rest or None))
 
     def _failure(self, reason: str) -> OperatorError:
         return OperatorError(
@@ -237,7 +233,7 @@ def _is_built(mark: Path) -> bool:
 
 
 def _describe(library: str | None) -> dict[str, Any]:
-    """Return the content of the mark of a library."""
+    """Return the content of the mark of a library; None if the operator is not supported here."""
     if library is None:
         return {"library": None}
     try:
@@ -245,15 +241,6 @@ def _describe(library: str | None) -> dict[str, Any]:
     except OSError:
         plan = None
     return {"library": library, "size": Path(library).stat().st_size, "plan": plan}
-
-
-def mark_built(name: str, environment: Mapping[str, str], library: str | None) -> None:
-    """Mark an operator as built.
-
-    ``library`` is None if the operator is not supported here, so that there is nothing to build.
-    """
-    with suppress(OSError):  # Without a mark, the next run checks again.
-        write_json(_mark_path(name, environment), _describe(library))
 
 
 def _mark_path(name: str, environment: Mapping[str, str]) -> Path:
