@@ -26,7 +26,7 @@ from distexp.config.keys import options_of, schema_fields
 from distexp.config.overrides import key_of, parse, value_of
 from distexp.resolve.resources import launcher_traits
 from distexp.strategies.base import reference_name, shipped_strategies
-from distexp.strategies.traits import Option, StepTraits
+from distexp.strategies.traits import Option, Traits
 
 AUTO = "auto"
 Values = dict[str, tuple[str, ...]]
@@ -272,7 +272,7 @@ def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
 # The strategies that are tried on a part of the cluster, with and without offloading.
 
 
-Kinds = Mapping[str, type[StepTraits]]
+Kinds = Mapping[str, type[Traits]]
 """The class of each strategy by its name."""
 
 
@@ -301,7 +301,7 @@ def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[St
             yield StrategyChoice(f"{STRATEGY}={name}")
 
 
-def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
+def _sharded_choices(name: str, kind: type[Traits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
     """Yield the options of a strategy such as FSDP or DeepSpeed. One that is the only one is tried in any case."""
     axis = kind.option_group
     values = axes.values.get(axis, ())

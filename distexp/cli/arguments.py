@@ -162,8 +162,6 @@ def _use_sweep_dir(argument: str) -> list[str]:
     return [f"hydra.sweep.dir={value}", "hydra.sweep.subdir=."] if key == "hydra.run.dir" else [argument]
 
 
-# Checks of arguments that are neither options of Hydra nor overrides.
-
 RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--info", "--hydra-help")
 """Options of a run that a mistyped one may mean."""
 

@@ -14,6 +14,7 @@ from yaml import MarkedYAMLError, YAMLError
 from distexp.config import ConfigError
 from distexp.config.keys import config_groups, describe_values, is_key, known_keys, options_of, strategy_groups
 from distexp.config.overrides import home_message, parse, shell_quote, without_plus_prefix
+from distexp.exceptions import first_line
 from distexp.runs.texts import FULL, NOT_WRITABLE
 
 NEEDS_QUOTES = frozenset("!#&();<=>^`~")
@@ -46,13 +47,13 @@ def explain(error: Exception) -> list[str]:
         group, slash, option = (error.missing_cfg_file or "").partition("/")
         if slash:
             return [explain_option(group, option, sorted({*options_of(group), *(error.options or [])}))]
-        return [f"{_first_line(error).partition('. ')[0]}: leave --config-name out"]
+        return [f"{first_line(error).partition('. ')[0]}: leave --config-name out"]
     if isinstance(error, YAMLError):
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-        unknown = f"a configuration file is not valid YAML: {_first_line(error)}"
+        unknown = f"a configuration file is not valid YAML: {first_line(error)}"
         return [unknown if mark is None else f"{mark.name} is not valid YAML in line {mark.line + 1}: {error.problem}"]
     if isinstance(error, OverrideParseException):
-        return [_explain_syntax(str(error.override), _first_line(error))]
+        return [_explain_syntax(str(error.override), first_line(error))]
     return [_explain_value(error)]
 
 
@@ -68,12 +69,8 @@ def explain_os_error(error: OSError) -> str:
     return str(error)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
 def _explain_value(error: Exception) -> str:
-    text = _first_line(error)
+    text = first_line(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if text.startswith("Additional config directory"):  # A folder that does not exist.
         return f"{text}: give an existing folder to --config-dir"
@@ -92,7 +89,7 @@ def _explain_value(error: Exception) -> str:
         if file:
             given = f"{origin}{key}={cause.value}"
         return f"{given} must be {accepted}{explain_duration(key, str(cause.value))}"
-    return text if cause is error else f"{text.rstrip('.:')}: {_first_line(cause)}"
+    return text if cause is error else f"{text.rstrip('.:')}: {first_line(cause)}"
 
 
 def _explain_group(group: str, *, is_section: bool) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError
+from distexp.exceptions import first_line
 from distexp.system.files import PACKAGE
 
 PAGE = "https://distexp.github.io/distexp/how-to/extend/"
@@ -52,8 +53,8 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
     except Exception as error:
         if target.startswith("distexp."):
             raise
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        name = type(error).__name__
+        reason = f"{name}: {first_line(error)}" if str(error).strip() else name
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         raise ConfigError(f"{target}: {call} raised {reason} ({place}): correct the code. {TRACEBACK_HINT}") from error
@@ -151,9 +152,6 @@ def _library_folders() -> tuple[Path, ...]:
     specs = [spec for name in LIBRARIES if (spec := find_spec(name)) is not None]
     folders = (Path(folder).resolve() for spec in specs for folder in spec.submodule_search_locations or ())
     return (PACKAGE, *folders)
-
-
-# Imports of ``_target_`` names: dotted names in YAML files, imported when a run needs them.
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:

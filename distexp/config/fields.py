@@ -107,9 +107,6 @@ def info_of(spec: Field[Any]) -> FieldInfo:
     return info
 
 
-# Dotted keys of a nested configuration.
-
-
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ``("section.key", value)`` for each value of a nested mapping."""
     for key, value in config.items():

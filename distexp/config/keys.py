@@ -165,9 +165,6 @@ def _error(info: FieldInfo, value: Any) -> str | None:
     return error
 
 
-# Refusal of numbers for keys that are true or false, from the command line and from YAML files alike.
-
-
 _convert = BooleanNode._validate_and_convert_impl
 
 
@@ -186,9 +183,6 @@ def _convert_checked(node: BooleanNode, value: Any) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
         raise ValidationError("Value '$VALUE' is not a valid bool (type $VALUE_TYPE)")
     return _convert(node, value)
-
-
-# Location of the YAML config groups: next to the package in a checkout, inside it in a wheel.
 
 
 @lru_cache(maxsize=1)

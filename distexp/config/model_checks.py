@@ -118,9 +118,6 @@ def _attention_errors(model: ModelConfig) -> Iterator[str]:
         )
 
 
-# Checks of sizes that must fit together, without importing torch.
-
-
 def check_sequence_length(dataset: DatasetConfig, model: ModelConfig) -> str | None:
     """Return an error if texts may be longer than the positions of the model."""
     if dataset.max_length is None or model.seq_length is None or dataset.max_length <= model.seq_length:
@@ -164,9 +161,6 @@ def several_lengths(dataset: DatasetConfig) -> str:
     return "dataset.padding=longest" if dataset.padding == "longest" else ""  # packed rows are not all full
 
 
-# Where the weights and the tokenizer of a model come from: a hub id or a folder.
-
-
 def weights_source(model: ModelConfig) -> str | None:
     """Return the hub id or folder of the weights and the tokenizer; None if the architecture has none."""
     return model.name if weights_source_key(model) == "name" else model.path
@@ -181,8 +175,6 @@ def loads_from_source(model: ModelConfig) -> bool:
     """Return whether a run reads the weights source, for its weights or for its architecture."""
     return model.init == "pretrained" or "name" in model.keys
 
-
-# Sizes of the batches of a training: micro-batch, accumulation and global batch.
 
 AUTO = "auto"
 """Value of ``train.micro_batch_size`` for which the workers search the size."""
@@ -218,8 +210,6 @@ def with_micro_batch(config: Config, size: int, accumulation: int | None = None)
     steps = samples_per_worker(config) // size if accumulation is None else accumulation
     return replace(config, train=replace(config.train, micro_batch_size=size, gradient_accumulation_steps=steps))
 
-
-# Numbers of the samples of generated data sets, if their configuration sets none.
 
 SQUAD_SAMPLE_TRAIN, SQUAD_SAMPLE_EVAL = 512, 128
 TINYIMAGENET_SAMPLE_TRAIN, TINYIMAGENET_SAMPLE_EVAL = 400, 100

@@ -95,9 +95,6 @@ def _quote(value: Any) -> str:
     return text if bare.isalpha() and text not in ("true", "false", "null") else f"'{text}'"
 
 
-# Key and value of an override as text, such as ``train.max_steps=5`` or ``+cluster.environment.A=1``.
-
-
 def key_of(override: str) -> str:
     """Return the key of an override, without the ``+`` or ``~`` in front of it."""
     return override.partition("=")[0].lstrip("+~")
@@ -112,8 +109,6 @@ def sets_key(overrides: Iterable[str], key: str) -> bool:
     """Return whether one of some overrides sets a key."""
     return any(key_of(text) == key and "=" in text for text in overrides)
 
-
-# Command lines as a user types them: overrides, and commands that a message suggests.
 
 TYPED_BOOLEAN = re.compile(r"(?<=[=,\[:])(True|False)(?=[,\]}]|$)")
 """A boolean as Hydra writes it in the overrides of a sweep."""

@@ -28,7 +28,8 @@ from distexp.config.sections import (
     PlanConfig,
 )
 
-# The sections of the schema with the size of a run: limits that shrink it, and growth with its workers.
+WHOLE_MODEL = ("model", "graphs")
+"""Values of ``train.compile`` that compile the whole model as one graph."""
 
 
 @dataclass
@@ -61,9 +62,6 @@ class ScalingConfig:
     )
 
 
-# The sections of the schema with the measurements of a run, and where a tracker sends them.
-
-
 @dataclass
 class MeasureConfig:
     """Memory and utilization, sampled from outside the workers, and the watch for slow ranks inside of them."""
@@ -71,10 +69,9 @@ class MeasureConfig:
     enabled: bool = key(True, "Whether to sample.")
     interval_s: float = key(0.5, "Time between two samples.", unit="seconds", above=0)
     slow_ranks: bool = key(
-        True,
-        "Whether to watch for slow ranks: how long each rank waits for the others in some steps. "
+        True, "Whether to watch for slow ranks: how long each rank waits for the others in some steps. "
         "If false, no method of torch is replaced.",
-    )
+    )  # fmt: skip
     watchers: list[str] = key(
         [], "Custom measurements of the training: classes that extend `Watcher`, from `trusted_packages`."
     )
@@ -206,7 +203,7 @@ class TrainConfig:
     activation_checkpointing: bool = key(False, "Recompute the activations of each block in the backward pass.")
     compile: bool | str | None = key(
         None, "What `torch.compile` compiles. `true`: the blocks. `graphs`: the model, with CUDA graphs.",
-        choices=(False, True, "blocks", "model", "graphs"), reference=False,
+        choices=(False, True, "blocks", *WHOLE_MODEL), reference=False,
     )  # fmt: skip
     activation_budget: float | None = key(
         None, "Share of the activations that a compiled graph stores. It computes the others again.",

@@ -118,16 +118,11 @@ class TaskData:
     notes: list[str] = field(default_factory=list)  # for the user, for example about examples that were left out
 
 
-# Checks of the object that a dataset returns.
-
-SAMPLES = ("train", "evaluation")
-
-
 def check_task_data(data: TaskData, task: str, source: str) -> None:
     """Check the fields of a TaskData. Raise ConfigError with one message for each wrong field."""
     wrong = [
         f"{name} is {describe_type(samples)} without __len__ or __getitem__"
-        for name, samples in ((name, getattr(data, name)) for name in SAMPLES)
+        for name, samples in (("train", data.train), ("evaluation", data.evaluation))
         if not (hasattr(type(samples), "__len__") and hasattr(type(samples), "__getitem__"))
     ]
     collate: Any = data.collate
@@ -140,6 +135,15 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
         wrong.append(f"task is {data.task!r}, but the task of the model is {task!r}")
     if wrong:
         raise ConfigError([f"{source} returned a TaskData whose {text}: correct it, as in {PAGE}" for text in wrong])
+
+
+def check_size(key: str, size: int | None, available: int, name: str) -> None:
+    """Raise ConfigError if ``dataset.train_size`` or ``eval_size`` is more than the available samples."""
+    if size is not None and size > available:
+        raise ConfigError(
+            f"dataset.{key}_size={size} is more than the {available} {name} of the data: "
+            f"set at most {available}, or null for all"
+        )
 
 
 def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
@@ -220,8 +224,6 @@ def kept_tokens(targets: int, tokens: int, *, compiled: bool) -> int:
     multiple = max(COMPILED_MULTIPLE, 1 << max(0, targets.bit_length() - 3)) if compiled else KEPT_MULTIPLE
     return min(-(-(targets + 1) // multiple) * multiple, tokens)
 
-
-# Sizes of batches, from which their FLOPs follow.
 
 BLOCK = 128
 """Queries and keys of a block of flex attention on a GPU, see ``create_block_mask``."""

@@ -78,8 +78,6 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# Checks that no secret is part of a configuration, because the configuration is written to files.
-
 TEXT_KEYS = ("setup", "sbatch", "srun", "python")
 ASSIGNMENT = re.compile(r"\b([A-Za-z_]\w*)=[\"']?(?![\"']?\$)(?=[^\s\"',])")
 """A variable with a literal value in a shell line; ``X=$(cat file)`` has none."""

@@ -14,6 +14,7 @@ from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields, set_value, speed_references
 from distexp.config.model_checks import ATTENTIONS, several_lengths
+from distexp.config.schema import WHOLE_MODEL
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
 
@@ -91,9 +92,6 @@ def _model_values(config: Config) -> Mapping[str, Any]:
 
 # Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update. Each
 # one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
-
-WHOLE_MODEL = ("model", "graphs")
-"""Values of ``train.compile`` that compile the whole model."""
 
 
 def check_speed_options(config: Config) -> Iterator[str]:

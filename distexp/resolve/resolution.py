@@ -16,9 +16,6 @@ from distexp.config.model_checks import model_errors, unused_key_errors
 from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.kernels import check_speed_options, choose_kernels
 
-# The typed form of a composed configuration: dataclasses instead of the nodes of OmegaConf.
-
-
 EXAMPLES = {"model.name": " to a hub id or a folder, for example model.name=bigscience/bloom-560m"}
 """Ends of the message for a missing value."""
 
@@ -60,9 +57,6 @@ def _unknown_keys(section: DictConfig, schema: Any) -> Iterator[str]:
             yield from (f"{key}.{name}" for name in _unknown_keys(node, below))
 
 
-# Config groups that imply a strategy, such as ``sharding``: their YAML files override ``/strategy``.
-
-
 Choices = Mapping[str, str | None]
 
 OVERRIDE = "override /strategy"
@@ -94,8 +88,6 @@ def implied_strategy(group: str, option: str) -> str | None:
             return str(entry[OVERRIDE])
     return None
 
-
-# The key ``profile``, which is short for ``train.profile_steps``.
 
 PROFILE_STEPS = 3
 """Profiled steps of ``profile=true``. The median step of three has neither the start nor the end of the profile."""

@@ -91,9 +91,6 @@ def decide_resources(config: Config) -> list[str]:
     return errors
 
 
-# Steps that call the chosen strategy and trainer, which may be custom classes.
-
-
 def set_strategy_defaults(config: Config) -> list[str]:
     """Let the strategy set the options that the user left open. Return no errors."""
     strategy = load_strategy(config)
@@ -133,9 +130,6 @@ def _checked_messages(returned: Any, target: str) -> list[str]:
     )
 
 
-# Checks of settings in several sections that need a GPU.
-
-
 def check_device(config: Config) -> Iterator[str]:
     """Yield an error for each setting that needs a GPU, if the run has none."""
     on_gpu = config.cluster.device == "cuda"
@@ -157,9 +151,6 @@ def check_device(config: Config) -> Iterator[str]:
         yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true or offload=false"
 
 
-# Absolute paths: a worker may start in another directory than the command.
-
-
 def make_paths_absolute(config: Config) -> list[str]:
     """Make all paths absolute; a value that may be a hub id only if the path exists. Return no errors."""
     kinds = {key: info_of(spec).path for key, spec in schema_fields()}
@@ -174,8 +165,6 @@ def make_paths_absolute(config: Config) -> list[str]:
             set_value(config, key, path)
     return []
 
-
-# Memory of decoded images, estimated without decoding them.
 
 MAX_CPU_BYTES = 64 * 10**9
 """Decoded images that are kept in CPU memory without an explicit ``dataset.cache``."""
@@ -211,9 +200,6 @@ def _measure_folder(root: str) -> tuple[int, int] | None:
     except (OSError, StopIteration):
         return None
 
-
-# Number of parameters of a model, computed from its configuration without building it. See also
-# ``distexp.measure.flops``.
 
 GPT, BLOOM = "distexp.models.gpt.build", "distexp.models.bloom.build"
 """Targets of the models whose architecture is known here."""

@@ -148,8 +148,6 @@ RULES: dict[str, Callable[[Config], list[str]]] = {
     "weak_model_workshop": _scale_model_as_workshop,
 }
 
-# Accumulation: the micro-batches of an optimizer step, computed from ``train.global_batch_size``.
-
 
 OTHER_MICRO_BATCH = ", or another micro-batch size"
 """End of the error about a global batch. A forecast leaves it out, because the profile has one micro-batch size."""
@@ -197,8 +195,6 @@ def multiples_near(total: int, factor: int) -> str:
     below = total // factor * factor
     return f"{below} or {below + factor}" if below else str(factor)
 
-
-# Shrinking of a run to the limits of the section ``scale``, as in ``scale=tiny``.
 
 MIN_HEAD_WIDTH = 4
 MIN_CHANNELS = 8

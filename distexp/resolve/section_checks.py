@@ -52,8 +52,6 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
             yield f"cluster.environment may not set {name}: set {KEYS_OF_VARIABLES[name]} instead"
 
 
-# Checks of dataset and model together: their task, the lengths of texts, and the number of samples.
-
 UNPACKED_ATTENTION = {
     "distexp.models.bloom.build": ("auto", "eager"),
     "distexp.models.hf.build": ("flash",),
@@ -126,9 +124,6 @@ def check_sizes(config: Config) -> Iterator[str]:
     yield from filter(None, errors)
 
 
-# Checks of the settings for a prediction of memory, by ``distexp plan`` or before a run.
-
-
 def check_plan(config: Config) -> Iterator[str]:
     """Yield an error for an unknown GPU model, for two memories, and for a micro-batch that is not known yet."""
     plan = config.plan
@@ -163,8 +158,6 @@ def _check_kind_of_memory(config: Config) -> Iterator[str]:
             "plan.gpu_memory_gb, or cluster.device=cpu"
         )
 
-
-# Checks of the experiment tracker: its library is installed, and its keys are its own.
 
 TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers whose name is that of an optional library."""

@@ -7,8 +7,9 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distexp.config import Config
+from distexp.config.schema import WHOLE_MODEL
 from distexp.distributed.context import Context
-from distexp.strategies.base import DistributedModel, Strategy, update_values, whole_model_values
+from distexp.strategies.base import DistributedModel, Strategy, whole_model_values
 from distexp.strategies.communication import StepCommunication
 from distexp.strategies.traits import CpuMemory, ProfiledStep, Settings, common_values
 
@@ -31,7 +32,7 @@ class Single(Strategy):
     """Plain PyTorch on one device: the reference for all other strategies."""
 
     requires: ClassVar[tuple[str, ...]] = ()
-    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
+    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", *WHOLE_MODEL)
     casts_once_per_step: ClassVar[bool] = True
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
@@ -42,12 +43,11 @@ class Single(Strategy):
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model, and cast the weights once per step."""
-        return {**whole_model_values(config), **update_values(config)}
+        return whole_model_values(config)
 
     def validate(self, config: Config) -> list[str]:
         """Require one worker and no offload."""
-        errors = offload_errors(config)
-        cluster = config.cluster
+        cluster, errors = config.cluster, offload_errors(config)
         if cluster.world_size != 1:
             errors.append(
                 f"strategy=single trains on one worker, but cluster.nodes={cluster.nodes} x "

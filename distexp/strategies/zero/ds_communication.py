@@ -8,7 +8,7 @@ as ``distexp.plan.trace.zero3_fetcher`` does with real modules.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,17 +17,8 @@ from typing import ClassVar
 from distexp.config import ConfigError
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.runs.step_files import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
-from distexp.strategies.communication import (
-    GATHERS,
-    LAUNCH_S,
-    SCALAR_BYTES,
-    StepCommunication,
-    add_norm,
-    insert,
-    insert_buckets,
-    is_gradient_reduction,
-    segments_before,
-)
+from distexp.strategies import communication
+from distexp.strategies.communication import LAUNCH_S, StepCommunication, insert, insert_buckets, is_gradient_reduction
 from distexp.system.files import read_json
 
 
@@ -110,12 +101,15 @@ class ZeroCommunication(StepCommunication):
         items, last = [_without_transfer(item) for item in items], micro_batches - 1
         if self.stage == 0:
             return self._insert_reductions(items, model.units, micro_batches)
-        items = add_norm(items)
+        items = communication.add_norm(items)
         if self.stage == 3:
             for micro_batch in range(micro_batches):
                 items = self._insert_gathers(items, model, micro_batch)
                 items = self._insert_scatters(items, model.units, micro_batch)
-            return [*items, *self._gathers_of_persistent(model.units, last)]
+            # After the update, one gather for each parameter that no pass gathers.
+            elements = [count for unit in model.units for count in unit.elements]
+            sizes = [elements[param] * self.weight_bytes for param in persistent_parameters(elements, self.zero)]
+            return [*items, *(Collective("all_gather", size, 1, "all", OPTIMIZER, last, LAUNCH_S) for size in sizes)]
         items = self._insert_reductions(items, model.units, micro_batches)
         # The updated weights are gathered for each group of the optimizer.
         sizes = [sum(group) * self.weight_bytes for group in model.group_elements]
@@ -128,7 +122,7 @@ class ZeroCommunication(StepCommunication):
         stage 3 need no result.
         """
         overlaps = self.overlaps and on_gpu
-        is_gather = item.kind in GATHERS and item.phase != OPTIMIZER  # not that of the updated weights
+        is_gather = item.kind in communication.GATHERS and item.phase != OPTIMIZER  # not that of the updated weights
         awaited = OPTIMIZER if overlaps and is_gradient_reduction(item) else NEXT
         return replace(item, awaited=awaited, after_compute=not (overlaps and self.gathers_modules and is_gather))
 
@@ -163,19 +157,9 @@ class ZeroCommunication(StepCommunication):
         segments = _segments_before_modules(items, places, micro_batch)
         for gather in found:
             phase, share = places[gather.position]
-            size = gather.elements * self.weight_bytes
-            new = Collective(
-                "all_gather",
-                size,
-                1,
-                "shard",
-                phase,
-                micro_batch,
-                LAUNCH_S,
-                segments_ahead=segments[gather.used_at] - segments[gather.position],
-                after_compute=not self.overlaps,
-            )
-            insert(items, new, share)
+            size, ahead = gather.elements * self.weight_bytes, segments[gather.used_at] - segments[gather.position]
+            new = Collective("all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S)
+            insert(items, replace(new, segments_ahead=ahead, after_compute=not self.overlaps), share)
         return items
 
     def _insert_scatters(self, items: list[Item], units: Sequence[Parameters], micro_batch: int) -> list[Item]:
@@ -184,17 +168,9 @@ class ZeroCommunication(StepCommunication):
         awaited = OPTIMIZER if self.overlaps else NEXT
         for elements in buckets:
             done += elements
-            size = elements * self.gradient_bytes
-            new = Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, LAUNCH_S, awaited=awaited)
+            new = communication.reduce_scatter(elements * self.gradient_bytes, micro_batch, awaited=awaited)
             insert(items, new, done / sum(buckets))
         return items
-
-    def _gathers_of_persistent(self, units: Sequence[Parameters], micro_batch: int) -> Iterator[Collective]:
-        """Yield the all-gathers of stage 3 after the update: one for each parameter that no pass gathers."""
-        elements = [count for unit in units for count in unit.elements]
-        for param in persistent_parameters(elements, self.zero):
-            size = elements[param] * self.weight_bytes
-            yield Collective("all_gather", size, 1, "all", OPTIMIZER, micro_batch, LAUNCH_S)
 
 
 def _without_transfer(item: Item) -> Item:
@@ -205,9 +181,8 @@ def _without_transfer(item: Item) -> Item:
     if isinstance(item, Segment):
         return item
     # The update sums the norm of each group, and checks for infinite gradients.
-    is_sum_of_update = item.phase == OPTIMIZER and item.kind == "all_reduce"
-    if is_sum_of_update:
-        return Collective(item.kind, SCALAR_BYTES, 1, "all", OPTIMIZER, item.micro_batch, item.host_s)
+    if item.phase == OPTIMIZER and item.kind == "all_reduce":
+        return Collective(item.kind, communication.SCALAR_BYTES, 1, "all", OPTIMIZER, item.micro_batch, item.host_s)
     return Segment(item.phase, item.micro_batch, item.host_s, tail_s=item.host_s, tail_half_s=item.host_s / 2)
 
 
@@ -227,8 +202,8 @@ def _places_of_modules(modules: Sequence[Sequence[int]], elements: Sequence[int]
 
 def _segments_before_modules(items: Sequence[Item], places: Sequence[Place], micro_batch: int) -> list[int]:
     """Return how many segments of a micro-batch are before each module, and before its end."""
-    forward, backward = (segments_before(items, phase, micro_batch, 1.0) for phase in (FORWARD, BACKWARD))
-    found = [segments_before(items, phase, micro_batch, share) for phase, share in places]
+    forward, backward = (communication.segments_before(items, phase, micro_batch, 1.0) for phase in (FORWARD, BACKWARD))
+    found = [communication.segments_before(items, phase, micro_batch, share) for phase, share in places]
     earlier = [forward if phase == BACKWARD else 0 for phase, _ in places]
     return [*(a + b for a, b in zip(earlier, found, strict=True)), forward + backward]
 

@@ -23,7 +23,6 @@ from distexp.runs.record_sections import Built
 from distexp.strategies.optimizer import keep_hyperparameters
 from distexp.strategies.torch_model import DTYPES
 from distexp.strategies.zero import ds_initialization
-from distexp.strategies.zero.ds_initialization import describe, repair_16_bits
 
 TAG = "state"
 """The tag of DeepSpeed's checkpoints: the name of their subfolder."""
@@ -44,7 +43,7 @@ class DeepSpeedModel:
         )
         if config.deepspeed.async_update:
             avoid_waits(self.module.optimizer)
-        repair_16_bits(self.module)
+        ds_initialization.repair_16_bits(self.module)
         if ds_initialization.in_16_bits(config):
             ds_initialization.restore_masters(self.module, blueprint)
 
@@ -67,8 +66,7 @@ class DeepSpeedModel:
         is_plain = ds_initialization.keeps_plain_gradients(self.config)
         norm = ds_initialization.unpartitioned_norm(self.module) if is_plain else None
         self.module.step()
-        if norm is None:
-            norm = self.module.get_global_grad_norm()
+        norm = self.module.get_global_grad_norm() if norm is None else norm
         return torch.as_tensor(norm, device=self.context.device)
 
     def forward(self, batch: Batch) -> Any:
@@ -78,9 +76,8 @@ class DeepSpeedModel:
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the inputs of the module, with images in the type of the weights."""
-        if not ds_initialization.in_16_bits(self.config):
-            return batch.inputs
-        return batch.cast_inputs(DTYPES[self.config.precision.name])
+        is_cast = ds_initialization.in_16_bits(self.config)
+        return batch.cast_inputs(DTYPES[self.config.precision.name]) if is_cast else batch.inputs
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter (its fp32 master, if any) and buffer; a collective."""
@@ -109,7 +106,7 @@ class DeepSpeedModel:
 
     def describe(self) -> Built:
         """Return what was built, read from DeepSpeed's object."""
-        return describe(self.module)
+        return ds_initialization.describe(self.module)
 
 
 # Clipping of ZeRO stages 1 and 2 without waits for the GPU, for ``deepspeed.async_update``. DeepSpeed computes the norm

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -67,6 +67,8 @@ def main() -> None:
 
 def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
     """Build an operator, and import it."""
+    import deepspeed
+
     from distexp.system.torch_internals.compilation import extension_build_dir
 
     folder = extension_build_dir(name)
@@ -74,7 +76,9 @@ def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
     with _locked(folder):
         remove_outdated(folder, library)
         existed = library.exists()
-        if not existed or _built_elsewhere(folder):
+        plan = folder / NINJA_FILE
+        # If another environment built last, Ninja compiles again.
+        if not existed or (plan.exists() and str(Path(deepspeed.__file__).parent) not in plan.read_text()):
             _print("compiling", name)
         try:
             loaded = builder.load(verbose=True)  # prints the lines of ninja
@@ -88,14 +92,6 @@ def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
         return loaded
 
 
-def _built_elsewhere(folder: Path) -> bool:
-    """Return whether another environment built last: then Ninja compiles again."""
-    import deepspeed
-
-    plan = folder / NINJA_FILE
-    return plan.exists() and str(Path(deepspeed.__file__).parent) not in plan.read_text()
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock the build of an operator against other commands of distexp.
@@ -107,16 +103,12 @@ def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".distexp_lock").open("w") as lock:
         if _acquire(lock) and mark.exists():
             (folder / BATON).unlink(missing_ok=True)
-        wait_for_baton(folder, _report_baton)
+        wait_for_baton(folder)
         mark.touch()
         try:
             yield
         finally:
             mark.unlink(missing_ok=True)
-
-
-def _report_baton(baton: Path) -> None:
-    _print("waiting", "for", f"another program that compiles (its lock: {baton})")
 
 
 def _acquire(lock: IO[str]) -> bool:
@@ -155,7 +147,7 @@ LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overla
 """File systems that no other machine writes to."""
 
 
-def wait_for_baton(folder: Path, report: Callable[[Path], None]) -> None:
+def wait_for_baton(folder: Path) -> None:
     """Wait until no other program builds in a folder. Remove the lock of a program that was killed."""
     baton, reported = folder / BATON, False
     while baton.exists():
@@ -163,7 +155,7 @@ def wait_for_baton(folder: Path, report: Callable[[Path], None]) -> None:
             baton.unlink(missing_ok=True)
             return
         if not reported:
-            report(baton)
+            _print("waiting", "for", f"another program that compiles (its lock: {baton})")
             reported = True
         time.sleep(POLL_S)
 
