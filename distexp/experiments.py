@@ -1,10 +1,6 @@
-"""``distexp experiments [PATTERN ...] [KEY=VALUE ...]``: list the presets, or run them.
+"""``distexp experiments [PATTERN ...] [KEY=VALUE ...]``: list the presets, or with an override run those that match.
 
-Without an override it lists the presets that match a pattern. With one it starts a command for each of them, as in
-``distexp experiments scale=tiny``. One sweep over all presets is impossible, because a preset decides how its sweep
-runs.
-
-Exit codes: 0 on success, 1 if a run failed, 2 if a command is wrong or no preset matches, 128 + n after signal n.
+One sweep over all presets is impossible, because a preset decides how its sweep runs.
 """
 
 from __future__ import annotations

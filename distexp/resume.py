@@ -1,7 +1,6 @@
-"""``distexp resume DIR [OVERRIDE ...]``: run the failed and missing runs of a sweep.
+"""``distexp resume DIR [OVERRIDE ...]``: repeat the command of a sweep in its directory, without the finished runs.
 
-It repeats the original command of the sweep in the sweep's directory. A finished run is found by its ``run.id`` and
-kept. A run that failed or has no record runs again in its directory. A new cell gets a new number.
+A run that failed or has no record runs again in its directory. A new cell gets a new number.
 """
 
 from __future__ import annotations
@@ -63,11 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_command(sweep_dir: Path) -> tuple[Command, list[str], str]:
-    """Return the original command, its arguments and its working directory.
-
-    Raises:
-        ConfigError: if the directory is not a sweep, or its command is damaged.
-    """
+    """Return the command, its arguments and its working directory. Raise ConfigError if they cannot be read."""
     path = sweep_dir / COMMAND
     try:
         stored = read_json(path)

@@ -1,7 +1,4 @@
-"""Command ``distexp status [DIR]``: the state of every run of a sweep.
-
-The launcher of each run is asked. The columns of the table are in ``distexp.console.sweep_table``.
-"""
+"""Command ``distexp status [DIR]``: the state of every run of a sweep, as its launcher reports it."""
 
 from __future__ import annotations
 
@@ -72,8 +69,7 @@ class FolderStates:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the state of every run.
 
-    Returns:
-        0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
+    Return 0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="distexp status", description="Show the state of every run of a sweep.")
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Glob, Override
 
 from distexp.config import Command, Config
 from distexp.config.keys import get_value, sections, strategy_groups
-from distexp.config.overrides import plain_value
+from distexp.config.overrides import plain_value, values_of
 from distexp.resolve.resolution import implied_strategy
 from distexp.strategies.base import COMMUNICATION, shipped_strategies
 
@@ -56,8 +56,8 @@ def _differs(override: Override) -> bool:
     if not name:
         value = override.value()
         return isinstance(value, dict) and any(plain_value(item) != defaults.get(key) for key, item in value.items())
-    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    return name in defaults and not override.is_delete() and any(plain_value(item) != defaults[name] for item in values)
+    is_set = name in defaults and not override.is_delete()
+    return is_set and any(plain_value(item) != defaults[name] for item in values_of(override))
 
 
 def _key(override: Override) -> str:
@@ -65,9 +65,6 @@ def _key(override: Override) -> str:
 
 
 # Warnings about sweeps over strategies with an option that not all of them have: ``zero_stage=2``, or two workers.
-
-WORKER_KEYS = ("cluster.nodes", "cluster.workers_per_node")
-"""Keys whose product is the number of workers."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,14 @@ def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
     workers = _worker_counts(by_key) if alone.intersection(strategies) and not alone.issuperset(strategies) else []
     valid = set(strategies).intersection(*({option.strategy} for option in options))
     if invalid := [strategy for strategy in strategies if strategy not in valid]:
-        return _warning(options, strategies, workers, invalid)
+        reasons = [f"{option.text} is for strategy={option.strategy}" for option in options]
+        reasons += [f"{_alone(strategies)} trains on one worker"] * bool(workers)
+        which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
+        shorter = "" if workers else _shorter(options, strategies)
+        return (
+            f"{' and '.join(reasons)}, so {which} are invalid: to compare them, write {shorter}"
+            f"{_cells(options, strategies, workers)}"
+        )
     if not workers:
         return None
     several = " or ".join(count.several for count in workers)
@@ -144,34 +148,14 @@ def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
 def _worker_counts(by_key: Mapping[str, Override]) -> list[_WorkerCount]:
     """Return the keys of the number of workers that have values other than 1."""
     found = []
-    for key in (key for key in WORKER_KEYS if key in by_key):
+    for key in (key for key in ("cluster.nodes", "cluster.workers_per_node") if key in by_key):
         if several := [value for value in _values(by_key[key]) if value != "1"]:
             found.append(_WorkerCount(key, str(by_key[key].input_line), f"{key}={','.join(several)}"))
     return found
 
 
 def _values(override: Override) -> list[str]:
-    if isinstance(override.value(), Glob):
-        return []
-    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    return [str(plain_value(value)) for value in values]
-
-
-def _warning(
-    options: Sequence[_ImplyingOption],
-    strategies: Sequence[str],
-    workers: Sequence[_WorkerCount],
-    invalid: Sequence[str],
-) -> str:
-    """Return the warning about options of one strategy in cells of another one."""
-    reasons = [f"{option.text} is for strategy={option.strategy}" for option in options]
-    reasons += [f"{_alone(strategies)} trains on one worker"] * bool(workers)
-    which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
-    shorter = "" if workers else _shorter(options, strategies)
-    return (
-        f"{' and '.join(reasons)}, so {which} are invalid: to compare them, write {shorter}"
-        f"{_cells(options, strategies, workers)}"
-    )
+    return [] if isinstance(override.value(), Glob) else [str(plain_value(value)) for value in values_of(override)]
 
 
 def _shorter(options: Sequence[_ImplyingOption], strategies: Sequence[str]) -> str:

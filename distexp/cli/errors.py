@@ -266,10 +266,7 @@ def suggest(wrong: str, known: Iterable[str]) -> str:
 
 
 def suggest_key(wrong: str, known: Iterable[str]) -> str:
-    """Return the same for dotted keys.
-
-    Only the last part of a key is compared, because the right name in a wrong section is a common error.
-    """
+    """Return similar keys by their last part, because the right name in a wrong section is a common error."""
     section, _, name = wrong.rpartition(".")
     if name in ALIASES:
         return _question([ALIASES[name]])

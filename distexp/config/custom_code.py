@@ -128,23 +128,20 @@ def _innermost(places: Iterator[tuple[Path, int]]) -> str:
 
 
 def _places(error: BaseException) -> Iterator[tuple[Path, int]]:
-    """Yield the lines of the traceback that are in files outside of the libraries."""
+    """Yield the lines of the traceback that are in files outside of Python, torch, triton and distexp."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_filename
-        if name and not name.startswith("<") and not _in_library(Path(name)):
+        if not name or name.startswith("<"):
+            continue
+        file, python = Path(name).resolve(), Path(sysconfig.get_path("stdlib")).resolve()
+        in_python = file.is_relative_to(python) and not _installed_package(file.relative_to(python))
+        if not in_python and not any(file.is_relative_to(folder) for folder in _library_folders()):
             yield Path(name), line
 
 
 def _installed_package(path: Path) -> str:
     """Return the installed package or module of a file; empty if the file is not installed."""
     return next((Path(path.parts[path.parts.index(name) + 1]).stem for name in INSTALLED if name in path.parts), "")
-
-
-def _in_library(path: Path) -> bool:
-    """Return whether a file belongs to Python, torch, triton or distexp."""
-    file, python = path.resolve(), Path(sysconfig.get_path("stdlib")).resolve()
-    in_python = file.is_relative_to(python) and not _installed_package(file.relative_to(python))
-    return in_python or any(file.is_relative_to(folder) for folder in _library_folders())
 
 
 @lru_cache(maxsize=1)

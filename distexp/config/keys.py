@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import BooleanNode, ValidationError
 
 from distexp.config import Config, ConfigError
-from distexp.config.fields import FieldInfo, info_of
+from distexp.config.fields import info_of
 from distexp.system.files import MAX_DIGITS, PACKAGE
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -96,22 +96,17 @@ def describe_values(key: str) -> str | None:
     hint = get_type_hints(owner)[name]
     if is_dataclass(hint):
         return f"a section: set one of its keys, {', '.join(spec.name for spec in fields(hint)[:3])} ..."
-    accepted = _describe_accepted(info_of(specs[name]), hint)
+    info, accepted = info_of(specs[name]), _describe_type(hint)
+    if info.choices and info.at_least is None:
+        accepted = f"one of {info.limits}"
+    elif info.choices:  # The key takes a number or one of these texts, as train.micro_batch_size does.
+        accepted = accepted.replace(TYPE_NAMES[str], ", ".join(map(str, info.choices)))
     return f"{accepted} or null" if NoneType in get_args(hint) else accepted
 
 
 def takes_list(key: str) -> bool:
     """Return whether the value of a key is a list."""
     return "a list" in (describe_values(key) or "")
-
-
-def _describe_accepted(info: FieldInfo, hint: Any) -> str:
-    if not info.choices:
-        return _describe_type(hint)
-    if info.at_least is None:
-        return f"one of {info.limits}"
-    # The key takes a number or one of these texts, as train.micro_batch_size does.
-    return _describe_type(hint).replace(TYPE_NAMES[str], ", ".join(map(str, info.choices)))
 
 
 def _describe_type(hint: Any) -> str:
@@ -150,19 +145,14 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
         if isinstance(value, str) and CONTROL.search(value):
             yield f"{name}.{spec.name}={value!r} contains a control character: leave it out"
             continue
-        error = None if value is None else _error(info_of(spec), value)
+        error = None if value is None else info_of(spec).find_error(value)
+        if error is None and isinstance(value, float) and not math.isfinite(value):
+            error = "must be a finite number"
+        elif error is None and isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+            error = f"has more than {MAX_DIGITS} digits: lower it"
         if error is not None:
             shown = f"{value:g}" if isinstance(value, float) else value
             yield f"{name}.{spec.name}={shown} {error}"
-
-
-def _error(info: FieldInfo, value: Any) -> str | None:
-    error = info.find_error(value)
-    if error is None and isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    if error is None and isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
-        return f"has more than {MAX_DIGITS} digits: lower it"
-    return error
 
 
 _convert = BooleanNode._validate_and_convert_impl

@@ -1,7 +1,6 @@
 """Checks of the ``model`` and ``dataset`` sections, without importing torch.
 
-The schema is the same for all options of a group, so that a key may be set while the group is swept.
-The YAML of each option lists its keys. Setting any other key is an error.
+The schema is the same for all options of a group. The YAML of an option lists its keys, and any other is an error.
 """
 
 from __future__ import annotations
@@ -57,7 +56,11 @@ def model_errors(model: ModelConfig) -> list[str]:
     """Return an error for each unused key, missing value and impossible combination of a model."""
     return [
         *unused_key_errors("model", model),
-        *_missing_values(model),
+        *(
+            f"model.{key} is null, but model={model.name} needs a value: set it"
+            for key in model.keys
+            if vars(model).get(key, "") is None and key not in ("path", "tokenizer", "vocab_size", "dropout")
+        ),
         *_source_errors(model),
         *_attention_errors(model),
     ]
@@ -80,16 +83,6 @@ def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
             f"model.vocab_size={num_classes} or null, or choose a smaller tokenizer"
         )
     return model.vocab_size
-
-
-def _missing_values(model: ModelConfig) -> Iterator[str]:
-    for key in model.keys:
-        if (
-            key in vars(model)
-            and key not in ("path", "tokenizer", "vocab_size", "dropout")
-            and getattr(model, key) is None
-        ):
-            yield f"model.{key} is null, but model={model.name} needs a value: set it"
 
 
 def _source_errors(model: ModelConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Container, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
@@ -55,15 +55,24 @@ def quote_choice(text: str, groups: Container[str]) -> str:
     if not equals or key not in groups:
         return text
     override = parse([text])[0]
-    value: Any = override.value()
-    if isinstance(value, Glob):
+    if isinstance(override.value(), Glob):
         return text
-    values: list[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+    values = values_of(override)
     if None in values:
         raise ConfigError(f"{text} chooses no option of {key}: write {key}=OPTION, or leave it out")
     if any(isinstance(item, list) for item in values):
-        _refuse_list(text, key, values)
+        listed = [option for item in values for option in (item if isinstance(item, list) else [item])]
+        options = [_quote(option).strip("'") for option in listed]
+        hint = f"write {key}={options[0] if options else 'OPTION'}"
+        if len(options) > 1:
+            hint = f"add --multirun {key}={','.join(options)} to compare them"
+        raise ConfigError(f"{text} is a list, but {key} takes one option: {hint}")
     return f"{prefix}=" + ",".join(_quote(item) for item in values)
+
+
+def values_of(override: Override) -> list[Any]:
+    """Return the value of an override, or all values of a sweep."""
+    return list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
 
 
 def plain_value(value: Any) -> Any:
@@ -74,16 +83,6 @@ def plain_value(value: Any) -> Any:
 def home_message(key: str, value: str) -> str:
     """Return the error for a path with ``~``, which shells replace only at the start of an argument."""
     return f"{key}={value} starts with ~, which the shell does not replace there: write {key}=$HOME{value[1:]}"
-
-
-def _refuse_list(text: str, group: str, values: Sequence[Any]) -> NoReturn:
-    """Raise the error for ``strategy=[ddp,fsdp]``, with the sweep over the same options."""
-    options = [_quote(option).strip("'") for item in values for option in (item if isinstance(item, list) else [item])]
-    if len(options) > 1:
-        hint = f"add --multirun {group}={','.join(options)} to compare them"
-    else:
-        hint = f"write {group}={options[0] if options else 'OPTION'}"
-    raise ConfigError(f"{text} is a list, but {group} takes one option: {hint}")
 
 
 def _quote(value: Any) -> str:

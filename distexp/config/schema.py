@@ -1,10 +1,7 @@
-"""The typed schema of the configuration: every key with its type, default, meaning and accepted values.
+"""The schema of the configuration: every key with its type, default, meaning and limits.
 
-This module has the training and the whole configuration. The other sections are in ``*_section.py`` and
-``*_sections.py``. Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so an unknown key or a value of the
-wrong type is an error while composing. ``value_checks`` compares the values with the limits of the schema. Checks that
-involve several keys are in ``resolve``.
-``None`` means "not chosen": ``resolve`` sets it from the strategy, the model or the machine.
+Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so an unknown key or a wrong type is an error while
+composing. ``None`` means "not chosen": ``resolve`` sets it, and checks what involves several keys.
 """
 
 from __future__ import annotations

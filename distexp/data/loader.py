@@ -1,7 +1,4 @@
-"""Loader of a rank: the micro-batches of each optimizer step, and stop requests.
-
-A packed row counts as one sample here, except in ``StepData.num_samples``.
-"""
+"""Loader of a rank: the micro-batches of each optimizer step, and stop requests."""
 
 from __future__ import annotations
 
@@ -269,9 +266,7 @@ class ShardedBatchSampler:
 
 
 class PaddedDataset(Dataset[Sample]):
-    """A data set followed by a padding copy of each sample.
-
-    Index ``length + i`` is sample ``i`` without targets.
+    """A data set followed by a padding copy of each sample: index ``length + i`` is sample ``i`` without targets.
 
     The epoch is in shared memory, because persistent loader workers have copies of the samples.
     """

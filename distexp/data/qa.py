@@ -1,7 +1,6 @@
-"""Question answering as token sequences for a causal LM.
+"""Question answering as token sequences: ``Question: <question> Context: <context> Answer: <answer></s>``.
 
-A sequence is ``Question: <question> Context: <context> Answer: <answer></s>``. Its parts are tokenized
-separately. So a context that is too long can be cut without touching the question or the answer.
+The parts are tokenized separately, so a long context can be cut without touching the question or the answer.
 """
 
 from __future__ import annotations

@@ -28,10 +28,9 @@ NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Load generated questions with ``squad.load``.
+    """Load questions that are generated on first use: as many as in ``model_checks``, or as ``dataset`` requests.
 
-    The files are generated on first use: 512 training and 128 evaluation questions, or more if ``dataset.train_size``
-    or ``dataset.eval_size`` is larger. Raise ConfigError if a path is set.
+    Raise ConfigError if a path is set.
     """
     for key in ("path", "train_path", "eval_path"):
         if getattr(dataset, key) is not None:

@@ -1,7 +1,4 @@
-"""Generated images in the official layout of TinyImageNet.
-
-The class is the angle, period and color of stripes.
-"""
+"""Generated images in the official layout of TinyImageNet: a class is the angle, period and color of stripes."""
 
 from __future__ import annotations
 
@@ -34,10 +31,9 @@ COLORS = {"red": (220, 60, 50), "blue": (50, 90, 220)}
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Load generated images with ``tinyimagenet.load``.
+    """Load images that are generated on first use: as many as in ``model_checks``, or as ``dataset`` requests.
 
-    The images are generated on first use: 400 for training and 100 for evaluation, or more if ``dataset.train_size`` or
-    ``dataset.eval_size`` is larger. Raise ConfigError if ``dataset.root`` is set.
+    Raise ConfigError if ``dataset.root`` is set.
     """
     if dataset.root is not None:
         raise ConfigError(

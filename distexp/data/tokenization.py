@@ -1,7 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the data, or any of Hugging Face.
-
-``model.tokenizer=byte`` selects the first. It needs neither a download nor transformers.
-"""
+"""Tokenizers: a byte-level BPE trained on the data, which needs no download, or any of Hugging Face."""
 
 from __future__ import annotations
 

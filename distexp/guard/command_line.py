@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import ConfigError
-from distexp.config.overrides import is_override, parse
+from distexp.config.overrides import is_override, parse, values_of
 from distexp.system.environment_variables import looks_secret, secret_in
 
 CELLS = "sweep.cells"
@@ -69,8 +69,7 @@ def packages_of_environment() -> list[str]:
 def _package_names(override: Override) -> Iterator[str]:
     if key_of(override) != TRUSTED or override.is_delete():
         return
-    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    for value in values:
+    for value in values_of(override):
         yield from map(as_text, _as_list(value))
 
 

@@ -81,23 +81,14 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Compose a configuration and check it, if a foreign file may be part of it.
-
-        Raises:
-            ConfigError: a file contains values that could run code, or the configuration contains a secret, or a file
-                is not in UTF-8.
-        """
+        """Compose a configuration and check it. Raise ConfigError as ``check``, and for a file that is not in UTF-8."""
         composed = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
         if config_name is not None:  # --hydra-help has only Hydra's own configuration.
             self.check(composed)
         return composed
 
     def check(self, composed: DictConfig) -> None:
-        """Check a configuration for secrets, and for values of foreign files that could run code.
-
-        Raises:
-            ConfigError: with an error for each value that could run code, or for each secret.
-        """
+        """Raise ConfigError with each secret, or each value of a foreign file that could run code."""
         check_for_secrets(composed)
         if not any(map(_is_foreign, self._sources)):
             return
@@ -155,11 +146,7 @@ def use_checked_loader() -> None:
 
 
 def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
-    """Check that no file trusts a package, and add the packages of the environment to ``trusted_packages``.
-
-    Raises:
-        ConfigError: the cell trusts a package that the user does not trust.
-    """
+    """Add the packages of the environment to ``trusted_packages``. Raise ConfigError if a file trusts a package."""
     wanted = [str(name) for name in composed[TRUSTED]]
     refused = [name for name in wanted if name not in allowed]
     if refused:

@@ -92,10 +92,7 @@ def _is_unsafe(argument: str, override: Override) -> bool:
 
 
 def check_working_directory(path: Path, directory: str) -> None:
-    """Raise a ConfigError if a foreign command was started in another folder, because Python imports packages from it.
-
-    A folder that does not exist is not used.
-    """
+    """Raise a ConfigError if a foreign command was started in another folder: Python imports packages from there."""
     if os.path.isdir(directory) and not os.path.samefile(directory, os.curdir):
         raise ConfigError(
             f"{path} was started in {directory}, and Python would import packages from there: if you trust its "

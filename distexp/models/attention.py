@@ -1,7 +1,6 @@
-"""Masks of causal attention, ALiBi, and flex attention.
+"""Masks of causal attention, ALiBi, and flex attention. Rows may contain several documents, kept apart.
 
-Rows may contain several documents. Position ids start at 0 in each document, and no position attends to another
-document. Padding is on the right. No target attends to it, so it needs no mask.
+Padding is on the right. No target attends to it, so it needs no mask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Losses and accuracy counts of a batch.
-
-They are sums, not means, so that the mean over ranks and micro-batches is exact.
-"""
+"""Losses and accuracy counts of a batch: sums, not means, so that the mean over ranks and micro-batches is exact."""
 
 from __future__ import annotations
 

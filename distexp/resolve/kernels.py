@@ -1,8 +1,4 @@
-"""The group ``kernels``: options of speed that the user left open.
-
-Each of these keys has a ``reference`` in the schema, and null as its default. The strategy proposes the values of
-``kernels=fast``, because they depend on it.
-"""
+"""The group ``kernels``: options of speed that the user left open, and their checks."""
 
 from __future__ import annotations
 

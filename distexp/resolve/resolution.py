@@ -16,9 +16,6 @@ from distexp.config.model_checks import model_errors, unused_key_errors
 from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.kernels import check_speed_options, choose_kernels
 
-EXAMPLES = {"model.name": " to a hub id or a folder, for example model.name=bigscience/bloom-560m"}
-"""Ends of the message for a missing value."""
-
 
 def without_hydra(composed: DictConfig) -> DictConfig:
     """Return a copy of a composed configuration without its ``hydra`` node."""
@@ -41,7 +38,8 @@ def to_dataclasses(composed: DictConfig) -> Config:
         }
     except MissingMandatoryValue as error:
         missing = ", ".join(sorted(OmegaConf.missing_keys(without_hydra(composed))))
-        raise ConfigError(f"{missing} is required: set it{EXAMPLES.get(missing, '')}") from error
+        example = " to a hub id or a folder, for example model.name=bigscience/bloom-560m"
+        raise ConfigError(f"{missing} is required: set it{example if missing == 'model.name' else ''}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return Config(**typed)
@@ -89,14 +87,10 @@ def implied_strategy(group: str, option: str) -> str | None:
     return None
 
 
-PROFILE_STEPS = 3
-"""Profiled steps of ``profile=true``. The median step of three has neither the start nor the end of the profile."""
-
-
 def choose_profile_steps(config: Config) -> list[str]:
     """Set ``train.profile_steps`` for ``profile=true``, unless it has a value. Return no errors."""
     if config.profile and not config.train.profile_steps:
-        config.train.profile_steps = PROFILE_STEPS
+        config.train.profile_steps = 3  # Their median has neither the start nor the end of the profile.
     return []
 
 

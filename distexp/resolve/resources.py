@@ -62,7 +62,7 @@ def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Tr
         raise ConfigError(error)
     launcher = _make(target)
     if not isinstance(launcher, kind):
-        raise ConfigError(_wrong_class(target))
+        raise _wrong_class(target)
     return launcher
 
 
@@ -70,14 +70,14 @@ def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Tr
 def _make(target: str) -> LauncherTraits:
     found = locate(target)
     if not (isinstance(found, type) and issubclass(found, LauncherTraits)):
-        raise ConfigError(_wrong_class(target))
+        raise _wrong_class(target)
     check_not_abstract(found, LauncherTraits, f"cluster._target_={target}")
     with shorten_errors(target, "the constructor"):
         return found()
 
 
-def _wrong_class(target: str) -> str:
-    return (
+def _wrong_class(target: str) -> ConfigError:
+    return ConfigError(
         f"cluster._target_={target} is not a launcher: derive the class from distexp.launch.launcher.Launcher, "
         f"as in {PAGE}"
     )
@@ -169,22 +169,17 @@ def make_paths_absolute(config: Config) -> list[str]:
 MAX_CPU_BYTES = 64 * 10**9
 """Decoded images that are kept in CPU memory without an explicit ``dataset.cache``."""
 
-CHANNELS = 3
-
-
-GENERATED = (500, 32)
-"""Number of the images of ``dataset=tinyimagenet_sample``, and their height and width in pixels."""
-
 
 def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
     """Return the bytes for ``dataset.cache``, by the size of the first image; None if the folder cannot be read."""
-    images = GENERATED if dataset.root is None else _measure_folder(dataset.root)
+    generated = (500, 32)  # count, height and width of the images of ``dataset=tinyimagenet_sample``
+    images = generated if dataset.root is None else _measure_folder(dataset.root)
     if images is None:
         return None
     count, edge = images
     if dataset.train_size is not None and dataset.eval_size is not None:
         count = dataset.train_size + dataset.eval_size
-    return count * CHANNELS * min(edge, dataset.image_size or edge) ** 2
+    return count * 3 * min(edge, dataset.image_size or edge) ** 2
 
 
 @lru_cache(maxsize=8)

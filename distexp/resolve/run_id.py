@@ -52,7 +52,9 @@ def _training_settings(config: Config) -> dict[str, Any]:
     if train["compile"] == "blocks":
         train["compile"] = True  # the same
     if train["resume"] is not None:
-        train["resume"] = checkpoint_fingerprint(Path(train["resume"]))
+        # The manifest of the newest checkpoint is hashed, because it contains a checksum of every file.
+        whole = (folder for folder in candidates(Path(train["resume"])) if read_manifest(folder) is not None)
+        train["resume"] = next((fingerprint(str(folder / MANIFEST)) for folder in whole), None)
     return settings
 
 
@@ -108,17 +110,6 @@ def model_fingerprint(folder: str, *, weights: bool) -> str:
                 file.seek(start)
                 digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def checkpoint_fingerprint(folder: Path) -> str | None:
-    """Return a hash of the newest checkpoint in a folder, None if it has none.
-
-    The manifest is hashed, because it contains a checksum of every file.
-    """
-    for candidate in candidates(folder):
-        if read_manifest(candidate) is not None:
-            return fingerprint(str(candidate / MANIFEST))
-    return None
 
 
 @lru_cache(maxsize=64)

@@ -1,10 +1,7 @@
 """The base class of all strategies, and the protocols of a distributed model.
 
-The launcher asks a strategy for defaults, errors and descriptions. It has no torch, so a strategy imports torch only
-inside ``setup``. A worker calls ``setup``, and the training loop uses only the DistributedModel that it returns.
-
-To add a strategy: a module next to this one, and ``conf/strategy/NAME.yaml`` with its ``_target_``. What others ask
-it, as forecasts and searches do, is in ``traits``.
+The launcher has no torch, so a strategy imports torch only inside ``setup``, which a worker calls. The training loop
+uses only the DistributedModel that it returns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The collectives of a step: what a strategy states about them, and their insertion into a profiled step.
 
-A subclass of ``StepCommunication`` belongs to each strategy, next to it. The forecast of a run and the search of a
-configuration ask it, and know no strategy by name. Nothing here imports torch.
+Each strategy has a subclass of ``StepCommunication``, which forecasts and searches ask. Nothing here imports torch.
 """
 
 from __future__ import annotations

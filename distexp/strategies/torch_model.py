@@ -1,7 +1,4 @@
-"""The DistributedModel of single, DDP and FSDP.
-
-These strategies differ only in how they wrap the module.
-"""
+"""The DistributedModel of single, DDP and FSDP, which differ only in how they wrap the module."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""DeepSpeed's C++ operators: which ones a run needs, and a program that compiles them.
+"""DeepSpeed's C++ operators: which ones a run needs, and ``python -m`` of this module, which compiles them.
 
-``python -m distexp.strategies.zero.ds_operators NAME...`` compiles operators in PyTorch's cache of extensions.
 DeepSpeed would compile them in the first worker that uses them. The compiler's memory would then be part of the run.
 """
 
