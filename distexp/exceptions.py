@@ -32,9 +32,7 @@ class SweepFailedError(Exception):
 class InterruptedRunError(BaseException):
     """Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 during a run. The record is written, and no other run is started.
 
-    Attributes:
-        number: The signal.
-        reason: Why the run was stopped, for its record. The message for the user has the consequence too.
+    ``reason`` is for the record of the run. The message for the user has the consequence too.
     """
 
     def __init__(self, number: int, consequence: str = "; no further run is started") -> None:

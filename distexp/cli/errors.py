@@ -80,7 +80,10 @@ def _explain_value(error: Exception) -> str:
     file = IN_FILE.match(text)
     origin = f"{file[1]}.yaml: " if file else ""
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key in config_groups():
-        return f"{origin}{_explain_group(key, is_section=file is not None and file[1].startswith(f'{key}/'))}"
+        # A file of the group that does not set its package sets its section.
+        is_section = file is not None and file[1].startswith(f"{key}/")
+        section = "is a group and not a section: write '# @package _global_' into the first line of the file"
+        return f"{origin}{key} {section if is_section else f'has no keys: write {key}=OPTION'}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return f"{origin}{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
@@ -90,16 +93,6 @@ def _explain_value(error: Exception) -> str:
             given = f"{origin}{key}={cause.value}"
         return f"{given} must be {accepted}{explain_duration(key, str(cause.value))}"
     return text if cause is error else f"{text.rstrip('.:')}: {first_line(cause)}"
-
-
-def _explain_group(group: str, *, is_section: bool) -> str:
-    """Return the message for a group without keys, which got one.
-
-    With ``is_section`` a file of the group got it as its section, because it does not set its package.
-    """
-    if is_section:
-        return f"{group} is a group and not a section: write '# @package _global_' into the first line of the file"
-    return f"{group} has no keys: write {group}=OPTION"
 
 
 def _explain_syntax(override: str, reason: str) -> str:
@@ -120,22 +113,11 @@ def _explain_syntax(override: str, reason: str) -> str:
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
         quoted = f"{key}='{value}'"
         return f"{override} needs quotes: write {shell_quote(quoted)}"
-    unclosed = _unclosed(value)
+    pairs = ("''", '""', "[]", "{}")
+    odd = (a for a, b in pairs if (value.count(a) % 2 if a == b else value.count(a) != value.count(b)))
+    unclosed = next(odd, "")  # A shell has split the value.
     cause = f", because {unclosed} is not closed: quote it for the shell: '{key}=...'" if unclosed else f": {reason}"
     return f"{override} cannot be parsed{cause}"
-
-
-def _unclosed(value: str) -> str:
-    """Return the quote or bracket of a value that is not closed, as after a shell has split it; empty if none is."""
-    pairs = (("'", "'"), ('"', '"'), ("[", "]"), ("{", "}"))
-    return next(
-        (
-            first
-            for first, last in pairs
-            if (value.count(first) % 2 if first == last else value.count(first) != value.count(last))
-        ),
-        "",
-    )
 
 
 def _quote_entries(override: str) -> str | None:

@@ -22,20 +22,7 @@ from distexp.config.sections import (
 from distexp.exceptions import ConfigError
 
 __all__ = [
-    "ClusterConfig",
-    "Command",
-    "Config",
-    "ConfigError",
-    "DatasetConfig",
-    "ForecastConfig",
-    "KernelsConfig",
-    "MeasureConfig",
-    "ModelConfig",
-    "PlanConfig",
-    "PreflightConfig",
-    "ScaleConfig",
-    "StrategyConfig",
-    "TrackerConfig",
-    "TrainConfig",
-    "register_schema",
-]
+    "ClusterConfig", "Command", "Config", "ConfigError", "DatasetConfig", "ForecastConfig", "KernelsConfig",
+    "MeasureConfig", "ModelConfig", "PlanConfig", "PreflightConfig", "ScaleConfig", "StrategyConfig",
+    "TrackerConfig", "TrainConfig", "register_schema",
+]  # fmt: skip

@@ -12,18 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from distexp.config import sections
 from distexp.config.fields import key
-from distexp.config.sections import (
-    ChooseConfig,
-    ClusterConfig,
-    DatasetConfig,
-    DDPConfig,
-    DeepSpeedConfig,
-    ForecastConfig,
-    FSDPConfig,
-    ModelConfig,
-    PlanConfig,
-)
 
 WHOLE_MODEL = ("model", "graphs")
 """Values of ``train.compile`` that compile the whole model as one graph."""
@@ -269,24 +259,24 @@ class Config:
     name: str = key("distexp", "Folder of the results.")
     command: str = key("train", "Command of distexp that uses it, and that sets it.", choices=tuple(map(str, Command)))
     exercise: str | None = key(None, "Exercise whose table the report fills. Set by its preset.")
-    model: ModelConfig = field(default_factory=ModelConfig)
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
+    dataset: sections.DatasetConfig = field(default_factory=sections.DatasetConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    ddp: DDPConfig = field(default_factory=DDPConfig)
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    ddp: sections.DDPConfig = field(default_factory=sections.DDPConfig)
+    fsdp: sections.FSDPConfig = field(default_factory=sections.FSDPConfig)
+    deepspeed: sections.DeepSpeedConfig = field(default_factory=sections.DeepSpeedConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: sections.ClusterConfig = field(default_factory=sections.ClusterConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
-    choose: ChooseConfig = field(default_factory=ChooseConfig)
-    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+    plan: sections.PlanConfig = field(default_factory=sections.PlanConfig)
+    choose: sections.ChooseConfig = field(default_factory=sections.ChooseConfig)
+    forecast: sections.ForecastConfig = field(default_factory=sections.ForecastConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -54,10 +54,8 @@ class Samples(Protocol):
 class Batch:
     """The samples of one micro-batch.
 
-    Attributes:
-        inputs: keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape
-            (batch, length), or ``images`` of shape (batch, 3, height, width).
-        num_token_pairs: sum of the squares of their lengths. 0: unknown, then equal lengths are assumed for FLOPs.
+    The ``inputs`` are the keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape (batch,
+    length), or ``images`` of shape (batch, 3, height, width).
     """
 
     inputs: dict[str, Tensor]
@@ -65,7 +63,7 @@ class Batch:
     num_samples: int  # samples with at least one target
     num_targets: int  # labels that count towards the loss
     num_tokens: int  # input tokens of these samples without padding; 0 for images
-    num_token_pairs: int = 0
+    num_token_pairs: int = 0  # sum of the squares of their lengths; 0: unknown, and equal lengths are assumed
 
     @property
     def num_positions(self) -> int:
@@ -170,11 +168,8 @@ class TargetTokens:
 
     The batch gets an input TARGET_POSITIONS of shape (kept,), and its labels have shape (1, kept). As with all logits,
     the logits of a token predict the next label, and those of the last token predict nothing. ``kept_tokens`` is the
-    number of kept tokens. The added ones have position 0 and no target.
-
-    Attributes:
-        max_targets: the most targets of a batch, by its number of samples. All batches keep as many tokens as that one,
-            so they have one shape.
+    number of kept tokens. The added ones have position 0 and no target. ``max_targets`` has the most targets of a
+    batch, by its number of samples. All batches keep as many tokens as that one, so they have one shape.
     """
 
     collate: Callable[[Sequence[Sample]], Batch]

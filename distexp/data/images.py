@@ -211,8 +211,9 @@ def decoded_bytes(images: ImageFiles) -> int:
 
 def read_ahead(pixels: Tensor) -> None:
     """Read all pixels of a memory-mapped file, so that later accesses find them in memory."""
-    for part in pixels.view(-1).split(1 << 24):
-        part.max()
+    flat, size = pixels.view(-1), 1 << 24
+    for start in range(0, len(flat), size):
+        flat[start : start + size].max()
 
 
 def _fingerprint(images: ImageFiles) -> str:

@@ -118,7 +118,14 @@ def _load_splits(path: str) -> Mapping[str, Any]:
     try:
         splits = load_from_disk(str(local)) if local.exists() else load_dataset(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(_load_error(path, local, error)) from error
+        raise ConfigError(
+            f"dataset.path={path} is not a folder written by datasets.save_to_disk ({first_line(error)}): use such a "
+            "folder, or set dataset.train_path and dataset.eval_path to SQuAD v1.1 JSON files"
+            if local.exists()
+            else f"dataset.path={path} is neither a local folder nor available from the local cache or the hub "
+            f"({first_line(error)}): set dataset.train_path and dataset.eval_path to local files, or use "
+            "dataset=squad_sample"
+        ) from error
     if not isinstance(splits, DatasetDict) or not {"train", "validation"} <= set(splits):
         raise ConfigError(
             f"dataset.path={path} must have the splits train and validation: save a DatasetDict with both"
@@ -131,19 +138,6 @@ def _load_splits(path: str) -> Mapping[str, Any]:
             "id, question, context and answers"
         )
     return dict(splits)
-
-
-def _load_error(path: str, local: Path, error: Exception) -> str:
-    reason = first_line(error)
-    if local.exists():
-        return (
-            f"dataset.path={path} is not a folder written by datasets.save_to_disk ({reason}): use such a "
-            "folder, or set dataset.train_path and dataset.eval_path to SQuAD v1.1 JSON files"
-        )
-    return (
-        f"dataset.path={path} is neither a local folder nor available from the local cache or the hub "
-        f"({reason}): set dataset.train_path and dataset.eval_path to local files, or use dataset=squad_sample"
-    )
 
 
 def _from_rows(rows: Any) -> list[Example]:

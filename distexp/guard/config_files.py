@@ -25,14 +25,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from distexp.config import ConfigError
 from distexp.config.keys import conf_dir, refuse_numbers_as_booleans
-from distexp.guard.command_line import (
-    TRUSTED,
-    check_for_secrets,
-    packages_of_environment,
-    packages_trusted_by_user,
-    refuse_secret_interpolations,
-    typed_keys,
-)
+from distexp.guard import command_line
+from distexp.guard.command_line import TRUSTED, typed_keys
 
 SEARCH_PATH = "hydra.searchpath"
 OWN_PACKAGES = ("distexp", "hydra")
@@ -89,7 +83,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
 
     def check(self, composed: DictConfig) -> None:
         """Raise ConfigError with each secret, or each value of a foreign file that could run code."""
-        check_for_secrets(composed)
+        command_line.check_for_secrets(composed)
         if not any(map(_is_foreign, self._sources)):
             return
         typed = typed_keys(sys.argv[1:])
@@ -140,7 +134,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
 
 def use_checked_loader() -> None:
     """Make Hydra load configurations with the checks."""
-    refuse_secret_interpolations()
+    command_line.refuse_secret_interpolations()
     refuse_numbers_as_booleans()
     vars(hydra_app)["ConfigLoaderImpl"] = CheckedConfigLoader
 
@@ -156,7 +150,7 @@ def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
             f"{shown} to the command"
         )
     with open_dict(composed):
-        composed[TRUSTED] = list(dict.fromkeys([*wanted, *packages_of_environment()]))
+        composed[TRUSTED] = list(dict.fromkeys([*wanted, *command_line.packages_of_environment()]))
 
 
 def _is_foreign(source: Any) -> bool:
@@ -180,7 +174,7 @@ def _own_first(sources: Sequence[Any]) -> ConfigSearchPath:
 def _check_search_path(paths: Sequence[str]) -> None:
     if not paths or SEARCH_PATH in typed_keys(sys.argv[1:]):
         return
-    allowed = {*OWN_PACKAGES, *packages_trusted_by_user(sys.argv[1:])}
+    allowed = {*OWN_PACKAGES, *command_line.packages_trusted_by_user(sys.argv[1:])}
     packages = {path: path.removeprefix("pkg://").partition(".")[0] for path in paths if path.startswith("pkg://")}
     errors = [
         f"{SEARCH_PATH} contains {path}, but a file cannot import a package: if you trust its code, add "

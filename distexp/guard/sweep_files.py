@@ -19,14 +19,8 @@ from hydra.core.override_parser.types import Override
 from distexp.config import ConfigError
 from distexp.config.keys import options_of
 from distexp.config.overrides import copyable_override, is_override, join_first, shell_quote
-from distexp.guard.command_line import (
-    TRUSTED,
-    as_text,
-    key_of,
-    packages_of_environment,
-    packages_trusted_by_user,
-    typed_overrides,
-)
+from distexp.guard import command_line
+from distexp.guard.command_line import TRUSTED, key_of, typed_overrides
 from distexp.guard.config_files import CLUSTER_KEYS
 from distexp.runs.run_dir import COMMAND
 from distexp.system.cache_dir import cache_dir
@@ -81,9 +75,11 @@ def _unsafe_keys(argument: str) -> set[str]:
 def _is_unsafe(argument: str, override: Override) -> bool:
     key = key_of(override)
     if key == TRUSTED:
-        return bool(set(packages_trusted_by_user([argument])) - set(packages_of_environment()))
+        return bool(
+            set(command_line.packages_trusted_by_user([argument])) - set(command_line.packages_of_environment())
+        )
     if key == "cluster":
-        return as_text(override.value()) not in options_of("cluster")
+        return command_line.as_text(override.value()) not in options_of("cluster")
     if key.startswith(("hydra.", "hydra/")):
         return key not in SAFE_HYDRA_KEYS
     return any(

@@ -19,32 +19,20 @@ TABLE = Path(__file__).with_name("facts.yaml")
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds per hop of NCCL's two kinds of protocols.
+    """Seconds per hop of NCCL's two kinds of protocols."""
 
-    Attributes:
-        fast: LL, which sends flags with the data at a quarter of the bandwidth.
-        simple: Simple, which has the full bandwidth; in a ring.
-        simple_tree: Simple in a tree, whose chunks are larger.
-    """
-
-    fast: float
-    simple: float
-    simple_tree: float
+    fast: float  # LL, which sends flags with the data at a quarter of the bandwidth
+    simple: float  # Simple, which has the full bandwidth; in a ring
+    simple_tree: float  # Simple in a tree, whose chunks are larger
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between workers.
+    """A link between workers."""
 
-    Attributes:
-        name: Name for notes.
-        bandwidth: What a collective reaches, in bytes per second, worker and direction.
-        latency: Latency of a hop.
-    """
-
-    name: str
-    bandwidth: float
-    latency: Latency
+    name: str  # for notes
+    bandwidth: float  # what a collective reaches, in bytes per second, worker and direction
+    latency: Latency  # of a hop
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distexp.config import Config, ConfigError
 from distexp.config.schema import WHOLE_MODEL
-from distexp.system.torch_internals.compilation import (
-    allow_graphs_per_function,
-    compile_errors,
-    compiler_settings,
-    limit_stored_activations,
-    split_graphs_for_ddp,
-)
+from distexp.system.torch_internals import compilation
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""
@@ -38,8 +32,8 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
     """
     check_dropout(model, config)
     if config.train.compiled != "none":
-        limit_stored_activations(config.train.activation_budget)
-        split_graphs_for_ddp(config.train.compiled in WHOLE_MODEL)
+        compilation.limit_stored_activations(config.train.activation_budget)
+        compilation.split_graphs_for_ddp(config.train.compiled in WHOLE_MODEL)
     blocks = _blocks_to_transform(model, config)
     options = _block_options(len(blocks), config)
     for block in blocks:
@@ -68,7 +62,7 @@ def _block_options(count: int, config: Config) -> dict[str, Any]:
     """
     if config.train.compiled != "blocks" or config.model.task != "image_classification":
         return {}
-    allow_graphs_per_function(4 * count)
+    compilation.allow_graphs_per_function(4 * count)
     return {"dynamic": False}
 
 
@@ -86,10 +80,10 @@ def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
 def read_compiled(module: nn.Module) -> str:
     """Return what of a model is compiled, in the terms of ``train.compile``, read from the live module."""
     model = getattr(module, "module", module)  # inside of DDP or DeepSpeed
-    settings = compiler_settings(model)
+    settings = compilation.compiler_settings(model)
     if settings is not None:
         return "graphs" if settings.get("triton.cudagraphs") else "model"
-    return "blocks" if any(compiler_settings(module) is not None for module in model.modules()) else "none"
+    return "blocks" if any(compilation.compiler_settings(module) is not None for module in model.modules()) else "none"
 
 
 @contextmanager
@@ -97,7 +91,7 @@ def explained_compilation(scope: str) -> Iterator[None]:
     """Raise ConfigError if torch cannot compile the whole model as one graph."""
     try:
         yield
-    except compile_errors() as error:
+    except compilation.compile_errors() as error:
         summary = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"train.compile={scope} needs a model that torch compiles as one graph, but {type(error).__name__}: "

@@ -81,20 +81,15 @@ COMMUNICATION = "communication"
 
 
 class Strategy(Traits, ABC):
-    """A way to distribute the training.
+    """A way to distribute the training."""
 
-    Attributes:
-        requires: what must work on the machine: COMMUNICATION between workers, and names of libraries.
-        hf_adapter: dotted name of the HFAdapter class for ``engine=hf_trainer``; None if that is not supported.
-    """
-
-    requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)
+    requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)  # what must work: COMMUNICATION, and names of libraries
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)  # supported values of ``train.compile``
     casts_once_per_step: ClassVar[bool] = False  # whether ``train.compute_weights=step`` is supported
     fuses_update: ClassVar[bool] = False  # whether ``train.fused_update`` is supported
     keeps_channels_last: ClassVar[bool] = False  # whether ``train.channels_last`` is supported
     fixes_accumulation: ClassVar[bool] = False  # whether ``setup`` fixes the number of micro-batches per step
-    hf_adapter: ClassVar[str | None] = None
+    hf_adapter: ClassVar[str | None] = None  # dotted name of the HFAdapter class for ``engine=hf_trainer``
 
     @classmethod
     def own_hf_adapter(cls) -> str | None:

@@ -35,16 +35,13 @@ class StepCommunication:
 
     The values of this class are for a strategy of which nothing is known but its trace. It is taken to reduce all
     gradients once per step.
-
-    Attributes:
-        is_planned: Whether ``plan`` knows the collectives before a run on several workers shows them.
     """
 
     weight_bytes: int = 4  # bytes per element of a gathered weight
     gradient_bytes: int = 4  # bytes per element of a reduced gradient
     offloads: bool = False  # whether the optimizer states are in CPU memory, so that the CPU updates the weights
 
-    is_planned: ClassVar[bool] = False
+    is_planned: ClassVar[bool] = False  # whether ``plan`` knows them before a run on several workers shows them
 
     @property
     def shards_optimizer(self) -> bool | None:

@@ -12,17 +12,9 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.hardware.facts import facts
 from distexp.runs.record_sections import Built
+from distexp.strategies import traits
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy, block_values
-from distexp.strategies.traits import (
-    ADAMW_STATES,
-    Advice,
-    CpuMemory,
-    Option,
-    ProfiledStep,
-    Settings,
-    common_values,
-    setting,
-)
+from distexp.strategies.traits import Advice, Settings, setting
 from distexp.strategies.zero import ds_config
 from distexp.strategies.zero.ds_communication import ZeroCommunication, read_zero_options
 from distexp.strategies.zero.ds_config import get_nested, read_or_empty
@@ -78,10 +70,10 @@ class DeepSpeed(Strategy):
     option_group: ClassVar[str] = "zero_stage"
     option_key: ClassVar[str] = "deepspeed.zero_stage"
     offload_with: ClassVar[str] = "zero_stage=2"
-    options: ClassVar[tuple[Option, ...]] = (
-        Option("1", lighter="zero_stage=2"),
-        Option("2", lighter="zero_stage=3", offloads=True),
-        Option("3", offloads=True),
+    options: ClassVar[tuple[traits.Option, ...]] = (
+        traits.Option("1", lighter="zero_stage=2"),
+        traits.Option("2", lighter="zero_stage=3", offloads=True),
+        traits.Option("3", offloads=True),
     )
 
     def set_defaults(self, config: Config) -> None:
@@ -179,7 +171,7 @@ class DeepSpeed(Strategy):
         return DeepSpeedModel(blueprint, config, context, build_settings(blueprint, config, context))
 
     tracer: ClassVar[str | None] = "distexp.plan.trace.traced_deepspeed.TracedDeepSpeed"
-    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(65.0, reserve=1.2)
+    cpu_memory: ClassVar[traits.CpuMemory | None] = traits.CpuMemory(65.0, reserve=1.2)
     operator_problem: ClassVar[str] = "DeepSpeed's CPU Adam: it cannot be compiled, set deepspeed.cpu_optimizer=torch"
     setup_note: ClassVar[str] = "DeepSpeed compiles its extensions during setup if they are missing."
 
@@ -214,11 +206,11 @@ class DeepSpeed(Strategy):
         """Return whether the stage partitions anything."""
         return config.deepspeed.zero_stage != 0
 
-    def compiles(self, step: ProfiledStep) -> bool:
+    def compiles(self, step: traits.ProfiledStep) -> bool:
         """Return whether the blocks can be compiled, which gathered parameters prevent."""
         return bool(step.setting("deepspeed.zero_stage") != 3)
 
-    def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
+    def advice(self, bottleneck: str, step: traits.ProfiledStep) -> Iterator[Advice]:
         """Yield a stage that gathers less, an optimizer for CPUs, and an update that lets the CPU work ahead."""
         if bottleneck == "exposed_communication":
             # A file of the user may set the stage.
@@ -228,7 +220,9 @@ class DeepSpeed(Strategy):
                 yield Advice("zero_stage=2", "stage 2 does not gather the parameters of each block")
             yield from step.larger_micro_batch(2)
         elif bottleneck == "optimizer":
-            is_offloaded = step.on_gpu and step.setting("offload.enabled") and not step.fits_unsharded(ADAMW_STATES)
+            is_offloaded = (
+                step.on_gpu and step.setting("offload.enabled") and not step.fits_unsharded(traits.ADAMW_STATES)
+            )
             uses_torch = step.setting("deepspeed.cpu_optimizer") == "torch"
             if is_offloaded and uses_torch and step.setting("train.optimizer", "adamw") == "adamw":
                 yield Advice("deepspeed.cpu_optimizer=deepspeed", "DeepSpeed has a faster optimizer for CPUs")
@@ -261,7 +255,7 @@ class DeepSpeed(Strategy):
 
 def _communication(config: Settings, stage: int) -> ZeroCommunication:
     """Return the collectives of a stage. Gradients have the type of the weights, except at stage 0 in 16 bits."""
-    values = common_values(config)
+    values = traits.common_values(config)
     return ZeroCommunication(**values | {"gradient_bytes": values["weight_bytes"] if stage else 4}, stage=stage)
 
 

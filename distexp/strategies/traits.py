@@ -108,28 +108,24 @@ class Traits:
     ``tests/plan/test_overheads.py`` compares them with these records.
 
     Attributes:
-        complexity: Number that is smaller for a simpler strategy, which a search prefers among equal ones.
-        option_group: Config group of its main option. An override of this group chooses the strategy too.
-        lighter: For a strategy without such a group, the override that chooses what needs less memory, as in Option.
         tracer: Dotted name of a class that runs the training step on fake tensors, as TracedDeepSpeed does. None: what
             ``setup`` returns is traced.
-        cpu_memory: Measured memory of a worker on CPUs. None: not measured, so there is no verdict.
         accumulates_whole_gradients: Whether each worker keeps gradients of the whole model between micro-batches,
             although it keeps a share of them after the last one.
     """
 
     is_reference: ClassVar[bool] = False  # whether the losses of the others are compared with those of this strategy
-    complexity: ClassVar[int] = CUSTOM_COMPLEXITY
+    complexity: ClassVar[int] = CUSTOM_COMPLEXITY  # smaller for a simpler strategy, preferred among equal ones
     max_workers: ClassVar[int | None] = None  # most workers; None for any number
     section: ClassVar[str] = ""  # section of the schema with its options
-    option_group: ClassVar[str] = ""
+    option_group: ClassVar[str] = ""  # config group of its main option, which chooses the strategy too
     option_key: ClassVar[str] = ""  # key that this group sets
     options: ClassVar[tuple[Option, ...]] = ()  # values of the main option to try
-    lighter: ClassVar[str] = ""
+    lighter: ClassVar[str] = ""  # without such a group: override that needs less memory, as in Option
     smallest_states: ClassVar[str] = ""  # override for which several workers keep least of the states, if it has one
     offload_with: ClassVar[str] = ""  # override with which other strategies can offload, if it is the best for that
     tracer: ClassVar[str | None] = None
-    cpu_memory: ClassVar[CpuMemory | None] = None
+    cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict
     accumulates_whole_gradients: ClassVar[bool] = False
     operator_problem: ClassVar[str] = ""  # what is not possible if no C++ compiler works
     setup_note: ClassVar[str] = ""  # sentence of the report if the CPU memory had its peak during setup

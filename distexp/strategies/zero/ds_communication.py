@@ -24,19 +24,14 @@ from distexp.system.files import read_json
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The section ``zero_optimization`` of a ds_config, as far as it matters here. The defaults are DeepSpeed's.
-
-    Attributes:
-        stage3_param_persistence_threshold: Elements up to which a parameter is kept whole between two updates.
-        stage3_max_reuse_distance: Elements up to the next use of a parameter, below which it is not released.
-    """
+    """The section ``zero_optimization`` of a ds_config, as far as it matters here. The defaults are DeepSpeed's."""
 
     overlap_comm: bool | None = None  # Whether reductions overlap with the backward pass. None: at stage 3 only.
     reduce_bucket_size: int = 500_000_000  # most elements of a reduction with several parameters
     stage3_prefetch_bucket_size: int = 50_000_000  # elements that are gathered ahead at once
-    stage3_param_persistence_threshold: int = 100_000
+    stage3_param_persistence_threshold: int = 100_000  # elements up to which a parameter is kept between two updates
     stage3_max_live_parameters: int = 1_000_000_000  # elements that are gathered, from which no more are gathered ahead
-    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000  # elements up to its next use, below which one is not released
 
     def overlaps(self, stage: int) -> bool:
         """Return whether reductions of a stage overlap with the backward pass."""
