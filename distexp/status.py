@@ -86,18 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found.runs:
         print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)
         return 2
-    if options.watch and (queue := _find_queue(directory.absolute())):
-        return _follow_queue(queue, directory.absolute(), console)
     if options.watch:
+        directory = directory.absolute()
+        launchers = launchers_of(directory, ExistingRuns.read(directory).runs)
+        if queue := next((launcher for launcher, _ in launchers if launcher.queues), None):
+            return _follow_queue(queue, directory, console)
         found = _wait_for_end(directory, console)
     _print_states(found, console)
     return 1 if options.watch and any(run.state in FAILURES for run in found.runs) else 0
-
-
-def _find_queue(directory: Path) -> Launcher | None:
-    """Return the launcher in whose queue the runs of a sweep are; None if they are in none."""
-    found = launchers_of(directory, ExistingRuns.read(directory).runs)
-    return next((launcher for launcher, _ in found if launcher.queues), None)
 
 
 def _follow_queue(launcher: Launcher, directory: Path, console: Console) -> int:

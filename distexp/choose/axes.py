@@ -296,7 +296,7 @@ def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[St
             yield from _sharded_choices(name, kind, size, axes)
         # On one worker ``ddp`` is ``single`` with an overhead.
         elif (kind.max_workers is None or size.workers <= kind.max_workers) and (
-            len(names) == 1 or kind.is_reference or not kind.equals_reference(size.workers)
+            len(names) == 1 or kind.is_reference or not (kind.equals_reference and size.workers == 1)
         ):
             yield StrategyChoice(f"{STRATEGY}={name}")
 
@@ -307,7 +307,8 @@ def _sharded_choices(name: str, kind: type[Traits], size: ClusterSize, axes: Axe
     values = axes.values.get(axis, ())
     is_only = len(values) <= 1
     # On one worker nothing is sharded, so only offloading makes a difference to the reference.
-    needs_offload = kind.equals_reference(size.workers) and reference_name() in axes.values[STRATEGY]
+    equals_reference = kind.equals_reference and size.workers == 1
+    needs_offload = equals_reference and reference_name() in axes.values[STRATEGY]
     known = {option.value: option for option in kind.options}
     for value in values or ("",):
         option = known.get(value, Option(value))

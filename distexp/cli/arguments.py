@@ -35,14 +35,13 @@ VARIED_BY_CHOOSE = frozenset(
 """Keys that ``choose.space`` may vary, and that users type with several values."""
 
 RESERVED_KEYS = {
-    "hydra/launcher": "choose the launcher with cluster=",
-    "hydra.launcher": "choose the launcher with cluster=",
-    "cluster.launcher": "choose the launcher with cluster=",
-    "cluster._target_": "choose the launcher with cluster=",
+    **dict.fromkeys(
+        ("hydra/launcher", "hydra.launcher", "cluster.launcher", "cluster._target_"),
+        "choose the launcher with cluster=",
+    ),
     "command": "type the name of the command first, as in distexp plan",
     "hydra/sweeper": "add cells with sweep.cells",
-    "hydra.mode": "leave it out",
-    "hydra.output_subdir": "leave it out",
+    **dict.fromkeys(("hydra.mode", "hydra.output_subdir"), "leave it out"),
     "sweep.shared_start": "leave it out, because local runs always share the import of the libraries",
 }
 """Keys that distexp sets itself, with hints."""
@@ -296,10 +295,9 @@ def _explain_option(argument: str, arguments: Sequence[str]) -> str:
     following = [*arguments[arguments.index(argument) + 1 :], ""][0]
     if not equals:
         value = following if following and not following.startswith("-") and "=" not in following else "VALUE"
-    hint = " or ".join(f"{key}={value}" for key in _keys_named(option.lstrip("-").replace("-", "_")))
-    if hint:
-        return f"{option} is not an option: write {hint}"
-    return f"{option} is not an option{suggest(option, RUN_OPTIONS) or ': see distexp --help'}"
+    keys = " or ".join(f"{key}={value}" for key in _keys_named(option.lstrip("-").replace("-", "_")))
+    hint = f": write {keys}" if keys else suggest(option, RUN_OPTIONS) or ": see distexp --help"
+    return f"{option} is not an option{hint}"
 
 
 def _keys_named(name: str) -> list[str]:

@@ -68,14 +68,6 @@ def _key(override: Override) -> str:
 
 
 @dataclass(frozen=True)
-class _ImplyingOption:
-    """An option of one strategy."""
-
-    text: str  # The override as it is typed, such as ``zero_stage=1,2``.
-    strategy: str
-
-
-@dataclass(frozen=True)
 class _WorkerCount:
     """A key of the number of workers, with values other than 1."""
 
@@ -104,9 +96,9 @@ def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
     options, strategies = _implying_options(by_key), _values(swept)
     alone = one_worker_strategies()
     workers = _worker_counts(by_key) if alone.intersection(strategies) and not alone.issuperset(strategies) else []
-    valid = set(strategies).intersection(*({option.strategy} for option in options))
+    valid = set(strategies).intersection(*({strategy} for strategy in options.values()))
     if invalid := [strategy for strategy in strategies if strategy not in valid]:
-        reasons = [f"{option.text} is for strategy={option.strategy}" for option in options]
+        reasons = [f"{text} is for strategy={strategy}" for text, strategy in options.items()]
         reasons += [f"{_alone(strategies)} trains on one worker"] * bool(workers)
         which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
         shorter = "" if workers else _shorter(options, strategies)
@@ -119,29 +111,29 @@ def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
     several = " or ".join(count.several for count in workers)
     return (
         f"{_alone(strategies)} trains on one worker, so it is invalid with {several}: "
-        f"to compare it with the others, write {_cells((), strategies, workers)} instead"
+        f"to compare it with the others, write {_cells({}, strategies, workers)} instead"
     )
 
 
-def _cells(options: Sequence[_ImplyingOption], strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
+def _cells(options: Mapping[str, str], strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
     """Return the sweep that has each option and each number of workers with its strategies only."""
-    implied, typed = {option.strategy for option in options}, [count.text for count in workers]
+    implied, typed = set(options.values()), [count.text for count in workers]
     alone = [strategy for strategy in strategies if workers and strategy in one_worker_strategies()]
     rest = [strategy for strategy in strategies if strategy not in {*implied, *alone}]
     cells = [[f"strategy={name}", *(f"{count.key}=1" for count in workers)] for name in alone]
     cells += [[f"strategy={','.join(rest)}", *typed]] * bool(rest)
-    cells += [[option.text, *typed] for option in options]
+    cells += [[text, *typed] for text in options]
     entries = ("[" + ",".join(f'"{text}"' for text in overrides) + "]" for overrides in cells)
     return f"'sweep.cells=[{','.join(entries)}]'"
 
 
-def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
-    """Return the options that imply one strategy each."""
-    found = []
+def _implying_options(by_key: Mapping[str, Override]) -> dict[str, str]:
+    """Return the overrides, such as ``zero_stage=1,2``, that imply one strategy each, with this strategy."""
+    found = {}
     for override in (by_key[group] for group in strategy_groups() if group in by_key):
         implied = {implied_strategy(override.get_key_element(), option) for option in _values(override)}
         if len(implied) == 1 and None not in implied:
-            found.append(_ImplyingOption(str(override.input_line).replace("'", ""), str(*implied)))
+            found[str(override.input_line).replace("'", "")] = str(*implied)
     return found
 
 
@@ -158,15 +150,14 @@ def _values(override: Override) -> list[str]:
     return [] if isinstance(override.value(), Glob) else [str(plain_value(value)) for value in values_of(override)]
 
 
-def _shorter(options: Sequence[_ImplyingOption], strategies: Sequence[str]) -> str:
+def _shorter(options: Mapping[str, str], strategies: Sequence[str]) -> str:
     """Return the shorter sweep, if all options are defaults; else an empty text."""
-    for option in options:
-        group, _, value = option.text.partition("=")
+    for text, strategy in options.items():
+        group, _, value = text.partition("=")
         config = Config()
-        shipped_strategies()[option.strategy]().set_defaults(config)
+        shipped_strategies()[strategy]().set_defaults(config)
         if str(get_value(config, strategy_groups()[group])) != value:
             return ""
-    texts, default = " and ".join(option.text for option in options), "defaults" if len(options) > 1 else "default"
-    implied = [option.strategy for option in options]
+    implied, default = options.values(), "defaults" if len(options) > 1 else "default"
     listed = ",".join([*(strategy for strategy in strategies if strategy not in implied), *implied])
-    return f"strategy={listed} without {texts} (the {default}), or "
+    return f"strategy={listed} without {' and '.join(options)} (the {default}), or "

@@ -60,13 +60,13 @@ def explain(error: Exception) -> list[str]:
 def explain_os_error(error: OSError) -> str:
     """Return the message of an error of the file system, with a hint if a directory cannot be written."""
     place = f" ({error.filename})" if error.filename else ""
-    if error.errno in FULL:
-        return f"{error.strerror}{place}: free space, or choose another directory with hydra.sweep.dir=DIR"
-    if error.errno in NO_DIRECTORY:
-        return f"{error.strerror}{place}: choose another directory with hydra.sweep.dir=DIR"
-    if error.errno in NOT_WRITABLE:
-        return f"{error.strerror}{place}: choose a directory that you can write with hydra.sweep.dir=DIR"
-    return str(error)
+    hints = {
+        FULL: "free space, or choose another directory",
+        NO_DIRECTORY: "choose another directory",
+        NOT_WRITABLE: "choose a directory that you can write",
+    }
+    hint = next((hint for numbers, hint in hints.items() if error.errno in numbers), None)
+    return f"{error.strerror}{place}: {hint} with hydra.sweep.dir=DIR" if hint else str(error)
 
 
 def _explain_value(error: Exception) -> str:
@@ -113,7 +113,7 @@ def _explain_syntax(override: str, reason: str) -> str:
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
         quoted = f"{key}='{value}'"
         return f"{override} needs quotes: write {shell_quote(quoted)}"
-    pairs = ("''", '""', "[]", "{}")
+    pairs = (("'", "'"), ('"', '"'), ("[", "]"), ("{", "}"))
     odd = (a for a, b in pairs if (value.count(a) % 2 if a == b else value.count(a) != value.count(b)))
     unclosed = next(odd, "")  # A shell has split the value.
     cause = f", because {unclosed} is not closed: quote it for the shell: '{key}=...'" if unclosed else f": {reason}"
@@ -219,21 +219,13 @@ def _seconds(text: str) -> float | None:
 
 ALIASES = {
     "lr": "train.learning_rate",
-    "epochs": "train.num_epochs",
-    "epoch": "train.num_epochs",
+    **dict.fromkeys(("epochs", "epoch"), "train.num_epochs"),
     "batch_size": "train.micro_batch_size",
     "steps": "train.max_steps",
-    "gpus": "cluster.workers_per_node",
-    "num_gpus": "cluster.workers_per_node",
-    "workers": "cluster.workers_per_node",
-    "nproc_per_node": "cluster.workers_per_node",
+    **dict.fromkeys(("gpus", "num_gpus", "workers", "nproc_per_node"), "cluster.workers_per_node"),
     "nnodes": "cluster.nodes",
-    "sequence_length": "dataset.max_length",
-    "seq_len": "dataset.max_length",
-    "max_seq_length": "dataset.max_length",
-    "timeout": "cluster.timeout_min",
-    "time": "cluster.timeout_min",
-    "walltime": "cluster.timeout_min",
+    **dict.fromkeys(("sequence_length", "seq_len", "max_seq_length"), "dataset.max_length"),
+    **dict.fromkeys(("timeout", "time", "walltime"), "cluster.timeout_min"),
     "mem": "cluster.memory_gb",
 }
 """Names of keys in other programs, with the keys of distexp."""

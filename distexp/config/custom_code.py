@@ -165,19 +165,14 @@ def locate(target: str) -> Any:
     try:
         with shorten_errors(target, "its import"):
             found = getattr(importlib.import_module(module), name)
-    except ConfigError as error:
-        if isinstance(error.__cause__, (ImportError, AttributeError, ValueError)):
-            raise _import_error(target, error.__cause__) from error.__cause__
-        raise
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _import_error(target, error) from error
+    except (ConfigError, ImportError, AttributeError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, ConfigError) else error
+        if not isinstance(cause, (ImportError, AttributeError, ValueError)):
+            raise
+        raise ConfigError(f"_target_={target} cannot be imported ({cause}): correct the name") from cause
     if not callable(found):
         raise ConfigError(
             f"_target_={target} is {describe_type(found)}, which cannot be called: name a function or class, as in "
             f"{PAGE}"
         )
     return found
-
-
-def _import_error(target: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"_target_={target} cannot be imported ({error}): correct the name")

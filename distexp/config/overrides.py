@@ -76,8 +76,12 @@ def values_of(override: Override) -> list[Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value of an override without its quotes."""
-    return value.text if isinstance(value, QuotedString) else value
+    """Return a value of an override without its quotes, also inside of lists and mappings."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [plain_value(item) for item in value]
+    return {plain_value(key): plain_value(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def home_message(key: str, value: str) -> str:
@@ -182,21 +186,9 @@ def _values(override: Override | None) -> list[Any]:
     value: Any = override.value()
     values = list(override.sweep_iterator()) if isinstance(value, ChoiceSweep) else [value]
     is_group = override.get_key_element().lstrip("+~").partition("@")[0] in config_groups()
-    return [str(_plain(value)).lower() if is_group else _typed(_plain(value)) for value in values]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value without Hydra's quotes, also inside of lists and mappings."""
-    if isinstance(value, QuotedString):
-        return value.text
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {_plain(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _typed(value: Any) -> tuple[str, Any]:
-    """Return a value with its type, so that ``1`` and ``true`` differ."""
-    return type(value).__name__, value
+    plain = [plain_value(value) for value in values]
+    # With their types, ``1`` and ``true`` differ.
+    return [str(value).lower() if is_group else (type(value).__name__, value) for value in plain]
 
 
 def _quote_for_hydra(value: str) -> str:

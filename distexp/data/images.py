@@ -63,7 +63,9 @@ class ImageFiles:
     size: int  # width and height of the samples in pixels; other images are resized
     augment: bool
     seed: int
-    epoch: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64).share_memory_())
+    epoch: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    )
 
     def __len__(self) -> int:
         return len(self.files)

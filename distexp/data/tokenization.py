@@ -43,15 +43,12 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, shape (length,), without special tokens."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
-        ...
 
 
 class ByteTokenizer:

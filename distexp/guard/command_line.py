@@ -57,20 +57,14 @@ def packages_trusted_by_user(arguments: Sequence[str]) -> list[str]:
 
     Overrides of Hydra's configuration are not used, because a file can add to them.
     """
-    typed = [name for override in typed_overrides(arguments) for name in _package_names(override)]
+    trusting = [each for each in typed_overrides(arguments) if key_of(each) == TRUSTED and not each.is_delete()]
+    typed = [as_text(name) for override in trusting for value in values_of(override) for name in _as_list(value)]
     return list(dict.fromkeys([*packages_of_environment(), *typed]))
 
 
 def packages_of_environment() -> list[str]:
     """Return the packages in ``$DISTEXP_TRUSTED_PACKAGES``."""
     return [name for text in os.environ.get(VARIABLE, "").split(",") if (name := text.strip())]
-
-
-def _package_names(override: Override) -> Iterator[str]:
-    if key_of(override) != TRUSTED or override.is_delete():
-        return
-    for value in values_of(override):
-        yield from map(as_text, _as_list(value))
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -38,13 +38,11 @@ def choose_kernels(config: Config) -> list[str]:
 def fast_values(config: Config) -> Mapping[str, Any]:
     """Return the fast values of model and strategy, by key. Other keys keep their reference."""
     strategy, target = load_strategy(config), config.strategy._target_
+    source = f"strategy._target_={target}: fast_values()"
     with shorten_errors(target, "fast_values()"):
         values = strategy.fast_values(config)
-    check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
-    allowed = speed_references()
-    infos = {key: info_of(spec) for key, spec in schema_fields()}
-    source = f"strategy._target_={target}: fast_values()"
-    errors = []
+    check_returned(values, Mapping, source)
+    allowed, infos, errors = speed_references(), {key: info_of(spec) for key, spec in schema_fields()}, []
     for key, value in values.items():
         if key not in allowed:
             errors.append(f"{source} returned {key}, which is not a key of kernels=fast: use {', '.join(allowed)}")

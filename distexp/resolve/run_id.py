@@ -115,15 +115,13 @@ def model_fingerprint(folder: str, *, weights: bool) -> str:
 @lru_cache(maxsize=64)
 def fingerprint(path: str) -> str:
     """Return a hash of the content of a file, or of the file names and sizes of a folder."""
-    digest = hashlib.sha256()
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    else:
-        for root, folders, names in os.walk(path):
-            folders.sort()
-            for name in sorted(names):
-                file_path = Path(root) / name
-                digest.update(f"{file_path.relative_to(path)}:{file_path.stat().st_size}\n".encode())
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    digest = hashlib.sha256()
+    for root, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted(names):
+            file_path = Path(root) / name
+            digest.update(f"{file_path.relative_to(path)}:{file_path.stat().st_size}\n".encode())
     return digest.hexdigest()[:16]

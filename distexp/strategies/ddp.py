@@ -88,6 +88,7 @@ class DDP(Strategy):
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DDPAdapter"
+    equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 1
     section: ClassVar[str] = "ddp"
     lighter: ClassVar[str] = "sharding=shard_grad_op"
@@ -127,11 +128,6 @@ class DDP(Strategy):
         if config.cluster.world_size == 1 and config.cluster.device == "cuda":
             return ["engine=hf_trainer does not use DDP on one GPU: choose strategy=single, or more workers"]
         return []
-
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether there is one worker, which has nothing to reduce."""
-        return workers == 1
 
     def launch_factor(self, config: Config) -> float:
         """Return the measured factor of several workers. See docs/results/choose.md and forecast.md."""

@@ -65,6 +65,7 @@ class DeepSpeed(Strategy):
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION, "deepspeed")
     fixes_accumulation: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DeepSpeedAdapter"
+    equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 3
     section: ClassVar[str] = "deepspeed"
     option_group: ClassVar[str] = "zero_stage"
@@ -123,11 +124,6 @@ class DeepSpeed(Strategy):
     def operators(self, config: Config) -> tuple[str, ...]:
         """Return the operators that DeepSpeed would compile in a worker."""
         return needed_operators(config)
-
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether there is one worker, which partitions nothing."""
-        return workers == 1
 
     def option_complexity(self, config: Config) -> int:
         """Return the stage."""

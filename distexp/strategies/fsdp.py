@@ -31,6 +31,7 @@ class FSDP(Strategy):
     """Parameters, gradients and optimizer states sharded over the workers."""
 
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.FSDPAdapter"
+    equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 2
     section: ClassVar[str] = "fsdp"
     option_group: ClassVar[str] = "sharding"
@@ -98,11 +99,6 @@ class FSDP(Strategy):
     def shards_all_parameters(self, config: Config) -> bool:
         """Return whether the mesh has no replicas by definition of the sharding."""
         return sharding_of(config).shards_over_all_workers
-
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether there is one worker, which shards nothing."""
-        return workers == 1
 
     def launch_factor(self, config: Config) -> float:
         """Return the measured factor: the hooks run in Python. See docs/results/choose.md and forecast.md."""

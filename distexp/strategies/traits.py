@@ -115,6 +115,7 @@ class Traits:
     """
 
     is_reference: ClassVar[bool] = False  # whether the losses of the others are compared with those of this strategy
+    equals_reference: ClassVar[bool] = False  # whether one worker does what the reference does, without offloading
     complexity: ClassVar[int] = CUSTOM_COMPLEXITY  # smaller for a simpler strategy, preferred among equal ones
     max_workers: ClassVar[int | None] = None  # most workers; None for any number
     section: ClassVar[str] = ""  # section of the schema with its options
@@ -134,11 +135,6 @@ class Traits:
     def own_complexity(cls) -> int:
         """Return ``complexity`` if this class itself sets it. A subclass is less simple than its base class."""
         return int(vars(cls).get("complexity", CUSTOM_COMPLEXITY))
-
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether, without offloading, it does what the reference does with this number of workers."""
-        return False
 
     @classmethod
     def lighter_overrides(cls, name: str) -> dict[str, str]:
