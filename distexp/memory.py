@@ -50,12 +50,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     only = parser.add_mutually_exclusive_group()
-    only.add_argument(
-        "--gpu-only", dest="excluded", action="store_const", const=CPU, default="", help="print GPU memory only"
-    )
-    only.add_argument(
-        "--cpu-only", dest="excluded", action="store_const", const=GPU, default="", help="print CPU memory only"
-    )
+    for kind, excluded in (("gpu", CPU), ("cpu", GPU)):
+        text = f"print {kind.upper()} memory only"
+        only.add_argument(
+            f"--{kind}-only", dest="excluded", action="store_const", const=excluded, default="", help=text
+        )
     return parser.parse_args(arguments)
 
 

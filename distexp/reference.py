@@ -69,7 +69,6 @@ PAGES: dict[str, Callable[[], str]] = {"configuration": configuration_page, "rec
 
 
 def _option_lines(group: str) -> Iterator[str]:
-    """Yield the description and the commands of each option of a group."""
     folder = conf_dir() / group
     for path in sorted(folder.rglob("*.yaml")):
         text, commands = head_comment(path)
@@ -81,7 +80,6 @@ def _option_lines(group: str) -> Iterator[str]:
 
 
 def _key_table(section: type[Any], *, skip: Collection[str] = ()) -> Iterator[str]:
-    """Yield the table of the keys of a section."""
     yield "| key | type | default | values | meaning |"
     yield "| --- | --- | --- | --- | --- |"
     for spec in fields(section):

@@ -30,9 +30,6 @@ are kept.
 A KEY=VALUE replaces that of the original command. New values add runs, as in
 zero_stage=1,2,3,0. cluster=slurm and cluster=local are possible too."""
 
-RESUME_KEYS = ("hydra.sweep.dir", "sweep.resume")
-"""Keys that this command sets."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Resume a sweep and return its exit code, or 2 if the directory is not a sweep."""
@@ -85,7 +82,8 @@ def damaged_message(path: Path, reason: object) -> str:
 
 def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return the original arguments with the new ones. A new override replaces one of the same key."""
-    replaced = {key_of(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
+    replaced = {key_of(argument) for argument in new if is_override(argument)}
+    replaced |= {"hydra.sweep.dir", "sweep.resume"}  # which this command sets
     kept = [argument for argument in original if not (is_override(argument) and key_of(argument) in replaced)]
     multirun = [] if "--multirun" in kept or "-m" in kept else ["--multirun"]
     return [*multirun, *kept, *new]

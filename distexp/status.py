@@ -28,9 +28,6 @@ from distexp.system.typed_values import matches
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
 
-PLAIN_WIDTH = 160
-"""Table width if the output is not a terminal and COLUMNS is not set."""
-
 
 @dataclass(frozen=True)
 class SweepStates:
@@ -80,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"distexp: {error}", file=sys.stderr)
         return 2
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
-    console = Console(width=width, emoji=False)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if has_width else 160, emoji=False)
     found = read_folder(directory)
     if not found.runs:
         print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)

@@ -203,13 +203,6 @@ def _option_errors(known: Namespace, unknown: Sequence[str], arguments: Sequence
     return errors
 
 
-def _space_errors(overrides: Sequence[str]) -> Iterator[str]:
-    for parts in split_overrides(overrides):
-        joined = "".join(parts)
-        fixed = joined if "=" in joined else f"{parts[0]}={''.join(parts[1:])}"
-        yield f"unexpected space in '{' '.join(parts)}': write {fixed}"
-
-
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the overrides, and the options with their values, of checked arguments."""
     overrides: list[str] = get_args_parser().parse_known_intermixed_args(list(arguments))[0].overrides
@@ -219,8 +212,8 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, options
 
 
-def split_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the parts of each override that was split by spaces, as in ``strategy= fsdp``."""
+def _space_errors(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each override that was split by spaces, as in ``strategy= fsdp``."""
     groups: list[list[str]] = []
     keys = known_keys()
     for argument in overrides:
@@ -228,7 +221,10 @@ def split_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
             groups[-1].append(argument)
         else:
             groups.append([argument])
-    return (parts for parts in groups if len(parts) > 1)
+    for parts in (parts for parts in groups if len(parts) > 1):
+        joined = "".join(parts)
+        fixed = joined if "=" in joined else f"{parts[0]}={''.join(parts[1:])}"
+        yield f"unexpected space in '{' '.join(parts)}': write {fixed}"
 
 
 def _continues(previous: str, argument: str, keys: set[str]) -> bool:

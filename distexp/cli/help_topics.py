@@ -94,7 +94,6 @@ def help_text() -> str:
 
 
 def _entry(name: str, meaning: str) -> str:
-    """Return a name with its meaning in a second column."""
     return f"  {name:<12} " + wrap(meaning, INDENT[2:]).lstrip()
 
 
@@ -215,5 +214,4 @@ def _path(group: str, option: str) -> Path:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a user would type it."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

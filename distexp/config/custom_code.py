@@ -123,7 +123,6 @@ def custom_code_place(error: BaseException, trusted: Collection[str]) -> str:
 
 
 def _innermost(places: Iterator[tuple[Path, int]]) -> str:
-    """Return the last of some lines, as text."""
     return next((f"{'/'.join(path.parts[-2:])}:{line}" for path, line in reversed(list(places))), "")
 
 

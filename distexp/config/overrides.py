@@ -192,7 +192,6 @@ def _values(override: Override | None) -> list[Any]:
 
 
 def _quote_for_hydra(value: str) -> str:
-    """Return a text in Hydra's quotes."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     ending = "\\" * (len(escaped) - len(escaped.rstrip("\\")))
     return f"'{escaped}{ending}'"

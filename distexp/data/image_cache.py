@@ -150,7 +150,6 @@ def _image_files(samples: Samples, place: str) -> ImageFiles:
 
 
 def _check_memory(needed: int, place: str, device: torch.device) -> None:
-    """Raise ConfigError if the images take too much of the memory."""
     if place == "gpu" and device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
         memory, hint = f"free memory of {device}", "use dataset.cache=cpu"

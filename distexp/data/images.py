@@ -174,7 +174,6 @@ IMAGES_PER_JOB = 1024
 """Images that a process decodes and writes together. Fewer images than that are decoded without processes."""
 
 MAX_PROCESSES = 32
-PROGRESS_S = 5.0
 
 
 class OtherSizeError(Exception):
@@ -248,7 +247,6 @@ def _build(images: ImageFiles, file: Path) -> None:
 
 
 def _write(images: ImageFiles, size: int, file: Path, *, resize: bool) -> None:
-    """Decode all images in parallel, and print the progress."""
     shape = (len(images), CHANNELS, size, size)
     with file.open("wb") as opened:
         header = {"descr": "|u1", "fortran_order": False, "shape": shape}
@@ -265,14 +263,13 @@ def _write(images: ImageFiles, size: int, file: Path, *, resize: bool) -> None:
     done = 0
     for count in _run(jobs):
         done += count
-        if time.monotonic() - last > PROGRESS_S:
+        if time.monotonic() - last > 5:
             last = time.monotonic()
             print(f"note: {done:,} of {len(images):,} images are decoded", flush=True)
     print(f"note: decoded {done:,} images in {time.monotonic() - started:.1f} s", flush=True)
 
 
 def _run(jobs: list[DecodeJob]) -> Iterator[int]:
-    """Yield the number of images of each finished job."""
     processes = min(len(jobs), cpu_count(), MAX_PROCESSES)
     if processes == 1:
         yield from map(_decode, jobs)

@@ -110,7 +110,6 @@ def _find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any])
 
 
 def _load_splits(path: str) -> Mapping[str, Any]:
-    """Load the splits train and validation from a local folder or the hub."""
     offline_if_unreachable(path)
     from datasets import DatasetDict, load_dataset, load_from_disk
 

@@ -99,7 +99,6 @@ class TextCollate:
         )
 
     def _collate_rows(self, rows: Sequence[Sample], input_ids: NDArray[Any]) -> Batch:
-        """Return the batch of packed rows."""
         length = input_ids.shape[1]
         labels = _pad_and_stack([row["labels"] for row in rows], length, IGNORE)
         padding = np.arange(length)  # The padding is one more sample, so its positions start at 0.

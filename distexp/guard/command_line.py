@@ -119,7 +119,6 @@ def _read_variable(name: str, *default: Any) -> str | None:
 
 
 def _secrets(composed: DictConfig) -> Iterator[str]:
-    """Yield the keys that set a secret."""
     cluster, job = _raw(composed.cluster), _raw(composed.hydra.job)
     yield from (f"cluster.environment.{name}" for name in cluster["environment"] if looks_secret(name))
     yield from (f"hydra.job.env_set.{name}" for name in job["env_set"] if looks_secret(name))

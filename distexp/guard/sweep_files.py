@@ -25,8 +25,6 @@ from distexp.guard.config_files import CLUSTER_KEYS
 from distexp.runs.run_dir import COMMAND
 from distexp.system.cache_dir import cache_dir
 
-MAX_SHOWN = 3
-
 SAFE_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")
 
 
@@ -82,9 +80,7 @@ def _is_unsafe(argument: str, override: Override) -> bool:
         return command_line.as_text(override.value()) not in options_of("cluster")
     if key.startswith(("hydra.", "hydra/")):
         return key not in SAFE_HYDRA_KEYS
-    return any(
-        key == section or key.startswith(f"{section}.") for section in (f"cluster.{name}" for name in CLUSTER_KEYS)
-    )
+    return any(f"{key}.".startswith(f"cluster.{name}.") for name in CLUSTER_KEYS)
 
 
 def check_working_directory(path: Path, directory: str) -> None:
@@ -102,7 +98,7 @@ def check_files(sweep_dir: Path) -> None:
         return
     found = list(_unsafe_files(sweep_dir))
     if found:
-        shown = join_first(map(str, found), MAX_SHOWN)
+        shown = join_first(map(str, found), limit=3)
         raise ConfigError(
             f"{sweep_dir} contains {shown}, which are not files of the sweep: remove them, or start the sweep again "
             "in another directory"

@@ -16,8 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
-from distexp.config import Config, ConfigError
-from distexp.config.schema import WHOLE_MODEL
+from distexp.config import WHOLE_MODEL, Config, ConfigError
 from distexp.system.torch_internals import compilation
 
 BACKEND = "inductor"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distexp.config import Config, ConfigError
+from distexp.config import WHOLE_MODEL, Config, ConfigError
 from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields, set_value, speed_references
 from distexp.config.model_checks import ATTENTIONS, several_lengths
-from distexp.config.schema import WHOLE_MODEL
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
 
@@ -24,15 +23,14 @@ MODELS = "distexp.models."
 """Models below this package can compute the logits of targets alone."""
 
 
-def choose_kernels(config: Config) -> list[str]:
-    """Set the keys that are null: to what ``fast`` chooses, or else to the reference. Return no errors."""
+def choose_kernels(config: Config) -> None:
+    """Set the keys that are null: to what ``fast`` chooses, or else to the reference."""
     chosen = fast_values(config) if config.kernels.name == "fast" else {}
     for key, reference in speed_references().items():
         if get_value(config, key) is None:
             set_value(config, key, chosen.get(key, reference))
     if config.kernels.name == "fast" and config.model.attention == "auto":
         config.model.attention = _attention(config)
-    return []
 
 
 def fast_values(config: Config) -> Mapping[str, Any]:

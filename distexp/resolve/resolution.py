@@ -87,15 +87,14 @@ def implied_strategy(group: str, option: str) -> str | None:
     return None
 
 
-def choose_profile_steps(config: Config) -> list[str]:
-    """Set ``train.profile_steps`` for ``profile=true``, unless it has a value. Return no errors."""
+def choose_profile_steps(config: Config) -> None:
+    """Set ``train.profile_steps`` for ``profile=true``, unless it has a value."""
     if config.profile and not config.train.profile_steps:
         config.train.profile_steps = 3  # Their median has neither the start nor the end of the profile.
-    return []
 
 
-Step = Callable[[Config], Iterable[str]]
-"""A step may change the configuration in place. It returns its errors and leaves raising to ``resolve``."""
+Step = Callable[[Config], Iterable[str] | None]
+"""A step may change the configuration in place. It returns its errors, if any, and leaves raising to ``resolve``."""
 
 SECTION_CHECKS: tuple[Step, ...] = (
     check_values,
@@ -154,6 +153,6 @@ def run_steps(config: Config, steps: Sequence[Step]) -> None:
     """Run steps in order, then raise all of their errors, and what they decided, as one ConfigError."""
     errors: list[str] = []
     for step in steps:
-        errors += step(config)
+        errors += step(config) or ()
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)), config)

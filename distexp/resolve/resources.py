@@ -91,12 +91,11 @@ def decide_resources(config: Config) -> list[str]:
     return errors
 
 
-def set_strategy_defaults(config: Config) -> list[str]:
-    """Let the strategy set the options that the user left open. Return no errors."""
+def set_strategy_defaults(config: Config) -> None:
+    """Let the strategy set the options that the user left open."""
     strategy = load_strategy(config)
     with shorten_errors(config.strategy._target_, "set_defaults()"):
         strategy.set_defaults(config)
-    return []
 
 
 def check_strategy(config: Config) -> list[str]:
@@ -151,8 +150,8 @@ def check_device(config: Config) -> Iterator[str]:
         yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true or offload=false"
 
 
-def make_paths_absolute(config: Config) -> list[str]:
-    """Make all paths absolute; a value that may be a hub id only if the path exists. Return no errors."""
+def make_paths_absolute(config: Config) -> None:
+    """Make all paths absolute; a value that may be a hub id only if the path exists."""
     kinds = {key: info_of(spec).path for key, spec in schema_fields()}
     if loads_from_source(config.model):
         kinds[f"model.{weights_source_key(config.model)}"] = "hub"
@@ -163,7 +162,6 @@ def make_paths_absolute(config: Config) -> list[str]:
         path = os.path.abspath(os.path.expanduser(value))
         if kind != "hub" or os.path.exists(path):
             set_value(config, key, path)
-    return []
 
 
 MAX_CPU_BYTES = 64 * 10**9

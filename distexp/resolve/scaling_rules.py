@@ -216,14 +216,13 @@ def shrink_to_scale(config: Config) -> list[str]:
     return errors
 
 
-def shrink_global_batch(config: Config) -> list[str]:
-    """Limit the global batch size to what the limits of the scale give; return no errors."""
+def shrink_global_batch(config: Config) -> None:
+    """Limit the global batch size to what the limits of the scale give."""
     scale, train = config.scale, config.train
     micro_batch = scale.micro_batch_size if searches_micro_batch(config) else train.micro_batch
     if train.global_batch_size is not None and micro_batch and scale.gradient_accumulation_steps:
         largest = micro_batch * scale.gradient_accumulation_steps * config.cluster.world_size
         train.global_batch_size = min(train.global_batch_size, largest)
-    return []
 
 
 def check_worker_limit(config: Config) -> list[str]:

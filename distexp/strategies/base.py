@@ -202,7 +202,6 @@ def shipped_strategies() -> Mapping[str, type[Strategy]]:
 
 
 def _shipped_overrides(trait: str) -> tuple[str, ...]:
-    """Return the overrides of ``smallest_states`` or ``offload_with`` that the strategies of distexp state."""
     return tuple(filter(None, (getattr(kind, trait) for kind in shipped_strategies().values())))
 
 

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distexp.config import Config
+from distexp.config import WHOLE_MODEL, Config
 from distexp.config.model_checks import searches_micro_batch
-from distexp.config.schema import WHOLE_MODEL
 from distexp.distributed.context import Context
 from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, StepModel
 from distexp.strategies.base import FAST_BUCKET_MB, DistributedModel, Strategy, whole_model_values

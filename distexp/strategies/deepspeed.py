@@ -317,8 +317,15 @@ def conflicts(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f"deepspeed.config_file={path} is not a JSON object ({error}): correct the file"
         return
-    expected = dict(ds_config.values_set_by_distexp(config, config.cluster.world_size))
-    for keys, value in {**expected, **_expected_optimizer(config)}.items():
+    train = config.train
+    own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
+    optimizer = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}
+    expected = {
+        **dict(ds_config.values_set_by_distexp(config, config.cluster.world_size)),
+        ("optimizer", "type"): {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer],
+        **{("optimizer", "params", name): value for name, value in optimizer.items()},
+    }
+    for keys, value in expected.items():
         in_file = get_nested(settings, keys)
         if in_file not in (None, "auto") and in_file != value:
             yield (
@@ -326,8 +333,7 @@ def conflicts(config: Config) -> Iterator[str]:
                 f'{json.dumps(value)}: make them equal, or write "auto" in the file'
             )
     params = get_nested(settings, ("optimizer", "params"))
-    known = {keys[-1] for keys in _expected_optimizer(config)}
-    for name in sorted(set(params) - known) if isinstance(params, Mapping) else ():
+    for name in sorted(set(params) - {"type", *optimizer}) if isinstance(params, Mapping) else ():
         value = json.dumps(params[name])
         yield f"deepspeed.config_file sets optimizer.params.{name}={value}, which this run does not use: remove it"
     if "scheduler" in settings:
@@ -336,11 +342,3 @@ def conflicts(config: Config) -> Iterator[str]:
         device = get_nested(settings, ("zero_optimization", name, "device"))
         if not config.offload.enabled and device not in (None, "auto", "none"):
             yield f"deepspeed.config_file sets zero_optimization.{name}.device={device}: also choose offload=true"
-
-
-def _expected_optimizer(config: Config) -> dict[tuple[str, ...], Any]:
-    train = config.train
-    own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
-    params = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}
-    kind = {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer]
-    return {("optimizer", "type"): kind, **{("optimizer", "params", name): value for name, value in params.items()}}

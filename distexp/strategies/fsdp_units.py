@@ -75,7 +75,6 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
 
 
 def _policy(config: Config, context: Context) -> dict[str, Any]:
-    """Return the arguments of ``fully_shard`` that all units have in common."""
     policy: dict[str, Any] = {
         "mesh": build_mesh(config, context),
         "reshard_after_forward": sharding_of(config).reshards_after_forward,

@@ -68,7 +68,6 @@ def fused_adamw(model: nn.Module, train: TrainConfig, copies: StepWeights | None
 
 
 def _like(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient in the layout of its weight."""
     if gradient.stride() == weight.stride():
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

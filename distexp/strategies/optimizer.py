@@ -128,7 +128,6 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _local(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the part of each gradient that this rank has."""
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
 
 
@@ -185,13 +184,11 @@ def innermost_optimizer(optimizer: Any) -> Any:
 
 
 def _attributes(tensors: Iterable[Tensor], name: str) -> Iterator[Tensor]:
-    """Yield an attribute of tensors that have it."""
     values = (getattr(tensor, name, None) for tensor in tensors)
     return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def _tensors_in(content: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists and dictionaries."""
     if isinstance(content, torch.Tensor):
         yield content
     elif isinstance(content, Mapping):

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distexp.config import Config
-from distexp.config.schema import WHOLE_MODEL
+from distexp.config import WHOLE_MODEL, Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy, whole_model_values
 from distexp.strategies.communication import StepCommunication

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-from distexp.config import Config
-from distexp.config.schema import WHOLE_MODEL
+from distexp.config import WHOLE_MODEL, Config
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers
@@ -251,7 +250,6 @@ def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside of DDP, or the module itself without DDP."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
 

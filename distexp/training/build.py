@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distexp.config import Config, ConfigError, ModelConfig
+from distexp.config import WHOLE_MODEL, Config, ConfigError, ModelConfig
 from distexp.config.custom_code import PAGE, check_returned, locate
 from distexp.config.model_checks import check_samples_per_rank, loads_from_source, weights_source, weights_source_key
-from distexp.config.schema import WHOLE_MODEL
 from distexp.data.base import (
     MODEL_INPUTS,
     LabelsForHead,

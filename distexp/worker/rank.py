@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distexp.config import Config
+from distexp.config import WHOLE_MODEL, Config
 from distexp.config.custom_code import check_returned
-from distexp.config.schema import WHOLE_MODEL
 from distexp.data.base import TaskData
 from distexp.data.image_cache import describe_cache
 from distexp.data.loader import ShardedLoader

@@ -132,7 +132,6 @@ class ZeroCommunication(StepCommunication):
         return [*found, open_bucket] if open_bucket else found
 
     def _insert_reductions(self, items: list[Item], units: Sequence[Parameters], micro_batches: int) -> list[Item]:
-        """Insert the all-reduces of the stages 0 to 2."""
         sizes = [elements * self.gradient_bytes for elements in self.buckets(units)]
         awaited = OPTIMIZER if self.overlaps else NEXT
         for micro_batch in range(micro_batches):
@@ -269,7 +268,6 @@ class _Fetcher:
         self.gathers[number] = replace(self.gathers[number], used_at=position)
 
     def _forget_queued(self, params: Iterable[int], position: int) -> None:
-        """Remove the parameters of this module from the queue."""
         missing = {param for param in params if self.next_use.get(param, -1) < position}
         seen: set[int] = set()
         while self.queue and len(seen) < len(missing):

@@ -157,7 +157,6 @@ def describe(engine: Any, *, trainer: str = "native") -> Built:
 
 
 def _offload(engine: Any, stage: int) -> str:
-    """Return what is offloaded to the CPU, read from DeepSpeed's optimizer."""
     zero = engine.optimizer
     if stage == 3:
         offloaded = {"optimizer": zero.offload_optimizer, "parameters": zero.offload_param}

@@ -114,9 +114,6 @@ class DeepSpeedModel:
 # starts the kernels of an update after the GPU has finished the backward pass, and the GPU waits for them. Here a few
 # kernels compute the norm of a group, and the CPU reads nothing.
 
-EPSILON = 1e-6
-"""Added to the norm before clipping, as DeepSpeed does."""
-
 
 def avoid_waits(optimizer: Any) -> None:
     """Replace the clipping of a DeepSpeedZeroOptimizer without offload and without a loss scale.
@@ -150,6 +147,6 @@ def gradient_norm(optimizer: Any, gradients: Iterable[Tensor], parameters: objec
 def clip(optimizer: Any, gradients: Iterable[Tensor], norm: Tensor) -> None:
     """Scale the gradients in place, so that their norm is at most ``optimizer.clip_grad``; 0: no limit."""
     if optimizer.clip_grad:
-        factor = 1.0 / ((norm + EPSILON) / optimizer.clip_grad).clamp(min=1.0)
+        factor = 1.0 / ((norm + 1e-6) / optimizer.clip_grad).clamp(min=1.0)  # as DeepSpeed does
         for gradient in gradients:
             gradient.mul_(factor)

@@ -65,7 +65,6 @@ def main() -> None:
 
 
 def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
-    """Build an operator, and import it."""
     import deepspeed
 
     from distexp.system.torch_internals.compilation import extension_build_dir
@@ -123,7 +122,6 @@ def _acquire(lock: IO[str]) -> bool:
 
 
 def _print(*parts: str) -> None:
-    """Print a line for the process that started this program."""
     print(REPORT_PREFIX, *parts, flush=True)
 
 
@@ -177,7 +175,6 @@ def is_abandoned(baton: Path) -> bool:
 
 
 def _is_local(path: Path) -> bool:
-    """Return whether a path is on a file system of this machine."""
     resolved = path.resolve()
     mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
     # Of several file systems on one mount point, the last one is visible. max() returns the first of equal ones.
