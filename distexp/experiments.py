@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if patterns in (["-h"], ["--help"]) else 2
     names = options_of("experiment")
-    chosen = [name for name in names if not patterns or any(_matches(name, pattern) for pattern in patterns)]
+    wanted = [each for pattern in patterns or "*" for each in (pattern, f"{pattern.rstrip('/')}/*")]  # also a folder
+    chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in wanted)]
     if not chosen:
         near = suggest(patterns[0], names) or ": distexp experiments lists them"
         print(f"distexp: no preset matches {' '.join(patterns)}{near}", file=sys.stderr)
@@ -61,11 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = first_sentence("experiment", name)
         print(f"experiment={name}\n{textwrap.fill(text, columns, initial_indent=INDENT, subsequent_indent=INDENT)}")
     return 0
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a preset matches a pattern, or is in the folder of that name."""
-    return fnmatch(name, pattern) or fnmatch(name, f"{pattern.rstrip('/')}/*")
 
 
 def _check(name: str, overrides: Sequence[str]) -> int:

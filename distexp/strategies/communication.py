@@ -63,11 +63,6 @@ class StepCommunication:
         """Return whether weights are gathered in the first micro-batch and kept for the others."""
         return False
 
-    @property
-    def gathers_modules(self) -> bool:
-        """Return whether weights are gathered for each module, so that a plan needs the modules of the model."""
-        return False
-
     def mesh(self, workers: int, nodes: int) -> tuple[int, int]:
         """Return the number of replicas, and the workers over which each is sharded."""
         return 1, workers
@@ -137,13 +132,15 @@ def segments_before(items: Sequence[Item], phase: str, micro_batch: int, share: 
     return next((number for number, done in enumerate(ends) if done >= share * total - 1e-9 * total), len(inside))
 
 
-def insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str) -> list[Item]:
-    """Insert all-reduces into a backward pass in place: each bucket is ready after its share of the parameters."""
+def insert_buckets(
+    items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str, scatters: bool = False
+) -> list[Item]:
+    """Insert reductions into a backward pass in place: each bucket is ready after its share of the parameters."""
     done, total = 0, sum(buckets) or 1
     for size in buckets:
         done += size
-        new = Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited)
-        insert(items, new, done / total)
+        all_reduce = Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited)
+        insert(items, reduce_scatter(size, micro_batch, awaited=awaited) if scatters else all_reduce, done / total)
     return items
 
 

@@ -320,7 +320,7 @@ def conflicts(config: Config) -> Iterator[str]:
     train = config.train
     own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
     optimizer = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}
-    expected = {
+    expected: dict[tuple[str, ...], Any] = {
         **dict(ds_config.values_set_by_distexp(config, config.cluster.world_size)),
         ("optimizer", "type"): {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer],
         **{("optimizer", "params", name): value for name, value in optimizer.items()},

@@ -80,32 +80,29 @@ class ZeroCommunication(StepCommunication):
         """Return whether the stage partitions gradients, so that it cannot accumulate whole ones."""
         return self.stage >= 2
 
-    @property
-    def gathers_modules(self) -> bool:
-        """Return whether the stage partitions parameters."""
-        return self.stage == 3
-
     def bytes_per_parameter(self, micro_batches: int) -> int:
         """Return what the workers exchange: reductions, and the weights for each pass or after the update."""
-        if not self.gathers_modules:
+        if self.stage < 3:
             return super().bytes_per_parameter(micro_batches) + (self.weight_bytes if self.stage else 0)
         return micro_batches * (2 * self.weight_bytes + self.gradient_bytes)
 
     def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
         """Return the items with the collectives of the stage."""
         items, last = [_without_transfer(item) for item in items], micro_batches - 1
+        awaited = OPTIMIZER if self.overlaps else NEXT
+        reductions = [elements * self.gradient_bytes for elements in self.buckets(model.units)]
         if self.stage == 0:
-            return self._insert_reductions(items, model.units, micro_batches)
+            return self._insert_all_reduces(items, reductions, micro_batches, awaited)
         items = communication.add_norm(items)
         if self.stage == 3:
             for micro_batch in range(micro_batches):
                 items = self._insert_gathers(items, model, micro_batch)
-                items = self._insert_scatters(items, model.units, micro_batch)
+                items = insert_buckets(items, reductions, micro_batch, awaited=awaited, scatters=True)
             # After the update, one gather for each parameter that no pass gathers.
             elements = [count for unit in model.units for count in unit.elements]
             sizes = [elements[param] * self.weight_bytes for param in persistent_parameters(elements, self.zero)]
             return [*items, *(Collective("all_gather", size, 1, "all", OPTIMIZER, last, LAUNCH_S) for size in sizes)]
-        items = self._insert_reductions(items, model.units, micro_batches)
+        items = self._insert_all_reduces(items, reductions, micro_batches, awaited)
         # The updated weights are gathered for each group of the optimizer.
         sizes = [sum(group) * self.weight_bytes for group in model.group_elements]
         return [*items, *(Collective("all_gather", size, 1, "all", OPTIMIZER, last) for size in sizes)]
@@ -119,7 +116,7 @@ class ZeroCommunication(StepCommunication):
         overlaps = self.overlaps and on_gpu
         is_gather = item.kind in communication.GATHERS and item.phase != OPTIMIZER  # not that of the updated weights
         awaited = OPTIMIZER if overlaps and is_gradient_reduction(item) else NEXT
-        return replace(item, awaited=awaited, after_compute=not (overlaps and self.gathers_modules and is_gather))
+        return replace(item, awaited=awaited, after_compute=not (overlaps and self.stage == 3 and is_gather))
 
     def buckets(self, units: Sequence[Parameters]) -> list[int]:
         """Return the elements of the buckets of DeepSpeed: a bucket is reduced before it would exceed its size."""
@@ -131,9 +128,10 @@ class ZeroCommunication(StepCommunication):
             open_bucket += size
         return [*found, open_bucket] if open_bucket else found
 
-    def _insert_reductions(self, items: list[Item], units: Sequence[Parameters], micro_batches: int) -> list[Item]:
-        sizes = [elements * self.gradient_bytes for elements in self.buckets(units)]
-        awaited = OPTIMIZER if self.overlaps else NEXT
+    def _insert_all_reduces(
+        self, items: list[Item], sizes: Sequence[int], micro_batches: int, awaited: str
+    ) -> list[Item]:
+        """Insert the reductions of the stages 0 to 2."""
         for micro_batch in range(micro_batches):
             last = micro_batch == micro_batches - 1
             if self.stage == 2 or (self.stage == 1 and self.overlaps and last):
@@ -154,16 +152,6 @@ class ZeroCommunication(StepCommunication):
             size, ahead = gather.elements * self.weight_bytes, segments[gather.used_at] - segments[gather.position]
             new = Collective("all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S)
             insert(items, replace(new, segments_ahead=ahead, after_compute=not self.overlaps), share)
-        return items
-
-    def _insert_scatters(self, items: list[Item], units: Sequence[Parameters], micro_batch: int) -> list[Item]:
-        """Insert the reduce-scatters of stage 3 into a backward pass: each bucket after its share of the parameters."""
-        buckets, done = self.buckets(units), 0
-        awaited = OPTIMIZER if self.overlaps else NEXT
-        for elements in buckets:
-            done += elements
-            new = communication.reduce_scatter(elements * self.gradient_bytes, micro_batch, awaited=awaited)
-            insert(items, new, done / sum(buckets))
         return items
 
 
