@@ -47,7 +47,7 @@ A value that was not measured is null, never 0.
 def configuration_page() -> str:
     """Return the page of all groups, options and keys, in Markdown."""
     lines = [CONFIGURATION_HEAD, "## Groups", ""]
-    for group, meaning in describe_groups():
+    for group, meaning in describe_groups().items():
         lines += [f"### `{group}`: {meaning}", "", *_option_lines(group), ""]
     lines += [KEYS_HEAD, "### Top level", "", *_key_table(Config, skip=sections()), ""]
     for name, section in sections().items():

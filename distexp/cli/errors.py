@@ -190,10 +190,9 @@ def explain_duration(key: str, value: str) -> str:
     """Return which number to write for a duration, or for steps in ``profile``, as the end of a message; or nothing."""
     if key == "profile" and value.isdecimal():
         return f": for {value} steps write train.profile_steps={value}"
-    unit = next((unit for end, unit in UNITS.items() if key.endswith(end)), None)
-    if unit is None:
+    name, length = next((unit for end, unit in UNITS.items() if key.endswith(end)), ("", 1))
+    if not name:
         return ""
-    name, length = unit
     text = value.strip("'\" ").lower()
     if short := re.fullmatch(r"(\d+):(\d{1,2})", text):  # hours and minutes, or minutes and seconds
         first, second = (int(part) for part in short.groups())

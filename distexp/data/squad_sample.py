@@ -87,15 +87,9 @@ def _make_paragraph(rng: random.Random, identity: str) -> dict[str, Any]:
         f"Which animals does {name} {family} keep?": animal,
         f"How many {animal} does {name} {family} keep?": number,
     }
-    return {
-        "context": context,
-        "qas": [
-            {
-                "id": f"{identity}-{index}",
-                "question": question,
-                # No answer is part of a name, so its first occurrence is the answer itself.
-                "answers": [{"text": answer, "answer_start": context.index(f" {answer}") + 1}],
-            }
-            for index, (question, answer) in enumerate(answers.items())
-        ],
-    }
+    qas = []
+    for index, (question, answer) in enumerate(answers.items()):
+        # No answer is part of a name, so its first occurrence is the answer itself.
+        found = {"text": answer, "answer_start": context.index(f" {answer}") + 1}
+        qas.append({"id": f"{identity}-{index}", "question": question, "answers": [found]})
+    return {"context": context, "qas": qas}

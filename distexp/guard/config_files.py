@@ -118,8 +118,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         return self._accepted[overrides]
 
     def _is_own_option(self, group: str, option: str) -> bool:
-        found = (source for source in self._sources if source.is_config(f"{group}/{option}"))
-        source = next(found, None)
+        source = next((source for source in self._sources if source.is_config(f"{group}/{option}")), None)
         return source is not None and not _is_foreign(source)
 
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: list[Override], repo: Any) -> None:
