@@ -139,8 +139,13 @@ def set_reduction(
         wrapped.register_comm_hook(state, reduce_masters_in_bf16 if communication == "bf16" else reduce_masters_in_fp32)
         return state
     if communication == "bf16":
-        wrapped.register_comm_hook(wrapped.process_group, default_hooks.bf16_compress_hook)
+        wrapped.register_comm_hook(wrapped.process_group, reduce_in_bf16)
     return None
+
+
+def reduce_in_bf16(group: Any, bucket: GradBucket) -> Future[Tensor]:
+    """Reduce the gradients of a bucket in bf16. DDP refuses torch's own hook by its name if torch has no CUDA."""
+    return default_hooks.bf16_compress_hook(group, bucket)
 
 
 def reduce_masters_in_fp32(state: MasterReduction, bucket: GradBucket) -> Future[Tensor]:
