@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distexp.config import WHOLE_MODEL
 from distexp.config.model_checks import ATTENTIONS
+from distexp.config.schema import WHOLE_MODEL
 from distexp.resolve.section_checks import UNPACKED_ATTENTION
 from distexp.runs.disturbance import describe_disturbance, starved_share, threads_per_worker
 from distexp.runs.record import RunRecord
