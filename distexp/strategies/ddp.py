@@ -189,11 +189,8 @@ class DDP(Strategy):
             weights=weights,
         )
 
+    host_mib: ClassVar[float] = 1160.0
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(50.0, reserve=1.2)
-
-    def host_worker_mib(self, config: Config) -> float:
-        """Return the measured memory."""
-        return 1160.0
 
     def compiles(self, step: ProfiledStep) -> bool:
         """Return true."""

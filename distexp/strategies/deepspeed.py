@@ -167,6 +167,7 @@ class DeepSpeed(Strategy):
         return DeepSpeedModel(blueprint, config, context, build_settings(blueprint, config, context))
 
     tracer: ClassVar[str | None] = "distexp.plan.trace.traced_deepspeed.TracedDeepSpeed"
+    host_mib: ClassVar[float] = 1460.0
     cpu_memory: ClassVar[traits.CpuMemory | None] = traits.CpuMemory(65.0, reserve=1.2)
     operator_problem: ClassVar[str] = "DeepSpeed's CPU Adam: it cannot be compiled, set deepspeed.cpu_optimizer=torch"
     setup_note: ClassVar[str] = "DeepSpeed compiles its extensions during setup if they are missing."
@@ -176,8 +177,8 @@ class DeepSpeed(Strategy):
         return COMMUNICATORS_MIB + (MORE_COMMUNICATORS_MIB if config.cluster.world_size > 1 else 0.0)
 
     def host_worker_mib(self, config: Config) -> float:
-        """Return the measured memory, with that of the CPU optimizer."""
-        return 1460.0 + (facts().processes.cpu_adam_mib if config.offload.enabled else 0.0)
+        """Add the memory of the CPU optimizer."""
+        return super().host_worker_mib(config) + (facts().processes.cpu_adam_mib if config.offload.enabled else 0.0)
 
     def gpu_memory_error(self, config: Config) -> float:
         """Return a larger error for stage 3 on several GPUs."""

@@ -82,11 +82,8 @@ class Single(Strategy):
             weights=copy_weights(module, config),
         )
 
+    host_mib: ClassVar[float] = 1150.0
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(65.0, reserve=1.2)
-
-    def host_worker_mib(self, config: Config) -> float:
-        """Return the measured memory."""
-        return 1150.0
 
     def compiles(self, step: ProfiledStep) -> bool:
         """Return true."""

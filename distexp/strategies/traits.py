@@ -127,6 +127,7 @@ class Traits:
     offload_with: ClassVar[str] = ""  # override with which other strategies can offload, if it is the best for that
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict
+    host_mib: ClassVar[float] = HOST_WORKER_MIB  # measured CPU memory of a worker on a GPU, without offloading
     accumulates_whole_gradients: ClassVar[bool] = False
     operator_problem: ClassVar[str] = ""  # what is not possible if no C++ compiler works
     setup_note: ClassVar[str] = ""  # sentence of the report if the CPU memory had its peak during setup
@@ -185,7 +186,7 @@ class Traits:
 
     def host_worker_mib(self, config: Config) -> float:
         """Return the CPU memory of a worker on a GPU."""
-        return HOST_WORKER_MIB
+        return self.host_mib
 
     def gpu_memory_error(self, config: Config) -> float:
         """Return the largest error of the predicted GPU memory, as a share of it."""
