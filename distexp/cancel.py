@@ -17,11 +17,7 @@ from distexp.status import DIRECTORY_HELP
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """End the runs of a sweep, wait for their end, and print how many there were.
-
-    Returns:
-        0; 1 if a run could not be ended; 2 if the directory is not a sweep.
-    """
+    """End the runs of a sweep, and print how many; return 1 if a run could not be ended, 2 if DIR is not a sweep."""
     parser = argparse.ArgumentParser(
         prog="distexp cancel", description="End the runs of a sweep, on Slurm or on this machine."
     )

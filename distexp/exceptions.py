@@ -20,6 +20,11 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.errors))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class SweepFailedError(Exception):
     """A finished sweep with a failed run. The command exits with code 1."""
 
@@ -27,9 +32,7 @@ class SweepFailedError(Exception):
 class InterruptedRunError(BaseException):
     """Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2 during a run. The record is written, and no other run is started.
 
-    Attributes:
-        number: The signal.
-        reason: Why the run was stopped, for its record. The message for the user has the consequence too.
+    ``reason`` is for the record of the run. The message for the user has the consequence too.
     """
 
     def __init__(self, number: int, consequence: str = "; no further run is started") -> None:
@@ -69,7 +72,11 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
     except OSError as error:
         if os.environ.get(TRACE_VARIABLE) == "1":
             raise
-        _flush_or_discard_output()
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:
+            _discard_output()
         print(f"distexp: {describe_os_error(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -103,14 +110,6 @@ def is_closed_output(error: BaseException) -> bool:
     return isinstance(error, BrokenPipeError) or (
         isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
     )
-
-
-def _flush_or_discard_output() -> None:
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        _discard_output()
 
 
 def _discard_output() -> None:

@@ -1,10 +1,6 @@
-"""``distexp experiments [PATTERN ...] [KEY=VALUE ...]``: list the presets, or run them.
+"""``distexp experiments [PATTERN ...] [KEY=VALUE ...]``: list the presets, or with an override run those that match.
 
-Without an override it lists the presets that match a pattern. With one it starts a command for each of them, as in
-``distexp experiments scale=tiny``. One sweep over all presets is impossible, because a preset decides how its sweep
-runs.
-
-Exit codes: 0 on success, 1 if a run failed, 2 if a command is wrong or no preset matches, 128 + n after signal n.
+One sweep over all presets is impossible, because a preset decides how its sweep runs.
 """
 
 from __future__ import annotations
@@ -50,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if patterns in (["-h"], ["--help"]) else 2
     names = options_of("experiment")
-    chosen = [name for name in names if not patterns or any(_matches(name, pattern) for pattern in patterns)]
+    wanted = [each for pattern in patterns or "*" for each in (pattern, f"{pattern.rstrip('/')}/*")]  # also a folder
+    chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in wanted)]
     if not chosen:
         near = suggest(patterns[0], names) or ": distexp experiments lists them"
         print(f"distexp: no preset matches {' '.join(patterns)}{near}", file=sys.stderr)
@@ -65,11 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = first_sentence("experiment", name)
         print(f"experiment={name}\n{textwrap.fill(text, columns, initial_indent=INDENT, subsequent_indent=INDENT)}")
     return 0
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a preset matches a pattern, or is in the folder of that name."""
-    return fnmatch(name, pattern) or fnmatch(name, f"{pattern.rstrip('/')}/*")
 
 
 def _check(name: str, overrides: Sequence[str]) -> int:

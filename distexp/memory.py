@@ -1,8 +1,6 @@
 """The command ``distexp memory FILE... [--gpu-only | --cpu-only]``: summarize nvidia-smi and psrecord logs.
 
-It prints peak, average and mode of each log, in the format of the workshop's analyze_memory. It also reads
-``memory/node<k>.csv`` of a run. MB on the CPU is 2**20 bytes, as in psrecord, and equals MiB. Memory is predicted in
-``distexp.plan``, not here.
+The format is that of the workshop's analyze_memory. MB on the CPU is 2**20 bytes, as in psrecord, and equals MiB.
 """
 
 from __future__ import annotations
@@ -10,23 +8,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distexp.exceptions import run_until_pipe_closes
 from distexp.measure.memory.monitoring_logs import EXPECTED, read_memory_log
 from distexp.measure.memory.sampler import Statistics
-from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTrace
+from distexp.runs.memory_trace import CPU, GPU, MemoryTrace
 
 ALL_READ, SOME_READ, NONE_READ = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the summary.
-
-    Returns:
-        The exit code: 0 if all files were read, 1 if only some, 2 if none has samples of the requested kind.
-    """
+    """Print the summary. Return 0 if all files were read, 1 if some, 2 if none has samples of the requested kind."""
     options = _parse(arguments)
     kinds = [kind for kind in (GPU, CPU) if kind != options.excluded]
     labels, traces = _labels(options.files), list[tuple[str, MemoryTrace]]()
@@ -56,12 +50,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     only = parser.add_mutually_exclusive_group()
-    only.add_argument(
-        "--gpu-only", dest="excluded", action="store_const", const=CPU, default="", help="print GPU memory only"
-    )
-    only.add_argument(
-        "--cpu-only", dest="excluded", action="store_const", const=GPU, default="", help="print CPU memory only"
-    )
+    for kind, excluded in (("gpu", CPU), ("cpu", GPU)):
+        text = f"print {kind.upper()} memory only"
+        only.add_argument(
+            f"--{kind}-only", dest="excluded", action="store_const", const=excluded, default="", help=text
+        )
     return parser.parse_args(arguments)
 
 
@@ -84,42 +77,35 @@ def _read(path: Path, kinds: Sequence[str]) -> MemoryTrace | None:
 
 
 def _gpu_lines(traces: Sequence[tuple[str, MemoryTrace]]) -> list[str]:
-    lines = []
-    for label, trace in traces:
-        for index in sorted({sample.index for sample in trace.samples if sample.kind == GPU}):
-            found = _statistics(trace.samples, GPU, index)
-            if found is not None:
-                lines.append(
-                    f"[{label} - GPU {index}] Peak = {found.peak:.0f} MiB, "
-                    f"Avg = {found.average:.2f} MiB, Mode = {_modes(found)} MiB"
-                )
+    lines = [
+        f"[{label} - GPU {index}] Peak = {found.peak:.0f} MiB, "
+        f"Avg = {found.average:.2f} MiB, Mode = {', '.join(map(str, found.modes))} MiB"
+        for label, index, found in _statistics(traces, GPU)
+    ]
     return ["GPU Memory Usage", *lines] if lines else []
 
 
 def _cpu_lines(traces: Sequence[tuple[str, MemoryTrace]]) -> list[str]:
-    found = [(label, _statistics(trace.samples, CPU, 0)) for label, trace in traces]
-    blocks = [(label, statistics) for label, statistics in found if statistics is not None]
+    blocks = [(label, found) for label, index, found in _statistics(traces, CPU) if index == 0]
     lines = []
-    for label, statistics in blocks:
+    for label, found in blocks:
         lines += [f"[{label}]"] if len(blocks) > 1 else []
         lines += [
-            f"   Peak =    {statistics.peak:.0f} MB",
-            f"   Average = {statistics.average:.2f} MB",
-            f"   Mode =    {_modes(statistics)} MB",
+            f"   Peak =    {found.peak:.0f} MB",
+            f"   Average = {found.average:.2f} MB",
+            f"   Mode =    {', '.join(map(str, found.modes))} MB",
         ]
     return ["CPU Memory Usage", *lines] if lines else []
 
 
-def _statistics(samples: Sequence[MemorySample], kind: str, index: int) -> Statistics | None:
-    return Statistics.of(
-        sample.used_mib
-        for sample in samples
-        if (sample.kind, sample.index) == (kind, index) and sample.used_mib is not None
-    )
-
-
-def _modes(statistics: Statistics) -> str:
-    return ", ".join(map(str, statistics.modes))
+def _statistics(traces: Sequence[tuple[str, MemoryTrace]], kind: str) -> Iterator[tuple[str, int, Statistics]]:
+    """Yield the label, the index and the memory of each device of a kind that has samples."""
+    for label, trace in traces:
+        samples = [sample for sample in trace.samples if sample.kind == kind]
+        for index in sorted({sample.index for sample in samples}):
+            used = (sample.used_mib for sample in samples if sample.index == index)
+            if found := Statistics.of(mib for mib in used if mib is not None):
+                yield label, index, found
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ A value that was not measured is null, never 0.
 def configuration_page() -> str:
     """Return the page of all groups, options and keys, in Markdown."""
     lines = [CONFIGURATION_HEAD, "## Groups", ""]
-    for group, meaning in describe_groups():
+    for group, meaning in describe_groups().items():
         lines += [f"### `{group}`: {meaning}", "", *_option_lines(group), ""]
     lines += [KEYS_HEAD, "### Top level", "", *_key_table(Config, skip=sections()), ""]
     for name, section in sections().items():
@@ -69,7 +69,6 @@ PAGES: dict[str, Callable[[], str]] = {"configuration": configuration_page, "rec
 
 
 def _option_lines(group: str) -> Iterator[str]:
-    """Yield the description and the commands of each option of a group."""
     folder = conf_dir() / group
     for path in sorted(folder.rglob("*.yaml")):
         text, commands = head_comment(path)
@@ -81,7 +80,6 @@ def _option_lines(group: str) -> Iterator[str]:
 
 
 def _key_table(section: type[Any], *, skip: Collection[str] = ()) -> Iterator[str]:
-    """Yield the table of the keys of a section."""
     yield "| key | type | default | values | meaning |"
     yield "| --- | --- | --- | --- | --- |"
     for spec in fields(section):

@@ -1,7 +1,6 @@
-"""``distexp resume [DIR] [OVERRIDE ...]``: run the failed and missing runs of a sweep.
+"""``distexp resume [DIR] [OVERRIDE ...]``: repeat the command of a sweep in its directory, without the finished runs.
 
-It repeats the original command of the sweep in the sweep's directory. A finished run is found by its ``run.id`` and
-kept. A run that failed or has no record runs again in its directory. A new cell gets a new number.
+A run that failed or has no record runs again in its directory. A new cell gets a new number.
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ newest sweep below multirun_outputs). Finished runs are kept.
 
 A KEY=VALUE replaces that of the original command. New values add runs, as in
 zero_stage=1,2,3,0. cluster=slurm and cluster=local are possible too."""
-
-RESUME_KEYS = ("hydra.sweep.dir", "sweep.resume")
-"""Keys that this command sets."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,11 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_command(sweep_dir: Path) -> tuple[Command, list[str], str]:
-    """Return the original command, its arguments and its working directory.
-
-    Raises:
-        ConfigError: if the directory is not a sweep, or its command is damaged.
-    """
+    """Return the command, its arguments and its working directory. Raise ConfigError if they cannot be read."""
     path = sweep_dir / COMMAND
     try:
         stored = read_json(path)
@@ -92,7 +84,8 @@ def damaged_message(path: Path, reason: object) -> str:
 
 def merge(original: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return the original arguments with the new ones. A new override replaces one of the same key."""
-    replaced = {key_of(argument) for argument in new if is_override(argument)} | set(RESUME_KEYS)
+    replaced = {key_of(argument) for argument in new if is_override(argument)}
+    replaced |= {"hydra.sweep.dir", "sweep.resume"}  # which this command sets
     kept = [argument for argument in original if not (is_override(argument) and key_of(argument) in replaced)]
     multirun = [] if "--multirun" in kept or "-m" in kept else ["--multirun"]
     return [*multirun, *kept, *new]

@@ -1,7 +1,4 @@
-"""Command ``distexp status [DIR]``: the state of every run of a sweep.
-
-The launcher of each run is asked. The columns of the table are in ``distexp.console.sweep_table``.
-"""
+"""Command ``distexp status [DIR]``: the state of every run of a sweep, as its launcher reports it."""
 
 from __future__ import annotations
 
@@ -30,9 +27,6 @@ from distexp.system.files import read_or_none
 from distexp.system.typed_values import matches
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
-
-PLAIN_WIDTH = 160
-"""Table width if the output is not a terminal and COLUMNS is not set."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +66,7 @@ class FolderStates:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the state of every run.
 
-    Returns:
-        0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
+    Return 0, or 2 if the directory is not a sweep; with --watch the exit code of the sweep, or 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="distexp status", description="Show the state of every run of a sweep.")
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
@@ -84,24 +77,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"distexp: {error}", file=sys.stderr)
         return 2
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
-    console = Console(width=width, emoji=False)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if has_width else 160, emoji=False)
     found = read_folder(directory)
     if not found.runs:
         print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)
         return 2
-    if options.watch and (queue := _find_queue(directory.absolute())):
-        return _follow_queue(queue, directory.absolute(), console)
     if options.watch:
+        directory = directory.absolute()
+        launchers = launchers_of(directory, ExistingRuns.read(directory).runs)
+        if queue := next((launcher for launcher, _ in launchers if launcher.queues), None):
+            return _follow_queue(queue, directory, console)
         found = _wait_for_end(directory, console)
     _print_states(found, console)
     return 1 if options.watch and any(run.state in FAILURES for run in found.runs) else 0
-
-
-def _find_queue(directory: Path) -> Launcher | None:
-    """Return the launcher in whose queue the runs of a sweep are; None if they are in none."""
-    found = launchers_of(directory, ExistingRuns.read(directory).runs)
-    return next((launcher for launcher, _ in found if launcher.queues), None)
 
 
 def _follow_queue(launcher: Launcher, directory: Path, console: Console) -> int:

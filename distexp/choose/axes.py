@@ -26,7 +26,7 @@ from distexp.config.keys import options_of, schema_fields
 from distexp.config.overrides import key_of, parse, value_of
 from distexp.resolve.resources import launcher_traits
 from distexp.strategies.base import reference_name, shipped_strategies
-from distexp.strategies.traits import Option, StepTraits
+from distexp.strategies.traits import Option, Traits
 
 AUTO = "auto"
 Values = dict[str, tuple[str, ...]]
@@ -272,7 +272,7 @@ def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
 # The strategies that are tried on a part of the cluster, with and without offloading.
 
 
-Kinds = Mapping[str, type[StepTraits]]
+Kinds = Mapping[str, type[Traits]]
 """The class of each strategy by its name."""
 
 
@@ -296,18 +296,19 @@ def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[St
             yield from _sharded_choices(name, kind, size, axes)
         # On one worker ``ddp`` is ``single`` with an overhead.
         elif (kind.max_workers is None or size.workers <= kind.max_workers) and (
-            len(names) == 1 or kind.is_reference or not kind.equals_reference(size.workers)
+            len(names) == 1 or kind.is_reference or not (kind.equals_reference and size.workers == 1)
         ):
             yield StrategyChoice(f"{STRATEGY}={name}")
 
 
-def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
+def _sharded_choices(name: str, kind: type[Traits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
     """Yield the options of a strategy such as FSDP or DeepSpeed. One that is the only one is tried in any case."""
     axis = kind.option_group
     values = axes.values.get(axis, ())
     is_only = len(values) <= 1
     # On one worker nothing is sharded, so only offloading makes a difference to the reference.
-    needs_offload = kind.equals_reference(size.workers) and reference_name() in axes.values[STRATEGY]
+    equals_reference = kind.equals_reference and size.workers == 1
+    needs_offload = equals_reference and reference_name() in axes.values[STRATEGY]
     known = {option.value: option for option in kind.options}
     for value in values or ("",):
         option = known.get(value, Option(value))

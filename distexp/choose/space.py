@@ -37,7 +37,7 @@ from distexp.resolve.scaling_rules import multiples_near
 from distexp.runs.texts import join_errors
 from distexp.strategies.base import recorded_strategy, shipped_strategies
 from distexp.strategies.single import REFERENCE
-from distexp.strategies.traits import StepTraits
+from distexp.strategies.traits import Traits
 from distexp.tables.columns import show_progress
 
 
@@ -127,13 +127,13 @@ def base_config(make: MakeCell, command: Sequence[str]) -> Config:
 
 def _kinds(make: MakeCell, command: Sequence[str], axes: Axes) -> Kinds:
     """Return the classes of all strategies, also of custom ones that vary. One that is not trusted states nothing."""
-    found: dict[str, type[StepTraits]] = dict(shipped_strategies())
+    found: dict[str, type[Traits]] = dict(shipped_strategies())
     for name in axes.values.get(STRATEGY, ()):
         if name not in found:
             cell = make(replace_overrides(command, [f"{STRATEGY}={name}"]))
             config = cell.config or cell.decided  # Its batch sizes may not fit.
             strategy = None if config is None else recorded_strategy(config, config.trusted_packages)
-            found[name] = StepTraits if strategy is None else type(strategy)
+            found[name] = Traits if strategy is None else type(strategy)
     return found
 
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override
@@ -17,7 +17,15 @@ from distexp.cli.errors import ALIASES, OPTION_ALIASES, suggest
 from distexp.cli.main import COMMANDS
 from distexp.config import Command, ConfigError
 from distexp.config.keys import config_groups, known_keys, options_of, takes_list
-from distexp.config.overrides import add_plus_prefix, home_message, is_override, parse, plain_value, quote_choice
+from distexp.config.overrides import (
+    add_plus_prefix,
+    home_message,
+    is_override,
+    parse,
+    plain_value,
+    quote_choice,
+    values_of,
+)
 
 HYDRA_FLAGS = ("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", "--hydra-help")
 """Flags of Hydra that run nothing."""
@@ -28,14 +36,13 @@ VARIED_BY_CHOOSE = frozenset(
 """Keys that ``choose.space`` may vary, and that users type with several values."""
 
 RESERVED_KEYS = {
-    "hydra/launcher": "choose the launcher with cluster=",
-    "hydra.launcher": "choose the launcher with cluster=",
-    "cluster.launcher": "choose the launcher with cluster=",
-    "cluster._target_": "choose the launcher with cluster=",
+    **dict.fromkeys(
+        ("hydra/launcher", "hydra.launcher", "cluster.launcher", "cluster._target_"),
+        "choose the launcher with cluster=",
+    ),
     "command": "type the name of the command first, as in distexp plan",
     "hydra/sweeper": "add cells with sweep.cells",
-    "hydra.mode": "leave it out",
-    "hydra.output_subdir": "leave it out",
+    **dict.fromkeys(("hydra.mode", "hydra.output_subdir"), "leave it out"),
     "sweep.shared_start": "leave it out, because local runs always share the import of the libraries",
 }
 """Keys that distexp sets itself, with hints."""
@@ -46,13 +53,10 @@ OUTPUT_DIRS = ("hydra.run.dir", "hydra.sweep.dir")
 def normalize_arguments(
     arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequence[str] = ()
 ) -> list[str]:
-    """Return the arguments for Hydra: choices quoted, new keys marked, and every run a sweep.
+    """Return the arguments for Hydra: choices quoted, new keys marked, and every run a sweep; or raise ConfigError.
 
     The overrides come first, because Hydra's parser accepts no option between them. ``added`` has those that the
     command puts in front of the typed ones.
-
-    Raises:
-        ConfigError: with every error of the arguments.
     """
     check_arguments(arguments, may_name_command=command == Command.TRAIN)
     given, options = split_options(arguments)
@@ -65,7 +69,11 @@ def normalize_arguments(
             'eval "$(distexp --shell-completion install=bash)"'
         )
     if any(option.split("=")[0] in HYDRA_FLAGS for option in options):
-        check_single_run(overrides)
+        swept = [text.replace("'", "") for text in overrides if any(part.is_sweep_override() for part in parse([text]))]
+        if swept:
+            raise ConfigError(
+                [f"{text} is a sweep, but --cfg and --info print one run: set one value" for text in swept]
+            )
         return [*overrides, *options]
     parsed = parse(overrides)
     check_sweep(parsed, command, multirun=bool({"-m", "--multirun"} & set(options)))
@@ -91,7 +99,8 @@ def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bo
     if swept and not multirun and "experiment" not in by_key:
         shown = " ".join(str(by_key[key].input_line).replace("'", "") for key in swept)
         errors.append(f"{shown} is a sweep: {_sweep_hint(swept, by_key, command)}")
-    if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or _repeats(by_key)):
+    repeats = "repeats" in by_key and by_key["repeats"].value() != 1
+    if "hydra.run.dir" in by_key and (swept or "sweep.cells" in by_key or repeats):
         errors.append(
             "hydra.run.dir is the directory of a single run, but this is a sweep: set hydra.sweep.dir instead"
         )
@@ -142,25 +151,10 @@ def _model_name_errors(by_key: Mapping[str, Override]) -> list[str]:
     name, model = by_key.get("model.name"), by_key.get("model")
     if name is None or "experiment" in by_key or "${" in str(name.input_line):
         return []
-    if model is not None and not set(map(str, _values(model))) & set(options_of("model")) - {"hf"}:
+    if model is not None and not set(map(str, values_of(model))) & set(options_of("model")) - {"hf"}:
         return []
     text = str(name.input_line)
     return [f"{text} does not choose a model, because only model=hf reads model.name: write model=hf {text}"]
-
-
-def _values(override: Override) -> list[Any]:
-    return list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
-
-
-def _repeats(by_key: Mapping[str, Override]) -> bool:
-    return "repeats" in by_key and by_key["repeats"].value() != 1
-
-
-def check_single_run(overrides: Sequence[str]) -> None:
-    """Raise a ConfigError with all overrides that sweep, for commands that print one configuration."""
-    swept = [text.replace("'", "") for text in overrides if any(part.is_sweep_override() for part in parse([text]))]
-    if swept:
-        raise ConfigError([f"{text} is a sweep, but --cfg and --info print one run: set one value" for text in swept])
 
 
 def _use_sweep_dir(argument: str) -> list[str]:
@@ -168,8 +162,6 @@ def _use_sweep_dir(argument: str) -> list[str]:
     key, _, value = argument.partition("=")
     return [f"hydra.sweep.dir={value}", "hydra.sweep.subdir=."] if key == "hydra.run.dir" else [argument]
 
-
-# Checks of arguments that are neither options of Hydra nor overrides.
 
 RUN_OPTIONS = ("--multirun", "--config-dir", "--help", "--version", "--cfg", "--info", "--hydra-help")
 """Options of a run that a mistyped one may mean."""
@@ -184,8 +176,7 @@ VALUE_OPTIONS = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path",
 def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) -> None:
     """Raise a ConfigError with all unknown commands, options and short keys, and with spaces inside overrides.
 
-    Hydra's own parser would print a page of usage instead of the error. ``may_name_command`` states that no command was
-    typed, so that the first argument may be meant as one.
+    Hydra's own parser would print a page of usage instead. ``may_name_command``: no command was typed.
     """
     parser = get_args_parser()
     parser.error = _raise_error  # type: ignore[method-assign]
@@ -196,7 +187,12 @@ def check_arguments(arguments: Sequence[str], *, may_name_command: bool = True) 
         _option_errors(known, unknown, arguments)
         or list(_space_errors(overrides))
         or [_explain_position(name, arguments) for name in overrides if name in COMMANDS]
-        or (_first_argument_errors(overrides, arguments) if may_name_command else [])
+        # A first argument that is no override was probably meant as a command.
+        or [
+            _explain_command(name)
+            for name in overrides[:1]
+            if may_name_command and name == arguments[0] and not is_override(name)
+        ]
         or list(short_key_errors(overrides))
     )
     if errors:
@@ -214,20 +210,6 @@ def _option_errors(known: Namespace, unknown: Sequence[str], arguments: Sequence
     return errors
 
 
-def _space_errors(overrides: Sequence[str]) -> Iterator[str]:
-    for parts in split_overrides(overrides):
-        joined = "".join(parts)
-        fixed = joined if "=" in joined else f"{parts[0]}={''.join(parts[1:])}"
-        yield f"unexpected space in '{' '.join(parts)}': write {fixed}"
-
-
-def _first_argument_errors(overrides: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return an error if the first argument is no override, so that it was probably meant as a command."""
-    if overrides and arguments[0] == overrides[0] and not is_override(arguments[0]):
-        return [_explain_command(arguments[0])]
-    return []
-
-
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the overrides, and the options with their values, of checked arguments."""
     overrides: list[str] = get_args_parser().parse_known_intermixed_args(list(arguments))[0].overrides
@@ -237,8 +219,8 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, options
 
 
-def split_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the parts of each override that was split by spaces, as in ``strategy= fsdp``."""
+def _space_errors(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each override that was split by spaces, as in ``strategy= fsdp``."""
     groups: list[list[str]] = []
     keys = known_keys()
     for argument in overrides:
@@ -246,7 +228,10 @@ def split_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
             groups[-1].append(argument)
         else:
             groups.append([argument])
-    return (parts for parts in groups if len(parts) > 1)
+    for parts in (parts for parts in groups if len(parts) > 1):
+        joined = "".join(parts)
+        fixed = joined if "=" in joined else f"{parts[0]}={''.join(parts[1:])}"
+        yield f"unexpected space in '{' '.join(parts)}': write {fixed}"
 
 
 def _continues(previous: str, argument: str, keys: set[str]) -> bool:
@@ -313,10 +298,9 @@ def _explain_option(argument: str, arguments: Sequence[str]) -> str:
     following = [*arguments[arguments.index(argument) + 1 :], ""][0]
     if not equals:
         value = following if following and not following.startswith("-") and "=" not in following else "VALUE"
-    hint = " or ".join(f"{key}={value}" for key in _keys_named(option.lstrip("-").replace("-", "_")))
-    if hint:
-        return f"{option} is not an option: write {hint}"
-    return f"{option} is not an option{suggest(option, RUN_OPTIONS) or ': see distexp --help'}"
+    keys = " or ".join(f"{key}={value}" for key in _keys_named(option.lstrip("-").replace("-", "_")))
+    hint = f": write {keys}" if keys else suggest(option, RUN_OPTIONS) or ": see distexp --help"
+    return f"{option} is not an option{hint}"
 
 
 def _keys_named(name: str) -> list[str]:

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Glob, Override
 
 from distexp.config import Command, Config
 from distexp.config.keys import get_value, sections, strategy_groups
-from distexp.config.overrides import plain_value
+from distexp.config.overrides import plain_value, values_of
 from distexp.resolve.resolution import implied_strategy
 from distexp.strategies.base import COMMUNICATION, shipped_strategies
 
@@ -56,8 +56,8 @@ def _differs(override: Override) -> bool:
     if not name:
         value = override.value()
         return isinstance(value, dict) and any(plain_value(item) != defaults.get(key) for key, item in value.items())
-    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    return name in defaults and not override.is_delete() and any(plain_value(item) != defaults[name] for item in values)
+    is_set = name in defaults and not override.is_delete()
+    return is_set and any(plain_value(item) != defaults[name] for item in values_of(override))
 
 
 def _key(override: Override) -> str:
@@ -65,17 +65,6 @@ def _key(override: Override) -> str:
 
 
 # Warnings about sweeps over strategies with an option that not all of them have: ``zero_stage=2``, or two workers.
-
-WORKER_KEYS = ("cluster.nodes", "cluster.workers_per_node")
-"""Keys whose product is the number of workers."""
-
-
-@dataclass(frozen=True)
-class _ImplyingOption:
-    """An option of one strategy."""
-
-    text: str  # The override as it is typed, such as ``zero_stage=1,2``.
-    strategy: str
 
 
 @dataclass(frozen=True)
@@ -107,82 +96,68 @@ def strategy_sweep_warning(overrides: Sequence[Override]) -> str | None:
     options, strategies = _implying_options(by_key), _values(swept)
     alone = one_worker_strategies()
     workers = _worker_counts(by_key) if alone.intersection(strategies) and not alone.issuperset(strategies) else []
-    valid = set(strategies).intersection(*({option.strategy} for option in options))
+    valid = set(strategies).intersection(*({strategy} for strategy in options.values()))
     if invalid := [strategy for strategy in strategies if strategy not in valid]:
-        return _warning(options, strategies, workers, invalid)
+        reasons = [f"{text} is for strategy={strategy}" for text, strategy in options.items()]
+        reasons += [f"{_alone(strategies)} trains on one worker"] * bool(workers)
+        which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
+        shorter = "" if workers else _shorter(options, strategies)
+        return (
+            f"{' and '.join(reasons)}, so {which} are invalid: to compare them, write {shorter}"
+            f"{_cells(options, strategies, workers)}"
+        )
     if not workers:
         return None
     several = " or ".join(count.several for count in workers)
     return (
         f"{_alone(strategies)} trains on one worker, so it is invalid with {several}: "
-        f"to compare it with the others, write {_cells((), strategies, workers)} instead"
+        f"to compare it with the others, write {_cells({}, strategies, workers)} instead"
     )
 
 
-def _cells(options: Sequence[_ImplyingOption], strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
+def _cells(options: Mapping[str, str], strategies: Sequence[str], workers: Sequence[_WorkerCount]) -> str:
     """Return the sweep that has each option and each number of workers with its strategies only."""
-    implied, typed = {option.strategy for option in options}, [count.text for count in workers]
+    implied, typed = set(options.values()), [count.text for count in workers]
     alone = [strategy for strategy in strategies if workers and strategy in one_worker_strategies()]
     rest = [strategy for strategy in strategies if strategy not in {*implied, *alone}]
     cells = [[f"strategy={name}", *(f"{count.key}=1" for count in workers)] for name in alone]
     cells += [[f"strategy={','.join(rest)}", *typed]] * bool(rest)
-    cells += [[option.text, *typed] for option in options]
+    cells += [[text, *typed] for text in options]
     entries = ("[" + ",".join(f'"{text}"' for text in overrides) + "]" for overrides in cells)
     return f"'sweep.cells=[{','.join(entries)}]'"
 
 
-def _implying_options(by_key: Mapping[str, Override]) -> list[_ImplyingOption]:
-    """Return the options that imply one strategy each."""
-    found = []
+def _implying_options(by_key: Mapping[str, Override]) -> dict[str, str]:
+    """Return the overrides, such as ``zero_stage=1,2``, that imply one strategy each, with this strategy."""
+    found = {}
     for override in (by_key[group] for group in strategy_groups() if group in by_key):
         implied = {implied_strategy(override.get_key_element(), option) for option in _values(override)}
         if len(implied) == 1 and None not in implied:
-            found.append(_ImplyingOption(str(override.input_line).replace("'", ""), str(*implied)))
+            found[str(override.input_line).replace("'", "")] = str(*implied)
     return found
 
 
 def _worker_counts(by_key: Mapping[str, Override]) -> list[_WorkerCount]:
     """Return the keys of the number of workers that have values other than 1."""
     found = []
-    for key in (key for key in WORKER_KEYS if key in by_key):
+    for key in (key for key in ("cluster.nodes", "cluster.workers_per_node") if key in by_key):
         if several := [value for value in _values(by_key[key]) if value != "1"]:
             found.append(_WorkerCount(key, str(by_key[key].input_line), f"{key}={','.join(several)}"))
     return found
 
 
 def _values(override: Override) -> list[str]:
-    if isinstance(override.value(), Glob):
-        return []
-    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    return [str(plain_value(value)) for value in values]
+    return [] if isinstance(override.value(), Glob) else [str(plain_value(value)) for value in values_of(override)]
 
 
-def _warning(
-    options: Sequence[_ImplyingOption],
-    strategies: Sequence[str],
-    workers: Sequence[_WorkerCount],
-    invalid: Sequence[str],
-) -> str:
-    """Return the warning about options of one strategy in cells of another one."""
-    reasons = [f"{option.text} is for strategy={option.strategy}" for option in options]
-    reasons += [f"{_alone(strategies)} trains on one worker"] * bool(workers)
-    which = "all cells" if len(invalid) == len(strategies) else f"the cells with strategy={','.join(invalid)}"
-    shorter = "" if workers else _shorter(options, strategies)
-    return (
-        f"{' and '.join(reasons)}, so {which} are invalid: to compare them, write {shorter}"
-        f"{_cells(options, strategies, workers)}"
-    )
-
-
-def _shorter(options: Sequence[_ImplyingOption], strategies: Sequence[str]) -> str:
+def _shorter(options: Mapping[str, str], strategies: Sequence[str]) -> str:
     """Return the shorter sweep, if all options are defaults; else an empty text."""
-    for option in options:
-        group, _, value = option.text.partition("=")
+    for text, strategy in options.items():
+        group, _, value = text.partition("=")
         config = Config()
-        shipped_strategies()[option.strategy]().set_defaults(config)
+        shipped_strategies()[strategy]().set_defaults(config)
         if str(get_value(config, strategy_groups()[group])) != value:
             return ""
-    texts, default = " and ".join(option.text for option in options), "defaults" if len(options) > 1 else "default"
-    implied = [option.strategy for option in options]
+    implied, default = options.values(), "defaults" if len(options) > 1 else "default"
     listed = ",".join([*(strategy for strategy in strategies if strategy not in implied), *implied])
-    return f"strategy={listed} without {texts} (the {default}), or "
+    return f"strategy={listed} without {' and '.join(options)} (the {default}), or "

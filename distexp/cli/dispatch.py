@@ -1,7 +1,6 @@
-"""What each command does with the cells of its command line. Hydra's launcher plugin calls it.
+"""What each command does with its cells, which it composes itself. Hydra's launcher plugin calls it.
 
-``DISPATCH`` is the only place that asks which command was typed, in order to do something else. Every command composes
-its cells itself, with its own rules.
+``DISPATCH`` is the only place that asks which command was typed, in order to do something else.
 """
 
 from __future__ import annotations
@@ -105,11 +104,7 @@ DISPATCH: Mapping[Command, Callable[[CommandLine], list[JobReturn]]] = {
 def run_cells(
     context: HydraContext, master: DictConfig, overrides: Sequence[Sequence[str]], options: Mapping[str, Any]
 ) -> list[JobReturn]:
-    """Run the command that was typed.
-
-    Raises:
-        ConfigError: The launcher cannot be imported, or is in a package that is not trusted.
-    """
+    """Run the command that was typed. Raise ConfigError if the launcher is not trusted or cannot be imported."""
     trusted = packages_trusted_by_user(sys.argv[1:])
     launcher = find_launcher(master.cluster._target_, trusted, Launcher)  # type: ignore[type-abstract]
     line = CommandLine(context, master, overrides, launcher, partial(launcher.adjust, options))

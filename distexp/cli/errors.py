@@ -16,7 +16,7 @@ from yaml import MarkedYAMLError, YAMLError
 from distexp.config import ConfigError
 from distexp.config.keys import config_groups, describe_values, is_key, known_keys, options_of, strategy_groups
 from distexp.config.overrides import home_message, parse, shell_quote, without_plus_prefix
-from distexp.exceptions import describe_os_error
+from distexp.exceptions import describe_os_error, first_line
 from distexp.runs.texts import FULL, NOT_WRITABLE, lacks_inodes
 
 NEEDS_QUOTES = frozenset("!#&();<=>^`~")
@@ -49,13 +49,13 @@ def explain(error: Exception) -> list[str]:
         group, slash, option = (error.missing_cfg_file or "").partition("/")
         if slash:
             return [explain_option(group, option, sorted({*options_of(group), *(error.options or [])}))]
-        return [f"{_first_line(error).partition('. ')[0]}: leave --config-name out"]
+        return [f"{first_line(error).partition('. ')[0]}: leave --config-name out"]
     if isinstance(error, YAMLError):
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-        unknown = f"a configuration file is not valid YAML: {_first_line(error)}"
+        unknown = f"a configuration file is not valid YAML: {first_line(error)}"
         return [unknown if mark is None else f"{mark.name} is not valid YAML in line {mark.line + 1}: {error.problem}"]
     if isinstance(error, OverrideParseException):
-        return [_explain_syntax(str(error.override), _first_line(error))]
+        return [_explain_syntax(str(error.override), first_line(error))]
     return [_explain_value(error)]
 
 
@@ -64,21 +64,17 @@ def explain_os_error(error: OSError) -> str:
     place = f" ({error.filename})" if error.filename else ""
     if error.errno == errno.ENOSPC and error.filename and lacks_inodes(Path(os.fsdecode(error.filename)).parent):
         return f"no inodes are left{place}: delete files, or choose another disk with hydra.sweep.dir=DIR"
-    if error.errno in FULL:
-        return f"{error.strerror}{place}: free space, or choose another directory with hydra.sweep.dir=DIR"
-    if error.errno in NO_DIRECTORY:
-        return f"{error.strerror}{place}: choose another directory with hydra.sweep.dir=DIR"
-    if error.errno in NOT_WRITABLE:
-        return f"{error.strerror}{place}: choose a directory that you can write with hydra.sweep.dir=DIR"
-    return describe_os_error(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    hints = {
+        FULL: "free space, or choose another directory",
+        NO_DIRECTORY: "choose another directory",
+        NOT_WRITABLE: "choose a directory that you can write",
+    }
+    hint = next((hint for numbers, hint in hints.items() if error.errno in numbers), None)
+    return f"{error.strerror}{place}: {hint} with hydra.sweep.dir=DIR" if hint else describe_os_error(error)
 
 
 def _explain_value(error: Exception) -> str:
-    text = _first_line(error)
+    text = first_line(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if text.startswith("Additional config directory"):  # A folder that does not exist.
         return f"{text}: give an existing folder to --config-dir"
@@ -88,7 +84,10 @@ def _explain_value(error: Exception) -> str:
     file = IN_FILE.match(text)
     origin = f"{file[1]}.yaml: " if file else ""
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key in config_groups():
-        return f"{origin}{_explain_group(key, is_section=file is not None and file[1].startswith(f'{key}/'))}"
+        # A file of the group that does not set its package sets its section.
+        is_section = file is not None and file[1].startswith(f"{key}/")
+        section = "is a group and not a section: write '# @package _global_' into the first line of the file"
+        return f"{origin}{key} {section if is_section else f'has no keys: write {key}=OPTION'}"
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return f"{origin}{key} is not a key{suggest_key(key, known_keys()) or ': --cfg job prints all keys'}"
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
@@ -97,17 +96,7 @@ def _explain_value(error: Exception) -> str:
         if file:
             given = f"{origin}{key}={cause.value}"
         return f"{given} must be {accepted}{explain_duration(key, str(cause.value))}"
-    return text if cause is error else f"{text.rstrip('.:')}: {_first_line(cause)}"
-
-
-def _explain_group(group: str, *, is_section: bool) -> str:
-    """Return the message for a group without keys, which got one.
-
-    With ``is_section`` a file of the group got it as its section, because it does not set its package.
-    """
-    if is_section:
-        return f"{group} is a group and not a section: write '# @package _global_' into the first line of the file"
-    return f"{group} has no keys: write {group}=OPTION"
+    return text if cause is error else f"{text.rstrip('.:')}: {first_line(cause)}"
 
 
 def _explain_syntax(override: str, reason: str) -> str:
@@ -128,22 +117,11 @@ def _explain_syntax(override: str, reason: str) -> str:
     if (not value.isascii() or NEEDS_QUOTES & set(value)) and not set("'\"[]{}") & set(value):
         quoted = f"{key}='{value}'"
         return f"{override} needs quotes: write {shell_quote(quoted)}"
-    unclosed = _unclosed(value)
+    pairs = (("'", "'"), ('"', '"'), ("[", "]"), ("{", "}"))
+    odd = (a for a, b in pairs if (value.count(a) % 2 if a == b else value.count(a) != value.count(b)))
+    unclosed = next(odd, "")  # A shell has split the value.
     cause = f", because {unclosed} is not closed: quote it for the shell: '{key}=...'" if unclosed else f": {reason}"
     return f"{override} cannot be parsed{cause}"
-
-
-def _unclosed(value: str) -> str:
-    """Return the quote or bracket of a value that is not closed, as after a shell has split it; empty if none is."""
-    pairs = (("'", "'"), ('"', '"'), ("[", "]"), ("{", "}"))
-    return next(
-        (
-            first
-            for first, last in pairs
-            if (value.count(first) % 2 if first == last else value.count(first) != value.count(last))
-        ),
-        "",
-    )
 
 
 def _quote_entries(override: str) -> str | None:
@@ -216,10 +194,9 @@ def explain_duration(key: str, value: str) -> str:
     """Return which number to write for a duration, or for steps in ``profile``, as the end of a message; or nothing."""
     if key == "profile" and value.isdecimal():
         return f": for {value} steps write train.profile_steps={value}"
-    unit = next((unit for end, unit in UNITS.items() if key.endswith(end)), None)
-    if unit is None:
+    name, length = next((unit for end, unit in UNITS.items() if key.endswith(end)), ("", 1))
+    if not name:
         return ""
-    name, length = unit
     text = value.strip("'\" ").lower()
     if short := re.fullmatch(r"(\d+):(\d{1,2})", text):  # hours and minutes, or minutes and seconds
         first, second = (int(part) for part in short.groups())
@@ -245,21 +222,13 @@ def _seconds(text: str) -> float | None:
 
 ALIASES = {
     "lr": "train.learning_rate",
-    "epochs": "train.num_epochs",
-    "epoch": "train.num_epochs",
+    **dict.fromkeys(("epochs", "epoch"), "train.num_epochs"),
     "batch_size": "train.micro_batch_size",
     "steps": "train.max_steps",
-    "gpus": "cluster.workers_per_node",
-    "num_gpus": "cluster.workers_per_node",
-    "workers": "cluster.workers_per_node",
-    "nproc_per_node": "cluster.workers_per_node",
+    **dict.fromkeys(("gpus", "num_gpus", "workers", "nproc_per_node"), "cluster.workers_per_node"),
     "nnodes": "cluster.nodes",
-    "sequence_length": "dataset.max_length",
-    "seq_len": "dataset.max_length",
-    "max_seq_length": "dataset.max_length",
-    "timeout": "cluster.timeout_min",
-    "time": "cluster.timeout_min",
-    "walltime": "cluster.timeout_min",
+    **dict.fromkeys(("sequence_length", "seq_len", "max_seq_length"), "dataset.max_length"),
+    **dict.fromkeys(("timeout", "time", "walltime"), "cluster.timeout_min"),
     "mem": "cluster.memory_gb",
 }
 """Names of keys in other programs, with the keys of distexp."""
@@ -274,10 +243,7 @@ def suggest(wrong: str, known: Iterable[str]) -> str:
 
 
 def suggest_key(wrong: str, known: Iterable[str]) -> str:
-    """Return the same for dotted keys.
-
-    Only the last part of a key is compared, because the right name in a wrong section is a common error.
-    """
+    """Return similar keys by their last part, because the right name in a wrong section is a common error."""
     section, _, name = wrong.rpartition(".")
     if name in ALIASES:
         return _question([ALIASES[name]])

@@ -61,13 +61,13 @@ EXAMPLES = {
 """Commands with what they do."""
 
 
-def describe_groups() -> list[tuple[str, str]]:
+def describe_groups() -> dict[str, str]:
     """Return the groups with their meaning and the strategy that they imply."""
-    described = []
+    described = {}
     for group, meaning in GROUPS.items():
         implied = {implied_strategy(group, option) for option in options_of(group)} - {None}
         suffix = "".join(f" (implies strategy={strategy})" for strategy in sorted(map(str, implied)))
-        described.append((group, meaning + suffix))
+        described[group] = meaning + suffix
     return described
 
 
@@ -84,7 +84,7 @@ def help_text() -> str:
     ]
     lines += [_entry(name, command.help) for name, command in COMMANDS.items()]
     lines += ["", "groups:"]
-    for group, meaning in describe_groups():
+    for group, meaning in describe_groups().items():
         lines += [_entry(group, meaning), wrap(", ".join(options_of(group)), INDENT)]
     lines += ["", "examples:"]
     lines += [f"  {command}\n      {meaning}" for command, meaning in EXAMPLES.items()]
@@ -94,7 +94,6 @@ def help_text() -> str:
 
 
 def _entry(name: str, meaning: str) -> str:
-    """Return a name with its meaning in a second column."""
     return f"  {name:<12} " + wrap(meaning, INDENT[2:]).lstrip()
 
 
@@ -112,7 +111,7 @@ TOPIC_INDENT = 6 * " "
 
 def topic_text(name: str) -> str | None:
     """Return the help of a group, an option, a section or a key; None for another name."""
-    groups = dict(describe_groups())
+    groups = describe_groups()
     group, _, option = name.partition("=")
     if group in groups and not option:
         return _group_text(group, groups[group])
@@ -207,7 +206,7 @@ def _keys_named(name: str) -> Iterator[tuple[str, Field[Any]]]:
 def topic_names() -> Sequence[str]:
     """Return the names of groups, sections and keys, for suggestions."""
     keys = [spec.name for section in sections().values() for spec in fields(section)]
-    return list(dict.fromkeys([*dict(describe_groups()), *sections(), *keys]))
+    return list(dict.fromkeys([*describe_groups(), *sections(), *keys]))
 
 
 def _path(group: str, option: str) -> Path:
@@ -215,5 +214,4 @@ def _path(group: str, option: str) -> Path:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a user would type it."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

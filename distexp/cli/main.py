@@ -34,9 +34,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     return run_command(name, arguments)
 
 
-# Sub-commands of ``distexp``: their names, modules and one-line help.
-
-
 class Command(NamedTuple):
     """A sub-command."""
 

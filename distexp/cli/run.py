@@ -1,7 +1,4 @@
-"""``distexp [run] [OVERRIDE ...]``: runs and sweeps, started through Hydra.
-
-Hydra gets a normalized command line, and its errors are printed with hints.
-"""
+"""``distexp [run] [OVERRIDE ...]``: runs and sweeps, started through Hydra with a normalized command line."""
 
 from __future__ import annotations
 
@@ -21,18 +18,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from distexp import exceptions
 from distexp.cli.arguments import normalize_arguments
 from distexp.config import Command, ConfigError, register_schema
 from distexp.config.keys import conf_dir
 from distexp.config.overrides import is_override, key_of, parse
-from distexp.exceptions import (
-    TRACE_VARIABLE,
-    InterruptedRunError,
-    MonitoringInterrupted,
-    SweepFailedError,
-    SweepInterrupted,
-    interruptions_kept,
-)
+from distexp.exceptions import TRACE_VARIABLE
 from distexp.guard.command_line import check_arguments_for_secrets
 from distexp.guard.config_files import use_checked_loader
 
@@ -120,17 +111,17 @@ def _run_hydra(arguments: Sequence[str], command: Command, added: Sequence[str])
         sys.path.append(os.getcwd())  # so that custom packages are found as with `python -m`
     sys.argv = [sys.argv[0], *normalize_arguments(arguments, command, added)]
     try:
-        with interruptions_kept():
+        with exceptions.interruptions_kept():
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_never_called)()
-    except SweepFailedError:
+    except exceptions.SweepFailedError:
         return 1
-    except InterruptedRunError as interruption:
+    except exceptions.InterruptedRunError as interruption:
         print(f"distexp: {interruption}", file=sys.stderr)
         return 128 + interruption.number
-    except (SweepInterrupted, KeyboardInterrupt) as interruption:
+    except (exceptions.SweepInterrupted, KeyboardInterrupt) as interruption:
         print(f"distexp: {str(interruption) or 'interrupted'}", file=sys.stderr)
         return 128 + signal.SIGINT
-    except MonitoringInterrupted:
+    except exceptions.MonitoringInterrupted:
         return 128 + signal.SIGINT
     return 0
 

@@ -1,6 +1,7 @@
 """Typed configuration: the schema, its metadata, and checks of single sections."""
 
 from distexp.config.schema import (
+    WHOLE_MODEL,
     Command,
     Config,
     KernelsConfig,
@@ -22,20 +23,7 @@ from distexp.config.sections import (
 from distexp.exceptions import ConfigError
 
 __all__ = [
-    "ClusterConfig",
-    "Command",
-    "Config",
-    "ConfigError",
-    "DatasetConfig",
-    "ForecastConfig",
-    "KernelsConfig",
-    "MeasureConfig",
-    "ModelConfig",
-    "PlanConfig",
-    "PreflightConfig",
-    "ScaleConfig",
-    "StrategyConfig",
-    "TrackerConfig",
-    "TrainConfig",
-    "register_schema",
-]
+    "WHOLE_MODEL", "ClusterConfig", "Command", "Config", "ConfigError", "DatasetConfig", "ForecastConfig",
+    "KernelsConfig", "MeasureConfig", "ModelConfig", "PlanConfig", "PreflightConfig", "ScaleConfig", "StrategyConfig",
+    "TrackerConfig", "TrainConfig", "register_schema",
+]  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError
+from distexp.exceptions import first_line
 from distexp.system.files import PACKAGE
 
 PAGE = "https://distexp.github.io/distexp/how-to/extend/"
@@ -52,8 +53,8 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
     except Exception as error:
         if target.startswith("distexp."):
             raise
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        name = type(error).__name__
+        reason = f"{name}: {first_line(error)}" if str(error).strip() else name
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         raise ConfigError(f"{target}: {call} raised {reason} ({place}): correct the code. {TRACEBACK_HINT}") from error
@@ -122,15 +123,18 @@ def custom_code_place(error: BaseException, trusted: Collection[str]) -> str:
 
 
 def _innermost(places: Iterator[tuple[Path, int]]) -> str:
-    """Return the last of some lines, as text."""
     return next((f"{'/'.join(path.parts[-2:])}:{line}" for path, line in reversed(list(places))), "")
 
 
 def _places(error: BaseException) -> Iterator[tuple[Path, int]]:
-    """Yield the lines of the traceback that are in files outside of the libraries."""
+    """Yield the lines of the traceback that are in files outside of Python, torch, triton and distexp."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_filename
-        if name and not name.startswith("<") and not _in_library(Path(name)):
+        if not name or name.startswith("<"):
+            continue
+        file, python = Path(name).resolve(), Path(sysconfig.get_path("stdlib")).resolve()
+        in_python = file.is_relative_to(python) and not _installed_package(file.relative_to(python))
+        if not in_python and not any(file.is_relative_to(folder) for folder in _library_folders()):
             yield Path(name), line
 
 
@@ -139,21 +143,11 @@ def _installed_package(path: Path) -> str:
     return next((Path(path.parts[path.parts.index(name) + 1]).stem for name in INSTALLED if name in path.parts), "")
 
 
-def _in_library(path: Path) -> bool:
-    """Return whether a file belongs to Python, torch, triton or distexp."""
-    file, python = path.resolve(), Path(sysconfig.get_path("stdlib")).resolve()
-    in_python = file.is_relative_to(python) and not _installed_package(file.relative_to(python))
-    return in_python or any(file.is_relative_to(folder) for folder in _library_folders())
-
-
 @lru_cache(maxsize=1)
 def _library_folders() -> tuple[Path, ...]:
     specs = [spec for name in LIBRARIES if (spec := find_spec(name)) is not None]
     folders = (Path(folder).resolve() for spec in specs for folder in spec.submodule_search_locations or ())
     return (PACKAGE, *folders)
-
-
-# Imports of ``_target_`` names: dotted names in YAML files, imported when a run needs them.
 
 
 def check_target(target: str, trusted: Sequence[str]) -> str | None:
@@ -170,19 +164,14 @@ def locate(target: str) -> Any:
     try:
         with shorten_errors(target, "its import"):
             found = getattr(importlib.import_module(module), name)
-    except ConfigError as error:
-        if isinstance(error.__cause__, (ImportError, AttributeError, ValueError)):
-            raise _import_error(target, error.__cause__) from error.__cause__
-        raise
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _import_error(target, error) from error
+    except (ConfigError, ImportError, AttributeError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, ConfigError) else error
+        if not isinstance(cause, (ImportError, AttributeError, ValueError)):
+            raise
+        raise ConfigError(f"_target_={target} cannot be imported ({cause}): correct the name") from cause
     if not callable(found):
         raise ConfigError(
             f"_target_={target} is {describe_type(found)}, which cannot be called: name a function or class, as in "
             f"{PAGE}"
         )
     return found
-
-
-def _import_error(target: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"_target_={target} cannot be imported ({error}): correct the name")

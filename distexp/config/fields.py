@@ -1,7 +1,4 @@
-"""Metadata of dataclass fields: the meaning of each one and the values it accepts.
-
-Range checks, error messages and the generated reference pages all read this metadata.
-"""
+"""Metadata of dataclass fields, which checks, error messages and the reference pages read."""
 
 from __future__ import annotations
 
@@ -53,7 +50,10 @@ class FieldInfo:
     def find_error(self, value: Any) -> str | None:
         """Return why a value is not accepted, to be printed after ``KEY=VALUE``; None if it is."""
         if isinstance(value, list):
-            return None if self._accepts_list(value) else f"must be {self._describe_list()}"
+            if self.length in (None, len(value)) and all(map(self._accepts, value)):
+                return None
+            count = f"{self.length} numbers" if self.length is not None else "numbers"
+            return f"must be {count}, each {self.limits}" + (f", as in {self.example}" if self.example else "")
         if self._accepts(value):
             return None
         if self.choices and not self._has_range:
@@ -74,13 +74,6 @@ class FieldInfo:
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
         )
-
-    def _accepts_list(self, values: list[Any]) -> bool:
-        return self.length in (None, len(values)) and all(map(self._accepts, values))
-
-    def _describe_list(self) -> str:
-        count = f"{self.length} numbers" if self.length is not None else "numbers"
-        return f"{count}, each {self.limits}" + (f", as in {self.example}" if self.example else "")
 
 
 def key(default: T, help: str = "", **details: Any) -> T:  # noqa: A002
@@ -105,9 +98,6 @@ def info_of(spec: Field[Any]) -> FieldInfo:
     """Return the metadata of a field; an empty one if it has none."""
     info: FieldInfo = spec.metadata.get(METADATA_KEY, FieldInfo())
     return info
-
-
-# Dotted keys of a nested configuration.
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -96,22 +96,17 @@ def describe_values(key: str) -> str | None:
     hint = get_type_hints(owner)[name]
     if is_dataclass(hint):
         return f"a section: set one of its keys, {', '.join(spec.name for spec in fields(hint)[:3])} ..."
-    accepted = _describe_accepted(info_of(specs[name]), hint)
+    info, accepted = info_of(specs[name]), _describe_type(hint)
+    if info.choices and info.at_least is None:
+        accepted = f"one of {info.limits}"
+    elif info.choices:  # The key takes a number or one of these texts, as train.micro_batch_size does.
+        accepted = accepted.replace(TYPE_NAMES[str], ", ".join(map(str, info.choices)))
     return f"{accepted} or null" if NoneType in get_args(hint) else accepted
 
 
 def takes_list(key: str) -> bool:
     """Return whether the value of a key is a list."""
     return "a list" in (describe_values(key) or "")
-
-
-def _describe_accepted(info: FieldInfo, hint: Any) -> str:
-    if not info.choices:
-        return _describe_type(hint)
-    if info.at_least is None:
-        return f"one of {info.limits}"
-    # The key takes a number or one of these texts, as train.micro_batch_size does.
-    return _describe_type(hint).replace(TYPE_NAMES[str], ", ".join(map(str, info.choices)))
 
 
 def _describe_type(hint: Any) -> str:
@@ -150,8 +145,7 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
         if isinstance(value, str) and CONTROL.search(value):
             yield f"{name}.{spec.name}={value!r} contains a control character: leave it out"
             continue
-        error = None if value is None else _error(info_of(spec), value)
-        if error is not None:
+        if error := None if value is None else _error(info_of(spec), value):
             shown = f"{value:g}" if isinstance(value, float) else value
             yield f"{name}.{spec.name}={shown} {error}"
 
@@ -174,9 +168,6 @@ def _error(info: FieldInfo, value: Any) -> str | None:
     return error
 
 
-# Refusal of numbers for keys that are true or false, from the command line and from YAML files alike.
-
-
 _convert = BooleanNode._validate_and_convert_impl
 
 
@@ -195,9 +186,6 @@ def _convert_checked(node: BooleanNode, value: Any) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
         raise ValidationError("Value '$VALUE' is not a valid bool (type $VALUE_TYPE)")
     return _convert(node, value)
-
-
-# Location of the YAML config groups: next to the package in a checkout, inside it in a wheel.
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,6 @@
 """Checks of the ``model`` and ``dataset`` sections, without importing torch.
 
-The schema is the same for all options of a group, so that a key may be set while the group is swept.
-The YAML of each option lists its keys. Setting any other key is an error.
+The schema is the same for all options of a group. The YAML of an option lists its keys, and any other is an error.
 """
 
 from __future__ import annotations
@@ -57,7 +56,11 @@ def model_errors(model: ModelConfig) -> list[str]:
     """Return an error for each unused key, missing value and impossible combination of a model."""
     return [
         *unused_key_errors("model", model),
-        *_missing_values(model),
+        *(
+            f"model.{key} is null, but model={model.name} needs a value: set it"
+            for key in model.keys
+            if vars(model).get(key, "") is None and key not in ("path", "tokenizer", "vocab_size", "dropout")
+        ),
         *_source_errors(model),
         *_attention_errors(model),
     ]
@@ -80,16 +83,6 @@ def resolve_vocab_size(model: ModelConfig, num_classes: int) -> int:
             f"model.vocab_size={num_classes} or null, or choose a smaller tokenizer"
         )
     return model.vocab_size
-
-
-def _missing_values(model: ModelConfig) -> Iterator[str]:
-    for key in model.keys:
-        if (
-            key in vars(model)
-            and key not in ("path", "tokenizer", "vocab_size", "dropout")
-            and getattr(model, key) is None
-        ):
-            yield f"model.{key} is null, but model={model.name} needs a value: set it"
 
 
 def _source_errors(model: ModelConfig) -> Iterator[str]:
@@ -116,9 +109,6 @@ def _attention_errors(model: ModelConfig) -> Iterator[str]:
             f"model.attention=flex has no dropout, but model.dropout={model.dropout}: use model.dropout=0, or "
             "model.attention=sdpa"
         )
-
-
-# Checks of sizes that must fit together, without importing torch.
 
 
 def check_sequence_length(dataset: DatasetConfig, model: ModelConfig) -> str | None:
@@ -164,9 +154,6 @@ def several_lengths(dataset: DatasetConfig) -> str:
     return "dataset.padding=longest" if dataset.padding == "longest" else ""  # packed rows are not all full
 
 
-# Where the weights and the tokenizer of a model come from: a hub id or a folder.
-
-
 def weights_source(model: ModelConfig) -> str | None:
     """Return the hub id or folder of the weights and the tokenizer; None if the architecture has none."""
     return model.name if weights_source_key(model) == "name" else model.path
@@ -181,8 +168,6 @@ def loads_from_source(model: ModelConfig) -> bool:
     """Return whether a run reads the weights source, for its weights or for its architecture."""
     return model.init == "pretrained" or "name" in model.keys
 
-
-# Sizes of the batches of a training: micro-batch, accumulation and global batch.
 
 AUTO = "auto"
 """Value of ``train.micro_batch_size`` for which the workers search the size."""
@@ -218,8 +203,6 @@ def with_micro_batch(config: Config, size: int, accumulation: int | None = None)
     steps = samples_per_worker(config) // size if accumulation is None else accumulation
     return replace(config, train=replace(config.train, micro_batch_size=size, gradient_accumulation_steps=steps))
 
-
-# Numbers of the samples of generated data sets, if their configuration sets none.
 
 SQUAD_SAMPLE_TRAIN, SQUAD_SAMPLE_EVAL = 512, 128
 TINYIMAGENET_SAMPLE_TRAIN, TINYIMAGENET_SAMPLE_EVAL = 400, 100

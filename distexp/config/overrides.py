@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Container, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
@@ -55,35 +55,38 @@ def quote_choice(text: str, groups: Container[str]) -> str:
     if not equals or key not in groups:
         return text
     override = parse([text])[0]
-    value: Any = override.value()
-    if isinstance(value, Glob):
+    if isinstance(override.value(), Glob):
         return text
-    values: list[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+    values = values_of(override)
     if None in values:
         raise ConfigError(f"{text} chooses no option of {key}: write {key}=OPTION, or leave it out")
     if any(isinstance(item, list) for item in values):
-        _refuse_list(text, key, values)
+        listed = [option for item in values for option in (item if isinstance(item, list) else [item])]
+        options = [_quote(option).strip("'") for option in listed]
+        hint = f"write {key}={options[0] if options else 'OPTION'}"
+        if len(options) > 1:
+            hint = f"add --multirun {key}={','.join(options)} to compare them"
+        raise ConfigError(f"{text} is a list, but {key} takes one option: {hint}")
     return f"{prefix}=" + ",".join(_quote(item) for item in values)
 
 
+def values_of(override: Override) -> list[Any]:
+    """Return the value of an override, or all values of a sweep."""
+    return list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+
+
 def plain_value(value: Any) -> Any:
-    """Return a value of an override without its quotes."""
-    return value.text if isinstance(value, QuotedString) else value
+    """Return a value of an override without its quotes, also inside of lists and mappings."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [plain_value(item) for item in value]
+    return {plain_value(key): plain_value(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def home_message(key: str, value: str) -> str:
     """Return the error for a path with ``~``, which shells replace only at the start of an argument."""
     return f"{key}={value} starts with ~, which the shell does not replace there: write {key}=$HOME{value[1:]}"
-
-
-def _refuse_list(text: str, group: str, values: Sequence[Any]) -> NoReturn:
-    """Raise the error for ``strategy=[ddp,fsdp]``, with the sweep over the same options."""
-    options = [_quote(option).strip("'") for item in values for option in (item if isinstance(item, list) else [item])]
-    if len(options) > 1:
-        hint = f"add --multirun {group}={','.join(options)} to compare them"
-    else:
-        hint = f"write {group}={options[0] if options else 'OPTION'}"
-    raise ConfigError(f"{text} is a list, but {group} takes one option: {hint}")
 
 
 def _quote(value: Any) -> str:
@@ -93,9 +96,6 @@ def _quote(value: Any) -> str:
     text = str(value)
     bare = text.replace("_", "").replace("/", "").replace("-", "")
     return text if bare.isalpha() and text not in ("true", "false", "null") else f"'{text}'"
-
-
-# Key and value of an override as text, such as ``train.max_steps=5`` or ``+cluster.environment.A=1``.
 
 
 def key_of(override: str) -> str:
@@ -112,8 +112,6 @@ def sets_key(overrides: Iterable[str], key: str) -> bool:
     """Return whether one of some overrides sets a key."""
     return any(key_of(text) == key and "=" in text for text in overrides)
 
-
-# Command lines as a user types them: overrides, and commands that a message suggests.
 
 TYPED_BOOLEAN = re.compile(r"(?<=[=,\[:])(True|False)(?=[,\]}]|$)")
 """A boolean as Hydra writes it in the overrides of a sweep."""
@@ -188,25 +186,12 @@ def _values(override: Override | None) -> list[Any]:
     value: Any = override.value()
     values = list(override.sweep_iterator()) if isinstance(value, ChoiceSweep) else [value]
     is_group = override.get_key_element().lstrip("+~").partition("@")[0] in config_groups()
-    return [str(_plain(value)).lower() if is_group else _typed(_plain(value)) for value in values]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value without Hydra's quotes, also inside of lists and mappings."""
-    if isinstance(value, QuotedString):
-        return value.text
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {_plain(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _typed(value: Any) -> tuple[str, Any]:
-    """Return a value with its type, so that ``1`` and ``true`` differ."""
-    return type(value).__name__, value
+    plain = [plain_value(value) for value in values]
+    # With their types, ``1`` and ``true`` differ.
+    return [str(value).lower() if is_group else (type(value).__name__, value) for value in plain]
 
 
 def _quote_for_hydra(value: str) -> str:
-    """Return a text in Hydra's quotes."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     ending = "\\" * (len(escaped) - len(escaped.rstrip("\\")))
     return f"'{escaped}{ending}'"

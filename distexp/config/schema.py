@@ -1,10 +1,7 @@
-"""The typed schema of the configuration: every key with its type, default, meaning and accepted values.
+"""The schema of the configuration: every key with its type, default, meaning and limits.
 
-This module has the training and the whole configuration. The other sections are in ``*_section.py`` and
-``*_sections.py``. Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so an unknown key or a value of the
-wrong type is an error while composing. ``value_checks`` compares the values with the limits of the schema. Checks that
-involve several keys are in ``resolve``.
-``None`` means "not chosen": ``resolve`` sets it from the strategy, the model or the machine.
+Hydra merges the YAML groups of ``conf/`` into :class:`Config`, so an unknown key or a wrong type is an error while
+composing. ``None`` means "not chosen": ``resolve`` sets it, and checks what involves several keys.
 """
 
 from __future__ import annotations
@@ -15,20 +12,11 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from distexp.config import sections
 from distexp.config.fields import key
-from distexp.config.sections import (
-    ChooseConfig,
-    ClusterConfig,
-    DatasetConfig,
-    DDPConfig,
-    DeepSpeedConfig,
-    ForecastConfig,
-    FSDPConfig,
-    ModelConfig,
-    PlanConfig,
-)
 
-# The sections of the schema with the size of a run: limits that shrink it, and growth with its workers.
+WHOLE_MODEL = ("model", "graphs")
+"""Values of ``train.compile`` that compile the whole model as one graph."""
 
 
 @dataclass
@@ -61,9 +49,6 @@ class ScalingConfig:
     )
 
 
-# The sections of the schema with the measurements of a run, and where a tracker sends them.
-
-
 @dataclass
 class MeasureConfig:
     """Memory and utilization, sampled from outside the workers, and the watch for slow ranks inside of them."""
@@ -71,10 +56,9 @@ class MeasureConfig:
     enabled: bool = key(True, "Whether to sample.")
     interval_s: float = key(0.5, "Time between two samples.", unit="seconds", above=0)
     slow_ranks: bool = key(
-        True,
-        "Whether to watch for slow ranks: how long each rank waits for the others in some steps. "
+        True, "Whether to watch for slow ranks: how long each rank waits for the others in some steps. "
         "If false, no method of torch is replaced.",
-    )
+    )  # fmt: skip
     watchers: list[str] = key(
         [], "Custom measurements of the training: classes that extend `Watcher`, from `trusted_packages`."
     )
@@ -206,7 +190,7 @@ class TrainConfig:
     activation_checkpointing: bool = key(False, "Recompute the activations of each block in the backward pass.")
     compile: bool | str | None = key(
         None, "What `torch.compile` compiles. `true`: the blocks. `graphs`: the model, with CUDA graphs.",
-        choices=(False, True, "blocks", "model", "graphs"), reference=False,
+        choices=(False, True, "blocks", *WHOLE_MODEL), reference=False,
     )  # fmt: skip
     activation_budget: float | None = key(
         None, "Share of the activations that a compiled graph stores. It computes the others again.",
@@ -275,24 +259,24 @@ class Config:
     name: str = key("distexp", "Folder of the results.")
     command: str = key("train", "Command of distexp that uses it, and that sets it.", choices=tuple(map(str, Command)))
     exercise: str | None = key(None, "Exercise whose table the report fills. Set by its preset.")
-    model: ModelConfig = field(default_factory=ModelConfig)
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
+    dataset: sections.DatasetConfig = field(default_factory=sections.DatasetConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    ddp: DDPConfig = field(default_factory=DDPConfig)
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    ddp: sections.DDPConfig = field(default_factory=sections.DDPConfig)
+    fsdp: sections.FSDPConfig = field(default_factory=sections.FSDPConfig)
+    deepspeed: sections.DeepSpeedConfig = field(default_factory=sections.DeepSpeedConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: sections.ClusterConfig = field(default_factory=sections.ClusterConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
-    choose: ChooseConfig = field(default_factory=ChooseConfig)
-    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+    plan: sections.PlanConfig = field(default_factory=sections.PlanConfig)
+    choose: sections.ChooseConfig = field(default_factory=sections.ChooseConfig)
+    forecast: sections.ForecastConfig = field(default_factory=sections.ForecastConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -87,9 +87,6 @@ class ClusterConfig:
         return self.nodes * (self.workers_per_node or 1)
 
 
-# The sections of the schema with the model and the dataset.
-
-
 @dataclass
 class ModelConfig:
     """The model to train. Keys that an architecture does not have must stay null."""
@@ -100,10 +97,9 @@ class ModelConfig:
     path: str | None = key(None, "Hub id or folder of the weights that `init=pretrained` loads.", path="hub")
     init: str = key("random", "Random weights, or pretrained weights from `path`.", choices=("random", "pretrained"))
     tokenizer: str | None = key(
-        None,
-        "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder.",
+        None, "`byte`: trained on the dataset. `auto`: the tokenizer of the model. Else a hub id or a folder.",
         path="hub",
-    )
+    )  # fmt: skip
     vocab_size: int | None = key(None, "Rows of the embedding.", at_least=1, null="size of the tokenizer")
     hidden_size: int | None = key(None, "Width of the hidden states.", at_least=1)
     num_layers: int | None = key(None, "Number of transformer blocks.", at_least=1)
@@ -132,10 +128,9 @@ class DatasetConfig:
     _target_: str = key(MISSING, "Function `(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData`.")
     name: str = key(MISSING, "Name of the dataset.")
     task: str = key(
-        MISSING,
-        "Task of the dataset. Synthetic data has samples for any task.",
+        MISSING, "Task of the dataset. Synthetic data has samples for any task.",
         choices=("causal_lm", "image_classification", "any"),
-    )
+    )  # fmt: skip
     path: str | None = key(None, "Hub id, or a folder written by `datasets.save_to_disk`.", path="hub")
     train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.", path="file")
     eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on.", path="file")
@@ -166,9 +161,6 @@ class DatasetConfig:
     options: dict[str, Any] = key({}, "Keys of a custom dataset.")
 
 
-# The sections of the schema with the options of one strategy each.
-
-
 @dataclass
 class DDPConfig:
     """Options of `strategy=ddp`, as in `DistributedDataParallel`."""
@@ -189,11 +181,9 @@ class FSDPConfig:
     """Options of `strategy=fsdp`, that is, FSDP2 (`fully_shard`)."""
 
     sharding: str | None = key(
-        None,
-        "What is sharded. `sharding=` sets this key and the strategy.",
-        choices=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
-        null="full_shard",
-    )
+        None, "What is sharded. `sharding=` sets this key and the strategy.",
+        choices=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"), null="full_shard",
+    )  # fmt: skip
     replicas: int | None = key(None, "Replicas of a hybrid mesh.", null="one per node")
     wrap: str = key("auto", "`auto`: each block is a unit. Else class names of the units, separated by commas.")
     forward_prefetch: int = key(0, "Blocks to all-gather ahead in the forward pass.", at_least=0)
@@ -210,11 +200,9 @@ class DeepSpeedConfig:
     """Options of `strategy=deepspeed`. Null keys keep the defaults of DeepSpeed."""
 
     zero_stage: int | None = key(
-        None,
-        "ZeRO stage. `zero_stage=` sets this key and the strategy.",
-        choices=(0, 1, 2, 3),
+        None, "ZeRO stage. `zero_stage=` sets this key and the strategy.", choices=(0, 1, 2, 3),
         null="the stage of `config_file`, or 2",
-    )
+    )  # fmt: skip
     config_file: str | None = key(
         None, 'A `ds_config.json`. "auto" values are filled in. Conflicts are errors.', path="file"
     )
@@ -230,19 +218,14 @@ class DeepSpeedConfig:
         None, "Skip steps with infinite gradients. bf16 needs no such check.", reference=True, id_if_changed=True
     )
     async_update: bool | None = key(
-        None,
-        "Clip and update without waiting for the GPU: with bf16 at stages 1, 2, native trainer, no offload.",
-        reference=False,
-        id_if_changed=True,
-    )
+        None, "Clip and update without waiting for the GPU: with bf16 at stages 1, 2, native trainer, no offload.",
+        reference=False, id_if_changed=True,
+    )  # fmt: skip
     cpu_optimizer: str = key(
-        "auto",
-        "Optimizer of offloaded states. DeepSpeed compiles its own. `auto`: deepspeed on GPUs, else torch.",
+        "auto", "Optimizer of offloaded states. DeepSpeed compiles its own. `auto`: deepspeed on GPUs, else torch.",
         choices=("auto", "torch", "deepspeed"),
-    )
+    )  # fmt: skip
 
-
-# The section of the schema with the settings of ``distexp choose``.
 
 OBJECTIVES = ("throughput", "energy", "cost", "memory")
 """What the best configuration has most or least of."""
@@ -258,11 +241,9 @@ class ChooseConfig:
         choices=OBJECTIVES,
     )
     budget_min: float = key(
-        10.0,
-        "Time for the trials. GPU time = minutes x the largest number of GPUs of a trial.",
-        unit="minutes",
+        10.0, "Time for the trials. GPU time = minutes x the largest number of GPUs of a trial.", unit="minutes",
         above=0,
-    )
+    )  # fmt: skip
     gpus: list[int] = key([], "Numbers of workers to try, over all nodes. Empty: that of the command.", at_least=1)
     space: list[str] = key(
         [],
@@ -273,48 +254,32 @@ class ChooseConfig:
     output: str = key("table", "Output of `distexp choose`. Its option `--json` sets it.", choices=("table", "json"))
 
 
-# The section of the schema with the options of ``distexp plan``, and of the same check before a run.
-
-
 @dataclass
 class PlanConfig:
     """Prediction of memory before a run starts, as by `distexp plan`."""
 
     name: str = key(
-        "warn",
-        "`check`: a run that cannot fit is invalid. `warn`: print a warning if the prediction is "
-        "cached. `off`: nothing.",
-        choices=("check", "warn", "off"),
-    )
+        "warn", "`check`: a run that cannot fit is invalid. `warn`: print a warning if the prediction is "
+        "cached. `off`: nothing.", choices=("check", "warn", "off"),
+    )  # fmt: skip
     gpu: str | None = key(None, "GPU model to predict for, as `a100-80gb`.", null="the GPU of this machine")
     gpu_memory_gb: float | None = key(
         None, "Memory of the GPU to predict for, in GB of 2**30 bytes.", above=0, null="that of the GPU"
     )
     host_memory_gb: float | None = key(
-        None,
-        "Memory of a node to predict for with `cluster.device=cpu`, in GB of 2**30 bytes.",
-        above=0,
+        None, "Memory of a node to predict for with `cluster.device=cpu`, in GB of 2**30 bytes.", above=0,
         null="`cluster.memory_gb` on Slurm, else the memory of this machine",
-    )
+    )  # fmt: skip
     timeout_s: float | None = key(
-        900.0,
-        "Longest time of a prediction. After it only the model states are computed.",
-        unit="seconds",
-        above=0,
+        900.0, "Longest time of a prediction. After it only the model states are computed.", unit="seconds", above=0,
         null="no limit",
-    )
+    )  # fmt: skip
     search_timeout_s: float | None = key(
         30.0,
         "Longest time in which `plan=check` searches for changes that make runs fit. The message states how many were "
-        "left out.",
-        unit="seconds",
-        above=0,
-        null="no limit",
-    )
+        "left out.", unit="seconds", above=0, null="no limit",
+    )  # fmt: skip
     output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))
-
-
-# The section of the schema with the options of ``distexp forecast``. A run does not use it.
 
 
 @dataclass
@@ -324,14 +289,12 @@ class ForecastConfig:
     memory: str = key(
         "predict",
         "Memory of each size. `predict`: as `distexp plan`, up to 64 workers. `cached`: only predictions of earlier "
-        "commands. `off`: none.",
-        choices=("predict", "cached", "off"),
-    )
+        "commands. `off`: none.", choices=("predict", "cached", "off"),
+    )  # fmt: skip
     preflight: str | None = key(
-        None,
-        "Directory of a run with a preflight, whose bandwidths are used.",
+        None, "Directory of a run with a preflight, whose bandwidths are used.",
         null="the bandwidths of the run, or of the last preflight on this machine",
-    )
+    )  # fmt: skip
     network: str | None = key(
         None,
         "Network between nodes, as `infiniband-ndr-400g` with one card per worker. The workers of a node share one "
@@ -344,8 +307,7 @@ class ForecastConfig:
     oversubscription: float = key(
         1.0,
         "By how much the upper level of the network is slower than the lower one. With `rail_optimized`, only more "
-        "than 32 nodes use the upper level.",
-        at_least=1,
-    )
+        "than 32 nodes use the upper level.", at_least=1,
+    )  # fmt: skip
     output: str = key("table", "Output of `distexp forecast`. Its option `--json` sets it.", choices=("table", "json"))
     run: str | None = key(None, "Directory of the profiled run. Set by `distexp forecast`.", null="none")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distexp.config.model_checks import ATTENTIONS
-from distexp.resolve.kernels import WHOLE_MODEL
+from distexp.config.schema import WHOLE_MODEL
 from distexp.resolve.section_checks import UNPACKED_ATTENTION
 from distexp.runs.disturbance import describe_disturbance, starved_share, threads_per_worker
 from distexp.runs.record import RunRecord

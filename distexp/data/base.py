@@ -54,10 +54,8 @@ class Samples(Protocol):
 class Batch:
     """The samples of one micro-batch.
 
-    Attributes:
-        inputs: keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape
-            (batch, length), or ``images`` of shape (batch, 3, height, width).
-        num_token_pairs: sum of the squares of their lengths. 0: unknown, then equal lengths are assumed for FLOPs.
+    The ``inputs`` are the keyword arguments of the model: ``input_ids`` and ``attention_mask`` of shape (batch,
+    length), or ``images`` of shape (batch, 3, height, width).
     """
 
     inputs: dict[str, Tensor]
@@ -65,7 +63,7 @@ class Batch:
     num_samples: int  # samples with at least one target
     num_targets: int  # labels that count towards the loss
     num_tokens: int  # input tokens of these samples without padding; 0 for images
-    num_token_pairs: int = 0
+    num_token_pairs: int = 0  # sum of the squares of their lengths; 0: unknown, and equal lengths are assumed
 
     @property
     def num_positions(self) -> int:
@@ -118,16 +116,11 @@ class TaskData:
     notes: list[str] = field(default_factory=list)  # for the user, for example about examples that were left out
 
 
-# Checks of the object that a dataset returns.
-
-SAMPLES = ("train", "evaluation")
-
-
 def check_task_data(data: TaskData, task: str, source: str) -> None:
     """Check the fields of a TaskData. Raise ConfigError with one message for each wrong field."""
     wrong = [
         f"{name} is {describe_type(samples)} without __len__ or __getitem__"
-        for name, samples in ((name, getattr(data, name)) for name in SAMPLES)
+        for name, samples in (("train", data.train), ("evaluation", data.evaluation))
         if not (hasattr(type(samples), "__len__") and hasattr(type(samples), "__getitem__"))
     ]
     collate: Any = data.collate
@@ -140,6 +133,15 @@ def check_task_data(data: TaskData, task: str, source: str) -> None:
         wrong.append(f"task is {data.task!r}, but the task of the model is {task!r}")
     if wrong:
         raise ConfigError([f"{source} returned a TaskData whose {text}: correct it, as in {PAGE}" for text in wrong])
+
+
+def check_size(key: str, size: int | None, available: int, name: str) -> None:
+    """Raise ConfigError if ``dataset.train_size`` or ``eval_size`` is more than the available samples."""
+    if size is not None and size > available:
+        raise ConfigError(
+            f"dataset.{key}_size={size} is more than the {available} {name} of the data: "
+            f"set at most {available}, or null for all"
+        )
 
 
 def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
@@ -166,11 +168,8 @@ class TargetTokens:
 
     The batch gets an input TARGET_POSITIONS of shape (kept,), and its labels have shape (1, kept). As with all logits,
     the logits of a token predict the next label, and those of the last token predict nothing. ``kept_tokens`` is the
-    number of kept tokens. The added ones have position 0 and no target.
-
-    Attributes:
-        max_targets: the most targets of a batch, by its number of samples. All batches keep as many tokens as that one,
-            so they have one shape.
+    number of kept tokens. The added ones have position 0 and no target. ``max_targets`` has the most targets of a
+    batch, by its number of samples. All batches keep as many tokens as that one, so they have one shape.
     """
 
     collate: Callable[[Sequence[Sample]], Batch]
@@ -220,8 +219,6 @@ def kept_tokens(targets: int, tokens: int, *, compiled: bool) -> int:
     multiple = max(COMPILED_MULTIPLE, 1 << max(0, targets.bit_length() - 3)) if compiled else KEPT_MULTIPLE
     return min(-(-(targets + 1) // multiple) * multiple, tokens)
 
-
-# Sizes of batches, from which their FLOPs follow.
 
 BLOCK = 128
 """Queries and keys of a block of flex attention on a GPU, see ``create_block_mask``."""

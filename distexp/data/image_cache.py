@@ -119,30 +119,24 @@ def cache_images(data: TaskData, place: str, device: torch.device) -> TaskData:
     All ranks need all images, because each epoch shuffles them over the ranks. In CPU memory the ranks of a node share
     them. On GPUs each rank has its own copy.
     """
-    train, evaluation = (_image_files(samples, place) for samples in (data.train, data.evaluation))
+    sets = [_image_files(samples, place) for samples in (data.train, data.evaluation)]
     empty = torch.empty((0, 3, 0, 0), dtype=torch.uint8)  # of an evaluation set without images
-    decoded = [decode_once(files) if len(files) else empty for files in (train, evaluation)]
-    needed = sum(pixels.nbytes for pixels in decoded)
-    if error := _memory_error(needed, place, device):
-        raise ConfigError(error)
+    decoded = [decode_once(files) if len(files) else empty for files in sets]
+    _check_memory(sum(pixels.nbytes for pixels in decoded), place, device)
     on_device = place == "gpu"
-    for position, pixels in enumerate(decoded):
-        if on_device:
-            decoded[position] = pixels.to(device)
-        else:
+    if on_device:
+        decoded = [pixels.to(device) for pixels in decoded]
+    else:
+        for pixels in decoded:
             read_ahead(pixels)
-    cached = [
-        CachedImages(files, images, on_device) for files, images in zip((train, evaluation), decoded, strict=True)
-    ]
-    return replace(data, train=cached[0], evaluation=cached[1], collate=collate_cached)
+    train, evaluation = (CachedImages(files, images, on_device) for files, images in zip(sets, decoded, strict=True))
+    return replace(data, train=train, evaluation=evaluation, collate=collate_cached)
 
 
 def describe_cache(data: TaskData) -> str | None:
     """Return where the images are: ``cpu``, ``gpu``, or ``none`` without a cache; None for text."""
-    if data.task != "image_classification":
-        return None
     if not isinstance(data.train, CachedImages):
-        return "none"
+        return "none" if data.task == "image_classification" else None
     return "gpu" if data.train.pixels.device.type == "cuda" else "cpu"
 
 
@@ -155,17 +149,15 @@ def _image_files(samples: Samples, place: str) -> ImageFiles:
     return samples
 
 
-def _memory_error(needed: int, place: str, device: torch.device) -> str | None:
-    """Return an error if the images take too much of the memory."""
+def _check_memory(needed: int, place: str, device: torch.device) -> None:
     if place == "gpu" and device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
         memory, hint = f"free memory of {device}", "use dataset.cache=cpu"
     else:
         available = usable_memory()
         memory, hint = "memory of this node", "use dataset.cache=none"
-    if needed <= MAX_SHARE * available:
-        return None
-    return (
-        f"dataset.cache={place} needs {format_memory(needed / MIB)} for the decoded images, which is more than "
-        f"{MAX_SHARE:.0%} of the {format_memory(available / MIB)} {memory}: {hint}, or lower dataset.train_size"
-    )
+    if needed > MAX_SHARE * available:
+        raise ConfigError(
+            f"dataset.cache={place} needs {format_memory(needed / MIB)} for the decoded images, which is more than "
+            f"{MAX_SHARE:.0%} of the {format_memory(available / MIB)} {memory}: {hint}, or lower dataset.train_size"
+        )

@@ -35,11 +35,6 @@ CROP_PADDING_DIVISOR = 8
 """Augmentation pads an image by 1/8 of its size on every side before the random crop."""
 
 
-def _shared_zero() -> Tensor:
-    shared: Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-    return shared
-
-
 class DataError(RuntimeError):
     """Data that cannot be read during training."""
 
@@ -68,7 +63,9 @@ class ImageFiles:
     size: int  # width and height of the samples in pixels; other images are resized
     augment: bool
     seed: int
-    epoch: Tensor = field(default_factory=_shared_zero)
+    epoch: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -107,22 +104,18 @@ def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
     """Decode an image file to RGB pixels, shape (size, size, 3), or of its own size for None. Raise DataError."""
     try:
         with Image.open(path, formats=FORMATS) as file:
-            image = _with_eight_bits(file).convert("RGB")
+            image: Image.Image = file
+            if file.mode.startswith(("I", "F")):  # Pillow would make bright pixels white.
+                pixels = np.asarray(file)
+                if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() >= 2**16:
+                    raise ValueError(f"its pixels are {pixels.dtype} and not 8 or 16 bits")
+                image = Image.fromarray((pixels >> 8).astype(np.uint8))
+            image = image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode {path} as an image ({error}): restore the file") from error
     if size is not None and image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     return np.array(image)
-
-
-def _with_eight_bits(image: Image.Image) -> Image.Image:
-    """Return a gray image of 16 bits with 8, because Pillow makes bright pixels white. Raise ValueError for others."""
-    if not image.mode.startswith(("I", "F")):
-        return image
-    pixels = np.asarray(image)
-    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() >= 2**16:
-        raise ValueError(f"its pixels are {pixels.dtype} and not 8 or 16 bits")
-    return Image.fromarray((pixels >> 8).astype(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -181,9 +174,6 @@ IMAGES_PER_JOB = 1024
 """Images that a process decodes and writes together. Fewer images than that are decoded without processes."""
 
 MAX_PROCESSES = 32
-PROGRESS_S = 5.0
-
-READ_BYTES = 1 << 24
 
 
 class OtherSizeError(Exception):
@@ -222,9 +212,9 @@ def decoded_bytes(images: ImageFiles) -> int:
 
 def read_ahead(pixels: Tensor) -> None:
     """Read all pixels of a memory-mapped file, so that later accesses find them in memory."""
-    flat = pixels.view(-1)
-    for start in range(0, len(flat), READ_BYTES):
-        flat[start : start + READ_BYTES].max()
+    flat, size = pixels.view(-1), 1 << 24
+    for start in range(0, len(flat), size):
+        flat[start : start + size].max()
 
 
 def _fingerprint(images: ImageFiles) -> str:
@@ -257,31 +247,29 @@ def _build(images: ImageFiles, file: Path) -> None:
 
 
 def _write(images: ImageFiles, size: int, file: Path, *, resize: bool) -> None:
-    """Decode all images in parallel, and print the progress."""
     shape = (len(images), CHANNELS, size, size)
     with file.open("wb") as opened:
         header = {"descr": "|u1", "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(opened, header)
-    jobs = list(_split(images, size, file, file.stat().st_size, resize=resize))
+    start, parts = file.stat().st_size, range(0, len(images), IMAGES_PER_JOB)
+    jobs = [
+        DecodeJob(
+            images.root, images.files[i : i + IMAGES_PER_JOB], size, resize, file, start + i * math.prod(shape[1:])
+        )
+        for i in parts
+    ]
     print(f"note: decoding {len(images):,} images to {math.prod(shape) / 1e6:,.0f} MB in {file.parent}", flush=True)
     started = last = time.monotonic()
     done = 0
     for count in _run(jobs):
         done += count
-        if time.monotonic() - last > PROGRESS_S:
+        if time.monotonic() - last > 5:
             last = time.monotonic()
             print(f"note: {done:,} of {len(images):,} images are decoded", flush=True)
     print(f"note: decoded {done:,} images in {time.monotonic() - started:.1f} s", flush=True)
 
 
-def _split(images: ImageFiles, size: int, file: Path, start: int, *, resize: bool) -> Iterator[DecodeJob]:
-    for first in range(0, len(images), IMAGES_PER_JOB):
-        names = images.files[first : first + IMAGES_PER_JOB]
-        yield DecodeJob(images.root, names, size, resize, file, start + first * CHANNELS * size**2)
-
-
 def _run(jobs: list[DecodeJob]) -> Iterator[int]:
-    """Yield the number of images of each finished job."""
     processes = min(len(jobs), cpu_count(), MAX_PROCESSES)
     if processes == 1:
         yield from map(_decode, jobs)

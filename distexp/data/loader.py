@@ -1,7 +1,4 @@
-"""Loader of a rank: the micro-batches of each optimizer step, and stop requests.
-
-A packed row counts as one sample here, except in ``StepData.num_samples``.
-"""
+"""Loader of a rank: the micro-batches of each optimizer step, and stop requests."""
 
 from __future__ import annotations
 
@@ -16,18 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distexp.config.custom_code import check_returned
-from distexp.data.base import (
-    COLLATE,
-    IGNORE,
-    Batch,
-    Sample,
-    Samples,
-    TaskData,
-    Workload,
-    measure_workload,
-    set_epoch,
-    to_device,
-)
+from distexp.data import base
+from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
 from distexp.data.text import PackedSamples
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.system.torch_internals.annotations import DATA, annotate, annotate_items
@@ -41,7 +28,7 @@ class StepData:
     normalizer: Tensor  # number of targets of the step over all ranks; a scalar on the device
     num_samples: int  # samples of the step over all ranks
     wait_s: float = 0.0  # seconds that this rank waited for its data. The wait for the device is not part of it.
-    workload: Workload = field(default_factory=Workload)  # sizes of this rank's micro-batches
+    workload: base.Workload = field(default_factory=base.Workload)  # sizes of this rank's micro-batches
 
 
 class StopRequestedError(Exception):
@@ -138,7 +125,10 @@ class ShardedLoader:
         """
         started = time.perf_counter()
         wanted = range(self.steps_per_epoch) if steps is None else steps
-        batches = self._take_prefetched(epoch, wanted)
+        if self._prefetched is None or self._prefetched[:2] != (epoch, wanted):
+            self.prefetch(epoch, wanted)
+        assert self._prefetched is not None
+        (_, _, batches), self._prefetched = self._prefetched, None
         num_samples = iter(self._count_samples(epoch, wanted))
         micro_batches: list[Batch] = []
         for batch in annotate_items(DATA, batches):
@@ -147,22 +137,14 @@ class ShardedLoader:
             micro_batches.append(batch)
             if len(micro_batches) == self.sharding.accumulation:
                 with annotate(DATA):
-                    placed = [to_device(self.samples, batch, self.device) for batch in micro_batches]
+                    placed = [base.to_device(self.samples, batch, self.device) for batch in micro_batches]
                 wait_s = time.perf_counter() - started
                 self._stop.check()  # waits until the device has finished the step before the previous one
                 normalizer, requests = self._sum_counts(micro_batches)
                 self._stop.record(requests)
-                workload = measure_workload(micro_batches)
+                workload = base.measure_workload(micro_batches)
                 yield StepData(placed, normalizer, next(num_samples), wait_s, workload)
                 micro_batches, started = [], time.perf_counter()
-
-    def _take_prefetched(self, epoch: int, steps: range) -> Iterator[Batch]:
-        """Return the batches of some steps, which may have been prefetched."""
-        if self._prefetched is None or self._prefetched[:2] != (epoch, steps):
-            self.prefetch(epoch, steps)
-        assert self._prefetched is not None
-        (_, _, batches), self._prefetched = self._prefetched, None
-        return batches
 
     def _count_samples(self, epoch: int, steps: range) -> list[int]:
         """Return the samples of each step over all ranks, without padding samples. A packed row has several."""
@@ -269,9 +251,7 @@ class ShardedBatchSampler:
 
 
 class PaddedDataset(Dataset[Sample]):
-    """A data set followed by a padding copy of each sample.
-
-    Index ``length + i`` is sample ``i`` without targets.
+    """A data set followed by a padding copy of each sample: index ``length + i`` is sample ``i`` without targets.
 
     The epoch is in shared memory, because persistent loader workers have copies of the samples.
     """
@@ -288,7 +268,7 @@ class PaddedDataset(Dataset[Sample]):
         if self._epoch is not None:
             self._epoch.fill_(epoch)
             self._known_epoch = epoch
-            set_epoch(self.samples, epoch)
+            base.set_epoch(self.samples, epoch)
 
     def __len__(self) -> int:
         return 2 * len(self.samples)
@@ -296,7 +276,7 @@ class PaddedDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         if self._epoch is not None and (epoch := int(self._epoch)) != self._known_epoch:
             self._known_epoch = epoch
-            set_epoch(self.samples, epoch)
+            base.set_epoch(self.samples, epoch)
         if index < len(self.samples):
             return self.samples[index]
         sample = dict(self.samples[index - len(self.samples)])

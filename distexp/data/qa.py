@@ -1,7 +1,6 @@
-"""Question answering as token sequences for a causal LM.
+"""Question answering as token sequences: ``Question: <question> Context: <context> Answer: <answer></s>``.
 
-A sequence is ``Question: <question> Context: <context> Answer: <answer></s>``. Its parts are tokenized
-separately. So a context that is too long can be cut without touching the question or the answer.
+The parts are tokenized separately, so a long context can be cut without touching the question or the answer.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -86,8 +85,7 @@ class QASamples(TokenSamples):
     def prompt(self, index: int) -> TokenIds:
         """Return the token ids of a sample up to ``Answer:``, shape (prompt length,)."""
         start = int(self.ends[index - 1]) if index else 0
-        prompt: TokenIds = self.tokens[start : start + int(self.prompt_lengths[index])]
-        return prompt
+        return self.tokens[start : start + int(self.prompt_lengths[index])]
 
 
 def normalize_whitespace(text: str) -> str:
@@ -144,7 +142,7 @@ def _write_tokens(folder: Path, *, examples: Sequence[Example], tokenizer: Token
     np.save(folder / "ends.npy", np.cumsum([len(sequence) for sequence in sequences], dtype=np.int64))
     np.save(folder / "prompt_lengths.npy", np.asarray(prompt_lengths, dtype=np.int32))
     np.save(folder / "kept.npy", np.asarray(kept, dtype=np.int64))
-    (folder / "counts.json").write_text(json.dumps(asdict(encoder.counts())))
+    (folder / "counts.json").write_text(json.dumps({"examples": len(examples), **encoder.counts}))
 
 
 def _parts(example: Example) -> tuple[str, str, str]:
@@ -164,30 +162,25 @@ class _ExampleEncoder:
         self._answers = self._encode(answer for _, _, answer in parts if answer)
         self._answer_mark = tokenizer.encode_batch([" Answer:"])[0]
         self._end = np.asarray([tokenizer.eos_id], dtype=np.int32)
-        self._counts = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
-        self._num_examples = len(examples)
+        self.counts = dict.fromkeys(("cut", "lost", "left_out", "unanswered"), 0)
 
     def encode(self, example: Example) -> tuple[TokenIds, TokenIds] | None:
         """Return the prompt and the answer with its end token; None if unusable."""
         if not example.answers:
-            self._counts["unanswered"] += 1
+            self.counts["unanswered"] += 1
             return None
         question_text, context_text, answer_text = _parts(example)
         question, context = self._questions[question_text], self._contexts[context_text]
         answer = np.concatenate([self._answers[answer_text], self._end])
         room = self._max_length - len(question) - len(self._answer_mark) - len(answer)
         if room < 0:
-            self._counts["left_out"] += 1
+            self.counts["left_out"] += 1
             return None
         if len(context) > room:
             context = context[:room]
-            self._counts["cut"] += 1
-            self._counts["lost"] += example.answers[0] not in self._tokenizer.decode(context.tolist())
+            self.counts["cut"] += 1
+            self.counts["lost"] += example.answers[0] not in self._tokenizer.decode(context.tolist())
         return np.concatenate([question, context, self._answer_mark]), answer
-
-    def counts(self) -> TokenizationCounts:
-        """Return the counts of the examples encoded so far."""
-        return TokenizationCounts(examples=self._num_examples, **self._counts)
 
     def _encode(self, texts: Iterable[str]) -> dict[str, TokenIds]:
         distinct = list(dict.fromkeys(texts))

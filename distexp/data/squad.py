@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.data.base import TaskData
-from distexp.data.qa import (
-    Example,
-    QASamples,
-    TokenizationCounts,
-    describe_counts,
-    normalize_whitespace,
-    tokenize_examples,
-    tokenizer_corpus,
-)
+from distexp.data import qa
+from distexp.data.base import TaskData, check_size
+from distexp.data.qa import Example, normalize_whitespace
 from distexp.data.squad_json import START, find_format_error, format_error, load_json, no_examples
 from distexp.data.text import TextCollate, sequence_length
 from distexp.data.tokenization import Tokenizer, load_tokenizer
+from distexp.exceptions import first_line
 from distexp.system.cache_dir import offline_if_unreachable
 
 SPLITS = {"train": "training", "eval": "evaluation"}
@@ -34,7 +28,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """
     max_length = sequence_length(dataset, model)
     training, evaluation = read_examples(dataset)
-    tokenizer = load_tokenizer(model, tokenizer_corpus(training))
+    tokenizer = load_tokenizer(model, qa.tokenizer_corpus(training))
     train, train_counts = _tokenize_split("train", training, dataset, tokenizer, max_length)
     held_out, eval_counts = _tokenize_split("eval", evaluation, dataset, tokenizer, max_length)
     return TaskData(
@@ -45,7 +39,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
         num_classes=tokenizer.size,
         tokenizer=tokenizer,
         tokenizer_name=tokenizer.name,
-        notes=list(describe_counts({"training": train_counts, "evaluation": eval_counts}, max_length)),
+        notes=list(qa.describe_counts({"training": train_counts, "evaluation": eval_counts}, max_length)),
     )
 
 
@@ -116,7 +110,6 @@ def _find_misplaced(context: str, answers: Sequence[str], starts: Sequence[Any])
 
 
 def _load_splits(path: str) -> Mapping[str, Any]:
-    """Load the splits train and validation from a local folder or the hub."""
     offline_if_unreachable(path)
     from datasets import DatasetDict, load_dataset, load_from_disk
 
@@ -124,7 +117,14 @@ def _load_splits(path: str) -> Mapping[str, Any]:
     try:
         splits = load_from_disk(str(local)) if local.exists() else load_dataset(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(_load_error(path, local, error)) from error
+        raise ConfigError(
+            f"dataset.path={path} is not a folder written by datasets.save_to_disk ({first_line(error)}): use such a "
+            "folder, or set dataset.train_path and dataset.eval_path to SQuAD v1.1 JSON files"
+            if local.exists()
+            else f"dataset.path={path} is neither a local folder nor available from the local cache or the hub "
+            f"({first_line(error)}): set dataset.train_path and dataset.eval_path to local files, or use "
+            "dataset=squad_sample"
+        ) from error
     if not isinstance(splits, DatasetDict) or not {"train", "validation"} <= set(splits):
         raise ConfigError(
             f"dataset.path={path} must have the splits train and validation: save a DatasetDict with both"
@@ -137,19 +137,6 @@ def _load_splits(path: str) -> Mapping[str, Any]:
             "id, question, context and answers"
         )
     return dict(splits)
-
-
-def _load_error(path: str, local: Path, error: Exception) -> str:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if local.exists():
-        return (
-            f"dataset.path={path} is not a folder written by datasets.save_to_disk ({reason}): use such a "
-            "folder, or set dataset.train_path and dataset.eval_path to SQuAD v1.1 JSON files"
-        )
-    return (
-        f"dataset.path={path} is neither a local folder nor available from the local cache or the hub "
-        f"({reason}): set dataset.train_path and dataset.eval_path to local files, or use dataset=squad_sample"
-    )
 
 
 def _from_rows(rows: Any) -> list[Example]:
@@ -172,11 +159,7 @@ def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Se
     source = str(getattr(dataset, f"{key}_path") or dataset.path)
     if not count:
         raise ConfigError(no_examples(source, name))
-    if size is not None and size > count:
-        raise ConfigError(
-            f"dataset.{key}_size={size} is more than the {count} {name} of the data: "
-            f"set at most {count}, or null for all"
-        )
+    check_size(key, size, count, name)
     selected = examples[:size]
     wrong = [example for example in selected if example.misplaced is not None]
     if wrong:  # The file is damaged.
@@ -189,10 +172,10 @@ def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Se
 
 def _tokenize_split(
     key: str, examples: Sequence[Example], dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
-) -> tuple[QASamples, TokenizationCounts]:
+) -> tuple[qa.QASamples, qa.TokenizationCounts]:
     """Return the tokenized samples of a split, and the numbers of examples that were cut or left out."""
     selected = _select(key, examples, dataset)
-    samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=key == "eval")
+    samples, counts = qa.tokenize_examples(selected, tokenizer, max_length, keep_references=key == "eval")
     if not len(samples):
         raise ConfigError(
             f"none of {len(selected)} {SPLITS[key]} examples is usable with dataset.max_length={max_length}: "

@@ -23,9 +23,6 @@ MAX_CHECKED_BYTES = 2_000_000
 START = "answer_start"
 """Key of the position of an answer in the context, in characters. Positions are optional, and checked if present."""
 
-MISSPELLED = 0.8
-"""Similarity, from 0 to 1, from which a key is a misspelled one."""
-
 TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
 
 
@@ -58,7 +55,7 @@ def find_format_error(content: Any) -> str | None:
                     for place, answer in _entries(question, "answers", where):
                         _member(answer, "text", str, place)
                         # It would be ignored otherwise.
-                        near = [] if START in answer else get_close_matches(START, answer, n=1, cutoff=MISSPELLED)
+                        near = [] if START in answer else get_close_matches(START, answer, n=1, cutoff=0.8)
                         if near:
                             raise _FormatError(f"{place} has the key {near[0]!r}, which is probably {START!r}")
     except _FormatError as error:

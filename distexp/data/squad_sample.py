@@ -28,10 +28,9 @@ NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Load generated questions with ``squad.load``.
+    """Load questions that are generated on first use: as many as in ``model_checks``, or as ``dataset`` requests.
 
-    The files are generated on first use: 512 training and 128 evaluation questions, or more if ``dataset.train_size``
-    or ``dataset.eval_size`` is larger. Raise ConfigError if a path is set.
+    Raise ConfigError if a path is set.
     """
     for key in ("path", "train_path", "eval_path"):
         if getattr(dataset, key) is not None:
@@ -88,15 +87,9 @@ def _make_paragraph(rng: random.Random, identity: str) -> dict[str, Any]:
         f"Which animals does {name} {family} keep?": animal,
         f"How many {animal} does {name} {family} keep?": number,
     }
-    return {
-        "context": context,
-        "qas": [
-            {
-                "id": f"{identity}-{index}",
-                "question": question,
-                # No answer is part of a name, so its first occurrence is the answer itself.
-                "answers": [{"text": answer, "answer_start": context.index(f" {answer}") + 1}],
-            }
-            for index, (question, answer) in enumerate(answers.items())
-        ],
-    }
+    qas = []
+    for index, (question, answer) in enumerate(answers.items()):
+        # No answer is part of a name, so its first occurrence is the answer itself.
+        found = {"text": answer, "answer_start": context.index(f" {answer}") + 1}
+        qas.append({"id": f"{identity}-{index}", "question": question, "answers": [found]})
+    return {"context": context, "qas": qas}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,10 +74,13 @@ class TextCollate:
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         """Pad and stack samples; labels have shape (batch, length)."""
-        length = self.length or self._padded_length(max(len(sample["input_ids"]) for sample in samples))
+        length, longest = self.length, max(len(sample["input_ids"]) for sample in samples)
+        if length is None:
+            padded = -(-longest // self.multiple) * self.multiple
+            length = padded if self.limit is None else max(longest, min(padded, self.limit))
+        input_ids = _pad_and_stack([sample["input_ids"] for sample in samples], length, self.pad_id)
         if POSITIONS in samples[0]:
-            return self._collate_rows(samples, length)
-        input_ids = self._input_ids(samples, length)
+            return self._collate_rows(samples, input_ids)
         labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
         mask = np.arange(length) < np.asarray([len(sample["input_ids"]) for sample in samples])[:, np.newaxis]
         is_target = labels[:, 1:] != IGNORE
@@ -94,15 +98,8 @@ class TextCollate:
             num_token_pairs=int(np.square(lengths).sum()),
         )
 
-    def _input_ids(self, samples: Sequence[Sample], length: int) -> NDArray[Any]:
-        return _pad_and_stack([sample["input_ids"] for sample in samples], length, self.pad_id)
-
-    def _padded_length(self, longest: int) -> int:
-        padded = -(-longest // self.multiple) * self.multiple
-        return padded if self.limit is None else max(longest, min(padded, self.limit))
-
-    def _collate_rows(self, rows: Sequence[Sample], length: int) -> Batch:
-        """Pad and stack packed rows."""
+    def _collate_rows(self, rows: Sequence[Sample], input_ids: NDArray[Any]) -> Batch:
+        length = input_ids.shape[1]
         labels = _pad_and_stack([row["labels"] for row in rows], length, IGNORE)
         padding = np.arange(length)  # The padding is one more sample, so its positions start at 0.
         positions = np.stack([np.append(row[POSITIONS], padding)[:length] for row in rows])
@@ -112,10 +109,7 @@ class TextCollate:
         has_target = np.bincount(samples, weights=is_target.ravel()) > 0  # padding has none
         lengths = np.bincount(samples)[has_target]
         return Batch(
-            inputs={
-                "input_ids": torch.from_numpy(self._input_ids(rows, length)),
-                POSITIONS: torch.from_numpy(positions),
-            },
+            inputs={"input_ids": torch.from_numpy(input_ids), POSITIONS: torch.from_numpy(positions)},
             labels=torch.from_numpy(labels),
             num_samples=int(has_target.sum()),
             num_targets=int(is_target.sum()),
@@ -252,41 +246,20 @@ def assign_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[li
     shuffled = np.random.default_rng(seed).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    open_rows = _OpenRows()
+    by_free: dict[int, list[int]] = defaultdict(list)  # rows by their free tokens
+    free_tokens = 0  # bit f is set if a row has f free tokens, so that the fullest row with room is found at once
     for index in order.tolist():
         length = int(lengths[index])
-        free = open_rows.least_free(length)
-        if free is None:
+        fitting = free_tokens >> length
+        if fitting:
+            free = length + (fitting & -fitting).bit_length() - 1
+            row = by_free[free].pop()
+            if not by_free[free]:
+                free_tokens &= ~(1 << free)
+        else:
             free, row = capacity, len(rows)
             rows.append([])
-        else:
-            row = open_rows.pop(free)
         rows[row].append(index)
-        open_rows.add(row, free - length)
+        by_free[free - length].append(row)
+        free_tokens |= 1 << (free - length)
     return rows
-
-
-class _OpenRows:
-    """Rows by their free tokens. Finding the fullest row with room takes the same time for any number of rows."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, list[int]] = {}
-        self._free_tokens = 0  # bit f is set if a row has f free tokens
-
-    def least_free(self, length: int) -> int | None:
-        """Return the free tokens of the fullest row with room for ``length`` tokens; None if no row has room."""
-        fitting = self._free_tokens >> length
-        lowest_bit = fitting & -fitting
-        return length + lowest_bit.bit_length() - 1 if fitting else None
-
-    def add(self, row: int, free: int) -> None:
-        """Add a row with ``free`` free tokens."""
-        self._rows.setdefault(free, []).append(row)
-        self._free_tokens |= 1 << free
-
-    def pop(self, free: int) -> int:
-        """Remove and return a row with exactly ``free`` free tokens."""
-        row = self._rows[free].pop()
-        if not self._rows[free]:
-            self._free_tokens &= ~(1 << free)
-        return row

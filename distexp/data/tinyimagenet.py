@@ -11,13 +11,10 @@ import random
 from pathlib import Path
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.data.base import TaskData
-from distexp.data.images import FORMATS, ImageFiles, collate_images, decode_image
+from distexp.data.base import TaskData, check_size
+from distexp.data.images import ImageFiles, collate_images, decode_image
 
 LabeledFiles = list[tuple[str, int]]
-
-ORDER_SEED = 0
-"""Seed of the order of files: a subset is the same for every train.seed."""
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
@@ -37,7 +34,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     classes = {wnid: index for index, wnid in enumerate(wnids)}
     train = _select(read_train(root, classes), dataset.train_size, "train", "training")
     held_out = _select(read_val(root, classes), dataset.eval_size, "eval", "evaluation")
-    size = dataset.image_size or _image_size(root / train[0][0])
+    size = dataset.image_size or decode_image(root / train[0][0], None).shape[1]
     return TaskData(
         task="image_classification",
         train=_image_files(root, train, size, seed, augment=True),
@@ -104,25 +101,13 @@ def read_val(root: Path, classes: dict[str, int]) -> LabeledFiles:
 
 def _select(files: LabeledFiles, size: int | None, kind: str, name: str) -> LabeledFiles:
     """Take the first ``size`` files of a fixed random order."""
-    if size is not None and size > len(files):
-        raise ConfigError(
-            f"dataset.{kind}_size={size} is more than the {len(files)} {name} images of the data: "
-            f"set at most {len(files)}, or null for all"
-        )
+    check_size(kind, size, len(files), f"{name} images")
     if not files:
         raise ConfigError(f"the data has no {name} images: unpack the official archive again")
-    random.Random(ORDER_SEED).shuffle(files)
+    random.Random(0).shuffle(files)  # A subset is the same for every train.seed.
     return files[:size]
 
 
 def _image_files(root: Path, labeled: LabeledFiles, size: int, seed: int, *, augment: bool) -> ImageFiles:
     files, classes = zip(*labeled, strict=True)
     return ImageFiles(root=root, files=files, classes=classes, size=size, augment=augment, seed=seed)
-
-
-def _image_size(path: Path) -> int:
-    from PIL import Image
-
-    decode_image(path, 1)  # raises DataError with the path if the file is damaged
-    with Image.open(path, formats=FORMATS) as image:
-        return int(image.size[0])

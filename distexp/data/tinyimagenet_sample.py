@@ -1,7 +1,4 @@
-"""Generated images in the official layout of TinyImageNet.
-
-The class is the angle, period and color of stripes.
-"""
+"""Generated images in the official layout of TinyImageNet: a class is the angle, period and color of stripes."""
 
 from __future__ import annotations
 
@@ -24,6 +21,9 @@ CLASSES = 10
 SIZE = 32
 """Width and height of an image in pixels."""
 
+BOX = f"0\t0\t{SIZE - 1}\t{SIZE - 1}"
+"""Bounding box of the whole image."""
+
 GRAYSCALE_PERIOD = 20
 """One in 20 images is grayscale, because ImageNet has grayscale images too."""
 
@@ -34,10 +34,9 @@ COLORS = {"red": (220, 60, 50), "blue": (50, 90, 220)}
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Load generated images with ``tinyimagenet.load``.
+    """Load images that are generated on first use: as many as in ``model_checks``, or as ``dataset`` requests.
 
-    The images are generated on first use: 400 for training and 100 for evaluation, or more if ``dataset.train_size`` or
-    ``dataset.eval_size`` is larger. Raise ConfigError if ``dataset.root`` is set.
+    Raise ConfigError if ``dataset.root`` is set.
     """
     if dataset.root is not None:
         raise ConfigError(
@@ -55,16 +54,18 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 def write_images(root: Path, *, train: int, val: int) -> None:
     """Write at least ``train`` and ``val`` images, with the same number of each class."""
     wnids = [f"n{90_000_000 + label:08d}" for label in range(CLASSES)]
+    stripes = map(_stripes, range(CLASSES))
+    names = [f"{color} stripes at {angle} degrees" for angle, color, _ in stripes]
     root.mkdir()
     (root / "wnids.txt").write_text("".join(f"{wnid}\n" for wnid in wnids))
-    (root / "words.txt").write_text("".join(f"{wnid}\t{_class_name(label)}\n" for label, wnid in enumerate(wnids)))
+    (root / "words.txt").write_text("".join(f"{wnid}\t{name}\n" for wnid, name in zip(wnids, names, strict=True)))
     for label, wnid in enumerate(wnids):
         folder = root / "train" / wnid
         (folder / "images").mkdir(parents=True)
-        names = [f"{wnid}_{number}.JPEG" for number in range(math.ceil(train / CLASSES))]
-        for number, name in enumerate(names):
-            _draw(label, 0, number).save(folder / "images" / name, quality=90)
-        (folder / f"{wnid}_boxes.txt").write_text("".join(f"{name}\t{_bounding_box()}\n" for name in names))
+        files = [f"{wnid}_{number}.JPEG" for number in range(math.ceil(train / CLASSES))]
+        for number, file in enumerate(files):
+            _draw(label, 0, number).save(folder / "images" / file, quality=90)
+        (folder / f"{wnid}_boxes.txt").write_text("".join(f"{file}\t{BOX}\n" for file in files))
     _write_val(root / "val", wnids, math.ceil(val / CLASSES))
 
 
@@ -75,13 +76,8 @@ def _write_val(folder: Path, wnids: list[str], images_per_class: int) -> None:
         for label, wnid in enumerate(wnids):
             name = f"val_{number * CLASSES + label}.JPEG"
             _draw(label, 1, number).save(folder / "images" / name, quality=90)
-            lines.append(f"{name}\t{wnid}\t{_bounding_box()}\n")
+            lines.append(f"{name}\t{wnid}\t{BOX}\n")
     (folder / "val_annotations.txt").write_text("".join(lines))
-
-
-def _class_name(label: int) -> str:
-    angle, color, _ = _stripes(label)
-    return f"{color} stripes at {angle} degrees"
 
 
 def _stripes(label: int) -> tuple[int, str, float]:
@@ -100,7 +96,3 @@ def _draw(label: int, split: int, number: int) -> Image.Image:
     pixels = bright[:, :, None] * np.array(COLORS[color]) + rng.normal(0, NOISE_STD, (SIZE, SIZE, 3))
     image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
     return image.convert("L") if number % GRAYSCALE_PERIOD == GRAYSCALE_PERIOD // 2 else image
-
-
-def _bounding_box() -> str:
-    return f"0\t0\t{SIZE - 1}\t{SIZE - 1}"

@@ -1,7 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the data, or any of Hugging Face.
-
-``model.tokenizer=byte`` selects the first. It needs neither a download nor transformers.
-"""
+"""Tokenizers: a byte-level BPE trained on the data, which needs no download, or any of Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from numpy.typing import NDArray
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import loads_from_source, weights_source
+from distexp.exceptions import first_line
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 
 # Forked loader workers never tokenize. Without this, tokenizers would print a warning at every fork.
@@ -45,15 +43,12 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, shape (length,), without special tokens."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
-        ...
 
 
 class ByteTokenizer:
@@ -115,16 +110,16 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, without special tokens. A text such as ``</s>`` is text here too."""
-        options = {"add_special_tokens": False, "return_attention_mask": False, **self._text_only()}
+        # With this option, special tokens in a text are text. mistral-common needs none, and refuses it.
+        needs_option = type(self._tokenizer).__name__ != "MistralCommonBackend"
+        options = {"split_special_tokens": True} if needs_option else {}
         return [
             np.asarray(ids, dtype=np.int32)
             for batch in _batches(texts)
-            for ids in self._tokenizer(batch, **options)["input_ids"]
+            for ids in self._tokenizer(batch, add_special_tokens=False, return_attention_mask=False, **options)[
+                "input_ids"
+            ]
         ]
-
-    def _text_only(self) -> dict[str, bool]:
-        """Return the option with which special tokens in a text are text. mistral-common needs none, and refuses it."""
-        return {} if type(self._tokenizer).__name__ == "MistralCommonBackend" else {"split_special_tokens": True}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -187,17 +182,13 @@ def _auto_tokenizer(name: str) -> Any:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"model.tokenizer={name} is neither a folder with a tokenizer nor available from the local cache or "
-            f"the hub ({_first_line(error)}): set a local path, or model.tokenizer=byte"
+            f"the hub ({first_line(error)}): set a local path, or model.tokenizer=byte"
         ) from error
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     for start in range(0, len(texts), ENCODE_BATCH_SIZE):
         yield list(texts[start : start + ENCODE_BATCH_SIZE])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _digest(text: str) -> str:

@@ -16,31 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distexp.doctor.machine import (
-    CheckResult,
-    check_disk,
-    check_distexp_cache,
-    check_hub_cache,
-    check_limits,
-    check_memory,
-    check_shm,
-)
-from distexp.doctor.software import (
-    check_bytecode,
-    check_collective,
-    check_compiler,
-    check_conf,
-    check_gpus,
-    check_libraries,
-    check_nccl,
-    check_ninja,
-    check_port,
-    check_python,
-    check_slurm,
-    check_toolkit,
-    check_torch,
-    probe_torch,
-)
+from distexp.doctor import machine, software
+from distexp.doctor.machine import CheckResult
 from distexp.doctor.verdict import Verdict, build, check_operators, format_verdict, make_verdict
 from distexp.exceptions import run_until_pipe_closes
 from distexp.system.cgroups import visible_gpus
@@ -56,26 +33,37 @@ def run_checks(report: Report = lambda _: None) -> tuple[list[CheckResult], Verd
     """Run every check, those in subprocesses concurrently, and return the results with the verdict."""
     gpus = len(visible_gpus())
     with ThreadPoolExecutor(4) as pool:
-        slurm = pool.submit(check_slurm)
+        slurm = pool.submit(software.check_slurm)
         report("torch")
-        torch = probe_torch()
+        torch = software.probe_torch()
         backends = [] if torch.import_error else ["gloo"]
         if torch.usable and torch.nccl and gpus > 1:
             backends.append("nccl")
-        libraries = pool.submit(check_libraries)
-        collectives = [pool.submit(check_collective, backend) for backend in backends]
+        libraries = pool.submit(software.check_libraries)
+        collectives = [pool.submit(software.check_collective, backend) for backend in backends]
         report("libraries, which are imported")
-        results = [check_python(), check_bytecode(), check_conf(), check_torch(torch, gpus), *libraries.result()]
+        results = [
+            software.check_python(),
+            software.check_bytecode(),
+            software.check_conf(),
+            software.check_torch(torch, gpus),
+            *libraries.result(),
+        ]
         report("GPUs, and communication between processes")
-        results += [check_gpus(), check_nccl(torch, gpus), check_port(), *(each.result() for each in collectives)]
+        results += [
+            software.check_gpus(),
+            software.check_nccl(torch, gpus),
+            software.check_port(),
+            *(each.result() for each in collectives),
+        ]
         report("memory, disks, limits and compilers")
         results += [
-            check_shm(), check_memory(), check_disk(), check_limits(gpus),
-            check_compiler(), check_ninja(), check_toolkit(torch, gpus),
+            machine.check_shm(), machine.check_memory(), machine.check_disk(), machine.check_limits(gpus),
+            software.check_compiler(), software.check_ninja(), software.check_toolkit(torch, gpus),
         ]  # fmt: skip
         report("operators of DeepSpeed, caches and Slurm")
         results.append(check_operators("cuda" if torch.usable else "cpu"))
-        results += [check_hub_cache(), check_distexp_cache(), slurm.result()]
+        results += [machine.check_hub_cache(), machine.check_distexp_cache(), slurm.result()]
     return results, make_verdict(results, torch)
 
 

@@ -29,7 +29,6 @@ IMPORT_TIMEOUT_S = 180.0  # a cold network file system is slow
 SLOW_IMPORTS = ("torch", "transformers", "deepspeed")
 LIBRARIES = ("torchvision", "transformers", "accelerate", "datasets", "deepspeed")
 REINSTALL = "pip install --force-reinstall"
-COLLECTIVE_TIMEOUT_S = 60.0
 COLLECTIVE_HINTS = {
     "gloo": "check that the host name resolves (getent hosts $(hostname)), or set GLOO_SOCKET_IFNAME=lo",
     "nccl": "set NCCL_DEBUG=INFO to see the reason; try NCCL_P2P_DISABLE=1, which avoids direct GPU-to-GPU links",
@@ -322,7 +321,7 @@ os._exit(0)  # threads of gloo may abort an orderly exit
 """
 
 
-def check_collective(backend: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> CheckResult:
+def check_collective(backend: str, timeout_s: float = 60.0) -> CheckResult:
     """Check an all-reduce between two processes, with gloo on the CPU or NCCL on two GPUs."""
     name, start, hint = f"{backend} all-reduce", time.monotonic(), COLLECTIVE_HINTS[backend]
     with tempfile.TemporaryDirectory() as folder:

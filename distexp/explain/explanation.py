@@ -26,7 +26,7 @@ from distexp.runs.record import RunRecord, describe_no_training, read_records
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.step_files import PARTS
 from distexp.strategies.base import recorded_strategy
-from distexp.strategies.traits import MemoryTraits
+from distexp.strategies.traits import Traits
 from distexp.system.files import printable, read_or_none
 from distexp.system.typed_values import number_of, texts_of
 
@@ -69,7 +69,7 @@ class Explanation:
         return cls(bottleneck, share, sentence, texts_of(raw, "try"), texts_of(raw, "larger_global_batch"), reasons)
 
 
-def explain(record: RunRecord, strategy: MemoryTraits | None = None) -> Explanation | None:
+def explain(record: RunRecord, strategy: Traits | None = None) -> Explanation | None:
     """Return the bottleneck of a run; None if it was not profiled. ``strategy`` is as in ``StepProfile.of``."""
     profile = StepProfile.of(record, strategy)
     return None if profile is None else explain_profile(profile)

@@ -17,7 +17,7 @@ from distexp.runs.spec import parse_config
 from distexp.runs.step_files import HIDDEN, PARTS
 from distexp.statistics.noise import speed_noise, step_noise
 from distexp.strategies.base import recorded_strategy
-from distexp.strategies.traits import MemoryTraits
+from distexp.strategies.traits import Traits
 from distexp.system.typed_values import cpu_peak_mib, number_of
 from distexp.system.units import MIB
 
@@ -56,17 +56,17 @@ class StepProfile:
 
     record: RunRecord
     ranks: tuple[RankStep, ...]
-    strategy: MemoryTraits = field(default_factory=MemoryTraits)  # A custom one that was not loaded has the defaults.
+    strategy: Traits = field(default_factory=Traits)  # A custom one that was not loaded has the defaults.
 
     @classmethod
-    def of(cls, record: RunRecord, strategy: MemoryTraits | None = None) -> StepProfile | None:
+    def of(cls, record: RunRecord, strategy: Traits | None = None) -> StepProfile | None:
         """Return the profile of a run; None if it was not profiled.
 
         Without a strategy, it is that of the record, if distexp ships it.
         """
         ranks = [_read_rank(entry) for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
         known = tuple(rank for rank in ranks if rank is not None)
-        return cls(record, known, strategy or recorded_strategy(record.config) or MemoryTraits()) if known else None
+        return cls(record, known, strategy or recorded_strategy(record.config) or Traits()) if known else None
 
     @property
     def step_ms(self) -> float:

@@ -22,7 +22,7 @@ from distexp.strategies.communication import (
     element_count,
     is_gradient_reduction,
 )
-from distexp.strategies.traits import StepTraits, setting
+from distexp.strategies.traits import Traits, setting
 from distexp.system.typed_values import number_of
 
 P90 = NormalDist().inv_cdf(0.9)
@@ -84,7 +84,7 @@ def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredSt
     if model is None or not median_s:
         raise ConfigError(f"{run_dir} has no profiled step to forecast from: run it again with profile=true")
     deviation = max(0.0, (p90_s or median_s) - median_s) / P90
-    strategy = recorded_strategy(record.config, trusted) or StepTraits()
+    strategy = recorded_strategy(record.config, trusted) or Traits()
     if model.workers == 1 and not strategy.communication(record.config).is_planned:
         raise ConfigError(
             f"{run_dir} was profiled on one worker, so the collectives of "

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import ConfigError
-from distexp.config.overrides import is_override, parse
+from distexp.config.overrides import is_override, parse, values_of
 from distexp.system.environment_variables import looks_secret, secret_in
 
 CELLS = "sweep.cells"
@@ -57,7 +57,8 @@ def packages_trusted_by_user(arguments: Sequence[str]) -> list[str]:
 
     Overrides of Hydra's configuration are not used, because a file can add to them.
     """
-    typed = [name for override in typed_overrides(arguments) for name in _package_names(override)]
+    trusting = [each for each in typed_overrides(arguments) if key_of(each) == TRUSTED and not each.is_delete()]
+    typed = [as_text(name) for override in trusting for value in values_of(override) for name in _as_list(value)]
     return list(dict.fromkeys([*packages_of_environment(), *typed]))
 
 
@@ -66,19 +67,9 @@ def packages_of_environment() -> list[str]:
     return [name for text in os.environ.get(VARIABLE, "").split(",") if (name := text.strip())]
 
 
-def _package_names(override: Override) -> Iterator[str]:
-    if key_of(override) != TRUSTED or override.is_delete():
-        return
-    values = override.sweep_iterator() if override.is_sweep_override() else [override.value()]
-    for value in values:
-        yield from map(as_text, _as_list(value))
-
-
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
-
-# Checks that no secret is part of a configuration, because the configuration is written to files.
 
 TEXT_KEYS = ("setup", "sbatch", "srun", "python")
 ASSIGNMENT = re.compile(r"\b([A-Za-z_]\w*)=[\"']?(?![\"']?\$)(?=[^\s\"',])")
@@ -128,7 +119,6 @@ def _read_variable(name: str, *default: Any) -> str | None:
 
 
 def _secrets(composed: DictConfig) -> Iterator[str]:
-    """Yield the keys that set a secret."""
     cluster, job = _raw(composed.cluster), _raw(composed.hydra.job)
     yield from (f"cluster.environment.{name}" for name in cluster["environment"] if looks_secret(name))
     yield from (f"hydra.job.env_set.{name}" for name in job["env_set"] if looks_secret(name))

@@ -29,14 +29,8 @@ from yaml import YAMLError
 
 from distexp.config import ConfigError
 from distexp.config.keys import conf_dir, refuse_numbers_as_booleans
-from distexp.guard.command_line import (
-    TRUSTED,
-    check_for_secrets,
-    packages_of_environment,
-    packages_trusted_by_user,
-    refuse_secret_interpolations,
-    typed_keys,
-)
+from distexp.guard import command_line
+from distexp.guard.command_line import TRUSTED, typed_keys
 
 SEARCH_PATH = "hydra.searchpath"
 OWN_PACKAGES = ("distexp", "hydra")
@@ -117,12 +111,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Compose a configuration and check it, if a foreign file may be part of it.
-
-        Raises:
-            ConfigError: a file contains values that could run code, or the configuration contains a secret, or a file
-                is not in UTF-8.
-        """
+        """Compose a configuration and check it. Raise ConfigError as ``check``, and for a file that is not in UTF-8."""
         try:
             composed = super().load_configuration(
                 config_name, overrides, run_mode, from_shell, validate_sweep_overrides
@@ -137,12 +126,8 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         return composed
 
     def check(self, composed: DictConfig) -> None:
-        """Check a configuration for secrets, and for values of foreign files that could run code.
-
-        Raises:
-            ConfigError: with an error for each value that could run code, or for each secret.
-        """
-        check_for_secrets(composed)
+        """Raise ConfigError with each secret, or each value of a foreign file that could run code."""
+        command_line.check_for_secrets(composed)
         if not any(map(_is_foreign, self._sources)):
             return
         typed = typed_keys(sys.argv[1:])
@@ -177,8 +162,7 @@ class CheckedConfigLoader(ConfigLoaderImpl):
         return self._accepted[overrides]
 
     def _is_own_option(self, group: str, option: str) -> bool:
-        found = (source for source in self._sources if source.is_config(f"{group}/{option}"))
-        source = next(found, None)
+        source = next((source for source in self._sources if source.is_config(f"{group}/{option}")), None)
         return source is not None and not _is_foreign(source)
 
     def _process_config_searchpath(self, config_name: str | None, parsed_overrides: list[Override], repo: Any) -> None:
@@ -193,17 +177,13 @@ class CheckedConfigLoader(ConfigLoaderImpl):
 
 def use_checked_loader() -> None:
     """Make Hydra load configurations with the checks."""
-    refuse_secret_interpolations()
+    command_line.refuse_secret_interpolations()
     refuse_numbers_as_booleans()
     vars(hydra_app)["ConfigLoaderImpl"] = CheckedConfigLoader
 
 
 def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
-    """Check that no file trusts a package, and add the packages of the environment to ``trusted_packages``.
-
-    Raises:
-        ConfigError: the cell trusts a package that the user does not trust.
-    """
+    """Add the packages of the environment to ``trusted_packages``. Raise ConfigError if a file trusts a package."""
     wanted = [str(name) for name in composed[TRUSTED]]
     refused = [name for name in wanted if name not in allowed]
     if refused:
@@ -213,7 +193,7 @@ def check_trust(composed: DictConfig, allowed: Sequence[str]) -> None:
             f"{shown} to the command"
         )
     with open_dict(composed):
-        composed[TRUSTED] = list(dict.fromkeys([*wanted, *packages_of_environment()]))
+        composed[TRUSTED] = list(dict.fromkeys([*wanted, *command_line.packages_of_environment()]))
 
 
 def _is_foreign(source: Any) -> bool:
@@ -237,7 +217,7 @@ def _own_first(sources: Sequence[Any]) -> ConfigSearchPath:
 def _check_search_path(paths: Sequence[str]) -> None:
     if not paths or SEARCH_PATH in typed_keys(sys.argv[1:]):
         return
-    allowed = {*OWN_PACKAGES, *packages_trusted_by_user(sys.argv[1:])}
+    allowed = {*OWN_PACKAGES, *command_line.packages_trusted_by_user(sys.argv[1:])}
     packages = {path: path.removeprefix("pkg://").partition(".")[0] for path in paths if path.startswith("pkg://")}
     errors = [
         f"{SEARCH_PATH} contains {path}, but a file cannot import a package: if you trust its code, add "

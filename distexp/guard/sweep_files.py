@@ -19,19 +19,11 @@ from hydra.core.override_parser.types import Override
 from distexp.config import ConfigError
 from distexp.config.keys import options_of
 from distexp.config.overrides import copyable_override, is_override, join_first, shell_quote
-from distexp.guard.command_line import (
-    TRUSTED,
-    as_text,
-    key_of,
-    packages_of_environment,
-    packages_trusted_by_user,
-    typed_overrides,
-)
+from distexp.guard import command_line
+from distexp.guard.command_line import TRUSTED, key_of, typed_overrides
 from distexp.guard.config_files import CLUSTER_KEYS
 from distexp.runs.run_dir import COMMAND
 from distexp.system.cache_dir import cache_dir
-
-MAX_SHOWN = 3
 
 SAFE_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")
 
@@ -81,21 +73,18 @@ def _unsafe_keys(argument: str) -> set[str]:
 def _is_unsafe(argument: str, override: Override) -> bool:
     key = key_of(override)
     if key == TRUSTED:
-        return bool(set(packages_trusted_by_user([argument])) - set(packages_of_environment()))
+        return bool(
+            set(command_line.packages_trusted_by_user([argument])) - set(command_line.packages_of_environment())
+        )
     if key == "cluster":
-        return as_text(override.value()) not in options_of("cluster")
+        return command_line.as_text(override.value()) not in options_of("cluster")
     if key.startswith(("hydra.", "hydra/")):
         return key not in SAFE_HYDRA_KEYS
-    return any(
-        key == section or key.startswith(f"{section}.") for section in (f"cluster.{name}" for name in CLUSTER_KEYS)
-    )
+    return any(f"{key}.".startswith(f"cluster.{name}.") for name in CLUSTER_KEYS)
 
 
 def check_working_directory(path: Path, directory: str) -> None:
-    """Raise a ConfigError if a foreign command was started in another folder, because Python imports packages from it.
-
-    A folder that does not exist is not used.
-    """
+    """Raise a ConfigError if a foreign command was started in another folder: Python imports packages from there."""
     if os.path.isdir(directory) and not os.path.samefile(directory, os.curdir):
         raise ConfigError(
             f"{path} was started in {directory}, and Python would import packages from there: if you trust its "
@@ -109,7 +98,7 @@ def check_files(sweep_dir: Path) -> None:
         return
     found = list(_unsafe_files(sweep_dir))
     if found:
-        shown = join_first(map(str, found), MAX_SHOWN)
+        shown = join_first(map(str, found), limit=3)
         raise ConfigError(
             f"{sweep_dir} contains {shown}, which are not files of the sweep: remove them, or start the sweep again "
             "in another directory"

@@ -19,32 +19,20 @@ TABLE = Path(__file__).with_name("facts.yaml")
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds per hop of NCCL's two kinds of protocols.
+    """Seconds per hop of NCCL's two kinds of protocols."""
 
-    Attributes:
-        fast: LL, which sends flags with the data at a quarter of the bandwidth.
-        simple: Simple, which has the full bandwidth; in a ring.
-        simple_tree: Simple in a tree, whose chunks are larger.
-    """
-
-    fast: float
-    simple: float
-    simple_tree: float
+    fast: float  # LL, which sends flags with the data at a quarter of the bandwidth
+    simple: float  # Simple, which has the full bandwidth; in a ring
+    simple_tree: float  # Simple in a tree, whose chunks are larger
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between workers.
+    """A link between workers."""
 
-    Attributes:
-        name: Name for notes.
-        bandwidth: What a collective reaches, in bytes per second, worker and direction.
-        latency: Latency of a hop.
-    """
-
-    name: str
-    bandwidth: float
-    latency: Latency
+    name: str  # for notes
+    bandwidth: float  # what a collective reaches, in bytes per second, worker and direction
+    latency: Latency  # of a hop
 
 
 @dataclass(frozen=True)
@@ -145,11 +133,7 @@ class Facts:
 
 @cache
 def facts() -> Facts:
-    """Return the facts.
-
-    Raises:
-        TypeError: An entry lacks a key, or has an unknown one.
-    """
+    """Return the facts. Raise TypeError if an entry lacks a key, or has an unknown one."""
     # The loader in C takes 3 ms, and that in Python 20 ms.
     content = yaml.load(TABLE.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return Facts(
@@ -167,11 +151,7 @@ def facts() -> Facts:
 
 
 def gpu_facts(name: str | None) -> Gpu:
-    """Return the facts of a GPU, with the defaults of unknown ones for those that are unknown.
-
-    Args:
-        name: Value of ``plan.gpu``, or the name that torch or NVML reports. None for an unknown GPU.
-    """
+    """Return the facts of a GPU by ``plan.gpu``, or by its name in torch or NVML; defaults for unknown ones."""
     parts, gpus, defaults = name_parts(name), facts().gpus, facts().unknown_gpu
     # A name may match several entries. The longest match is the most specific one.
     best = next((gpu for gpu in gpus if name in gpu.memory_mib), None) or max(gpus, key=lambda gpu: gpu.match(parts))

@@ -1,7 +1,6 @@
-"""Masks of causal attention, ALiBi, and flex attention.
+"""Masks of causal attention, ALiBi, and flex attention. Rows may contain several documents, kept apart.
 
-Rows may contain several documents. Position ids start at 0 in each document, and no position attends to another
-document. Padding is on the right. No target attends to it, so it needs no mask.
+Padding is on the right. No target attends to it, so it needs no mask.
 """
 
 from __future__ import annotations
@@ -86,7 +85,11 @@ def alibi_score(slopes: Tensor) -> ScoreFunction:
 def block_mask(length: int, device: torch.device, documents: Tensor | None) -> BlockMask:
     """Return the mask of ``causal_mask`` for flex attention."""
     if documents is not None:
-        return _document_block_mask(documents)
+
+        def is_allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+        return create_block_mask(is_allowed, len(documents), None, length, length, device=str(device))
     # A compiled model contains the mask, and dynamo warns about caches.
     make = _causal_block_mask if torch.compiler.is_compiling() else _cached_causal_block_mask
     return make(length, device)
@@ -100,14 +103,6 @@ def _causal_block_mask(length: int, device: torch.device) -> BlockMask:
 
 
 _cached_causal_block_mask = cached(_causal_block_mask)
-
-
-def _document_block_mask(documents: Tensor) -> BlockMask:
-    def is_allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents[batch, query] == documents[batch, key])
-
-    rows, length = documents.shape
-    return create_block_mask(is_allowed, rows, None, length, length, device=str(documents.device))
 
 
 def attend_flex(

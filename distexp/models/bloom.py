@@ -76,12 +76,8 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
             f"model.path={model.path} has a model of type {config.model_type}, but model={model.name} is a "
             f"BLOOM: use model=hf model.name={model.path}"
         )
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_layers": config.n_layer,
-        "num_heads": config.n_head,
-    }
+    names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_layers": "n_layer", "num_heads": "n_head"}
+    sizes = {key: getattr(config, name) for key, name in names.items()}
     errors = [
         f"model.{key}={getattr(model, key)} differs from the weights in model.path={model.path}, which have {size}: "
         f"set model.{key}={size}, or correct model.path"
@@ -142,7 +138,10 @@ class BloomModel(modeling_bloom.BloomModel):  # type: ignore[misc]  # transforme
             score, mask = make_score(self.num_heads, device), block_mask(length, device, documents)
         else:
             allowed = causal_mask(length, device, documents)
-            mask = alibi_bias(_slopes(self.num_heads, device), allowed, _query_dtype(hidden))
+            # The queries have the type of autocast, or that of the hidden states.
+            autocasts = device.type != "meta" and torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if autocasts else hidden.dtype
+            mask = alibi_bias(_slopes(self.num_heads, device), allowed, dtype)
         for block in self.h:
             hidden = block(hidden, alibi=score, attention_mask=mask)[0]
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.ln_f(hidden))
@@ -178,14 +177,6 @@ def use_attention(bloom: nn.Module, attention: str) -> None:
     for block in transformer.h:
         block.self_attention.__class__ = BloomAttention
         block.mlp.gelu_impl = nn.GELU(approximate="tanh")
-
-
-def _query_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the type of the queries: that of autocast, or of the hidden states."""
-    device = hidden.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype
 
 
 def _score(heads: int, device: torch.device) -> ScoreFunction:

@@ -37,9 +37,11 @@ class Blueprint:
         self._broadcast = context.world_size > 1 and broadcast
         with torch.device("meta"):
             self.model = build()
-        self._weights_key = weights_key and f"{weights_key} {_shapes(self.model)}"
+        tensors = _named_tensors(self.model)
+        shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in tensors)
+        self._weights_key = weights_key and f"{weights_key} {shapes}"
         self._weights = self._initial_weights(build)
-        self._names = {id(tensor): name for name, tensor in _named_tensors(self.model)}
+        self._names = {id(tensor): name for name, tensor in tensors}
         # Modules and attributes that have a tensor; tied weights have several.
         self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in self.model.modules():
@@ -92,11 +94,6 @@ class Blueprint:
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
-
-
-def _shapes(model: nn.Module) -> str:
-    """Return names, shapes and types of all parameters and buffers."""
-    return " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in _named_tensors(model))
 
 
 def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

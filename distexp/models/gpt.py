@@ -136,7 +136,11 @@ class GPT(nn.Module):
         otherwise. It is not used with ``position_ids``, which start at 0 in each document. ``logits_to_keep`` has the
         positions to compute logits for, shape (kept,).
         """
-        self._check_length(input_ids.shape[1])
+        if (length := input_ids.shape[1]) > self.positions.num_embeddings:
+            raise ValueError(
+                f"a sequence of {length} tokens exceeds the {self.positions.num_embeddings} positions of "
+                "this model: raise model.seq_length"
+            )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         documents = None if position_ids is None else number_documents(position_ids)
@@ -150,20 +154,17 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
-    def _check_length(self, length: int) -> None:
-        if length > self.positions.num_embeddings:
-            raise ValueError(
-                f"a sequence of {length} tokens exceeds the {self.positions.num_embeddings} positions of "
-                "this model: raise model.seq_length"
-            )
-
     def _mask(self, attention_mask: Tensor, documents: Tensor | None) -> Mask:
         length, device = attention_mask.shape[1], attention_mask.device
         if self.attention == "flex":
             return block_mask(length, device, documents)
         if documents is not None:
             return causal_mask(length, device, documents)
-        return None if self.attention == "sdpa" else _padded_causal_mask(attention_mask)
+        if self.attention == "sdpa":
+            return None
+        # Padding attends to itself too, because softmax over no keys would be NaN.
+        itself = torch.eye(length, dtype=torch.bool, device=device)
+        return (causal_mask(length, device, None) & attention_mask.bool()[:, None, None, :]) | itself
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding; the method has the name used by transformers."""
@@ -222,29 +223,17 @@ def _rename_for_gpt2(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build a GPT. A null vocab_size is the size of the tokenizer. Raise ConfigError if a value is invalid."""
     validate_model(model)
-    sizes = {
+    options: dict[str, Any] = {
         "hidden": model.hidden_size,
         "layers": model.num_layers,
         "heads": model.num_heads,
         "inner": model.ff_dim,
         "length": model.seq_length,
-    }
-    known: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    rest: dict[str, Any] = {
         "dropout": model.dropout or 0.0,
         "tie": bool(model.tie_embeddings),
         "attention": model.attention,
     }
-    return GPT(vocab=resolve_vocab_size(model, num_classes), **known, **rest)
-
-
-def _padded_causal_mask(attention_mask: Tensor) -> Tensor:
-    """Return a causal mask without padding, shape (batch, 1, length, length)."""
-    length = attention_mask.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
-    # Padding attends to itself too, because softmax over no keys would be NaN.
-    itself = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
-    return (causal.tril() & attention_mask.bool()[:, None, None, :]) | itself
+    return GPT(vocab=resolve_vocab_size(model, num_classes), **options)
 
 
 def _initialize(module: nn.Module) -> None:

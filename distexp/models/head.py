@@ -53,7 +53,7 @@ class HeadForward:
         self.logits = train.logits or "all"
         self.chunk_tokens = train.loss_chunk_tokens if train.loss == "chunked" else None
         self.vocabulary = getattr(head, "out_features", None)  # the weight may be sharded
-        self.settings, self.hint = _settings(train), _hint(train)
+        self.settings, self.hint = _settings(train)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits of the selected tokens, or their loss in the form of ``_as_logits``."""
@@ -89,9 +89,10 @@ def adapt_head(model: nn.Module, train: TrainConfig) -> None:
         return
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Module):
+        settings, hint = _settings(train)
         raise ConfigError(
-            f"{_settings(train)} needs the method get_output_embeddings, which returns the output head. "
-            f"{type(model).__name__} has none: add it, or {_hint(train)}"
+            f"{settings} needs the method get_output_embeddings, which returns the output head. "
+            f"{type(model).__name__} has none: add it, or {hint}"
         )
     if train.loss == "chunked" and type(head).forward is not nn.Linear.forward:
         raise ConfigError(
@@ -113,17 +114,11 @@ def describe_head(module: nn.Module) -> tuple[str, str]:
     return "all", "full"
 
 
-def _settings(train: TrainConfig) -> str:
-    return " and ".join(
-        text
-        for text in ("train.logits=targets", "train.loss=chunked")
-        if text in (f"train.logits={train.logits}", f"train.loss={train.loss}")
-    )
-
-
-def _hint(train: TrainConfig) -> str:
-    plain = ["train.logits=all"] if train.logits == "targets" else []
-    return "use " + " ".join([*plain, *(["train.loss=full"] if train.loss == "chunked" else [])])
+def _settings(train: TrainConfig) -> tuple[str, str]:
+    """Return the options that change the head, and the hint that leaves them out."""
+    known = {"train.logits=targets": "train.logits=all", "train.loss=chunked": "train.loss=full"}
+    found = [text for text in known if text in (f"train.logits={train.logits}", f"train.loss={train.loss}")]
+    return " and ".join(found), f"use {' '.join(map(known.__getitem__, found))}"
 
 
 def _with_request(model: nn.Module, adapted: HeadForward) -> Callable[..., Any]:
@@ -140,32 +135,21 @@ def _with_request(model: nn.Module, adapted: HeadForward) -> Callable[..., Any]:
         request.positions = request.labels = None
         if positions is None and labels is None:
             return outputs
-        _check_calls(model, adapted)
+        if (calls := request.counts["calls"]) != 1:  # Then its selected tokens are not its outputs.
+            raise ConfigError(
+                f"{adapted.settings}: {type(model).__name__} calls its output head {calls} times in a forward "
+                f"pass, not once: {adapted.hint}"
+            )
         if labels is not None:
             return {LOSS_SUM: read_loss(get_logits(outputs))}
-        _check_shape(model, adapted, get_logits(outputs), len(positions))
+        if tuple(get_logits(outputs).shape[:-1]) != (1, len(positions)):
+            raise ConfigError(
+                f"{adapted.settings}: {type(model).__name__} changes the shape of the logits of its output head: "
+                f"{adapted.hint}"
+            )
         return outputs
 
     return forward
-
-
-def _check_calls(model: nn.Module, adapted: HeadForward) -> None:
-    """Raise ConfigError if the model did not call its head once: then its selected tokens are not its outputs."""
-    calls = adapted.request.counts["calls"]
-    if calls != 1:
-        raise ConfigError(
-            f"{adapted.settings}: {type(model).__name__} calls its output head {calls} times in a forward "
-            f"pass, not once: {adapted.hint}"
-        )
-
-
-def _check_shape(model: nn.Module, adapted: HeadForward, logits: Tensor, kept: int) -> None:
-    """Raise ConfigError if the model changed the shape (1, kept, vocabulary) of the selected logits."""
-    if tuple(logits.shape[:-1]) != (1, kept):
-        raise ConfigError(
-            f"{adapted.settings}: {type(model).__name__} changes the shape of the logits of its output head: "
-            f"{adapted.hint}"
-        )
 
 
 def _batch_shape(*inputs: Any) -> tuple[int, ...]:

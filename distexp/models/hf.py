@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import validate_model
 from distexp.data.base import TaskData
+from distexp.exceptions import first_line
 from distexp.models.transforms import DROPOUT_ENDINGS
 from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import offline_if_unreachable
@@ -40,7 +41,7 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
     if is_causal and not any(is_causal):  # an encoder with a language model head
-        raise ConfigError(_not_causal_message(model, config))
+        raise _not_causal_error(model, config)
     if replaces_attention:
         from distexp.models.bloom import use_attention
 
@@ -54,7 +55,7 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
 
     config = read_config("model.name", model.name)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(_not_causal_message(model, config))
+        raise _not_causal_error(model, config)
     rows = config.get_text_config().vocab_size
     if num_classes > rows:
         raise ConfigError(
@@ -64,7 +65,11 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
     config.use_cache = False  # training never uses cached keys and values, which take memory
     if model.dropout is not None:  # one rate for embeddings, attention and residuals, whose names differ
         text = config.get_text_config()
-        rates = [name for name, value in text.to_dict().items() if name.endswith(DROPOUT_ENDINGS) and _is_number(value)]
+        rates = [
+            name
+            for name, value in text.to_dict().items()
+            if name.endswith(DROPOUT_ENDINGS) and type(value) in (int, float)
+        ]
         if not rates and model.dropout:
             wanted = ", ".join(f"*{ending}" for ending in DROPOUT_ENDINGS)
             raise ConfigError(
@@ -101,18 +106,11 @@ def _set_attention(config: Any, model: ModelConfig) -> None:
         ) from error
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _not_causal_message(model: ModelConfig, config: Any) -> str:
-    return (
+def _not_causal_error(model: ModelConfig, config: Any) -> ConfigError:
+    return ConfigError(
         f"model.name={model.name} is not a causal LM ({config.model_type}), but model=hf trains only causal LMs: "
         "use a model such as GPT-2, Llama, Qwen or OPT"
     )
-
-
-# Readers of configurations and weights of Hugging Face models.
 
 
 def read_config(key: str, source: str) -> Any:
@@ -126,7 +124,7 @@ def read_config(key: str, source: str) -> Any:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_read_error(key, source, "a model's config.json", error)) from error
+        raise _read_error(key, source, "a model's config.json", error) from error
 
 
 def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Module:
@@ -145,11 +143,15 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
                 source, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
             )
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(_read_error(key, source, "a model's weights", error)) from error
+        raise _read_error(key, source, "a model's weights", error) from error
     # transformers would initialize these at random and continue.
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     if missing:
-        raise ConfigError(_missing_weights_error(key, source, type(model).__name__, missing))
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError(
+            f"{key}={source} lacks weights of {type(model).__name__}, or they have another shape: "
+            f"{', '.join(missing[:3])}{more}: use the complete weights of a causal LM, or model.init=random"
+        )
     built: nn.Module = model.train()  # from_pretrained leaves it in evaluation mode
     return built
 
@@ -159,23 +161,11 @@ def on_meta_device() -> bool:
     return torch.empty(0).device.type == "meta"
 
 
-def _missing_weights_error(key: str, source: str, model_class: str, missing: list[str]) -> str:
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return (
-        f"{key}={source} lacks weights of {model_class}, or they have another shape: "
-        f"{', '.join(missing[:3])}{more}: use the complete weights of a causal LM, or model.init=random"
-    )
-
-
-def _read_error(key: str, source: str, what: str, error: Exception) -> str:
-    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
-    return (
+def _read_error(key: str, source: str, what: str, error: Exception) -> ConfigError:
+    return ConfigError(
         f"{key}={source} is neither a folder with {what} nor available from the local cache or the hub "
-        f"({reason}): correct {key}, or set it to a local folder"
+        f"({first_line(error).rstrip('. ')}): correct {key}, or set it to a local folder"
     )
-
-
-# Export of a trained model in the Hugging Face layout.
 
 
 StateDict = dict[str, Tensor]
@@ -219,18 +209,12 @@ def save_model(
         model: Any = build()
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
-    _set_generation_config(model, data)
+    if data.tokenizer is not None:
+        model.config.use_cache = True
+        for settings in (model.config, model.generation_config):
+            settings.bos_token_id = None
+            settings.eos_token_id, settings.pad_token_id = data.tokenizer.eos_id, data.tokenizer.pad_id
     with replace_atomically(run_dir / MODEL) as folder:
         model.save_pretrained(folder, state_dict=state)
         if data.tokenizer is not None:
             data.tokenizer.save(folder)
-
-
-def _set_generation_config(model: Any, data: TaskData) -> None:
-    """Enable the key-value cache, and set the special tokens of the tokenizer."""
-    if data.tokenizer is None:
-        return
-    model.config.use_cache = True
-    for settings in (model.config, model.generation_config):
-        settings.bos_token_id = None
-        settings.eos_token_id, settings.pad_token_id = data.tokenizer.eos_id, data.tokenizer.pad_id

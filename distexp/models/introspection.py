@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -92,8 +92,6 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
         ) from error
 
 
-# Check that a model keeps the samples of a packed row apart.
-
 TOKENS = 8
 
 
@@ -154,27 +152,21 @@ def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     attention implementation is changed. Of the inputs only the shapes matter.
     """
     with torch.no_grad():
-        return _count_flops(lambda: _run_on_meta(model, inputs))
+        return _count_flops(model, inputs, backward=False)
 
 
 def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Count the floating point operations of one forward and one backward pass, with what they recompute."""
-
-    def run() -> None:
-        get_logits(_run_on_meta(model, inputs)).sum().backward()  # type: ignore[no-untyped-call]
-
-    return _count_flops(run)
+    return _count_flops(model, inputs, backward=True)
 
 
-def _count_flops(run: Callable[[], object]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        run()
-    return int(counter.get_total_flops())
-
-
-def _run_on_meta(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+def _count_flops(model: nn.Module, inputs: Mapping[str, Tensor], *, backward: bool) -> int:
     set_attention = getattr(model, "set_attn_implementation", None)
     if set_attention is not None:
         # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
         set_attention("eager")
-    return model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
+    with FlopCounterMode(display=False) as counter:
+        outputs = model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
+        if backward:
+            get_logits(outputs).sum().backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())

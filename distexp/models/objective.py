@@ -1,7 +1,4 @@
-"""Losses and accuracy counts of a batch.
-
-They are sums, not means, so that the mean over ranks and micro-batches is exact.
-"""
+"""Losses and accuracy counts of a batch: sums, not means, so that the mean over ranks and micro-batches is exact."""
 
 from __future__ import annotations
 
@@ -120,7 +117,12 @@ def _loss(  # noqa: PLR0917 (autograd passes no keyword arguments)
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dtype: torch.dtype, chunk_tokens: int
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        return _loss_only(hidden, *_cast(weight, bias, dtype), labels, chunk_tokens)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        matrix, vector = _cast(weight, bias, dtype)
+        for rows, targets in _chunks(hidden, labels, chunk_tokens):
+            logits = functional.linear(rows.to(dtype), matrix, vector)
+            total += functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
+        return total
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, chunk_tokens)  # type: ignore[no-untyped-call]
     return loss
 
@@ -132,14 +134,6 @@ def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tens
 def _chunks(hidden: Tensor, labels: Tensor, chunk_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     for start in range(0, len(labels), chunk_tokens):
         yield hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens]
-
-
-def _loss_only(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk_tokens: int) -> Tensor:
-    loss = hidden.new_zeros((), dtype=torch.float32)
-    for rows, targets in _chunks(hidden, labels, chunk_tokens):
-        logits = functional.linear(rows.to(weight.dtype), weight, bias)
-        loss += functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
-    return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -187,14 +181,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_factor = grad_output / ctx.weight_scale
         hidden, weight, bias = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
-        return (
-            _scale(hidden, grad_output / ctx.scale, hidden_dtype),
-            _scale(weight, weight_factor, weight_dtype),
-            _scale(bias, weight_factor, weight_dtype),
-            None,
-            None,
-            None,
-        )
+        gradients = (_scale(parameter, weight_factor, weight_dtype) for parameter in (weight, bias))
+        return (_scale(hidden, grad_output / ctx.scale, hidden_dtype), *gradients, None, None, None)
 
 
 def _scales(dtype: torch.dtype, chunk_tokens: int) -> tuple[float, float]:

@@ -1,10 +1,8 @@
 """Random weights that several runs have in common: the first run keeps them, and the others read them.
 
-Random weights of a large model take longer than a short training. In a local sweep of runs with equal models, the
-workers of a node are forked from processes that offer a file in memory, which the workers inherit. The launcher makes
-the file, so all these processes offer the same one. The file is written once, and then sealed. It also holds the state
-of the random number generator before and after the weights were made. So a run that reads them is equal to one that
-makes them.
+Random weights of a large model take longer than a short training. In a local sweep, workers inherit the descriptor of a
+file in memory. It is written once, and then sealed. It also holds the state of the random number generator before and
+after the weights were made. So a run that reads them is equal to one that makes them.
 """
 
 from __future__ import annotations

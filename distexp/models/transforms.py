@@ -16,21 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
-from distexp.config import Config, ConfigError
-from distexp.system.torch_internals.compilation import (
-    allow_graphs_per_function,
-    compile_errors,
-    compiler_settings,
-    limit_stored_activations,
-    split_graphs_for_ddp,
-)
+from distexp.config import WHOLE_MODEL, Config, ConfigError
+from distexp.system.torch_internals import compilation
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``. Tests choose a faster one."""
-
-
-MODEL_SCOPES = ("model", "graphs")
-"""Values of ``train.compile`` that compile the whole model as one graph."""
 
 
 def transform_blocks(model: nn.Module, config: Config) -> None:
@@ -41,8 +31,8 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
     """
     check_dropout(model, config)
     if config.train.compiled != "none":
-        limit_stored_activations(config.train.activation_budget)
-        split_graphs_for_ddp(config.train.compiled in MODEL_SCOPES)
+        compilation.limit_stored_activations(config.train.activation_budget)
+        compilation.split_graphs_for_ddp(config.train.compiled in WHOLE_MODEL)
     blocks = _blocks_to_transform(model, config)
     options = _block_options(len(blocks), config)
     for block in blocks:
@@ -50,9 +40,9 @@ def transform_blocks(model: nn.Module, config: Config) -> None:
         if config.train.compiled == "blocks":
             forward = compile_forward(forward, **options)
         if config.train.activation_checkpointing:
-            forward = checkpointed(block, forward, in_graph=config.train.compiled in MODEL_SCOPES)
+            forward = checkpointed(block, forward, in_graph=config.train.compiled in WHOLE_MODEL)
         block.forward = forward
-    if config.train.compiled in MODEL_SCOPES:
+    if config.train.compiled in WHOLE_MODEL:
         _compile_model(model, cuda_graphs=config.train.compiled == "graphs")
 
 
@@ -71,7 +61,7 @@ def _block_options(count: int, config: Config) -> dict[str, Any]:
     """
     if config.train.compiled != "blocks" or config.model.task != "image_classification":
         return {}
-    allow_graphs_per_function(4 * count)
+    compilation.allow_graphs_per_function(4 * count)
     return {"dynamic": False}
 
 
@@ -89,10 +79,10 @@ def _compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
 def read_compiled(module: nn.Module) -> str:
     """Return what of a model is compiled, in the terms of ``train.compile``, read from the live module."""
     model = getattr(module, "module", module)  # inside of DDP or DeepSpeed
-    settings = compiler_settings(model)
+    settings = compilation.compiler_settings(model)
     if settings is not None:
         return "graphs" if settings.get("triton.cudagraphs") else "model"
-    return "blocks" if any(compiler_settings(module) is not None for module in model.modules()) else "none"
+    return "blocks" if any(compilation.compiler_settings(module) is not None for module in model.modules()) else "none"
 
 
 @contextmanager
@@ -100,7 +90,7 @@ def explained_compilation(scope: str) -> Iterator[None]:
     """Raise ConfigError if torch cannot compile the whole model as one graph."""
     try:
         yield
-    except compile_errors() as error:
+    except compilation.compile_errors() as error:
         summary = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"train.compile={scope} needs a model that torch compiles as one graph, but {type(error).__name__}: "
@@ -121,9 +111,6 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
     if train.compiled != "blocks":
         return []
     return [block for _, block in find_units(model, config.fsdp.wrap)] or [model]
-
-
-# Repeated blocks of a model: the units that are sharded, checkpointed and compiled.
 
 
 NamedModules = list[tuple[str, nn.Module]]
@@ -177,11 +164,11 @@ def _largest_repeated(model: nn.Module) -> NamedModules:
         if len(classes) == 1 and all_have_children:
             prefix = f"{name}." if name else ""
             by_class[classes.pop()] += [(prefix + child, member) for child, member in members]
-    return max(by_class.values(), key=_count_parameters, default=[])
-
-
-def _count_parameters(modules: NamedModules) -> int:
-    return sum(parameter.numel() for _, module in modules for parameter in module.parameters())
+    return max(
+        by_class.values(),
+        key=lambda modules: sum(parameter.numel() for _, module in modules for parameter in module.parameters()),
+        default=[],
+    )
 
 
 # Batch norms of models whose weights FSDP or DeepSpeed casts to 16 bits.
@@ -205,6 +192,10 @@ def _forward(norm: _BatchNorm, inputs: Tensor) -> Tensor:
     updates = norm.training and norm.track_running_stats
     if updates and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
+    # The share of a batch in the new running statistics. Without a momentum they are means of all batches.
+    share = 0.0 if norm.momentum is None else float(norm.momentum)
+    if norm.momentum is None and updates and norm.num_batches_tracked is not None:
+        share = 1 / float(norm.num_batches_tracked)
     uses_statistics = updates or not norm.training
     return functional.batch_norm(
         inputs,
@@ -213,19 +204,10 @@ def _forward(norm: _BatchNorm, inputs: Tensor) -> Tensor:
         None if norm.weight is None else norm.weight.float(),
         None if norm.bias is None else norm.bias.float(),
         norm.training or norm.running_mean is None,
-        _share_of_batch(norm, updates=updates),
+        share,
         norm.eps,
     )
 
-
-def _share_of_batch(norm: _BatchNorm, *, updates: bool) -> float:
-    """Return the share of a batch in the new running statistics. Without a momentum they are means of all batches."""
-    if norm.momentum is not None:
-        return float(norm.momentum)
-    return 1 / float(norm.num_batches_tracked) if updates and norm.num_batches_tracked is not None else 0.0
-
-
-# Dropout rates of a model, and where they are not supported.
 
 DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "dropout_p")
 """Ends of the names of dropout rates in configurations of transformers."""
@@ -261,9 +243,6 @@ def dropout_rates(model: nn.Module) -> dict[str, float]:
     return {name: rate for name, rate in (configured | modules).items() if rate > 0}
 
 
-# Activation checkpointing of a block, whose batch norms still count each batch once.
-
-
 def checkpointed(block: nn.Module, forward: Callable[..., Any], *, in_graph: bool) -> Callable[..., Any]:
     """Return a function that computes a block and recomputes its activations in the backward pass.
 
@@ -288,9 +267,6 @@ def _unchanged_statistics(norms: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for buffer, value in before:
             buffer.data.copy_(value)  # not buffer.copy_, because autograd has saved the buffer
-
-
-# Memory format of convolution weights, for ``train.channels_last``.
 
 
 def set_memory_format(model: nn.Module, config: Config) -> None:

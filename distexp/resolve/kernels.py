@@ -1,15 +1,11 @@
-"""The group ``kernels``: options of speed that the user left open.
-
-Each of these keys has a ``reference`` in the schema, and null as its default. The strategy proposes the values of
-``kernels=fast``, because they depend on it.
-"""
+"""The group ``kernels``: options of speed that the user left open, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distexp.config import Config, ConfigError
+from distexp.config import WHOLE_MODEL, Config, ConfigError
 from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields, set_value, speed_references
@@ -27,27 +23,24 @@ MODELS = "distexp.models."
 """Models below this package can compute the logits of targets alone."""
 
 
-def choose_kernels(config: Config) -> list[str]:
-    """Set the keys that are null: to what ``fast`` chooses, or else to the reference. Return no errors."""
+def choose_kernels(config: Config) -> None:
+    """Set the keys that are null: to what ``fast`` chooses, or else to the reference."""
     chosen = fast_values(config) if config.kernels.name == "fast" else {}
     for key, reference in speed_references().items():
         if get_value(config, key) is None:
             set_value(config, key, chosen.get(key, reference))
     if config.kernels.name == "fast" and config.model.attention == "auto":
         config.model.attention = _attention(config)
-    return []
 
 
 def fast_values(config: Config) -> Mapping[str, Any]:
     """Return the fast values of model and strategy, by key. Other keys keep their reference."""
     strategy, target = load_strategy(config), config.strategy._target_
+    source = f"strategy._target_={target}: fast_values()"
     with shorten_errors(target, "fast_values()"):
         values = strategy.fast_values(config)
-    check_returned(values, Mapping, f"strategy._target_={target}: fast_values()")
-    allowed = speed_references()
-    infos = {key: info_of(spec) for key, spec in schema_fields()}
-    source = f"strategy._target_={target}: fast_values()"
-    errors = []
+    check_returned(values, Mapping, source)
+    allowed, infos, errors = speed_references(), {key: info_of(spec) for key, spec in schema_fields()}, []
     for key, value in values.items():
         if key not in allowed:
             errors.append(f"{source} returned {key}, which is not a key of kernels=fast: use {', '.join(allowed)}")
@@ -91,9 +84,6 @@ def _model_values(config: Config) -> Mapping[str, Any]:
 
 # Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update. Each
 # one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
-
-WHOLE_MODEL = ("model", "graphs")
-"""Values of ``train.compile`` that compile the whole model."""
 
 
 def check_speed_options(config: Config) -> Iterator[str]:

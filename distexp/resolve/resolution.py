@@ -16,12 +16,6 @@ from distexp.config.model_checks import model_errors, unused_key_errors
 from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.kernels import check_speed_options, choose_kernels
 
-# The typed form of a composed configuration: dataclasses instead of the nodes of OmegaConf.
-
-
-EXAMPLES = {"model.name": " to a hub id or a folder, for example model.name=bigscience/bloom-560m"}
-"""Ends of the message for a missing value."""
-
 
 def without_hydra(composed: DictConfig) -> DictConfig:
     """Return a copy of a composed configuration without its ``hydra`` node."""
@@ -44,7 +38,8 @@ def to_dataclasses(composed: DictConfig) -> Config:
         }
     except MissingMandatoryValue as error:
         missing = ", ".join(sorted(OmegaConf.missing_keys(without_hydra(composed))))
-        raise ConfigError(f"{missing} is required: set it{EXAMPLES.get(missing, '')}") from error
+        example = " to a hub id or a folder, for example model.name=bigscience/bloom-560m"
+        raise ConfigError(f"{missing} is required: set it{example if missing == 'model.name' else ''}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return Config(**typed)
@@ -58,9 +53,6 @@ def _unknown_keys(section: DictConfig, schema: Any) -> Iterator[str]:
             yield str(key)
         elif isinstance(node, DictConfig) and is_dataclass(below := OmegaConf.get_type(node)):
             yield from (f"{key}.{name}" for name in _unknown_keys(node, below))
-
-
-# Config groups that imply a strategy, such as ``sharding``: their YAML files override ``/strategy``.
 
 
 Choices = Mapping[str, str | None]
@@ -95,21 +87,14 @@ def implied_strategy(group: str, option: str) -> str | None:
     return None
 
 
-# The key ``profile``, which is short for ``train.profile_steps``.
-
-PROFILE_STEPS = 3
-"""Profiled steps of ``profile=true``. The median step of three has neither the start nor the end of the profile."""
-
-
-def choose_profile_steps(config: Config) -> list[str]:
-    """Set ``train.profile_steps`` for ``profile=true``, unless it has a value. Return no errors."""
+def choose_profile_steps(config: Config) -> None:
+    """Set ``train.profile_steps`` for ``profile=true``, unless it has a value."""
     if config.profile and not config.train.profile_steps:
-        config.train.profile_steps = PROFILE_STEPS
-    return []
+        config.train.profile_steps = 3  # Their median has neither the start nor the end of the profile.
 
 
-Step = Callable[[Config], Iterable[str]]
-"""A step may change the configuration in place. It returns its errors and leaves raising to ``resolve``."""
+Step = Callable[[Config], Iterable[str] | None]
+"""A step may change the configuration in place. It returns its errors, if any, and leaves raising to ``resolve``."""
 
 SECTION_CHECKS: tuple[Step, ...] = (
     check_values,
@@ -168,6 +153,6 @@ def run_steps(config: Config, steps: Sequence[Step]) -> None:
     """Run steps in order, then raise all of their errors, and what they decided, as one ConfigError."""
     errors: list[str] = []
     for step in steps:
-        errors += step(config)
+        errors += step(config) or ()
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)), config)

@@ -62,7 +62,7 @@ def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Tr
         raise ConfigError(error)
     launcher = _make(target)
     if not isinstance(launcher, kind):
-        raise ConfigError(_wrong_class(target))
+        raise _wrong_class(target)
     return launcher
 
 
@@ -70,14 +70,14 @@ def find_launcher(target: str, trusted: Sequence[str], kind: type[Traits]) -> Tr
 def _make(target: str) -> LauncherTraits:
     found = locate(target)
     if not (isinstance(found, type) and issubclass(found, LauncherTraits)):
-        raise ConfigError(_wrong_class(target))
+        raise _wrong_class(target)
     check_not_abstract(found, LauncherTraits, f"cluster._target_={target}")
     with shorten_errors(target, "the constructor"):
         return found()
 
 
-def _wrong_class(target: str) -> str:
-    return (
+def _wrong_class(target: str) -> ConfigError:
+    return ConfigError(
         f"cluster._target_={target} is not a launcher: derive the class from distexp.launch.launcher.Launcher, "
         f"as in {PAGE}"
     )
@@ -91,15 +91,11 @@ def decide_resources(config: Config) -> list[str]:
     return errors
 
 
-# Steps that call the chosen strategy and trainer, which may be custom classes.
-
-
-def set_strategy_defaults(config: Config) -> list[str]:
-    """Let the strategy set the options that the user left open. Return no errors."""
+def set_strategy_defaults(config: Config) -> None:
+    """Let the strategy set the options that the user left open."""
     strategy = load_strategy(config)
     with shorten_errors(config.strategy._target_, "set_defaults()"):
         strategy.set_defaults(config)
-    return []
 
 
 def check_strategy(config: Config) -> list[str]:
@@ -133,9 +129,6 @@ def _checked_messages(returned: Any, target: str) -> list[str]:
     )
 
 
-# Checks of settings in several sections that need a GPU.
-
-
 def check_device(config: Config) -> Iterator[str]:
     """Yield an error for each setting that needs a GPU, if the run has none."""
     on_gpu = config.cluster.device == "cuda"
@@ -157,11 +150,8 @@ def check_device(config: Config) -> Iterator[str]:
         yield "offload=pinned needs a GPU, but this run is on cpu: choose offload=true or offload=false"
 
 
-# Absolute paths: a worker may start in another directory than the command.
-
-
-def make_paths_absolute(config: Config) -> list[str]:
-    """Make all paths absolute; a value that may be a hub id only if the path exists. Return no errors."""
+def make_paths_absolute(config: Config) -> None:
+    """Make all paths absolute; a value that may be a hub id only if the path exists."""
     kinds = {key: info_of(spec).path for key, spec in schema_fields()}
     if loads_from_source(config.model):
         kinds[f"model.{weights_source_key(config.model)}"] = "hub"
@@ -172,30 +162,22 @@ def make_paths_absolute(config: Config) -> list[str]:
         path = os.path.abspath(os.path.expanduser(value))
         if kind != "hub" or os.path.exists(path):
             set_value(config, key, path)
-    return []
 
-
-# Memory of decoded images, estimated without decoding them.
 
 MAX_CPU_BYTES = 64 * 10**9
 """Decoded images that are kept in CPU memory without an explicit ``dataset.cache``."""
 
-CHANNELS = 3
-
-
-GENERATED = (500, 32)
-"""Number of the images of ``dataset=tinyimagenet_sample``, and their height and width in pixels."""
-
 
 def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
     """Return the bytes for ``dataset.cache``, by the size of the first image; None if the folder cannot be read."""
-    images = GENERATED if dataset.root is None else _measure_folder(dataset.root)
+    generated = (500, 32)  # count, height and width of the images of ``dataset=tinyimagenet_sample``
+    images = generated if dataset.root is None else _measure_folder(dataset.root)
     if images is None:
         return None
     count, edge = images
     if dataset.train_size is not None and dataset.eval_size is not None:
         count = dataset.train_size + dataset.eval_size
-    return count * CHANNELS * min(edge, dataset.image_size or edge) ** 2
+    return count * 3 * min(edge, dataset.image_size or edge) ** 2
 
 
 @lru_cache(maxsize=8)
@@ -211,9 +193,6 @@ def _measure_folder(root: str) -> tuple[int, int] | None:
     except (OSError, StopIteration):
         return None
 
-
-# Number of parameters of a model, computed from its configuration without building it. See also
-# ``distexp.measure.flops``.
 
 GPT, BLOOM = "distexp.models.gpt.build", "distexp.models.bloom.build"
 """Targets of the models whose architecture is known here."""

@@ -52,7 +52,9 @@ def _training_settings(config: Config) -> dict[str, Any]:
     if train["compile"] == "blocks":
         train["compile"] = True  # the same
     if train["resume"] is not None:
-        train["resume"] = checkpoint_fingerprint(Path(train["resume"]))
+        # The manifest of the newest checkpoint is hashed, because it contains a checksum of every file.
+        whole = (folder for folder in candidates(Path(train["resume"])) if read_manifest(folder) is not None)
+        train["resume"] = next((fingerprint(str(folder / MANIFEST)) for folder in whole), None)
     return settings
 
 
@@ -110,29 +112,16 @@ def model_fingerprint(folder: str, *, weights: bool) -> str:
     return digest.hexdigest()[:16]
 
 
-def checkpoint_fingerprint(folder: Path) -> str | None:
-    """Return a hash of the newest checkpoint in a folder, None if it has none.
-
-    The manifest is hashed, because it contains a checksum of every file.
-    """
-    for candidate in candidates(folder):
-        if read_manifest(candidate) is not None:
-            return fingerprint(str(candidate / MANIFEST))
-    return None
-
-
 @lru_cache(maxsize=64)
 def fingerprint(path: str) -> str:
     """Return a hash of the content of a file, or of the file names and sizes of a folder."""
-    digest = hashlib.sha256()
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    else:
-        for root, folders, names in os.walk(path):
-            folders.sort()
-            for name in sorted(names):
-                file_path = Path(root) / name
-                digest.update(f"{file_path.relative_to(path)}:{file_path.stat().st_size}\n".encode())
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    digest = hashlib.sha256()
+    for root, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted(names):
+            file_path = Path(root) / name
+            digest.update(f"{file_path.relative_to(path)}:{file_path.stat().st_size}\n".encode())
     return digest.hexdigest()[:16]

@@ -1,8 +1,4 @@
-"""Scaling rules (``scaling=``): the work of a run as a function of its number of workers.
-
-A rule runs when the number of workers is known. It changes dataset.train_size, model.num_layers and
-train.micro_batch_size in place and returns its errors.
-"""
+"""Scaling rules (``scaling=``): the work of a run as a function of its workers; and the limits of ``scale=``."""
 
 from __future__ import annotations
 
@@ -50,11 +46,25 @@ def _scale_data(config: Config) -> list[str]:
 
 def _scale_model(config: Config) -> list[str]:
     """Keep the parameters per worker constant, and so the work per worker: parameters x samples."""
-    errors = [*_micro_batch_errors(config), *_sharding_errors(config), *_countable_errors(config.model)]
+    model, errors = config.model, _micro_batch_errors(config)
+    if config.cluster.world_size > 1 and not load_strategy(config).shards_all_parameters(config):
+        errors.append(
+            f"scaling=weak_model needs all parameters sharded over all workers, but strategy={config.strategy.name} "
+            "with these options does not shard them: choose sharding=full_shard or zero_stage=3"
+        )
+    if parameter_count(model) is None:
+        errors.append(
+            f"scaling=weak_model cannot count the parameters of model={model.name}: "
+            "choose model=gpt, or a BLOOM with model.init=random"
+        )
+    elif not ties_embeddings(model):
+        errors.append(
+            "scaling=weak_model needs model.tie_embeddings=true: a separate embedding has parameters but no work, so "
+            "not both can be constant. scaling=weak_model_workshop has no such requirement"
+        )
     if errors:
         return errors
     # The embedding does not grow.
-    model = config.model
     configured = _count(model, model.num_layers)
     per_layer = _count(model, 2) - _count(model, 1)
     wanted = configured * config.cluster.world_size / _base_workers(config)
@@ -71,7 +81,7 @@ def _scale_model(config: Config) -> list[str]:
 
 def _count(model: ModelConfig, layers: int | None) -> int:
     parameters = parameter_count(model, layers)
-    assert parameters is not None, "_countable_errors refuses such models"
+    assert parameters is not None, "_scale_model refuses such models"
     return parameters
 
 
@@ -117,38 +127,12 @@ def _micro_batch_errors(config: Config) -> list[str]:
     ]
 
 
-def _countable_errors(model: ModelConfig) -> list[str]:
-    """Return an error if the parameters of a model cannot be counted, or do not determine its work."""
-    if parameter_count(model) is None:
-        return [
-            f"scaling=weak_model cannot count the parameters of model={model.name}: "
-            "choose model=gpt, or a BLOOM with model.init=random"
-        ]
-    if not ties_embeddings(model):
-        return [
-            "scaling=weak_model needs model.tie_embeddings=true: a separate embedding has parameters but no work, so "
-            "not both can be constant. scaling=weak_model_workshop has no such requirement"
-        ]
-    return []
-
-
-def _sharding_errors(config: Config) -> list[str]:
-    if config.cluster.world_size == 1 or load_strategy(config).shards_all_parameters(config):
-        return []
-    return [
-        f"scaling=weak_model needs all parameters sharded over all workers, but strategy={config.strategy.name} "
-        "with these options does not shard them: choose sharding=full_shard or zero_stage=3"
-    ]
-
-
 RULES: dict[str, Callable[[Config], list[str]]] = {
     "fixed": _keep_fixed,
     "weak_data": _scale_data,
     "weak_model": _scale_model,
     "weak_model_workshop": _scale_model_as_workshop,
 }
-
-# Accumulation: the micro-batches of an optimizer step, computed from ``train.global_batch_size``.
 
 
 OTHER_MICRO_BATCH = ", or another micro-batch size"
@@ -198,8 +182,6 @@ def multiples_near(total: int, factor: int) -> str:
     return f"{below} or {below + factor}" if below else str(factor)
 
 
-# Shrinking of a run to the limits of the section ``scale``, as in ``scale=tiny``.
-
 MIN_HEAD_WIDTH = 4
 MIN_CHANNELS = 8
 
@@ -215,9 +197,14 @@ def shrink_to_scale(config: Config) -> list[str]:
     errors = _shrink_model(config)
     _replace_by_sample(config)
     _limit(config.dataset, max_length=config.scale.max_length, image_size=config.scale.image_size)
-    _shrink_sample_counts(config)
+    # A null number of samples means all, so it becomes the limit.
+    scale, train, data, scaling = config.scale, config.train, config.dataset, config.scaling
+    data.eval_size = scale.eval_size if data.eval_size is None else _at_most(data.eval_size, scale.eval_size)
+    if scaling.samples_per_worker is not None:
+        scaling.samples_per_worker = _at_most(scaling.samples_per_worker, scale.train_size)
+    else:
+        data.train_size = scale.train_size if data.train_size is None else _at_most(data.train_size, scale.train_size)
     # The global batch shrinks in the proportion of the micro-batch.
-    scale, train = config.scale, config.train
     if not searches_micro_batch(config):
         original = train.micro_batch
         train.micro_batch_size = _at_most(original, scale.micro_batch_size)
@@ -229,14 +216,13 @@ def shrink_to_scale(config: Config) -> list[str]:
     return errors
 
 
-def shrink_global_batch(config: Config) -> list[str]:
-    """Limit the global batch size to what the limits of the scale give; return no errors."""
+def shrink_global_batch(config: Config) -> None:
+    """Limit the global batch size to what the limits of the scale give."""
     scale, train = config.scale, config.train
     micro_batch = scale.micro_batch_size if searches_micro_batch(config) else train.micro_batch
     if train.global_batch_size is not None and micro_batch and scale.gradient_accumulation_steps:
         largest = micro_batch * scale.gradient_accumulation_steps * config.cluster.world_size
         train.global_batch_size = min(train.global_batch_size, largest)
-    return []
 
 
 def check_worker_limit(config: Config) -> list[str]:
@@ -292,19 +278,8 @@ def _replace_by_sample(config: Config) -> None:
     original = config.dataset
     typed: Any = OmegaConf.merge(OmegaConf.structured(DatasetConfig), OmegaConf.load(sample))
     config.dataset = cast(DatasetConfig, OmegaConf.to_object(typed))
-    for key in config.dataset.keys:
-        if key not in ("num_workers",):  # a generated dataset sets it itself
-            setattr(config.dataset, key, getattr(original, key))
-
-
-def _shrink_sample_counts(config: Config) -> None:
-    """Limit the numbers of samples. A null number means all samples, so it becomes the limit."""
-    scale, data, scaling = config.scale, config.dataset, config.scaling
-    data.eval_size = scale.eval_size if data.eval_size is None else _at_most(data.eval_size, scale.eval_size)
-    if scaling.samples_per_worker is not None:
-        scaling.samples_per_worker = _at_most(scaling.samples_per_worker, scale.train_size)
-    else:
-        data.train_size = scale.train_size if data.train_size is None else _at_most(data.train_size, scale.train_size)
+    for key in set(config.dataset.keys) - {"num_workers"}:  # a generated dataset sets it itself
+        setattr(config.dataset, key, getattr(original, key))
 
 
 def _limit(section: Any, **limits: int | None) -> None:

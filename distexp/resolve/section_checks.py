@@ -10,19 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distexp.checkpoints.folder import candidates, suggest
-from distexp.config import Config
+from distexp.config import Config, model_checks
 from distexp.config.custom_code import check_target
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields
-from distexp.config.model_checks import (
-    GENERATED_TRAIN_SIZES,
-    check_samples_per_rank,
-    check_sequence_length,
-    loads_from_source,
-    searches_micro_batch,
-    weights_source,
-    weights_source_key,
-)
 from distexp.data.squad_json import find_small_file_error
 from distexp.hardware.facts import planned_gpus
 from distexp.resolve.resources import launcher_traits
@@ -51,8 +42,6 @@ def check_cluster_keys(config: Config) -> Iterator[str]:
         elif name in KEYS_OF_VARIABLES:
             yield f"cluster.environment may not set {name}: set {KEYS_OF_VARIABLES[name]} instead"
 
-
-# Checks of dataset and model together: their task, the lengths of texts, and the number of samples.
 
 UNPACKED_ATTENTION = {
     "distexp.models.bloom.build": ("auto", "eager"),
@@ -114,25 +103,20 @@ def check_sizes(config: Config) -> Iterator[str]:
     """Yield an error for texts or micro-batches that are too long or too large."""
     samples = config.dataset.train_size
     if samples is None and not (config.is_prediction or config.is_preflight):  # A prediction needs no samples.
-        samples = GENERATED_TRAIN_SIZES.get(config.dataset._target_)
-    errors = [check_sequence_length(config.dataset, config.model)]
-    smallest = 1 if searches_micro_batch(config) else config.train.micro_batch
+        samples = model_checks.GENERATED_TRAIN_SIZES.get(config.dataset._target_)
+    if error := model_checks.check_sequence_length(config.dataset, config.model):
+        yield error
+    smallest = 1 if model_checks.searches_micro_batch(config) else config.train.micro_batch
     if samples is not None:
-        errors.append(
-            check_samples_per_rank(
-                samples, config.cluster.world_size, smallest, global_batch=config.train.global_batch_size
-            )
-        )
-    yield from filter(None, errors)
-
-
-# Checks of the settings for a prediction of memory, by ``distexp plan`` or before a run.
+        workers, batch = config.cluster.world_size, config.train.global_batch_size
+        if error := model_checks.check_samples_per_rank(samples, workers, smallest, global_batch=batch):
+            yield error
 
 
 def check_plan(config: Config) -> Iterator[str]:
     """Yield an error for an unknown GPU model, for two memories, and for a micro-batch that is not known yet."""
     plan = config.plan
-    if searches_micro_batch(config) and (config.is_prediction or plan.name == "check"):
+    if model_checks.searches_micro_batch(config) and (config.is_prediction or plan.name == "check"):
         hint = (
             "type train.micro_batch_size=1, and the output has the largest size that fits"
             if config.is_prediction
@@ -163,8 +147,6 @@ def _check_kind_of_memory(config: Config) -> Iterator[str]:
             "plan.gpu_memory_gb, or cluster.device=cpu"
         )
 
-
-# Checks of the experiment tracker: its library is installed, and its keys are its own.
 
 TRACKER_LIBRARIES = frozenset({"tensorboard", "wandb", "mlflow"})
 """Trackers whose name is that of an optional library."""
@@ -214,18 +196,17 @@ def check_dataset_files(config: Config) -> Iterator[str]:
         yield f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet"
     if dataset.root is not None and os.path.isdir(dataset.root) and dataset._target_.startswith(TINYIMAGENET):
         needed = ("wnids.txt", "train", "val/val_annotations.txt")
-        missing_files = [name for name in needed if not os.path.exists(os.path.join(dataset.root, name))]
-        if missing_files:
+        if missing_files := [name for name in needed if not os.path.exists(os.path.join(dataset.root, name))]:
             yield (
                 f"dataset.root={dataset.root} contains no {', '.join(missing_files)}: set it to the top folder of the "
                 "official archive of TinyImageNet"
             )
-    pair = {"dataset.train_path": config.dataset.train_path, "dataset.eval_path": config.dataset.eval_path}
+    pair = {"dataset.train_path": dataset.train_path, "dataset.eval_path": dataset.eval_path}
     given = [key for key, path in pair.items() if path is not None]
     if len(given) == 1:
         (missing,) = set(pair) - set(given)
         yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
-    if config.dataset._target_ == "distexp.data.squad.load":
+    if dataset._target_ == "distexp.data.squad.load":
         for key, path in pair.items():
             if path is not None and os.path.isfile(path) and (error := find_small_file_error(path)):
                 yield f"{key}={error}"  # an error starts with the path
@@ -243,8 +224,8 @@ def check_checkpoint(config: Config) -> Iterator[str]:
 def check_model_files(config: Config) -> Iterator[str]:
     """Yield an error if the weights source is a folder without a model. Hub ids are checked when loaded."""
     model = config.model
-    source, key = weights_source(model), f"model.{weights_source_key(model)}"
-    if source is None or not loads_from_source(model):
+    source, key = model_checks.weights_source(model), f"model.{model_checks.weights_source_key(model)}"
+    if source is None or not model_checks.loads_from_source(model):
         return
     if os.path.exists(source):
         if not os.path.isfile(os.path.join(source, "config.json")):
@@ -263,7 +244,7 @@ def check_tokenizer_files(config: Config) -> Iterator[str]:
         return
     source = model.tokenizer
     if source == "auto":
-        source = (weights_source(model) if loads_from_source(model) else None) or "byte"
+        source = (model_checks.weights_source(model) if model_checks.loads_from_source(model) else None) or "byte"
     folder = Path(source)
     patterns = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
     if folder.is_absolute() and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):

@@ -194,7 +194,7 @@ def local_state(run: ExistingRun) -> RunState:
 
 def dead_launcher(run: ExistingRun) -> int | None:
     """Return the process id of a run's launcher if it died on this machine without a record, and its agent too."""
-    launcher = read_launcher_process(run.directory)
+    launcher = attempts.read_launcher_process(run.directory)
     died = launcher is not None and launcher.is_local and not (run.directory / RECORD).exists()
     return launcher.pid if died and local_state(run).state == "no record" else None
 

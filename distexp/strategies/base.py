@@ -1,10 +1,7 @@
 """The base class of all strategies, and the protocols of a distributed model.
 
-The launcher asks a strategy for defaults, errors and descriptions. It has no torch, so a strategy imports torch only
-inside ``setup``. A worker calls ``setup``, and the training loop uses only the DistributedModel that it returns.
-
-To add a strategy: a module next to this one, and ``conf/strategy/NAME.yaml`` with its ``_target_``. What others ask
-it, as forecasts and searches do, is in ``traits``.
+The launcher has no torch, so a strategy imports torch only inside ``setup``, which a worker calls. The training loop
+uses only the DistributedModel that it returns.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from distexp.config.custom_code import PAGE, check_not_abstract, locate, shorten
 from distexp.config.keys import conf_dir, options_of
 from distexp.config.model_checks import several_lengths
 from distexp.runs.record_sections import Built, StrategyTraits
-from distexp.strategies.traits import MemoryTraits, Settings, StepTraits, setting
+from distexp.strategies.traits import Settings, Traits, setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,21 +80,16 @@ COMMUNICATION = "communication"
 """The requirement of a strategy that runs several workers."""
 
 
-class Strategy(StepTraits, MemoryTraits, ABC):
-    """A way to distribute the training.
+class Strategy(Traits, ABC):
+    """A way to distribute the training."""
 
-    Attributes:
-        requires: what must work on the machine: COMMUNICATION between workers, and names of libraries.
-        hf_adapter: dotted name of the HFAdapter class for ``engine=hf_trainer``; None if that is not supported.
-    """
-
-    requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)
+    requires: ClassVar[tuple[str, ...]] = (COMMUNICATION,)  # what must work: COMMUNICATION, and names of libraries
     compile_scopes: ClassVar[tuple[str, ...]] = ("blocks",)  # supported values of ``train.compile``
     casts_once_per_step: ClassVar[bool] = False  # whether ``train.compute_weights=step`` is supported
     fuses_update: ClassVar[bool] = False  # whether ``train.fused_update`` is supported
     keeps_channels_last: ClassVar[bool] = False  # whether ``train.channels_last`` is supported
     fixes_accumulation: ClassVar[bool] = False  # whether ``setup`` fixes the number of micro-batches per step
-    hf_adapter: ClassVar[str | None] = None
+    hf_adapter: ClassVar[str | None] = None  # dotted name of the HFAdapter class for ``engine=hf_trainer``
 
     @classmethod
     def own_hf_adapter(cls) -> str | None:
@@ -134,6 +126,14 @@ class Strategy(StepTraits, MemoryTraits, ABC):
     def operators(self, config: Config) -> tuple[str, ...]:
         """Return the C++ operators of DeepSpeed to compile before the workers start."""
         return ()
+
+    def smaller_states(self, config: Config, *, workers: int) -> tuple[str, ...]:
+        """Return overrides with which each of some workers keeps less of the model states; empty if there are none."""
+        return _shipped_overrides("smallest_states") if workers > 1 else ()
+
+    def offload_overrides(self, config: Config) -> tuple[str, ...]:
+        """Return the overrides that offload states, with another strategy if this one cannot."""
+        return (*(() if self.supports_offload(config) else _shipped_overrides("offload_with")), "offload=true")
 
     def report_traits(self, config: Config) -> StrategyTraits:
         """Return what the report needs to know, for the record. The report itself imports no strategy."""
@@ -201,6 +201,10 @@ def shipped_strategies() -> Mapping[str, type[Strategy]]:
     return dict(sorted(found.items(), key=lambda item: item[1].complexity))
 
 
+def _shipped_overrides(trait: str) -> tuple[str, ...]:
+    return tuple(filter(None, (getattr(kind, trait) for kind in shipped_strategies().values())))
+
+
 # Values of ``kernels=fast`` that several strategies share. A CPU compiles for minutes and gains little, so nothing is
 # compiled there. Compilation is for GPUs.
 
@@ -213,7 +217,7 @@ few graphs. With the default of 25 MB, each block of BLOOM-560m would be a graph
 
 
 def whole_model_values(config: Config) -> dict[str, Any]:
-    """Return the fast values of a strategy that runs the whole model on each worker."""
+    """Return the fast values of a strategy that runs the whole model on each worker, and fuses the update."""
     values: dict[str, Any] = {}
     native = config.engine.name == "native"
     if native and config.precision.name == "bf16":
@@ -222,13 +226,9 @@ def whole_model_values(config: Config) -> dict[str, Any]:
         values["train.channels_last"] = True
     if config.cluster.device == "cuda":
         values["train.compile"] = "model" if native and not several_lengths(config.dataset) else "blocks"
+    if native and fused_update_error(config) is None:
+        values["train.fused_update"] = True
     return values
-
-
-def update_values(config: Config) -> dict[str, Any]:
-    """Return the fast values of a strategy that supports ``train.fused_update``."""
-    is_possible = config.engine.name == "native" and fused_update_error(config) is None
-    return {"train.fused_update": True} if is_possible else {}
 
 
 def fused_update_error(config: Config) -> str | None:

@@ -1,14 +1,14 @@
 """The collectives of a step: what a strategy states about them, and their insertion into a profiled step.
 
-A subclass of ``StepCommunication`` belongs to each strategy, next to it. The forecast of a run and the search of a
-configuration ask it, and know no strategy by name. Nothing here imports torch.
+Each strategy has a subclass of ``StepCommunication``, which forecasts and searches ask. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 from distexp.config import Config
@@ -35,16 +35,13 @@ class StepCommunication:
 
     The values of this class are for a strategy of which nothing is known but its trace. It is taken to reduce all
     gradients once per step.
-
-    Attributes:
-        is_planned: Whether ``plan`` knows the collectives before a run on several workers shows them.
     """
 
     weight_bytes: int = 4  # bytes per element of a gathered weight
     gradient_bytes: int = 4  # bytes per element of a reduced gradient
     offloads: bool = False  # whether the optimizer states are in CPU memory, so that the CPU updates the weights
 
-    is_planned: ClassVar[bool] = False
+    is_planned: ClassVar[bool] = False  # whether ``plan`` knows them before a run on several workers shows them
 
     @property
     def shards_optimizer(self) -> bool | None:
@@ -64,11 +61,6 @@ class StepCommunication:
     @property
     def gathers_once(self) -> bool:
         """Return whether weights are gathered in the first micro-batch and kept for the others."""
-        return False
-
-    @property
-    def gathers_modules(self) -> bool:
-        """Return whether weights are gathered for each module, so that a plan needs the modules of the model."""
         return False
 
     def mesh(self, workers: int, nodes: int) -> tuple[int, int]:
@@ -136,22 +128,25 @@ def segments_before(items: Sequence[Item], phase: str, micro_batch: int, share: 
     inside = [
         item for item in items if isinstance(item, Segment) and (item.phase, item.micro_batch) == (phase, micro_batch)
     ]
-    total, done = sum(map(work, inside)), 0.0
-    for number, segment in enumerate(inside):
-        if done >= share * total - 1e-9 * total:
-            return number
-        done += work(segment)
-    return len(inside)
+    total, ends = sum(map(work, inside)), [0.0, *accumulate(map(work, inside))]
+    return next((number for number, done in enumerate(ends) if done >= share * total - 1e-9 * total), len(inside))
 
 
-def insert_buckets(items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str) -> list[Item]:
-    """Insert all-reduces into a backward pass in place: each bucket is ready after its share of the parameters."""
+def insert_buckets(
+    items: list[Item], buckets: Sequence[int], micro_batch: int, *, awaited: str, scatters: bool = False
+) -> list[Item]:
+    """Insert reductions into a backward pass in place: each bucket is ready after its share of the parameters."""
     done, total = 0, sum(buckets) or 1
     for size in buckets:
         done += size
-        new = Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited)
-        insert(items, new, done / total)
+        all_reduce = Collective("all_reduce", size, 1, "all", BACKWARD, micro_batch, awaited=awaited)
+        insert(items, reduce_scatter(size, micro_batch, awaited=awaited) if scatters else all_reduce, done / total)
     return items
+
+
+def reduce_scatter(size: int, micro_batch: int, *, awaited: str = OPTIMIZER) -> Collective:
+    """Return the reduction of the gradients of a unit or bucket, in bytes, to the shards."""
+    return Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, LAUNCH_S, awaited=awaited)
 
 
 def add_norm(items: list[Item]) -> list[Item]:
@@ -161,9 +156,6 @@ def add_norm(items: list[Item]) -> list[Item]:
     first = next((i for i, item in enumerate(items) if item.phase == OPTIMIZER), len(items))
     micro_batch = items[-1].micro_batch if items else 0
     return [*items[:first], Collective("all_reduce", SCALAR_BYTES, 1, "all", OPTIMIZER, micro_batch), *items[first:]]
-
-
-# The device mesh of FSDP: over which workers parameters are sharded, and over which they are replicated.
 
 
 class Sharding(StrEnum):
@@ -186,11 +178,8 @@ class Sharding(StrEnum):
 
     def mesh_shape(self, workers: int, *, nodes: int, replicas: int | None = None) -> tuple[int, int]:
         """Return the mesh axes (replicate, shard). By default, hybrid_shard has one replica per node."""
-        replicate = 1
-        if self is Sharding.NO_SHARD:
-            replicate = workers
-        elif self is Sharding.HYBRID_SHARD:
-            replicate = replicas or nodes
+        by_sharding = {Sharding.NO_SHARD: workers, Sharding.HYBRID_SHARD: replicas or nodes}
+        replicate = by_sharding.get(self, 1)
         return replicate, workers // replicate
 
 
@@ -274,37 +263,43 @@ class FSDPCommunication(StepCommunication):
         """Insert the all-gathers and reduce-scatters of sharded units; the work of a unit is as its parameters."""
         sizes = [sum(unit.elements) for unit in units]
         total = sum(sizes) or 1
+
+        def gather(elements: int, phase: str, micro_batch: int, ahead: int = 0) -> Collective:
+            size = elements * self.weight_bytes
+            return Collective(
+                "all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S, ahead=ahead, after_compute=False
+            )
+
         for micro_batch in range(micro_batches):
             gathers = micro_batch == 0 or not self.gathers_once
             gathers_again = gathers and self.sharding.reshards_after_forward
             if gathers:
                 for position, size in enumerate(sizes):
-                    insert(items, self._gather(size, FORWARD, micro_batch), sum(sizes[:position]) / total)
+                    insert(items, gather(size, FORWARD, micro_batch), sum(sizes[:position]) / total)
             done = 0
             for size in reversed(sizes):
                 if gathers_again:
-                    insert(items, self._gather(size, BACKWARD, micro_batch), done / total)
+                    insert(items, gather(size, BACKWARD, micro_batch, ahead=self.backward_prefetch), done / total)
                 done += size
                 if micro_batch == micro_batches - 1:
-                    insert(items, self._scatter(size, micro_batch), done / total)
+                    insert(items, reduce_scatter(size * self.gradient_bytes, micro_batch), done / total)
         return items
-
-    def _gather(self, elements: int, phase: str, micro_batch: int) -> Collective:
-        ahead, size = self.backward_prefetch if phase == BACKWARD else 0, elements * self.weight_bytes
-        return Collective(
-            "all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S, ahead=ahead, after_compute=False
-        )
-
-    def _scatter(self, elements: int, micro_batch: int) -> Collective:
-        size = elements * self.gradient_bytes
-        return Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, LAUNCH_S, awaited=OPTIMIZER)
 
     def with_replicas(self, items: Sequence[Item], replicas: int, shard: int) -> tuple[Item, ...]:
         """Return the items with the all-reduces of ``hybrid_shard``, if the profiled run had none."""
         is_hybrid = self.sharding is Sharding.HYBRID_SHARD
         if not is_hybrid or replicas == 1 or any(isinstance(i, Collective) and i.axis == "replicate" for i in items):
             return tuple(items)
-        return tuple(part for item in items for part in _replicated(item, shard))
+        found: list[Item] = []
+        for item in items:
+            found.append(item)
+            if isinstance(item, Collective) and item.kind == "reduce_scatter" and item.axis == "shard" and item.bytes:
+                size = item.bytes // shard
+                new = replace(
+                    item, kind="all_reduce", bytes=size, axis="replicate", ranks=1, host_s=0.0, transfer_s=None
+                )
+                found.append(new)
+        return tuple(found)
 
     def with_waits(self, item: Collective, *, on_gpu: bool) -> Collective:
         """Return a collective with what waits for it: the optimizer for reductions. A gather needs no result.
@@ -319,10 +314,3 @@ class FSDPCommunication(StepCommunication):
             ahead = self.backward_prefetch if on_gpu and item.phase == BACKWARD else 0
             return replace(item, axis="shard", ahead=ahead, after_compute=False)
         return item
-
-
-def _replicated(item: Item, shard: int) -> Iterator[Item]:
-    yield item
-    if isinstance(item, Collective) and item.kind == "reduce_scatter" and item.axis == "shard" and item.bytes:
-        size = item.bytes // shard
-        yield replace(item, kind="all_reduce", bytes=size, axis="replicate", ranks=1, host_s=0.0, transfer_s=None)

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distexp.config import Config
+from distexp.config import WHOLE_MODEL, Config
 from distexp.config.model_checks import searches_micro_batch
 from distexp.distributed.context import Context
 from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, StepModel
-from distexp.strategies.base import FAST_BUCKET_MB, DistributedModel, Strategy, update_values, whole_model_values
+from distexp.strategies.base import FAST_BUCKET_MB, DistributedModel, Strategy, whole_model_values
 from distexp.strategies.communication import StepCommunication, insert_buckets, is_gradient_reduction
 from distexp.strategies.single import offload_errors
 from distexp.strategies.traits import Advice, CpuMemory, ProfiledStep, Settings, common_values, setting
@@ -62,7 +62,9 @@ class DDPCommunication(StepCommunication):
         }
         if not known:
             return insert_buckets(items, buckets, last, awaited=OPTIMIZER)
-        sizes = _sizes_of([item.bytes for item in known.values()], buckets)
+        sizes = [item.bytes for item in known.values()]
+        if None in sizes:  # planned sizes, else equal ones
+            sizes = [*(buckets if len(buckets) == len(known) else [sum(buckets) // len(known)] * len(known))]
         for (position, item), size in zip(known.items(), sizes, strict=True):
             items[position] = replace(item, bytes=size, awaited=OPTIMIZER, transfer_s=None)
         return items
@@ -77,31 +79,22 @@ class DDPCommunication(StepCommunication):
         return buckets if len(buckets) == count else super().reduction_sizes(model, count)
 
 
-def _sizes_of(known: Sequence[int | None], planned: Sequence[int]) -> list[int]:
-    """Return the sizes of the reductions of a trace: known ones, else planned ones, else equal shares."""
-    sizes = [size for size in known if size is not None]
-    if len(sizes) == len(known):
-        return sizes
-    if len(known) == len(planned):
-        return list(planned)
-    return [sum(planned) // len(known)] * len(known)
-
-
 class DDP(Strategy):
     """The full model on every worker; gradients are averaged during the backward pass."""
 
-    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
+    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", *WHOLE_MODEL)
     casts_once_per_step: ClassVar[bool] = True
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DDPAdapter"
+    equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 1
     section: ClassVar[str] = "ddp"
     lighter: ClassVar[str] = "sharding=shard_grad_op"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model with few buckets, and cast the weights once per step."""
-        values = {**whole_model_values(config), **update_values(config)}
+        values = whole_model_values(config)
         if config.ddp.find_unused_parameters:
             values.pop("train.compute_weights", None)
         return {**values, "ddp.bucket_cap_mb": FAST_BUCKET_MB} if values.get("train.compile") == "model" else values
@@ -109,10 +102,10 @@ class DDP(Strategy):
     def validate(self, config: Config) -> list[str]:
         """Refuse offload, buckets that dynamo cannot use, and copies of weights that may be unused."""
         errors = offload_errors(config)
-        splits_graph = config.train.compiled in ("model", "graphs")
-        if splits_graph and config.ddp.bucket_cap_mb is not None and config.ddp.bucket_cap_mb < 1:
+        cap = config.ddp.bucket_cap_mb
+        if config.train.compiled in WHOLE_MODEL and cap is not None and cap < 1:
             errors.append(
-                f"ddp.bucket_cap_mb={config.ddp.bucket_cap_mb:g} is too small for train.compile="
+                f"ddp.bucket_cap_mb={cap:g} is too small for train.compile="
                 f"{config.train.compiled}, whose first bucket has 1 MB: use at least 1, or train.compile=blocks"
             )
         if config.train.compute_weights == "step" and config.ddp.find_unused_parameters:
@@ -120,18 +113,20 @@ class DDP(Strategy):
                 "train.compute_weights=step gives every weight a gradient, so ddp.find_unused_parameters=true would "
                 "change unused ones too: use train.compute_weights=autocast, or leave find_unused_parameters out"
             )
-        return [*errors, *_static_graph_errors(config)]
+        steps, is_searched = config.train.gradient_accumulation_steps, searches_micro_batch(config)
+        if config.ddp.static_graph and (is_searched or steps != 1):
+            several = "micro_batch_size=auto" if is_searched else f"gradient_accumulation_steps={steps}"
+            errors.append(
+                "ddp.static_graph=true fails in torch if the first backward pass reduces no gradients, as with "
+                f"train.{several}: leave ddp.static_graph out"
+            )
+        return errors
 
     def hf_errors(self, config: Config) -> list[str]:
         """Refuse one worker on a GPU, because the Trainer uses DDP there only for several."""
         if config.cluster.world_size == 1 and config.cluster.device == "cuda":
             return ["engine=hf_trainer does not use DDP on one GPU: choose strategy=single, or more workers"]
         return []
-
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether there is one worker, which has nothing to reduce."""
-        return workers == 1
 
     def launch_factor(self, config: Config) -> float:
         """Return the measured factor of several workers. See docs/results/choose.md and forecast.md."""
@@ -194,11 +189,8 @@ class DDP(Strategy):
             weights=weights,
         )
 
+    host_mib: ClassVar[float] = 1160.0
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(50.0, reserve=1.2)
-
-    def host_worker_mib(self, config: Config) -> float:
-        """Return the measured memory."""
-        return 1160.0
 
     def compiles(self, step: ProfiledStep) -> bool:
         """Return true."""
@@ -211,15 +203,3 @@ class DDP(Strategy):
         if step.on_gpu and step.setting("ddp.communication") == "fp32":
             yield Advice("ddp.communication=bf16", "gradients in bf16 are half as large")
         yield from step.more_accumulation()
-
-
-def _static_graph_errors(config: Config) -> list[str]:
-    """Return an error if ``ddp.static_graph=true`` is combined with several micro-batches per step."""
-    steps = config.train.gradient_accumulation_steps
-    if not config.ddp.static_graph or (steps == 1 and not searches_micro_batch(config)):
-        return []
-    setting = "micro_batch_size=auto" if searches_micro_batch(config) else f"gradient_accumulation_steps={steps}"
-    return [
-        "ddp.static_graph=true fails in torch if the first backward pass reduces no gradients, as with "
-        f"train.{setting}: leave ddp.static_graph out"
-    ]

@@ -6,7 +6,7 @@ DDP checks the annotations of a hook at run time, so they must not be strings.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -144,39 +144,28 @@ def set_reduction(
 
 
 def reduce_in_bf16(group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Reduce the gradients of a bucket in bf16."""
+    """Reduce the gradients of a bucket in bf16. DDP refuses torch's own hook by its name if torch has no CUDA."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
 def reduce_masters_in_fp32(state: MasterReduction, bucket: GradBucket) -> Future[Tensor]:
     """Reduce the gradients of the fp32 weights of a bucket."""
-    return _reduce_masters(state, bucket, partial(_average, state))
+
+    def average(group: Any, bucket: GradBucket) -> Future[Tensor]:
+        """Average a bucket over the workers, as torch's ``allreduce_hook``, which keeps no handle of the reduction."""
+        flat = bucket.buffer().div_(group.size())
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None, "an operation in the background has a handle"
+        state.started.append(work)
+        averaged: Future[Tensor] = work.get_future().then(lambda _: flat)
+        return averaged
+
+    return _reduce_masters(state, bucket, average)
 
 
 def reduce_masters_in_bf16(state: MasterReduction, bucket: GradBucket) -> Future[Tensor]:
     """Reduce the gradients of the fp32 weights of a bucket in bf16."""
     return _reduce_masters(state, bucket, default_hooks.bf16_compress_hook)
-
-
-def _average(state: MasterReduction, group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Average a bucket over the workers, as torch's ``allreduce_hook``, which keeps no handle of the reduction."""
-    flat = bucket.buffer().div_(group.size())
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None, "an operation in the background has a handle"
-    state.started.append(work)
-    averaged: Future[Tensor] = work.get_future().then(lambda _: flat)
-    return averaged
-
-
-class FlatBucket:
-    """The part of a bucket that the hooks of torch read."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self._flat = flat
-
-    def buffer(self) -> Tensor:
-        """Return the flat gradients."""
-        return self._flat
 
 
 def _reduce_masters(state: MasterReduction, bucket: GradBucket, reduce: Any) -> Future[Tensor]:
@@ -191,7 +180,7 @@ def _reduce_masters(state: MasterReduction, bucket: GradBucket, reduce: Any) -> 
         reduced: Future[Tensor] = reduce(state.group, bucket)
         return reduced
     flat = add_to_masters(known, bucket.gradients(), bucket.buffer())
-    pending: Future[Tensor] = reduce(state.group, FlatBucket(flat))
+    pending: Future[Tensor] = reduce(state.group, SimpleNamespace(buffer=lambda: flat))  # all that a hook reads
     unchanged = bucket.buffer()
     return pending.then(lambda _: unchanged)
 

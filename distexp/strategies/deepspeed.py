@@ -12,25 +12,12 @@ from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.hardware.facts import facts
 from distexp.runs.record_sections import Built
+from distexp.strategies import traits
 from distexp.strategies.base import COMMUNICATION, DistributedModel, Strategy, block_values
-from distexp.strategies.traits import (
-    ADAMW_STATES,
-    Advice,
-    CpuMemory,
-    Option,
-    ProfiledStep,
-    Settings,
-    common_values,
-    setting,
-)
+from distexp.strategies.traits import Advice, Settings, setting
+from distexp.strategies.zero import ds_config
 from distexp.strategies.zero.ds_communication import ZeroCommunication, read_zero_options
-from distexp.strategies.zero.ds_config import (
-    CHECKED_GRADIENTS,
-    get_nested,
-    read_file,
-    read_or_empty,
-    values_set_by_distexp,
-)
+from distexp.strategies.zero.ds_config import get_nested, read_or_empty
 from distexp.strategies.zero.ds_operators import needed_operators
 
 if TYPE_CHECKING:
@@ -43,7 +30,6 @@ PRELOAD_ON_CPU = ("torch.utils.cpp_extension",)
 """Imported once too, if there is no GPU that an import could initialize. DeepSpeed's operators are built with it."""
 
 STAGES = (0, 1, 2, 3)
-DEFAULT_STAGE = 2
 
 GRADIENT_TYPE = "data_types", "grad_accum_dtype"
 """Key of a ds_config. With fp32, DeepSpeed uses its BF16_Optimizer at stage 1."""
@@ -66,10 +52,6 @@ SEVERAL_ZERO3 = 0.08
 When memory is reused there depends on time.
 """
 
-FP32_WEIGHTS_AND_GRADIENTS = 8
-"""Bytes of a parameter."""
-
-
 LAUNCH_FACTORS = {0: 1.8, 1: 1.8, 2: 2.6, 3: 9.0}
 """How much longer the CPU needs for an operation than with ``single``, by stage: the hooks run in Python.
 
@@ -83,14 +65,16 @@ class DeepSpeed(Strategy):
     requires: ClassVar[tuple[str, ...]] = (COMMUNICATION, "deepspeed")
     fixes_accumulation: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.DeepSpeedAdapter"
+    equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 3
     section: ClassVar[str] = "deepspeed"
     option_group: ClassVar[str] = "zero_stage"
     option_key: ClassVar[str] = "deepspeed.zero_stage"
-    options: ClassVar[tuple[Option, ...]] = (
-        Option("1", lighter="zero_stage=2"),
-        Option("2", lighter="zero_stage=3", offloads=True),
-        Option("3", offloads=True),
+    offload_with: ClassVar[str] = "zero_stage=2"
+    options: ClassVar[tuple[traits.Option, ...]] = (
+        traits.Option("1", lighter="zero_stage=2"),
+        traits.Option("2", lighter="zero_stage=3", offloads=True),
+        traits.Option("3", offloads=True),
     )
 
     def set_defaults(self, config: Config) -> None:
@@ -98,14 +82,16 @@ class DeepSpeed(Strategy):
         options = config.deepspeed
         if options.zero_stage is None:
             stage = get_nested(read_or_empty(options.config_file), ("zero_optimization", "stage"))
-            options.zero_stage = DEFAULT_STAGE if stage in (None, "auto") else stage
+            options.zero_stage = 2 if stage in (None, "auto") else stage
         if options.cpu_optimizer == "auto":
             options.cpu_optimizer = "deepspeed" if config.cluster.device == "cuda" else "torch"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the blocks, except at stage 3. With bf16, leave out what makes the CPU wait for the GPU."""
         compiled = {} if config.deepspeed.zero_stage == 3 else block_values(config)
-        if _unchecked_error(config) or _is_checked(config):
+        in_file = get_nested(read_or_empty(config.deepspeed.config_file), ds_config.CHECKED_GRADIENTS)
+        is_checked = config.deepspeed.check_overflow is True or in_file is True
+        if is_checked or _unchecked_error(config):
             return compiled
         async_update = {} if _async_update_error(config) else {"deepspeed.async_update": True}
         return {**compiled, "deepspeed.check_overflow": False, **async_update}
@@ -139,11 +125,6 @@ class DeepSpeed(Strategy):
         """Return the operators that DeepSpeed would compile in a worker."""
         return needed_operators(config)
 
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether there is one worker, which partitions nothing."""
-        return workers == 1
-
     def option_complexity(self, config: Config) -> int:
         """Return the stage."""
         return config.deepspeed.zero_stage or 0
@@ -161,7 +142,7 @@ class DeepSpeed(Strategy):
         return _communication(config, int(setting(config, "deepspeed.zero_stage") or 0))
 
     def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> ZeroCommunication:
-        """Return the same with the stage that was built, and the options of the ds_config.json of the run."""
+        """Return the collectives with the stage that was built, and the options of the ds_config.json of the run."""
         stage = built.zero_stage if built else None
         known = self.communication(config) if stage is None else _communication(config, stage)
         return replace(known, zero=read_zero_options(run_dir))
@@ -169,15 +150,13 @@ class DeepSpeed(Strategy):
     def expected_build(self, config: Config) -> Mapping[str, Any]:
         """Require the requested stage and offload."""
         stage, workers = config.deepspeed.zero_stage, config.cluster.world_size
-        offload = "none"
-        if config.offload.enabled:
-            offload = "optimizer+parameters" if stage == 3 else "optimizer"
+        offload = "optimizer+parameters" if stage == 3 else "optimizer"
         return {
             "wrapper": "DeepSpeedEngine",
             "world_size": workers,
             "mesh": [workers, 1] if stage == 0 else [1, workers],
             "zero_stage": stage,
-            "offload": offload,
+            "offload": offload if config.offload.enabled else "none",
         }
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
@@ -188,7 +167,8 @@ class DeepSpeed(Strategy):
         return DeepSpeedModel(blueprint, config, context, build_settings(blueprint, config, context))
 
     tracer: ClassVar[str | None] = "distexp.plan.trace.traced_deepspeed.TracedDeepSpeed"
-    cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(65.0, reserve=1.2)
+    host_mib: ClassVar[float] = 1460.0
+    cpu_memory: ClassVar[traits.CpuMemory | None] = traits.CpuMemory(65.0, reserve=1.2)
     operator_problem: ClassVar[str] = "DeepSpeed's CPU Adam: it cannot be compiled, set deepspeed.cpu_optimizer=torch"
     setup_note: ClassVar[str] = "DeepSpeed compiles its extensions during setup if they are missing."
 
@@ -197,8 +177,8 @@ class DeepSpeed(Strategy):
         return COMMUNICATORS_MIB + (MORE_COMMUNICATORS_MIB if config.cluster.world_size > 1 else 0.0)
 
     def host_worker_mib(self, config: Config) -> float:
-        """Return the measured memory, with that of the CPU optimizer."""
-        return 1460.0 + (facts().processes.cpu_adam_mib if config.offload.enabled else 0.0)
+        """Add the memory of the CPU optimizer."""
+        return super().host_worker_mib(config) + (facts().processes.cpu_adam_mib if config.offload.enabled else 0.0)
 
     def gpu_memory_error(self, config: Config) -> float:
         """Return a larger error for stage 3 on several GPUs."""
@@ -223,17 +203,23 @@ class DeepSpeed(Strategy):
         """Return whether the stage partitions anything."""
         return config.deepspeed.zero_stage != 0
 
-    def compiles(self, step: ProfiledStep) -> bool:
+    def compiles(self, step: traits.ProfiledStep) -> bool:
         """Return whether the blocks can be compiled, which gathered parameters prevent."""
         return bool(step.setting("deepspeed.zero_stage") != 3)
 
-    def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
+    def advice(self, bottleneck: str, step: traits.ProfiledStep) -> Iterator[Advice]:
         """Yield a stage that gathers less, an optimizer for CPUs, and an update that lets the CPU work ahead."""
         if bottleneck == "exposed_communication":
-            yield from _fewer_gathers(step)
+            # A file of the user may set the stage.
+            gathers = step.setting("deepspeed.zero_stage") == 3 and not step.setting("deepspeed.config_file")
+            fits = not step.setting("offload.enabled") and step.fits_unsharded(bytes_per_parameter=8)
+            if gathers and fits:  # with whole weights and gradients in fp32
+                yield Advice("zero_stage=2", "stage 2 does not gather the parameters of each block")
             yield from step.larger_micro_batch(2)
         elif bottleneck == "optimizer":
-            is_offloaded = step.on_gpu and step.setting("offload.enabled") and not step.fits_unsharded(ADAMW_STATES)
+            is_offloaded = (
+                step.on_gpu and step.setting("offload.enabled") and not step.fits_unsharded(traits.ADAMW_STATES)
+            )
             uses_torch = step.setting("deepspeed.cpu_optimizer") == "torch"
             if is_offloaded and uses_torch and step.setting("train.optimizer", "adamw") == "adamw":
                 yield Advice("deepspeed.cpu_optimizer=deepspeed", "DeepSpeed has a faster optimizer for CPUs")
@@ -264,16 +250,9 @@ class DeepSpeed(Strategy):
         )
 
 
-def _fewer_gathers(step: ProfiledStep) -> Iterator[Advice]:
-    """Yield stage 2, if its whole weights and gradients fit. A file of the user may set the stage."""
-    gathers = step.setting("deepspeed.zero_stage") == 3 and not step.setting("deepspeed.config_file")
-    if gathers and not step.setting("offload.enabled") and step.fits_unsharded(FP32_WEIGHTS_AND_GRADIENTS):
-        yield Advice("zero_stage=2", "stage 2 does not gather the parameters of each block")
-
-
 def _communication(config: Settings, stage: int) -> ZeroCommunication:
     """Return the collectives of a stage. Gradients have the type of the weights, except at stage 0 in 16 bits."""
-    values = common_values(config)
+    values = traits.common_values(config)
     return ZeroCommunication(**values | {"gradient_bytes": values["weight_bytes"] if stage else 4}, stage=stage)
 
 
@@ -304,12 +283,6 @@ def _async_errors(config: Config) -> Iterator[str]:
         )
 
 
-def _is_checked(config: Config) -> bool:
-    """Return whether the user wants the check for infinite gradients, by the key or by the file."""
-    in_file = get_nested(read_or_empty(config.deepspeed.config_file), CHECKED_GRADIENTS)
-    return config.deepspeed.check_overflow is True or in_file is True
-
-
 def _unchecked_error(config: Config) -> str | None:
     """Return why the check for infinite gradients is needed; None if bf16 does not need it."""
     if config.precision.name == "bf16" and config.deepspeed.zero_stage in CHECK_STAGES:
@@ -335,50 +308,38 @@ def _async_update_error(config: Config) -> str | None:
     return None
 
 
-# Conflicts between the user's ds_config.json and the configuration of a run.
-
-
 def conflicts(config: Config) -> Iterator[str]:
     """Yield an error for each value in the user's file that is set differently here."""
     path = config.deepspeed.config_file
     if path is None or not Path(path).is_file():
         return
     try:
-        settings = read_file(path)
+        settings = ds_config.read_file(path)
     except ValueError as error:
         yield f"deepspeed.config_file={path} is not a JSON object ({error}): correct the file"
         return
-    expected = dict(values_set_by_distexp(config, config.cluster.world_size))
-    for keys, value in {**expected, **_expected_optimizer(config)}.items():
+    train = config.train
+    own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
+    optimizer = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}
+    expected: dict[tuple[str, ...], Any] = {
+        **dict(ds_config.values_set_by_distexp(config, config.cluster.world_size)),
+        ("optimizer", "type"): {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer],
+        **{("optimizer", "params", name): value for name, value in optimizer.items()},
+    }
+    for keys, value in expected.items():
         in_file = get_nested(settings, keys)
         if in_file not in (None, "auto") and in_file != value:
             yield (
                 f"deepspeed.config_file sets {'.'.join(keys)}={json.dumps(in_file)}, but this run has "
                 f'{json.dumps(value)}: make them equal, or write "auto" in the file'
             )
-    yield from _unknown_optimizer_params(settings, config)
+    params = get_nested(settings, ("optimizer", "params"))
+    for name in sorted(set(params) - {"type", *optimizer}) if isinstance(params, Mapping) else ():
+        value = json.dumps(params[name])
+        yield f"deepspeed.config_file sets optimizer.params.{name}={value}, which this run does not use: remove it"
     if "scheduler" in settings:
         yield "deepspeed.config_file has a scheduler: remove it, and set train.schedule instead"
     for name in ("offload_optimizer", "offload_param"):
         device = get_nested(settings, ("zero_optimization", name, "device"))
         if not config.offload.enabled and device not in (None, "auto", "none"):
             yield f"deepspeed.config_file sets zero_optimization.{name}.device={device}: also choose offload=true"
-
-
-def _expected_optimizer(config: Config) -> dict[tuple[str, ...], Any]:
-    train = config.train
-    own = {"momentum": train.momentum} if train.optimizer == "sgd" else {"betas": list(train.betas), "eps": train.eps}
-    params = {"lr": train.learning_rate, "weight_decay": train.weight_decay, **own}
-    return {
-        ("optimizer", "type"): {"adamw": "AdamW", "sgd": "SGD"}[train.optimizer],
-        **{("optimizer", "params", name): value for name, value in params.items()},
-    }
-
-
-def _unknown_optimizer_params(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yield an error for each parameter of the optimizer that distexp would not pass on."""
-    params = get_nested(settings, ("optimizer", "params"))
-    known = {keys[-1] for keys in _expected_optimizer(config)}
-    for name in sorted(set(params) - known) if isinstance(params, Mapping) else ():
-        value = json.dumps(params[name])
-        yield f"deepspeed.config_file sets optimizer.params.{name}={value}, which this run does not use: remove it"

@@ -23,9 +23,6 @@ PRELOAD = ("torch.distributed.fsdp",)
 MORE_COMMUNICATORS_MIB = {Sharding.NO_SHARD: 390.0, Sharding.HYBRID_SHARD: 970.0}
 """What a mesh with replicas adds to the first communicator, from ``fsdp_sharding/0`` and ``fsdp_sharding/4``."""
 
-FP32_WEIGHTS = 4
-"""Bytes of a parameter."""
-
 MUCH_OF_COMMUNICATION = 0.2
 """Share of the communication from which fewer all-gathers are worth more memory."""
 
@@ -34,10 +31,12 @@ class FSDP(Strategy):
     """Parameters, gradients and optimizer states sharded over the workers."""
 
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.FSDPAdapter"
+    equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 2
     section: ClassVar[str] = "fsdp"
     option_group: ClassVar[str] = "sharding"
     option_key: ClassVar[str] = "fsdp.sharding"
+    smallest_states: ClassVar[str] = "sharding=full_shard"
     options: ClassVar[tuple[Option, ...]] = (
         Option("full_shard", offloads=True),
         Option("shard_grad_op", lighter="sharding=full_shard"),
@@ -57,12 +56,14 @@ class FSDP(Strategy):
     def validate(self, config: Config) -> list[str]:
         """Check that the replicas divide the workers."""
         replicas, workers = config.fsdp.replicas, config.cluster.world_size
-        if replicas is not None and sharding_of(config) is not Sharding.HYBRID_SHARD:
+        if replicas is None:
+            return []
+        if sharding_of(config) is not Sharding.HYBRID_SHARD:
             return [
                 f"fsdp.replicas={replicas} has no effect with sharding={config.fsdp.sharding}: "
                 "leave it out, or choose sharding=hybrid_shard"
             ]
-        if replicas is not None and (replicas < 1 or workers % replicas):
+        if replicas < 1 or workers % replicas:
             return [
                 f"fsdp.replicas={replicas} must divide the {config.cluster.nodes} x "
                 f"{config.cluster.workers_per_node} = {workers} workers"
@@ -98,11 +99,6 @@ class FSDP(Strategy):
     def shards_all_parameters(self, config: Config) -> bool:
         """Return whether the mesh has no replicas by definition of the sharding."""
         return sharding_of(config).shards_over_all_workers
-
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether there is one worker, which shards nothing."""
-        return workers == 1
 
     def launch_factor(self, config: Config) -> float:
         """Return the measured factor: the hooks run in Python. See docs/results/choose.md and forecast.md."""
@@ -160,12 +156,8 @@ class FSDP(Strategy):
 
     def communicators_mib(self, config: Config) -> float:
         """Add the communicators of the replicas."""
-        several = config.cluster.world_size > 1
-        return super().communicators_mib(config) + several * MORE_COMMUNICATORS_MIB.get(sharding_of(config), 0.0)
-
-    def host_worker_mib(self, config: Config) -> float:
-        """Return the measured memory."""
-        return 1270.0
+        more = MORE_COMMUNICATORS_MIB.get(sharding_of(config), 0.0) if config.cluster.world_size > 1 else 0.0
+        return super().communicators_mib(config) + more
 
     def smaller_states(self, config: Config, *, workers: int) -> tuple[str, ...]:
         """Return the sharding of all states over all workers, unless it is used already."""
@@ -187,12 +179,10 @@ class FSDP(Strategy):
         gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
         shares = step.collective_shares()  # empty if nothing is known about the kinds
         take_time = not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
-        if gathers_twice and take_time and step.fits_unsharded(FP32_WEIGHTS):
+        if gathers_twice and take_time and step.fits_unsharded(bytes_per_parameter=4):
             yield Advice("sharding=shard_grad_op", "it gathers the parameters once per step and keeps them")
         yield from step.larger_micro_batch(2)
 
-
-# Prefetching of FSDP: how many units are gathered ahead of the one that computes.
 
 TORCH_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 1}
 """Number of blocks that torch prefetches by default."""

@@ -60,7 +60,9 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
     names = [name for name, _ in named_blocks]
     depths = [sum(name.startswith(f"{other}.") for other in names) for name in names]  # how many contain each block
     groups = group_blocks(blocks, blocks_per_unit(config, is_nested=any(depths)))
-    units = [Unit(group) for group in (_deepest_first(groups, depths) if any(depths) else groups)]
+    # No block is sharded before one that it contains. Else FSDP would shard that twice.
+    order = sorted(range(len(groups)), key=lambda index: -depths[index]) if any(depths) else range(len(groups))
+    units = [Unit(groups[index]) for index in order]
     units += [*_embedding_units(model, blocks), Unit([model], is_needed_first=bool(blocks))]
     policy = _policy(config, context)
     for unit in units:
@@ -73,7 +75,6 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
 
 
 def _policy(config: Config, context: Context) -> dict[str, Any]:
-    """Return the arguments of ``fully_shard`` that all units have in common."""
     policy: dict[str, Any] = {
         "mesh": build_mesh(config, context),
         "reshard_after_forward": sharding_of(config).reshards_after_forward,
@@ -131,12 +132,6 @@ def blocks_per_unit(config: Config, *, is_nested: bool) -> int | str:
     return 1
 
 
-def _deepest_first(groups: Sequence[list[nn.Module]], depths: Sequence[int]) -> list[list[nn.Module]]:
-    """Sort groups of one block so that no block is before one that it contains. Else FSDP would shard it twice."""
-    order = sorted(range(len(groups)), key=lambda index: -depths[index])
-    return [groups[index] for index in order]
-
-
 def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.Module]]:
     """Split the blocks, in forward order, into groups that FSDP shards as one unit.
 
@@ -148,9 +143,6 @@ def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.M
         largest = max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
         size = -(-MIN_UNIT_PARAMETERS // max(1, largest))
     return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
-
-
-# What FSDP built, read from the live parameters and units.
 
 
 def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:

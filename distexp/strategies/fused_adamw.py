@@ -49,20 +49,15 @@ class FusedAdamW(torch.optim.AdamW):
                 copy = None if self.copies is None else self.copies.copy_of(weight)
                 gradient = weight.grad if weight.grad is not None or copy is None else copy.grad
                 if gradient is not None:
-                    state = self._state_of(weight)
+                    state: dict[str, Any] = self.state[weight]
+                    if not state:  # named as in torch's AdamW
+                        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
                     state["step"] += 1
                     yield WeightUpdate(
                         weight, _like(gradient, weight), state["exp_avg"], state["exp_avg_sq"], copy,
                         learning_rate=float(group["lr"]), step=state["step"], **constants,
                     )  # fmt: skip
-
-    def _state_of(self, weight: nn.Parameter) -> dict[str, Any]:
-        """Return the states of a weight, with zeros before its first step; they are named as in torch's AdamW."""
-        state: dict[str, Any] = self.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-        return state
 
 
 def fused_adamw(model: nn.Module, train: TrainConfig, copies: StepWeights | None) -> FusedAdamW:
@@ -73,7 +68,6 @@ def fused_adamw(model: nn.Module, train: TrainConfig, copies: StepWeights | None
 
 
 def _like(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient in the layout of its weight."""
     if gradient.stride() == weight.stride():
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
@@ -84,8 +78,6 @@ def _update_on_gpu(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
 
     update_weights(updates, scale)
 
-
-# What an optimizer step does to one weight, for the kernel of ``train.fused_update``.
 
 ALIGNMENT = 16
 """Bytes that a GPU loads at once for a thread, if the address is a multiple of it."""

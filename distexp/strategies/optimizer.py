@@ -128,17 +128,15 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _local(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the part of each gradient that this rank has."""
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-
-
-# The tensors that a distributed model keeps on this rank, read from the live objects of any strategy.
 
 
 def read_model_tensors(module: nn.Module, optimizer: Any) -> ModelTensors:
     """Return the parameters, gradients and optimizer states of this rank."""
     parameters = list(module.parameters())
-    masters = [*_masters(optimizer), *_updated_elsewhere(optimizer, parameters)]
+    own, masters = {id(parameter) for parameter in parameters}, list(_masters(optimizer))
+    if isinstance(optimizer, torch.optim.Optimizer):  # The module may compute with copies of what it updates.
+        masters += [parameter for parameter in trained_parameters(optimizer) if id(parameter) not in own]
     return ModelTensors(
         parameters=[*parameters, *_attributes(parameters, "ds_tensor")],
         gradients=[
@@ -178,14 +176,6 @@ def _masters(optimizer: Any) -> Iterator[Tensor]:
         yield from _tensors_in(getattr(optimizer, name, None))
 
 
-def _updated_elsewhere(optimizer: Any, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield the weights that torch's optimizer updates if the module computes with copies of them."""
-    own = {id(parameter) for parameter in parameters}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            yield from (parameter for parameter in group["params"] if id(parameter) not in own)
-
-
 def innermost_optimizer(optimizer: Any) -> Any:
     """Return torch's optimizer without the wrappers of DeepSpeed and accelerate."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None and inner is not optimizer:
@@ -194,13 +184,11 @@ def innermost_optimizer(optimizer: Any) -> Any:
 
 
 def _attributes(tensors: Iterable[Tensor], name: str) -> Iterator[Tensor]:
-    """Yield an attribute of tensors that have it."""
     values = (getattr(tensor, name, None) for tensor in tensors)
     return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def _tensors_in(content: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists and dictionaries."""
     if isinstance(content, torch.Tensor):
         yield content
     elif isinstance(content, Mapping):
@@ -209,9 +197,6 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
     elif isinstance(content, (list, tuple)):
         for value in content:
             yield from _tensors_in(value)
-
-
-# The tensors of a distributed model on one rank.
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distexp.config import Config
+from distexp.config import WHOLE_MODEL, Config
 from distexp.distributed.context import Context
-from distexp.strategies.base import DistributedModel, Strategy, update_values, whole_model_values
+from distexp.strategies.base import DistributedModel, Strategy, whole_model_values
 from distexp.strategies.communication import StepCommunication
 from distexp.strategies.traits import CpuMemory, ProfiledStep, Settings, common_values
 
@@ -31,7 +31,7 @@ class Single(Strategy):
     """Plain PyTorch on one device: the reference for all other strategies."""
 
     requires: ClassVar[tuple[str, ...]] = ()
-    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", "model", "graphs")
+    compile_scopes: ClassVar[tuple[str, ...]] = ("blocks", *WHOLE_MODEL)
     casts_once_per_step: ClassVar[bool] = True
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
@@ -42,12 +42,11 @@ class Single(Strategy):
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model, and cast the weights once per step."""
-        return {**whole_model_values(config), **update_values(config)}
+        return whole_model_values(config)
 
     def validate(self, config: Config) -> list[str]:
         """Require one worker and no offload."""
-        errors = offload_errors(config)
-        cluster = config.cluster
+        cluster, errors = config.cluster, offload_errors(config)
         if cluster.world_size != 1:
             errors.append(
                 f"strategy=single trains on one worker, but cluster.nodes={cluster.nodes} x "
@@ -83,11 +82,8 @@ class Single(Strategy):
             weights=copy_weights(module, config),
         )
 
+    host_mib: ClassVar[float] = 1150.0
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(65.0, reserve=1.2)
-
-    def host_worker_mib(self, config: Config) -> float:
-        """Return the measured memory."""
-        return 1150.0
 
     def compiles(self, step: ProfiledStep) -> bool:
         """Return true."""

@@ -1,7 +1,4 @@
-"""The DistributedModel of single, DDP and FSDP.
-
-These strategies differ only in how they wrap the module.
-"""
+"""The DistributedModel of single, DDP and FSDP, which differ only in how they wrap the module."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-from distexp.config import Config
+from distexp.config import WHOLE_MODEL, Config
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers
 from distexp.models.introspection import persistent_buffers
 from distexp.models.objective import loss_sum, partial_metrics
-from distexp.models.transforms import MODEL_SCOPES, explained_compilation
+from distexp.models.transforms import explained_compilation
 from distexp.runs.record_sections import Built
 from distexp.strategies.ddp_reduction import StepWeights
 from distexp.strategies.fused_adamw import FusedAdamW, fused_adamw
@@ -132,7 +129,7 @@ class TorchModel:
     def _call(self, module: nn.Module, batch: Batch) -> Any:
         """Return the outputs of a module in the precision of the training."""
         inputs = batch.inputs if self.copies is None else batch.cast_inputs(self.copies.dtype)
-        if self.compiled not in MODEL_SCOPES:
+        if self.compiled not in WHOLE_MODEL:
             with self.autocast:
                 return module(**inputs)
         if self.compiled == "graphs":
@@ -253,7 +250,6 @@ def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside of DDP, or the module itself without DDP."""
     inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     return inner
 

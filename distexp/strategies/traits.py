@@ -18,6 +18,18 @@ Settings = Config | Mapping[str, Any]
 CUSTOM_COMPLEXITY = 4
 """Complexity of a strategy that states none. Those of distexp have 0 to 3."""
 
+GPU_ERROR_BOUND = 0.05
+"""Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""
+
+HOST_WORKER_MIB = 1270.0
+"""Measured CPU memory of a worker on a GPU with FSDP: Python, torch, the host side of CUDA, and the libraries.
+
+It is also that of a strategy that was not measured, because FSDP needs most of the strategies of torch.
+"""
+
+ADAMW_STATES = 20
+"""Bytes per parameter of weights, gradients and AdamW's states, with 16-bit weights."""
+
 
 def setting(config: Settings, key: str) -> Any:
     """Return a value such as ``fsdp.sharding`` of a configuration, or of that of a record; None if it lacks the key."""
@@ -25,76 +37,6 @@ def setting(config: Settings, key: str) -> Any:
     for name in key.split("."):
         found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
     return found
-
-
-@dataclass(frozen=True)
-class Option:
-    """A value of the main option of a strategy, which a search tries by default."""
-
-    value: str  # option of the config group
-    lighter: str = ""  # override that chooses what needs less memory. If that does not fit, neither does this.
-    offloads: bool = False  # whether it is tried with offloading too
-    needs_nodes: bool = False  # whether it equals another option on a single node
-
-
-class StepTraits:
-    """What forecasts and searches ask a strategy.
-
-    Attributes:
-        complexity: Number that is smaller for a simpler strategy, which a search prefers among equal ones.
-        option_group: Config group of its main option. An override of this group chooses the strategy too.
-        lighter: For a strategy without such a group, the override that chooses what needs less memory, as in Option.
-    """
-
-    is_reference: ClassVar[bool] = False  # whether the losses of the others are compared with those of this strategy
-    complexity: ClassVar[int] = CUSTOM_COMPLEXITY
-    max_workers: ClassVar[int | None] = None  # most workers; None for any number
-    section: ClassVar[str] = ""  # section of the schema with its options
-    option_group: ClassVar[str] = ""
-    option_key: ClassVar[str] = ""  # key that this group sets
-    options: ClassVar[tuple[Option, ...]] = ()  # values of the main option to try
-    lighter: ClassVar[str] = ""
-
-    @classmethod
-    def own_complexity(cls) -> int:
-        """Return ``complexity`` if this class itself sets it. A subclass is less simple than its base class."""
-        return int(vars(cls).get("complexity", CUSTOM_COMPLEXITY))
-
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether, without offloading, it does what the reference does with this number of workers."""
-        return False
-
-    @classmethod
-    def lighter_overrides(cls, name: str) -> dict[str, str]:
-        """Return the override that needs less memory, by each override that chooses an option of this strategy."""
-        found = {f"{cls.option_group}={option.value}": option.lighter for option in cls.options}
-        return {text: lighter for text, lighter in {f"strategy={name}": cls.lighter, **found}.items() if lighter}
-
-    def option_complexity(self, config: Config) -> int:
-        """Return a number that is smaller for a simpler value of the main option."""
-        return 0
-
-    def launch_factor(self, config: Config) -> float:
-        """Return how much longer than the reference the CPU needs to launch an operation."""
-        return 1.0
-
-    def overlaps_communication(self, config: Config) -> bool:
-        """Return whether collectives run at the same time as the computation."""
-        return True
-
-    def communication(self, config: Settings) -> StepCommunication:
-        """Return the collectives of a step and the share of the update, for one or more workers."""
-        return StepCommunication(**common_values(config))
-
-    def keeps_states_whole(self, config: Settings) -> bool | None:
-        """Return whether each worker has all optimizer states, so that it updates all weights; None if unknown."""
-        shards = self.communication(config).shards_optimizer
-        return None if shards is None else not shards
-
-    def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> StepCommunication:
-        """Return the same for a run that has ended, with what it built. Raise ConfigError if a file is missing."""
-        return self.communication(config)
 
 
 def common_values(config: Settings) -> dict[str, Any]:
@@ -107,16 +49,14 @@ def common_values(config: Settings) -> dict[str, Any]:
     }
 
 
-# What a strategy states about its memory, and its advice: predictions, searches, explanations and reports ask it.
-# ``Strategy`` inherits all of it. The defaults are for a custom strategy that states nothing: its step is traced as it
-# is, its memory was not measured, and it has no advice. The constants of the strategies are from the same records as
-# those in ``hardware/facts.yaml``. ``tests/plan/test_overheads.py`` compares them with these records.
+@dataclass(frozen=True)
+class Option:
+    """A value of the main option of a strategy, which a search tries by default."""
 
-GPU_ERROR_BOUND = 0.05
-"""Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""
-
-ADAMW_STATES = 20
-"""Bytes per parameter of weights, gradients and AdamW's states, with 16-bit weights."""
+    value: str  # option of the config group
+    lighter: str = ""  # override that chooses what needs less memory. If that does not fit, neither does this.
+    offloads: bool = False  # whether it is tried with offloading too
+    needs_nodes: bool = False  # whether it equals another option on a single node
 
 
 @dataclass(frozen=True)
@@ -161,22 +101,72 @@ class ProfiledStep(Protocol):
         """Yield twice the global batch, with the same micro-batch."""
 
 
-class MemoryTraits:
-    """What predictions, searches, explanations and reports ask a strategy.
+class Traits:
+    """What a strategy states. The defaults are those of a custom strategy of which nothing is known.
+
+    The numbers of the strategies are from the same records as those in ``hardware/facts.yaml``.
+    ``tests/plan/test_overheads.py`` compares them with these records.
 
     Attributes:
         tracer: Dotted name of a class that runs the training step on fake tensors, as TracedDeepSpeed does. None: what
             ``setup`` returns is traced.
-        cpu_memory: Measured memory of a worker on CPUs. None: not measured, so there is no verdict.
         accumulates_whole_gradients: Whether each worker keeps gradients of the whole model between micro-batches,
             although it keeps a share of them after the last one.
     """
 
+    is_reference: ClassVar[bool] = False  # whether the losses of the others are compared with those of this strategy
+    equals_reference: ClassVar[bool] = False  # whether one worker does what the reference does, without offloading
+    complexity: ClassVar[int] = CUSTOM_COMPLEXITY  # smaller for a simpler strategy, preferred among equal ones
+    max_workers: ClassVar[int | None] = None  # most workers; None for any number
+    section: ClassVar[str] = ""  # section of the schema with its options
+    option_group: ClassVar[str] = ""  # config group of its main option, which chooses the strategy too
+    option_key: ClassVar[str] = ""  # key that this group sets
+    options: ClassVar[tuple[Option, ...]] = ()  # values of the main option to try
+    lighter: ClassVar[str] = ""  # without such a group: override that needs less memory, as in Option
+    smallest_states: ClassVar[str] = ""  # override for which several workers keep least of the states, if it has one
+    offload_with: ClassVar[str] = ""  # override with which other strategies can offload, if it is the best for that
     tracer: ClassVar[str | None] = None
-    cpu_memory: ClassVar[CpuMemory | None] = None
+    cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict
+    host_mib: ClassVar[float] = HOST_WORKER_MIB  # measured CPU memory of a worker on a GPU, without offloading
     accumulates_whole_gradients: ClassVar[bool] = False
     operator_problem: ClassVar[str] = ""  # what is not possible if no C++ compiler works
     setup_note: ClassVar[str] = ""  # sentence of the report if the CPU memory had its peak during setup
+
+    @classmethod
+    def own_complexity(cls) -> int:
+        """Return ``complexity`` if this class itself sets it. A subclass is less simple than its base class."""
+        return int(vars(cls).get("complexity", CUSTOM_COMPLEXITY))
+
+    @classmethod
+    def lighter_overrides(cls, name: str) -> dict[str, str]:
+        """Return the override that needs less memory, by each override that chooses an option of this strategy."""
+        found = {f"{cls.option_group}={option.value}": option.lighter for option in cls.options}
+        return {text: lighter for text, lighter in {f"strategy={name}": cls.lighter, **found}.items() if lighter}
+
+    def option_complexity(self, config: Config) -> int:
+        """Return a number that is smaller for a simpler value of the main option."""
+        return 0
+
+    def launch_factor(self, config: Config) -> float:
+        """Return how much longer than the reference the CPU needs to launch an operation."""
+        return 1.0
+
+    def overlaps_communication(self, config: Config) -> bool:
+        """Return whether collectives run at the same time as the computation."""
+        return True
+
+    def communication(self, config: Settings) -> StepCommunication:
+        """Return the collectives of a step and the share of the update, for one or more workers."""
+        return StepCommunication(**common_values(config))
+
+    def keeps_states_whole(self, config: Settings) -> bool | None:
+        """Return whether each worker has all optimizer states, so that it updates all weights; None if unknown."""
+        shards = self.communication(config).shards_optimizer
+        return None if shards is None else not shards
+
+    def run_communication(self, config: Settings, built: Built | None, run_dir: Path) -> StepCommunication:
+        """Return those of a run that has ended, with what it built. Raise ConfigError if a file is missing."""
+        return self.communication(config)
 
     def overhead_mib(self, config: Config) -> dict[str, float]:
         """Return the MiB per GPU that NVML reports beyond torch's reserved memory, by part."""
@@ -195,8 +185,8 @@ class MemoryTraits:
         return facts().processes.communicator_mib if config.cluster.world_size > 1 else 0.0
 
     def host_worker_mib(self, config: Config) -> float:
-        """Return the CPU memory of a worker on a GPU: Python, torch, the host side of CUDA, and the libraries."""
-        return 1270.0
+        """Return the CPU memory of a worker on a GPU."""
+        return self.host_mib
 
     def gpu_memory_error(self, config: Config) -> float:
         """Return the largest error of the predicted GPU memory, as a share of it."""
@@ -210,17 +200,9 @@ class MemoryTraits:
         """Return the data type of the weights that a worker keeps. With 16 bits there is a master copy in fp32."""
         return "float32"
 
-    def smaller_states(self, config: Config, *, workers: int) -> tuple[str, ...]:
-        """Return overrides with which each of some workers keeps less of the model states; empty if there are none."""
-        return ("sharding=full_shard",) if workers > 1 else ()
-
     def supports_offload(self, config: Config) -> bool:
         """Return whether ``offload=true`` is possible with the other options."""
         return False
-
-    def offload_overrides(self, config: Config) -> tuple[str, ...]:
-        """Return the overrides that offload states, with another strategy if this one cannot."""
-        return ("offload=true",) if self.supports_offload(config) else ("zero_stage=2", "offload=true")
 
     def compiles(self, step: ProfiledStep) -> bool:
         """Return whether ``kernels=fast`` compiles the model on a GPU."""

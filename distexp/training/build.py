@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distexp.config import Config, ConfigError, ModelConfig
+from distexp.config import WHOLE_MODEL, Config, ConfigError, ModelConfig
 from distexp.config.custom_code import PAGE, check_returned, locate
 from distexp.config.model_checks import check_samples_per_rank, loads_from_source, weights_source, weights_source_key
 from distexp.data.base import (
@@ -41,7 +41,7 @@ from distexp.models.blueprint import Blueprint
 from distexp.models.head import adapt_head
 from distexp.models.hf import check_exportable, read_config
 from distexp.models.introspection import check_forward_arguments, check_packing, learned_positions
-from distexp.models.transforms import MODEL_SCOPES, transform_blocks, use_fp32_batch_norms
+from distexp.models.transforms import transform_blocks, use_fp32_batch_norms
 from distexp.strategies.zero.ds_initialization import wrapper_casts_weights
 from distexp.training.generation import check_has_references
 from distexp.training.inputs import StepPlan
@@ -96,7 +96,7 @@ def _keep_targets(config: Config, data: TaskData) -> TaskData:
     batches keep as many tokens as the one with the most targets. During the search for a micro-batch size, the batches
     are not known yet.
     """
-    known = config.train.compiled in MODEL_SCOPES and config.train.micro_batch_size != "auto"
+    known = config.train.compiled in WHOLE_MODEL and config.train.micro_batch_size != "auto"
     fixed = max_targets(config, data) if known else {}
     return replace(data, collate=TargetTokens(data.collate, bool(config.train.compile), fixed))
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distexp.config import Config
+from distexp.config import WHOLE_MODEL, Config
 from distexp.config.custom_code import check_returned
 from distexp.data.base import TaskData
 from distexp.data.image_cache import describe_cache
@@ -32,7 +32,7 @@ from distexp.measure.flops import training_flops
 from distexp.models.head import describe_head
 from distexp.models.hf import save_model
 from distexp.models.introspection import read_attention
-from distexp.models.transforms import MODEL_SCOPES, largest_dropout, read_compiled, read_memory_format
+from distexp.models.transforms import largest_dropout, read_compiled, read_memory_format
 from distexp.preflight.run import run_preflight, stored_ceiling
 from distexp.runs import attempts
 from distexp.runs.events import Events
@@ -223,7 +223,7 @@ def add_answers(
     logger.events.set_phase("eval")
     max_new_tokens = record.config["dataset"]["answer_tokens"]
     # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
-    eager = record.config["train"]["compile"] in MODEL_SCOPES
+    eager = record.config["train"]["compile"] in WHOLE_MODEL
     with torch.compiler.set_stance("force_eager" if eager else "default"):
         found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1

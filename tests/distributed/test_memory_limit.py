@@ -7,7 +7,7 @@ import torch
 
 from distexp.config import Config, ConfigError
 from distexp.distributed.process_group import GB, allowed_bytes, limit_memory, usable_bytes
-from distexp.strategies.traits import MemoryTraits
+from distexp.strategies.traits import Traits
 
 
 def test_memory_of_others_counts() -> None:
@@ -26,7 +26,7 @@ def test_a_limit_that_cannot_hold_is_refused(limit: float, message: str) -> None
 def test_torch_runs_out_of_memory_at_the_limit() -> None:
     device = torch.device("cuda", 0)
     try:
-        limit_memory(device, 4, MemoryTraits().total_overhead_mib(Config()))
+        limit_memory(device, 4, Traits().total_overhead_mib(Config()))
         assert 2 * GB < usable_bytes(device) < 3 * GB
         torch.empty(2 * GB, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):

@@ -42,13 +42,9 @@ class AllReduce(Strategy):
     """Data parallelism with one all-reduce of all gradients, in one flat tensor."""
 
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(50.0, reserve=1.2)
+    equals_reference: ClassVar[bool] = True  # One worker has nothing to reduce.
     complexity: ClassVar[int] = 1
     lighter: ClassVar[str] = "sharding=full_shard"
-
-    @classmethod
-    def equals_reference(cls, workers: int) -> bool:
-        """Return whether there is one worker, which has nothing to reduce."""
-        return workers == 1
 
     def main_option(self, config: Config) -> str:
         """Return what tables show after the name."""

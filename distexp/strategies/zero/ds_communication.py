@@ -8,7 +8,7 @@ as ``distexp.plan.trace.zero3_fetcher`` does with real modules.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,35 +17,21 @@ from typing import ClassVar
 from distexp.config import ConfigError
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.runs.step_files import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
-from distexp.strategies.communication import (
-    GATHERS,
-    LAUNCH_S,
-    SCALAR_BYTES,
-    StepCommunication,
-    add_norm,
-    insert,
-    insert_buckets,
-    is_gradient_reduction,
-    segments_before,
-)
+from distexp.strategies import communication
+from distexp.strategies.communication import LAUNCH_S, StepCommunication, insert, insert_buckets, is_gradient_reduction
 from distexp.system.files import read_json
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The section ``zero_optimization`` of a ds_config, as far as it matters here. The defaults are DeepSpeed's.
-
-    Attributes:
-        stage3_param_persistence_threshold: Elements up to which a parameter is kept whole between two updates.
-        stage3_max_reuse_distance: Elements up to the next use of a parameter, below which it is not released.
-    """
+    """The section ``zero_optimization`` of a ds_config, as far as it matters here. The defaults are DeepSpeed's."""
 
     overlap_comm: bool | None = None  # Whether reductions overlap with the backward pass. None: at stage 3 only.
     reduce_bucket_size: int = 500_000_000  # most elements of a reduction with several parameters
     stage3_prefetch_bucket_size: int = 50_000_000  # elements that are gathered ahead at once
-    stage3_param_persistence_threshold: int = 100_000
+    stage3_param_persistence_threshold: int = 100_000  # elements up to which a parameter is kept between two updates
     stage3_max_live_parameters: int = 1_000_000_000  # elements that are gathered, from which no more are gathered ahead
-    stage3_max_reuse_distance: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000  # elements up to its next use, below which one is not released
 
     def overlaps(self, stage: int) -> bool:
         """Return whether reductions of a stage overlap with the backward pass."""
@@ -94,29 +80,29 @@ class ZeroCommunication(StepCommunication):
         """Return whether the stage partitions gradients, so that it cannot accumulate whole ones."""
         return self.stage >= 2
 
-    @property
-    def gathers_modules(self) -> bool:
-        """Return whether the stage partitions parameters."""
-        return self.stage == 3
-
     def bytes_per_parameter(self, micro_batches: int) -> int:
         """Return what the workers exchange: reductions, and the weights for each pass or after the update."""
-        if not self.gathers_modules:
+        if self.stage < 3:
             return super().bytes_per_parameter(micro_batches) + (self.weight_bytes if self.stage else 0)
         return micro_batches * (2 * self.weight_bytes + self.gradient_bytes)
 
     def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
         """Return the items with the collectives of the stage."""
         items, last = [_without_transfer(item) for item in items], micro_batches - 1
+        awaited = OPTIMIZER if self.overlaps else NEXT
+        reductions = [elements * self.gradient_bytes for elements in self.buckets(model.units)]
         if self.stage == 0:
-            return self._insert_reductions(items, model.units, micro_batches)
-        items = add_norm(items)
+            return self._insert_all_reduces(items, reductions, micro_batches, awaited)
+        items = communication.add_norm(items)
         if self.stage == 3:
             for micro_batch in range(micro_batches):
                 items = self._insert_gathers(items, model, micro_batch)
-                items = self._insert_scatters(items, model.units, micro_batch)
-            return [*items, *self._gathers_of_persistent(model.units, last)]
-        items = self._insert_reductions(items, model.units, micro_batches)
+                items = insert_buckets(items, reductions, micro_batch, awaited=awaited, scatters=True)
+            # After the update, one gather for each parameter that no pass gathers.
+            elements = [count for unit in model.units for count in unit.elements]
+            sizes = [elements[param] * self.weight_bytes for param in persistent_parameters(elements, self.zero)]
+            return [*items, *(Collective("all_gather", size, 1, "all", OPTIMIZER, last, LAUNCH_S) for size in sizes)]
+        items = self._insert_all_reduces(items, reductions, micro_batches, awaited)
         # The updated weights are gathered for each group of the optimizer.
         sizes = [sum(group) * self.weight_bytes for group in model.group_elements]
         return [*items, *(Collective("all_gather", size, 1, "all", OPTIMIZER, last) for size in sizes)]
@@ -128,9 +114,9 @@ class ZeroCommunication(StepCommunication):
         stage 3 need no result.
         """
         overlaps = self.overlaps and on_gpu
-        is_gather = item.kind in GATHERS and item.phase != OPTIMIZER  # not that of the updated weights
+        is_gather = item.kind in communication.GATHERS and item.phase != OPTIMIZER  # not that of the updated weights
         awaited = OPTIMIZER if overlaps and is_gradient_reduction(item) else NEXT
-        return replace(item, awaited=awaited, after_compute=not (overlaps and self.gathers_modules and is_gather))
+        return replace(item, awaited=awaited, after_compute=not (overlaps and self.stage == 3 and is_gather))
 
     def buckets(self, units: Sequence[Parameters]) -> list[int]:
         """Return the elements of the buckets of DeepSpeed: a bucket is reduced before it would exceed its size."""
@@ -142,10 +128,10 @@ class ZeroCommunication(StepCommunication):
             open_bucket += size
         return [*found, open_bucket] if open_bucket else found
 
-    def _insert_reductions(self, items: list[Item], units: Sequence[Parameters], micro_batches: int) -> list[Item]:
-        """Insert the all-reduces of the stages 0 to 2."""
-        sizes = [elements * self.gradient_bytes for elements in self.buckets(units)]
-        awaited = OPTIMIZER if self.overlaps else NEXT
+    def _insert_all_reduces(
+        self, items: list[Item], sizes: Sequence[int], micro_batches: int, awaited: str
+    ) -> list[Item]:
+        """Insert the reductions of the stages 0 to 2."""
         for micro_batch in range(micro_batches):
             last = micro_batch == micro_batches - 1
             if self.stage == 2 or (self.stage == 1 and self.overlaps and last):
@@ -163,38 +149,10 @@ class ZeroCommunication(StepCommunication):
         segments = _segments_before_modules(items, places, micro_batch)
         for gather in found:
             phase, share = places[gather.position]
-            size = gather.elements * self.weight_bytes
-            new = Collective(
-                "all_gather",
-                size,
-                1,
-                "shard",
-                phase,
-                micro_batch,
-                LAUNCH_S,
-                segments_ahead=segments[gather.used_at] - segments[gather.position],
-                after_compute=not self.overlaps,
-            )
-            insert(items, new, share)
+            size, ahead = gather.elements * self.weight_bytes, segments[gather.used_at] - segments[gather.position]
+            new = Collective("all_gather", size, 1, "shard", phase, micro_batch, LAUNCH_S)
+            insert(items, replace(new, segments_ahead=ahead, after_compute=not self.overlaps), share)
         return items
-
-    def _insert_scatters(self, items: list[Item], units: Sequence[Parameters], micro_batch: int) -> list[Item]:
-        """Insert the reduce-scatters of stage 3 into a backward pass: each bucket after its share of the parameters."""
-        buckets, done = self.buckets(units), 0
-        awaited = OPTIMIZER if self.overlaps else NEXT
-        for elements in buckets:
-            done += elements
-            size = elements * self.gradient_bytes
-            new = Collective("reduce_scatter", size, 1, "shard", BACKWARD, micro_batch, LAUNCH_S, awaited=awaited)
-            insert(items, new, done / sum(buckets))
-        return items
-
-    def _gathers_of_persistent(self, units: Sequence[Parameters], micro_batch: int) -> Iterator[Collective]:
-        """Yield the all-gathers of stage 3 after the update: one for each parameter that no pass gathers."""
-        elements = [count for unit in units for count in unit.elements]
-        for param in persistent_parameters(elements, self.zero):
-            size = elements[param] * self.weight_bytes
-            yield Collective("all_gather", size, 1, "all", OPTIMIZER, micro_batch, LAUNCH_S)
 
 
 def _without_transfer(item: Item) -> Item:
@@ -205,9 +163,8 @@ def _without_transfer(item: Item) -> Item:
     if isinstance(item, Segment):
         return item
     # The update sums the norm of each group, and checks for infinite gradients.
-    is_sum_of_update = item.phase == OPTIMIZER and item.kind == "all_reduce"
-    if is_sum_of_update:
-        return Collective(item.kind, SCALAR_BYTES, 1, "all", OPTIMIZER, item.micro_batch, item.host_s)
+    if item.phase == OPTIMIZER and item.kind == "all_reduce":
+        return Collective(item.kind, communication.SCALAR_BYTES, 1, "all", OPTIMIZER, item.micro_batch, item.host_s)
     return Segment(item.phase, item.micro_batch, item.host_s, tail_s=item.host_s, tail_half_s=item.host_s / 2)
 
 
@@ -227,8 +184,8 @@ def _places_of_modules(modules: Sequence[Sequence[int]], elements: Sequence[int]
 
 def _segments_before_modules(items: Sequence[Item], places: Sequence[Place], micro_batch: int) -> list[int]:
     """Return how many segments of a micro-batch are before each module, and before its end."""
-    forward, backward = (segments_before(items, phase, micro_batch, 1.0) for phase in (FORWARD, BACKWARD))
-    found = [segments_before(items, phase, micro_batch, share) for phase, share in places]
+    forward, backward = (communication.segments_before(items, phase, micro_batch, 1.0) for phase in (FORWARD, BACKWARD))
+    found = [communication.segments_before(items, phase, micro_batch, share) for phase, share in places]
     earlier = [forward if phase == BACKWARD else 0 for phase, _ in places]
     return [*(a + b for a, b in zip(earlier, found, strict=True)), forward + backward]
 
@@ -299,7 +256,6 @@ class _Fetcher:
         self.gathers[number] = replace(self.gathers[number], used_at=position)
 
     def _forget_queued(self, params: Iterable[int], position: int) -> None:
-        """Remove the parameters of this module from the queue."""
         missing = {param for param in params if self.next_use.get(param, -1) < position}
         seen: set[int] = set()
         while self.queue and len(seen) < len(missing):

@@ -10,16 +10,6 @@ from typing import Any
 from distexp.config import Config
 from distexp.config.model_checks import searches_micro_batch
 
-BUCKETS = (
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-)
-"""Keys of the section ``deepspeed`` that have the same name in ``zero_optimization``."""
-
-
 SYNCHRONIZED_TIMER = "timers", "throughput", "synchronized"
 CHECKED_GRADIENTS = "bf16", "check_grad_overflow"
 
@@ -33,7 +23,11 @@ def effective_config(config: Config, world_size: int) -> dict[str, Any]:
     for section in ("optimizer", "scheduler"):  # distexp builds these; ``conflicts`` has refused other values
         settings.pop(section, None)
     for keys, value in values_set_by_distexp(config, world_size):
-        _set_nested(settings, keys, value)
+        *sections, last = keys
+        parent = settings
+        for key in sections:
+            parent = parent.setdefault(key, {})
+        parent[last] = value
     return _without_auto(settings)
 
 
@@ -44,13 +38,6 @@ def uses_autocast(config: Config) -> bool:
     """
     in_file = get_nested(read_or_empty(config.deepspeed.config_file), ("bf16", "enabled"))
     return config.precision.name == "bf16" and config.deepspeed.zero_stage == 0 and in_file is not True
-
-
-def _set_nested(settings: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
-    *parents, last = keys
-    for key in parents:
-        settings = settings.setdefault(key, {})
-    settings[last] = value
 
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +67,10 @@ def values_set_by_distexp(config: Config, world_size: int) -> Values:
             yield ("zero_optimization", "offload_param"), target
     if options.overlap_comm:
         yield ("zero_optimization", "overlap_comm"), True
-    for key in BUCKETS:
+    for key in (  # with the same names in DeepSpeed
+        *("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"),
+        *("stage3_param_persistence_threshold", "stage3_max_live_parameters"),
+    ):
         if (value := getattr(options, key)) is not None:
             yield ("zero_optimization", key), value
     in_file = get_nested(read_or_empty(config.deepspeed.config_file), SYNCHRONIZED_TIMER)
@@ -107,9 +97,6 @@ def _precision(config: Config) -> Values:
     yield ("fp16", "enabled"), config.precision.name == "fp16"
     if autocast:
         yield ("torch_autocast",), {"enabled": True, "dtype": "bfloat16"}
-
-
-# Reading of the user's ds_config.json, the file in ``deepspeed.config_file``.
 
 
 def get_nested(settings: Any, keys: tuple[str, ...]) -> Any:
@@ -139,17 +126,9 @@ def read_file(path: str | None) -> dict[str, Any]:
     return settings
 
 
-# Sizes of DeepSpeed's buckets that fit the model, for keys that the user left open.
-
 MIN_BUCKET_ELEMENTS = 5_000_000
-MAX_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's default for all models."""
-
-MAX_PREFETCH_ELEMENTS = 50_000_000
-"""DeepSpeed's default for all models."""
-
-MAX_PERSISTENT_ELEMENTS = 100_000
-"""Size up to which stage 3 does not shard a parameter: DeepSpeed's default. It would shard no small model."""
+MAX_BUCKET_ELEMENTS, MAX_PREFETCH_ELEMENTS, MAX_PERSISTENT_ELEMENTS = 500_000_000, 50_000_000, 100_000
+"""DeepSpeed's defaults for all models. With the last one, stage 3 would shard no parameter of a small model."""
 
 
 def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict[str, int]:
@@ -158,28 +137,23 @@ def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict
     DeepSpeed's default of 500 million elements can take more memory than a stage saves on a model of that size.
     """
     zero = settings["zero_optimization"]
-    fitting = _fitting_sizes(zero["stage"], parameters, largest)
+    even = parameters + parameters % 2  # DeepSpeed refuses an odd bucket, and a larger one than the model is useless.
+    bucket = min(max(parameters // 16, MIN_BUCKET_ELEMENTS), MAX_BUCKET_ELEMENTS, even)
+    fitting = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    if zero["stage"] == 0:
+        fitting = {}
+    elif zero["stage"] == 3:
+        live = max(largest, parameters // 4)
+        fitting = {
+            "reduce_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": min(bucket, MAX_PREFETCH_ELEMENTS),
+            "stage3_param_persistence_threshold": min(parameters // 100, MAX_PERSISTENT_ELEMENTS),
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
+        }
     filled = {key: value for key, value in fitting.items() if key not in zero}
     zero.update(filled)
     return filled
-
-
-def _fitting_sizes(stage: int, parameters: int, largest: int) -> dict[str, int]:
-    """Return the keys of ``zero_optimization`` that a stage uses, with sizes in elements."""
-    if stage == 0:
-        return {}
-    even = parameters + parameters % 2  # DeepSpeed refuses an odd bucket, and a larger one than the model is useless.
-    bucket = min(max(parameters // 16, MIN_BUCKET_ELEMENTS), MAX_BUCKET_ELEMENTS, even)
-    if stage < 3:
-        return {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    live = max(largest, parameters // 4)
-    return {
-        "reduce_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": min(bucket, MAX_PREFETCH_ELEMENTS),
-        "stage3_param_persistence_threshold": min(parameters // 100, MAX_PERSISTENT_ELEMENTS),
-        "stage3_max_live_parameters": live,
-        "stage3_max_reuse_distance": live,
-    }
 
 
 def describe_buckets(fitted: Mapping[str, int], parameters: int) -> str:

@@ -77,6 +77,7 @@ def unpartitioned_norm(engine: Any) -> Tensor:
 
 def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield name and full value of each parameter and persistent buffer; a collective."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
     partitioned, unpartitioned = engine.zero_optimization_stage() > 0, unpartitioned_masters(engine)
@@ -84,16 +85,11 @@ def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
         if partitioned and parameter.requires_grad:
             yield name, safe_get_full_fp32_param(parameter).detach()
         else:
-            yield name, _copy_in_fp32(unpartitioned.get(id(parameter), parameter))
+            master = unpartitioned.get(id(parameter), parameter)
+            with GatheredParameters([master], enabled=hasattr(master, "ds_id")):  # at stage 3, if it is not trained
+                full = master.detach().to(torch.float32, copy=True)
+            yield name, full
     yield from persistent_buffers(engine.module)
-
-
-def _copy_in_fp32(parameter: nn.Parameter) -> Tensor:
-    """Return the full value of a parameter without a master; a collective at stage 3, which partitions it too."""
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        return parameter.detach().to(torch.float32, copy=True)
 
 
 def in_16_bits(config: Config) -> bool:
@@ -128,19 +124,13 @@ def build_optimizer_for(model: nn.Module, config: Config, context: Context) -> t
     if config.offload.enabled and config.deepspeed.cpu_optimizer == "deepspeed":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        groups, betas = parameter_groups(model, train.weight_decay), tuple(train.betas)
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
-            parameter_groups(model, train.weight_decay),
-            lr=train.learning_rate,
-            betas=tuple(train.betas),
-            eps=train.eps,
-            adamw_mode=True,
+            groups, lr=train.learning_rate, betas=betas, eps=train.eps, adamw_mode=True
         )
         return optimizer
     fused = context.device.type == "cuda" and not config.offload.enabled
     return build_optimizer(model, train, fused=fused)
-
-
-# What DeepSpeed built, read from its live objects.
 
 
 def describe(engine: Any, *, trainer: str = "native") -> Built:
@@ -148,9 +138,8 @@ def describe(engine: Any, *, trainer: str = "native") -> Built:
     stage = engine.zero_optimization_stage()
     parameters = list(engine.module.parameters())
     world = dist.get_world_size(engine.seq_data_parallel_group)
-    optimizer = engine.optimizer
-    inner = getattr(optimizer, "optimizer", None)
-    name = type(optimizer).__name__
+    optimizer, compute_dtype = engine.optimizer, parameters[0].dtype
+    inner, name = getattr(optimizer, "optimizer", None), type(optimizer).__name__
     return Built(
         strategy="deepspeed",
         engine=trainer,
@@ -161,27 +150,20 @@ def describe(engine: Any, *, trainer: str = "native") -> Built:
         zero_stage=stage,
         offload=_offload(engine, stage),
         param_dtype=dtype_name(parameters[0].dtype),
-        compute_dtype=dtype_name(
-            engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else parameters[0].dtype
-        ),
+        compute_dtype=dtype_name(engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else compute_dtype),
         optimizer=name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})",
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
     )
 
 
 def _offload(engine: Any, stage: int) -> str:
-    """Return what is offloaded to the CPU, read from DeepSpeed's optimizer."""
-    if stage == 0:
-        return "none"
-    offloaded = []
     zero = engine.optimizer
     if stage == 3:
-        offloaded += ["optimizer"] if zero.offload_optimizer else []
-        offloaded += ["parameters"] if zero.offload_param else []
+        offloaded = {"optimizer": zero.offload_optimizer, "parameters": zero.offload_param}
     else:
         # BF16_Optimizer (stage 1 with data_types in the ds_config) has no such attribute and cannot offload.
-        offloaded += ["optimizer"] if getattr(zero, "cpu_offload", False) else []
-    return "+".join(offloaded) or "none"
+        offloaded = {"optimizer": stage > 0 and getattr(zero, "cpu_offload", False)}
+    return "+".join(name for name, is_offloaded in offloaded.items() if is_offloaded) or "none"
 
 
 # Repairs of DeepSpeed's optimizer for 16 bits at stage 0, and access to its fp32 masters. With fp16, the optimizer of
@@ -206,7 +188,9 @@ def repair_16_bits(engine: Any) -> None:
     afterwards.
     """
     if unpartitioned_masters(engine):
-        _reset_states(engine.optimizer.optimizer)
+        for state in engine.optimizer.optimizer.state.values():
+            for value in filter(torch.is_tensor, state.values()):
+                value.zero_()
         if engine.fp16_enabled():
             backward, step, optimizer = engine.backward, engine.step, engine.optimizer
 
@@ -224,17 +208,6 @@ def repair_16_bits(engine: Any) -> None:
                     engine._global_grad_norm /= scale
 
             engine.backward, engine.step = scaled_backward, step_with_norm
-
-
-def _reset_states(optimizer: torch.optim.Optimizer) -> None:
-    """Set all states to 0, as before the first step."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
-
-
-# Strategies that compute with weights in 16 bits, and models whose buffers in fp32 do not fit them.
 
 
 def wrapper_casts_weights(config: Config) -> bool:

@@ -23,7 +23,6 @@ from distexp.runs.record_sections import Built
 from distexp.strategies.optimizer import keep_hyperparameters
 from distexp.strategies.torch_model import DTYPES
 from distexp.strategies.zero import ds_initialization
-from distexp.strategies.zero.ds_initialization import describe, repair_16_bits
 
 TAG = "state"
 """The tag of DeepSpeed's checkpoints: the name of their subfolder."""
@@ -44,7 +43,7 @@ class DeepSpeedModel:
         )
         if config.deepspeed.async_update:
             avoid_waits(self.module.optimizer)
-        repair_16_bits(self.module)
+        ds_initialization.repair_16_bits(self.module)
         if ds_initialization.in_16_bits(config):
             ds_initialization.restore_masters(self.module, blueprint)
 
@@ -67,8 +66,7 @@ class DeepSpeedModel:
         is_plain = ds_initialization.keeps_plain_gradients(self.config)
         norm = ds_initialization.unpartitioned_norm(self.module) if is_plain else None
         self.module.step()
-        if norm is None:
-            norm = self.module.get_global_grad_norm()
+        norm = self.module.get_global_grad_norm() if norm is None else norm
         return torch.as_tensor(norm, device=self.context.device)
 
     def forward(self, batch: Batch) -> Any:
@@ -78,9 +76,8 @@ class DeepSpeedModel:
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the inputs of the module, with images in the type of the weights."""
-        if not ds_initialization.in_16_bits(self.config):
-            return batch.inputs
-        return batch.cast_inputs(DTYPES[self.config.precision.name])
+        is_cast = ds_initialization.in_16_bits(self.config)
+        return batch.cast_inputs(DTYPES[self.config.precision.name]) if is_cast else batch.inputs
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter (its fp32 master, if any) and buffer; a collective."""
@@ -109,16 +106,13 @@ class DeepSpeedModel:
 
     def describe(self) -> Built:
         """Return what was built, read from DeepSpeed's object."""
-        return describe(self.module)
+        return ds_initialization.describe(self.module)
 
 
 # Clipping of ZeRO stages 1 and 2 without waits for the GPU, for ``deepspeed.async_update``. DeepSpeed computes the norm
 # of the gradients with two kernels for each parameter, and reads it twice for each group of parameters. So the CPU
 # starts the kernels of an update after the GPU has finished the backward pass, and the GPU waits for them. Here a few
 # kernels compute the norm of a group, and the CPU reads nothing.
-
-EPSILON = 1e-6
-"""Added to the norm before clipping, as DeepSpeed does."""
 
 
 def avoid_waits(optimizer: Any) -> None:
@@ -153,6 +147,6 @@ def gradient_norm(optimizer: Any, gradients: Iterable[Tensor], parameters: objec
 def clip(optimizer: Any, gradients: Iterable[Tensor], norm: Tensor) -> None:
     """Scale the gradients in place, so that their norm is at most ``optimizer.clip_grad``; 0: no limit."""
     if optimizer.clip_grad:
-        factor = 1.0 / ((norm + EPSILON) / optimizer.clip_grad).clamp(min=1.0)
+        factor = 1.0 / ((norm + 1e-6) / optimizer.clip_grad).clamp(min=1.0)  # as DeepSpeed does
         for gradient in gradients:
             gradient.mul_(factor)

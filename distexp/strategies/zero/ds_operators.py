@@ -1,6 +1,5 @@
-"""DeepSpeed's C++ operators: which ones a run needs, and a program that compiles them.
+"""DeepSpeed's C++ operators: which ones a run needs, and ``python -m`` of this module, which compiles them.
 
-``python -m distexp.strategies.zero.ds_operators NAME...`` compiles operators in PyTorch's cache of extensions.
 DeepSpeed would compile them in the first worker that uses them. The compiler's memory would then be part of the run.
 """
 
@@ -11,7 +10,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -66,7 +65,8 @@ def main() -> None:
 
 
 def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
-    """Build an operator, and import it."""
+    import deepspeed
+
     from distexp.system.torch_internals.compilation import extension_build_dir
 
     folder = extension_build_dir(name)
@@ -74,7 +74,9 @@ def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
     with _locked(folder):
         remove_outdated(folder, library)
         existed = library.exists()
-        if not existed or _built_elsewhere(folder):
+        plan = folder / NINJA_FILE
+        # If another environment built last, Ninja compiles again.
+        if not existed or (plan.exists() and str(Path(deepspeed.__file__).parent) not in plan.read_text()):
             _print("compiling", name)
         try:
             loaded = builder.load(verbose=True)  # prints the lines of ninja
@@ -88,14 +90,6 @@ def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
         return loaded
 
 
-def _built_elsewhere(folder: Path) -> bool:
-    """Return whether another environment built last: then Ninja compiles again."""
-    import deepspeed
-
-    plan = folder / NINJA_FILE
-    return plan.exists() and str(Path(deepspeed.__file__).parent) not in plan.read_text()
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock the build of an operator against other commands of distexp.
@@ -107,16 +101,12 @@ def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".distexp_lock").open("w") as lock:
         if _acquire(lock) and mark.exists():
             (folder / BATON).unlink(missing_ok=True)
-        wait_for_baton(folder, _report_baton)
+        wait_for_baton(folder)
         mark.touch()
         try:
             yield
         finally:
             mark.unlink(missing_ok=True)
-
-
-def _report_baton(baton: Path) -> None:
-    _print("waiting", "for", f"another program that compiles (its lock: {baton})")
 
 
 def _acquire(lock: IO[str]) -> bool:
@@ -132,7 +122,6 @@ def _acquire(lock: IO[str]) -> bool:
 
 
 def _print(*parts: str) -> None:
-    """Print a line for the process that started this program."""
     print(REPORT_PREFIX, *parts, flush=True)
 
 
@@ -155,7 +144,7 @@ LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overla
 """File systems that no other machine writes to."""
 
 
-def wait_for_baton(folder: Path, report: Callable[[Path], None]) -> None:
+def wait_for_baton(folder: Path) -> None:
     """Wait until no other program builds in a folder. Remove the lock of a program that was killed."""
     baton, reported = folder / BATON, False
     while baton.exists():
@@ -163,7 +152,7 @@ def wait_for_baton(folder: Path, report: Callable[[Path], None]) -> None:
             baton.unlink(missing_ok=True)
             return
         if not reported:
-            report(baton)
+            _print("waiting", "for", f"another program that compiles (its lock: {baton})")
             reported = True
         time.sleep(POLL_S)
 
@@ -186,7 +175,6 @@ def is_abandoned(baton: Path) -> bool:
 
 
 def _is_local(path: Path) -> bool:
-    """Return whether a path is on a file system of this machine."""
     resolved = path.resolve()
     mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
     # Of several file systems on one mount point, the last one is visible. max() returns the first of equal ones.
