@@ -12,11 +12,8 @@ from distexp.runs.disturbance import describe_disturbance, starved_share, thread
 from distexp.runs.record import RunRecord
 from distexp.system.units import format_amount, format_kwh
 
-LARGE_SHARE = 0.6
-"""Padding share from which options against padding are named. The default run has 53 %."""
-
-COMPILE_MIN = 3
-"""Minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4."""
+LARGE_SHARE = 0.6  # Padding share from which options against padding are named. The default run has 53 %.
+COMPILE_MIN = 3  # minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4
 
 
 def busy_core_lines(record: RunRecord) -> Iterator[tuple[str, str]]:

@@ -27,8 +27,7 @@ from distexp.system.typed_values import cpu_peak_mib, device_values
 from distexp.system.units import MIB, format_tflops
 
 MAX_EPOCHS, MAX_STRAGGLERS = 6, 3  # epochs and slow ranks that are shown in a panel
-AUTO = ModelConfig().attention
-"""The attention that a model has by default."""
+AUTO = ModelConfig().attention  # the attention that a model has by default
 
 
 def status_color(status: str) -> str:

@@ -37,8 +37,7 @@ from distexp.system.units import format_about
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
 """Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log."""
 
-MIN_SPREAD = 1.5
-"""Longest over shortest duration from which both are printed."""
+MIN_SPREAD = 1.5  # longest over shortest duration from which both are printed
 
 
 @dataclass

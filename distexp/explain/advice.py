@@ -16,8 +16,7 @@ from distexp.strategies.traits import ADAMW_STATES, Advice
 CORES_ARE_THE_CAUSE = 0.5
 """Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself."""
 
-MANY_OTHER_KERNELS = 0.3
-"""Share of kernels other than matrix products from which fusing them is worth the compilation."""
+MANY_OTHER_KERNELS = 0.3  # share of kernels other than matrix products from which fusing them is worth the compilation
 
 Alternatives = Iterator[Advice]
 
@@ -155,8 +154,7 @@ def _fused_kernels(step: AdvisedStep) -> Alternatives:
 
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
 """Keys of a scale that lower the values of a command."""
-MAX_FACTOR = 8
-"""Largest factor of a proposed micro-batch."""
+MAX_FACTOR = 8  # largest factor of a proposed micro-batch
 
 
 def _lift_limits(profile: StepProfile, alternative: str) -> str:

@@ -64,11 +64,8 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
 
 # The lines below the tables of ``distexp explain``: overrides to try, and what limits the meaning of a profile.
 
-LARGE_OVERHEAD = 0.05
-"""Difference of the profiled step from the median one, as a share of it, that is worth a note."""
-
-DIFFERENT = 0.05
-"""Relative difference from which a profiled step differs from the median step."""
+LARGE_OVERHEAD = 0.05  # difference of the profiled step from the median one, as a share of it, that is worth a note
+DIFFERENT = 0.05  # relative difference from which a profiled step differs from the median step
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:
@@ -197,10 +194,8 @@ def _bar(fraction: float) -> str:
 
 # Comparison of two profiled runs, part by part, in milliseconds per sample.
 
-SAME = 0.02
-"""Smaller relative differences are no difference."""
-MIN_SHARE = 0.15
-"""Smallest share of all changes that the sentence names."""
+SAME = 0.02  # smaller relative differences are no difference
+MIN_SHARE = 0.15  # smallest share of all changes that the sentence names
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,7 @@ from distexp.strategies.traits import MemoryTraits
 from distexp.system.typed_values import cpu_peak_mib, number_of
 from distexp.system.units import MIB
 
-COMPUTE = ("matmul", "other_kernels")
-"""Parts in which kernels run."""
-
+COMPUTE = ("matmul", "other_kernels")  # parts in which kernels run
 OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
 """All other parts. The largest one is the bottleneck, if it is large enough."""
 
@@ -184,9 +182,7 @@ def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
 
 # The rank that the others wait for: in which part it takes longer, and whether its CPU does.
 
-SLOWER = 0.3
-"""Fraction of the waiting by which a rank must take longer than the others to be its cause."""
-
+SLOWER = 0.3  # fraction of the waiting by which a rank must take longer than the others to be its cause
 MISSING_CORE = 0.5
 """Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause."""
 
@@ -301,9 +297,7 @@ def free_cores(profile: StepProfile) -> int:
 
 # Whether a change would fit into the memory of the GPU, or of the machine, from the measured memory of the run.
 
-USABLE = 0.9
-"""Fraction of the memory of a GPU that is used at most."""
-
+USABLE = 0.9  # fraction of the memory of a GPU that is used at most
 SMALL_GROWTH = 0.1
 """Fraction of the measured CPU memory by which a change may increase it. The free memory of the machine is unknown."""
 

@@ -115,11 +115,10 @@ KEPT_SECTIONS = ("cluster", "scaling", "forecast", "plan", "choose")
 ``choose`` has no effect, which the command line then reports.
 """
 
-KEPT_KEYS = (
+KEPT_KEYS = (  # further keys that the user may set
     *("train.global_batch_size", "train.gradient_accumulation_steps", "dataset.train_size"),
     "trusted_packages",
 )
-"""Further keys that the user may set."""
 
 NOT_REPEATED = ("profile", "repeats", "tracker", "preflight", "plan", "forecast", "choose", "sweep", "hydra")
 """Keys, groups and sections of the profiled run that a forecast does not need."""

@@ -24,23 +24,15 @@ from distexp.plan.command import show_predictions
 from distexp.plan.planned_cells import PlannedCell, plan_cells
 from distexp.plan.planner import Planner, with_gpu
 from distexp.plan.verdict import memory_to_fit_mib, predict
+from distexp.runs import predictions
 from distexp.runs.disturbance import describe_disturbance
-from distexp.runs.predictions import (
-    StoredForecast,
-    largest_expected,
-    machine_name,
-    read_errors,
-    running_error,
-    write_forecasts,
-)
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
 from distexp.system.files import nan_to_none
 from distexp.system.typed_values import number_of
 from distexp.tables.columns import make_console, print_plain
 
-LARGE_SHARE_WITHOUT_CORE = 0.2
-"""Share of the profiled step without a CPU core from which a forecast has a warning."""
+LARGE_SHARE_WITHOUT_CORE = 0.2  # share of the profiled step without a CPU core from which a forecast has a warning
 
 
 def run_forecast(cells: Sequence[Cell]) -> None:
@@ -60,13 +52,13 @@ def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastCon
     Raises:
         ConfigError: no size can be forecast.
     """
-    rows = forecast_sizes(run, cells, options, read_errors(machine_name(run.record)))
+    rows = forecast_sizes(run, cells, options, predictions.read_errors(predictions.machine_name(run.record)))
     rows = add_memory(rows, options.memory, planner)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     kept = (stored_forecast(row, what_if(options, run.record, row.size[0])) for row in rows)
     stored = [forecast for forecast in kept if forecast is not None]
     try:
-        write_forecasts(run.directory, [replace(forecast, created_at=now) for forecast in stored])
+        predictions.write_forecasts(run.directory, [replace(forecast, created_at=now) for forecast in stored])
     except OSError as error:
         print(f"distexp: the forecast is not kept for the report: {run.directory}: {error.strerror}", file=sys.stderr)
     rows = add_measured(run, rows, stored)
@@ -110,19 +102,19 @@ def _disturbed(run: ProfiledRun) -> Iterator[str]:
 
 def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
     """Yield the errors of earlier forecasts on this machine, and what they mean for the intervals."""
-    if errors := read_errors(machine_name(run.record)):
-        least = 1 + largest_expected(errors)
+    if errors := predictions.read_errors(predictions.machine_name(run.record)):
+        least = 1 + predictions.largest_expected(errors)
         widened = f"An interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
-        yield f"{running_error(errors)} {widened if least > 1 else 'Their errors do not widen the intervals.'}"
+        yield f"{predictions.running_error(errors)} {widened if least > 1 else 'Their errors do not widen the intervals.'}"
 
 
-def stored_forecast(row: SizeRow, assumed: str) -> StoredForecast | None:
+def stored_forecast(row: SizeRow, assumed: str) -> predictions.StoredForecast | None:
     """Return what is kept of a size; None without a forecast."""
     forecast, config = row.forecast, row.cell.config
     if forecast is None or config is None:
         return None
     target = forecast.target
-    return StoredForecast(
+    return predictions.StoredForecast(
         nodes=target.nodes,
         workers_per_node=target.workers_per_node,
         run_id=row.cell.id,
@@ -188,8 +180,8 @@ def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
     if options.preflight is not None:
         measured = None
         with suppress(ValueError):
-            measured = machine_name(RunRecord.read(Path(options.preflight) / RECORD))
-        if measured != machine_name(profiled):
+            measured = predictions.machine_name(RunRecord.read(Path(options.preflight) / RECORD))
+        if measured != predictions.machine_name(profiled):
             found.append(f"forecast.preflight={options.preflight}")
     # A record does not have its network, so each option of it is an assumption. One node has no network.
     for name in NETWORK_KEYS if nodes > 1 else ():
@@ -204,9 +196,7 @@ def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
 
 CACHED, OFF = "cached", "off"
 
-MAX_PREDICTED_WORKERS = 64
-"""Most workers of a size whose memory is predicted."""
-
+MAX_PREDICTED_WORKERS = 64  # most workers of a size whose memory is predicted
 TOO_LARGE = f"memory is predicted up to {MAX_PREDICTED_WORKERS} workers only"
 NOT_CACHED = "memory was not predicted before: leave forecast.memory=cached out"
 

@@ -48,9 +48,7 @@ def group_layout(communication: StepCommunication, axis: str, target: Target) ->
 # What is forecast, and the result.
 
 
-TO_MEASURE = "To measure them:"
-"""Text in a note before the command that replaces its assumption."""
-
+TO_MEASURE = "To measure them:"  # text in a note before the command that replaces its assumption
 PARTS = ("compute", "exposed_communication", "launch", "waiting", "other")
 """Parts of a forecast step. ``launch``: the device is idle because the CPU launches its work too slowly."""
 
@@ -174,8 +172,7 @@ def _with_gathers_of(block: Sequence[Item], first: Sequence[Item]) -> list[Item]
 #   kernels for each parameter in the part of a worker, and the workers have different numbers of them.
 
 
-SHORTEST_KERNEL_S = 2e-6
-"""Time of a kernel with hardly any work: an assumption."""
+SHORTEST_KERNEL_S = 2e-6  # time of a kernel with hardly any work: an assumption
 FEWEST_LAUNCHES = 32
 """Launches of a segment from which they are those of a loop over parameters. Flat tensors need fewer: an assumption."""
 SMALL_PARAMETER_S = 40e-6

@@ -19,21 +19,19 @@ from distexp.tables.columns import ALWAYS, Column, cell, fitted_table
 
 EXPOSED = "exposed_communication"
 
-TITLES: Mapping[str, str] = {
+TITLES: Mapping[str, str] = {  # short titles of parts
     "exposed_communication": "communication",
     "launch": "slow launches",
     "waiting": "waiting",
     "other": "other work",
 }
-"""Short titles of parts."""
 
-LONG_TITLES: Mapping[str, str] = {
+LONG_TITLES: Mapping[str, str] = {  # titles of parts in the answer
     "exposed_communication": "communication that no computation hides",
     "launch": "a GPU that is idle because of slow launches",
     "waiting": "waiting for the slowest worker",
     "other": "work that the profile does not explain",
 }
-"""Titles of parts in the answer."""
 
 VERDICTS = {"fits": "fits", "too_close": "not certain", "does_not_fit": "does not fit"}
 

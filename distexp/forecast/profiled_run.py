@@ -18,8 +18,7 @@ from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
 from distexp.runs.step_files import MicroBatchSearch, read_step_model
 from distexp.system.typed_values import number_of
 
-MAX_LISTED_RUNS = 5
-"""Most runs that a message lists."""
+MAX_LISTED_RUNS = 5  # most runs that a message lists
 
 
 @dataclass(frozen=True)

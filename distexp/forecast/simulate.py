@@ -13,10 +13,8 @@ from itertools import islice
 
 from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, Segment
 
-MAX_STEPS = 40
-"""Steps after which the last one counts, even if the duration is not constant."""
-CONSTANT = 1e-6
-"""Relative difference of two durations that are equal."""
+MAX_STEPS = 40  # steps after which the last one counts, even if the duration is not constant
+CONSTANT = 1e-6  # relative difference of two durations that are equal
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,7 @@ from distexp.forecast.profiled_run import PowerModel, ProfiledRun, price_per_mil
 from distexp.forecast.steps import forecast_steps
 from distexp.preflight.machine import load_machine
 from distexp.resolve.scaling_rules import OTHER_MICRO_BATCH
-from distexp.runs.predictions import (
-    ForecastError,
-    StoredForecast,
-    cap_efficiency,
-    compare_with_run,
-    largest_expected,
-    store_error,
-    subject_of,
-)
+from distexp.runs import predictions
 from distexp.runs.record import read_records
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors
@@ -33,7 +25,7 @@ from distexp.system.cgroups import visible_gpus
 
 
 def forecast_sizes(
-    run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, earlier: Sequence[ForecastError]
+    run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, earlier: Sequence[predictions.ForecastError]
 ) -> list[SizeRow]:
     """Return the forecast of each cell. Errors of earlier forecasts on this machine widen the intervals.
 
@@ -86,14 +78,14 @@ def _target(run: ProfiledRun, config: Config) -> Target:
     return Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples)
 
 
-def _widened(run: ProfiledRun, forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
+def _widened(run: ProfiledRun, forecast: Forecast, earlier: Sequence[predictions.ForecastError]) -> Forecast:
     """Return a forecast whose interval is at least as wide as earlier errors of other forecasts were."""
     nodes, workers_per_node = forecast.target.nodes, forecast.target.workers_per_node
     if (nodes, workers_per_node) == run.size:  # It is measured, so no earlier error is about it.
         return forecast
     # A forecast's own error must not explain itself.
-    own = subject_of(run.record, nodes, workers_per_node)
-    factor = 1 + largest_expected([error for error in earlier if error.subject != own])
+    own = predictions.subject_of(run.record, nodes, workers_per_node)
+    factor = 1 + predictions.largest_expected([error for error in earlier if error.subject != own])
     low, high = forecast.step_time_s * (1 / factor), forecast.step_time_s * factor
     return replace(forecast, low_s=min(forecast.low_s, low), high_s=max(forecast.high_s, high))
 
@@ -117,8 +109,7 @@ def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | N
 
 
 COMPUTE = "compute"
-MIN_BOTTLENECK_SHARE = 0.005
-"""A smaller part of the step is not named."""
+MIN_BOTTLENECK_SHARE = 0.005  # A smaller part of the step is not named
 
 
 @dataclass(frozen=True)
@@ -163,7 +154,7 @@ class SizeRow:
     memory: Predicted | None = None
     memory_error: str = ""
     power: PowerModel | None = None
-    measured: ForecastError | None = None
+    measured: predictions.ForecastError | None = None
     profiled_workers: int | None = None
 
     @property
@@ -197,7 +188,7 @@ class SizeRow:
         config = self.cell.config
         has_constant_work = config is not None and load_strategy(config).keeps_states_whole(config) is True
         is_limited = self.size == self.baseline.size or has_constant_work
-        return low, cap_efficiency(high, self.efficiency or 0.0) if is_limited else high
+        return low, predictions.cap_efficiency(high, self.efficiency or 0.0) if is_limited else high
 
     def share(self, part: str) -> float | None:
         """Return a part of the step as a fraction; None if it is unknown."""
@@ -230,7 +221,9 @@ class SizeRow:
 # Measured runs of the forecast sizes: those in the sweep of the profiled run.
 
 
-def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[StoredForecast]) -> list[SizeRow]:
+def add_measured(
+    run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[predictions.StoredForecast]
+) -> list[SizeRow]:
     """Return the rows with the measured runs of the same training, and keep their errors."""
     size = ("nodes", "workers_per_node")
     own = [run.setting("cluster", name) for name in size]
@@ -245,9 +238,9 @@ def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[Sto
         if forecast is None or record is None:
             found.append(row)
             continue
-        error: ForecastError | None = compare_with_run(run.record, forecast, record)
+        error: predictions.ForecastError | None = predictions.compare_with_run(run.record, forecast, record)
         if error is not None:
-            store_error(run.record, forecast, record, error)
+            predictions.store_error(run.record, forecast, record, error)
         found.append(replace(row, measured=error))
     return found
 
@@ -258,17 +251,11 @@ def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[Sto
 NODES, WORKERS_PER_NODE = "cluster.nodes", "cluster.workers_per_node"
 SIZE_KEYS = (NODES, WORKERS_PER_NODE)
 
-MAX_WORKERS = 4096
-"""Most workers of a forecast."""
+MAX_WORKERS = 4096  # most workers of a forecast
+DEFAULT_WORKERS = 64  # most workers that are forecast if no size is typed
+USUAL_GPUS = 8  # GPUs of a node, if nothing is known about the nodes
 
-DEFAULT_WORKERS = 64
-"""Most workers that are forecast if no size is typed."""
-
-USUAL_GPUS = 8
-"""GPUs of a node, if nothing is known about the nodes."""
-
-Size = tuple[int, int]
-"""Number of nodes, and workers of each node."""
+Size = tuple[int, int]  # number of nodes, and workers of each node
 
 
 def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:

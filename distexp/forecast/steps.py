@@ -29,8 +29,7 @@ from distexp.statistics.noise import SINGLE_CPU_RUN
 from distexp.strategies.communication import StepCommunication
 from distexp.system.typed_values import number_of
 
-MAX_MICRO_BATCHES = 6
-"""Micro-batches that are simulated. Each further one takes as long as the last of these."""
+MAX_MICRO_BATCHES = 6  # Micro-batches that are simulated. Each further one takes as long as the last of these.
 
 
 @dataclass(frozen=True)
@@ -221,14 +220,11 @@ UNCERTAINTY = {MEASURED: 0.15, SCALED: 0.3, MODEL: 0.6}
 """Relative error of the exposed communication that the interval assumes, by the source of its duration."""
 HIDDEN_UNCERTAINTY = 0.15
 """Fraction of the hidden communication by which a step may be longer: its kernels share the device with others."""
-BASE_UNCERTAINTY = 0.03
-"""Relative error of the interval at the profiled size, from run to run."""
-DOUBLING_UNCERTAINTY = 0.01
-"""Relative error that each doubling of the workers adds."""
+BASE_UNCERTAINTY = 0.03  # relative error of the interval at the profiled size, from run to run
+DOUBLING_UNCERTAINTY = 0.01  # relative error that each doubling of the workers adds
 HOST_SPREAD = 4 / 3
 """Factor by which launches on GPUs may be slower, or faster, in another run (docs/results/forecast.md)."""
-LEAST_SHARE = 0.05
-"""Smallest lower end of an interval, relative to the forecast: no step takes no time."""
+LEAST_SHARE = 0.05  # smallest lower end of an interval, relative to the forecast: no step takes no time
 
 
 def interval_of(
@@ -297,10 +293,8 @@ TYPICAL_HOST = 0.6
 """Time of the CPU for a launch without the profiler, as a fraction of that with it (docs/results/explain.md)."""
 MIN_HOST_FACTOR = 0.3
 """Smallest factor of the CPU's times on a GPU: more than the profiler's overhead is work that the step did not have."""
-CLOSE = 0.03
-"""Relative difference up to which all times are scaled alike."""
-EXACT = 1e-4
-"""Relative difference that a factor may leave. It becomes ``other_s``."""
+CLOSE = 0.03  # relative difference up to which all times are scaled alike
+EXACT = 1e-4  # Relative difference that a factor may leave. It becomes `other_s`.
 ROUNDS = 30
 
 

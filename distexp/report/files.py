@@ -83,11 +83,10 @@ def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -
     import pyarrow.parquet as pq
 
     metrics = {metric.name for metric in METRICS}
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    arrays = {
-        name: pa.array(values, pa.float64()) if name in metrics else _typed_array(values)
-        for name, values in columns.items()
-    }
+    arrays = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        arrays[name] = pa.array(values, pa.float64()) if name in metrics else _typed_array(values)
     pq.write_table(pa.table(arrays), path)
 
 
@@ -96,13 +95,10 @@ def _typed_array(values: list[Any]) -> pa.Array:
     import pyarrow as pa
 
     types = {type(value) for value in values if value is not None}
-    if types == {bool}:
-        return pa.array(values, pa.bool_())
-    if types == {int}:
-        return pa.array(values, pa.int64())
-    if types and types <= {int, float}:
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    return pa.array([None if value is None else str(value) for value in values], pa.string())
+    if types in ({bool}, {int}):
+        return pa.array(values, pa.bool_() if types == {bool} else pa.int64())
+    convert, kind = (float, pa.float64()) if types and types <= {int, float} else (str, pa.string())
+    return pa.array([None if value is None else convert(value) for value in values], kind)
 
 
 def result_row(row: Row) -> ResultRow:
@@ -136,6 +132,4 @@ def _section(name: str, section: object | None) -> ResultRow:
 
 def column_names(rows: Sequence[ResultRow]) -> list[str]:
     """Return the column names of some rows; the path of the record is the last."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    del names["record"]
-    return [*names, "record"]
+    return [*dict.fromkeys(name for row in rows for name in row if name != "record"), "record"]

@@ -26,8 +26,7 @@ NOT_THE_MODEL = frozenset(
 DROPOUT = "With dropout, strategies draw other random numbers. To compare them, set model.dropout=0."
 MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
 OVERLAPPING = 0.02  # distance of two curves, relative to the axis
-Losses = dict[int, float]
-"""Loss by step."""
+Losses = dict[int, float]  # loss by step
 
 
 def describe_same_training(overview: Overview) -> Iterator[str]:
@@ -100,17 +99,17 @@ class LossCurve:
 
     @property
     def steps(self) -> set[int]:
-        """Steps that the run logged."""
+        """Return the steps that the run logged."""
         return self.training.keys() | self.invalid
 
     @property
     def name(self) -> str:
-        """Label of the run."""
+        """Return the label of the run."""
         return self.trace.name
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference to a run of the same training."""
+        """Return the largest relative difference to a run of the same training."""
         return whole_training_bound(self.trace.row.settings["precision"])
 
 
@@ -144,12 +143,11 @@ def largest_difference(one: LossCurve, other: LossCurve) -> tuple[float, int]:
 
 def all_coincide(curves: Sequence[LossCurve]) -> bool:
     """Return whether all curves have common steps, and differ by no more than their tolerance."""
-    return all(_coincide(*pair) for pair in combinations(curves, 2))
-
-
-def _coincide(one: LossCurve, other: LossCurve) -> bool:
-    has_common_steps = bool(one.training.keys() & other.training.keys())
-    return has_common_steps and largest_difference(one, other)[0] <= max(one.tolerance, other.tolerance)
+    return all(
+        one.training.keys() & other.training.keys()
+        and largest_difference(one, other)[0] <= max(one.tolerance, other.tolerance)
+        for one, other in combinations(curves, 2)
+    )
 
 
 def any_overlap(curves: Sequence[LossCurve]) -> bool:

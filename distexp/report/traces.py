@@ -23,8 +23,7 @@ MAX_TRACES = 8  # more curves would need similar colors
 MAX_POINTS = 240  # of a curve
 TRACE = ".json.gz"
 
-Points = list[tuple[float, float]]
-"""Seconds since the first sample, and MiB."""
+Points = list[tuple[float, float]]  # seconds since the first sample, and MiB
 
 
 @dataclass(frozen=True)

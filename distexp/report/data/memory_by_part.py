@@ -24,20 +24,18 @@ OFFLOAD_NOTE = (
 )
 SMALL = 0.5  # of the process memory
 
-PEAK_TITLES = {
+PEAK_TITLES = {  # titles of the metrics in `MEMORIES`
     "gpu_peak_mib": "GPU peak",
     "torch_peak_allocated_mib": "GPU peak (torch)",
     "cpu_peak_mib": "peak of all processes",
 }
-"""Titles of the metrics in ``MEMORIES``."""
 
 RESERVE, CONTEXT = "reserve_mib", "context_mib"
-TITLES = {
+TITLES = {  # Titles of the parts. All but the last two are allocated.
     **{name: name.removesuffix("_mib").replace("_", " ") for name in PEAK_PARTS},
     RESERVE: "allocator reserve",
     CONTEXT: "CUDA context",
 }
-"""Titles of the parts. All but the last two are allocated."""
 
 MAX_RUNS = 32
 PEAK_TITLE = "GPU memory of one worker at the peak of a step (MiB)"

@@ -23,17 +23,15 @@ ENERGY = "energy_j_per_sample"
 COMMUNICATION = "communication_pct"
 EXPOSED = "communication_exposed_pct"
 CPU_PEAK = "cpu_peak_mib"
-MEMORIES = {
+MEMORIES = {  # metrics of memory, by preference: a run is compared by the first that was measured
     "gpu_peak_mib": "peak GPU memory",
     "torch_peak_allocated_mib": "peak GPU memory allocated by torch",
     CPU_PEAK: "peak CPU memory",
 }
-"""Metrics of memory, by preference: a run is compared by the first that was measured."""
 
-SPEEDS = frozenset(
+SPEEDS = frozenset(  # metrics in the tables that a disturbed run does not show
     {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
 )
-"""Metrics in the tables that a disturbed run does not show."""
 
 PARTS_TOTAL = "parts_mib"
 NOT_OFFLOADED = "parts_not_offloaded_mib"
@@ -137,13 +135,12 @@ def filled_in_later(record: RunRecord) -> float | None:
     return None
 
 
-PARTS = {
+PARTS = {  # metrics of the parts of a worker's memory, with their titles
     "parameters_mib": "parameters",
     "gradients_mib": "gradients",
     "optimizer_states_mib": "optimizer states",
     "activations_mib": "activations",
 }
-"""Metrics of the parts of a worker's memory, with their titles."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ TABLE_METRICS = (
 )  # fmt: skip
 
 
-METRICS = (
+METRICS = (  # memory is that of the GPU, rank or node that uses most; utilization is the mean over them
     *TABLE_METRICS,
     *(Metric(name, value_at(f"metrics.{name}")) for name in _FILE_METRICS),
     Metric("hfu_of_ceiling_pct", value_at("metrics.hfu_of_ceiling", 100)),
@@ -234,7 +231,6 @@ METRICS = (
     Metric(NOT_OFFLOADED, lambda record: sum_of_parts(record, offloaded_parts(record)), number_format="{:z,.3f}"),
     Metric("duration_s", value_at("run.duration_s")),
 )
-"""Memory is that of the GPU, rank or node that uses most; utilization is the mean over them."""
 
 METRICS_BY_NAME = {metric.name: metric for metric in METRICS}
 

@@ -67,13 +67,12 @@ def describe_stragglers(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{format_count(len(found) - MAX_STRAGGLERS, 'more slow rank')} are in the records."
 
 
-TOTALS: dict[str, Callable[[float], str]] = {
+TOTALS: dict[str, Callable[[float], str]] = {  # keys of `metrics.energy` that are sums over runs, with their formats
     "kwh": format_kwh,
     "gpu_hours": lambda value: f"{format_amount(value)} GPU-hours",
     "co2e_g": lambda value: f"{format_amount(value)} g CO2e",
     "price": lambda value: f"price {value:,.2f}",
 }
-"""Keys of ``metrics.energy`` that are sums over runs, with their formats."""
 
 
 def energy_totals(rows: Sequence[Row]) -> Iterator[str]:

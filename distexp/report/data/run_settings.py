@@ -20,12 +20,11 @@ from distexp.config.fields import flatten, info_of
 from distexp.config.keys import config_groups, schema_fields, speed_references, strategy_groups, strategy_sections
 from distexp.runs.record import RunRecord
 
-NOT_A_SETTING = (
+NOT_A_SETTING = (  # Sections that are left out here. `read_settings` adds what matters of `cluster` and `offload`.
     *("name", "command", "exercise", "scale", "sweep", "repeats", "profile", "plan", "choose", "forecast"),
     "trusted_packages",
     *("cluster", "offload"),
 )
-"""Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""
 
 MAX_LENGTH = 24  # characters of a value in a table or in a list of settings
 TRAINING_KEYS = frozenset({"nodes", "workers_per_node", "device"})
@@ -39,17 +38,14 @@ CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINI
 TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps", "micro_batch_search_s"})
 SECTIONS = frozenset({"measure", "preflight", "tracker"})
 GPU = "gpu"
-IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")
-"""Prefixes of environment variables that change nothing but the logs."""
-
+IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")  # prefixes of environment variables that change nothing but the logs
 SEED = "seed"
 WORKERS = "workers"
-RENAMED = {
+RENAMED = {  # keys whose short name follows no rule
     "cluster.workers_per_node": WORKERS,
     "offload.enabled": "offload",
     "offload.pin_memory": "offload",
 }
-"""Keys whose short name follows no rule."""
 
 
 def run_label(number: str, settings: str = "") -> str:

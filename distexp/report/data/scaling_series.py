@@ -22,9 +22,7 @@ from distexp.statistics.noise import Spread, is_within_noise
 
 WORLD = ("nodes", WORKERS)
 THREADS = "cpus_per_worker"
-FORECAST = "forecast"
-"""Kind of a series with one measured point, next to which forecasts are drawn."""
-
+FORECAST = "forecast"  # kind of a series with one measured point, next to which forecasts are drawn
 MAX_TRUSTED_EFFICIENCY = 1.05  # efficiency; more than ideal shows that the baseline was slow
 TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
 

@@ -24,17 +24,12 @@ SLOWEST_NOTE = (
     "Each row shows the slowest rank (without its waiting). The column bottleneck uses the mean of all ranks."
 )
 MAX_ROWS = 32
-DIFFERENT = 0.05
-"""Relative difference from which a profiled step differs from the median of the other steps."""
-
-LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}
-"""Titles of the lanes, in their order."""
-
-TITLES = {
+DIFFERENT = 0.05  # relative difference from which a profiled step differs from the median of the other steps
+LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}  # titles of the lanes, in their order
+TITLES = {  # titles of labels that are parts of a step with another name
     "matmul": PARTS["matmul"], "other kernel": PARTS["other_kernels"], "waiting": PARTS["waiting"],
     "data": PARTS["data_wait"],
 }  # fmt: skip
-"""Titles of labels that are parts of a step with another name."""
 
 MAX_SPANS = 2000  # of a lane; a run writes fewer
 

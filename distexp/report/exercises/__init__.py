@@ -137,9 +137,8 @@ def _lowest_memory_by_model(groups: Groups) -> str:
     return ""
 
 
-COMPUTED: dict[str, Callable[[Groups], str]] = {
+COMPUTED: dict[str, Callable[[Groups], str]] = {  # notes by their names in `workshop.yaml`
     "speed_with_evaluation": _speed_with_evaluation,
     "random_weights": _random_weights,
     "lowest_memory_by_model": _lowest_memory_by_model,
 }
-"""Notes by their names in ``workshop.yaml``."""

@@ -18,7 +18,7 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.run_settings import format_setting
 from distexp.system.units import MIN_GB
 
-UNITS = {
+UNITS = {  # factors from the unit of the metric, which is MiB for memory
     "": 1.0,
     "GB": 2**20 / 1e9,
     "MB": 2**20 / 1e6,
@@ -27,16 +27,13 @@ UNITS = {
     "milliseconds": 1e3,
     "million": 1e-6,
 }
-"""Factors from the unit of the metric, which is MiB for memory."""
 
 SMALLER_UNITS = {"GB": ("MB", 1e3), "GiB": ("MiB", 1024.0)}
 """Units of a cell below 0.1 of the column's unit, with their factor."""
 
-MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
-"""Ends of the names of metrics that a failed run has too."""
+MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")  # ends of the names of metrics that a failed run has too
 
-RowKey = tuple[Any, ...]
-"""Values of the settings that identify a row."""
+RowKey = tuple[Any, ...]  # values of the settings that identify a row
 
 
 @dataclass(frozen=True)

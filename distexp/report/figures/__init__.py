@@ -15,35 +15,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distexp.report.data.overview import Overview
+from distexp.report.figures import memory_figures
 from distexp.report.figures.base import Figure
 from distexp.report.figures.losses import build_losses
-from distexp.report.figures.memory_figures import (
-    build_cpu_memory,
-    build_gpu_memory,
-    build_memory_parts,
-    build_peak_parts,
-    build_predicted_memory,
-)
 from distexp.report.figures.scaling_figure import build_scaling
 from distexp.report.figures.step_figures import build_step_breakdown, build_step_timeline, build_step_times
 from distexp.report.figures.tradeoff import build_energy_throughput, build_memory_throughput
 from distexp.report.traces import RunTrace
 
-FIGURES = (
+FIGURES = (  # all figures, in their order in the report
     build_memory_throughput,
     build_energy_throughput,
     build_step_breakdown,
     build_step_timeline,
-    build_memory_parts,
-    build_peak_parts,
-    build_predicted_memory,
+    memory_figures.build_memory_parts,
+    memory_figures.build_peak_parts,
+    memory_figures.build_predicted_memory,
     build_scaling,
-    build_gpu_memory,
-    build_cpu_memory,
+    memory_figures.build_gpu_memory,
+    memory_figures.build_cpu_memory,
     build_losses,
     build_step_times,
 )
-"""All figures, in their order in the report."""
 
 
 def build_figures(overview: Overview, traces: Sequence[RunTrace]) -> list[Figure]:

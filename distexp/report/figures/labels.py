@@ -9,9 +9,7 @@ from typing import Any
 
 import altair as alt
 
-FEW_BARS = 8
-"""So few bars have their settings as labels."""
-
+FEW_BARS = 8  # so few bars have their settings as labels
 LONGEST_LINE = 28
 """Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line."""
 
@@ -22,8 +20,7 @@ CHART_WIDTHS = (220, 420, 800, 100_000)
 LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
 MARK = 6.0  # pixels from the center of a mark to its border, at most
 Row = dict[str, Any]
-Range = tuple[float, float]
-"""Lowest and highest value of an axis."""
+Range = tuple[float, float]  # lowest and highest value of an axis
 
 
 def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:

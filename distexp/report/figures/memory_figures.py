@@ -42,9 +42,7 @@ from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
 
 MAX_BARS = 24
 BAR_HEIGHT = 26  # pixels
-COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}
-"""Colors of the parts by title."""
-
+COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}  # colors of the parts by title
 MAX_PEAK_BARS = 16  # each with a predicted one
 PEAK_BAR_HEIGHT = 24  # pixels
 PREDICTED_OPACITY = 0.55

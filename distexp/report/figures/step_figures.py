@@ -10,18 +10,9 @@ from typing import Any
 import altair as alt
 
 from distexp.config.overrides import join_first
+from distexp.report.data import step_parts
 from distexp.report.data.overview import Overview
 from distexp.report.data.run_settings import run_label
-from distexp.report.data.step_parts import (
-    STEP_PARTS,
-    ProfiledRun,
-    RankLanes,
-    RankStep,
-    bar_unit,
-    build_step_table,
-    profiled_runs,
-    read_ranks,
-)
 from distexp.report.figures.base import (
     Figure,
     LegendEntry,
@@ -42,18 +33,16 @@ MAX_SENTENCES = 8
 ROOM = 1.2  # of the axis, relative to the longest bar: for its label
 MAX_RANKS = 8  # of all panels together: each has up to 1,200 marks
 LANE_HEIGHT = 20  # pixels
-KNOWN = {
+KNOWN = {  # Colors of labels. Those of parts are as in the figure of where the step goes.
     PARTS["matmul"]: "c1", PARTS["other_kernels"]: "c2", PARTS["optimizer"]: "c7", PARTS["waiting"]: "c4",
     PARTS["data_wait"]: "c6",
     "forward": "phase-setup", "backward": "phase-save",
 }  # fmt: skip
-"""Colors of labels. Those of parts are as in the figure of where the step goes."""
 
 OTHERS = ("c3", "c5", "c8", "phase-search", "phase-warmup", "phase-eval")
 """Colors of all other labels, such as the collectives."""
 
-ZOOM = "wheel![event.ctrlKey]"
-"""Zoom with Ctrl only: without it the wheel scrolls the page."""
+ZOOM = "wheel![event.ctrlKey]"  # zoom with Ctrl only: without it the wheel scrolls the page
 
 
 @dataclass(frozen=True)
@@ -61,13 +50,13 @@ class Bar:
     """A bar with its label: the step of a rank."""
 
     label: str
-    run: ProfiledRun
-    step: RankStep
+    run: step_parts.ProfiledRun
+    step: step_parts.RankStep
 
 
 def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no run was profiled."""
-    runs = profiled_runs(overview)
+    runs = step_parts.profiled_runs(overview)
     if not runs:
         return None
     bars = _name_bars(overview, runs)
@@ -75,17 +64,17 @@ def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figu
         "step_breakdown", "Where the step goes", (Panel("", _draw_breakdown(overview, runs, bars[:MAX_BARS])),),
         " ".join(_describe_breakdown(runs, len(bars))),
         tuple(_explain(overview, runs)),
-        (build_step_table(overview, runs),),
+        (step_parts.build_step_table(overview, runs),),
         tuple(LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
     )  # fmt: skip
 
 
-def _describe_breakdown(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
+def _describe_breakdown(runs: Sequence[step_parts.ProfiledRun], count: int) -> Iterator[str]:
     if len(runs) == 1:
         yield "A bar is the median profiled step of a rank."
     else:
         yield "A bar is the median profiled step of a run's slowest rank."
-    unit = bar_unit(runs)
+    unit = step_parts.bar_unit(runs)
     if unit.per_sample:
         yield "Times are per sample, because the global batch sizes differ."
     yield "The parts add up to the step. Communication that runs behind computation is not drawn."
@@ -103,7 +92,7 @@ def _describe_breakdown(runs: Sequence[ProfiledRun], count: int) -> Iterator[str
         yield f"Drawn: {MAX_BARS} of {count}."
 
 
-def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
+def _explain(overview: Overview, runs: Sequence[step_parts.ProfiledRun]) -> Iterator[str]:
     explained = [run for run in runs if run.sentence]
     for run in explained[:MAX_SENTENCES]:
         yield f"R{overview.describe(run.group)[1:]}: {run.sentence}"
@@ -111,7 +100,7 @@ def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
         yield f"{len(explained) - MAX_SENTENCES} more are in the records (metrics.explanation)."
 
 
-def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[Bar]:
+def _name_bars(overview: Overview, runs: Sequence[step_parts.ProfiledRun]) -> list[Bar]:
     if len(runs) == 1:
         return [Bar(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
     if len(runs) > FEW_BARS:
@@ -119,8 +108,8 @@ def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[Bar]:
     return [Bar(overview.describe(run.group, run.row.label), run, run.slowest) for run in runs]
 
 
-def _draw_breakdown(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> alt.LayerChart:
-    unit = bar_unit(runs)
+def _draw_breakdown(overview: Overview, runs: Sequence[step_parts.ProfiledRun], bars: Sequence[Bar]) -> alt.LayerChart:
+    unit = step_parts.bar_unit(runs)
     names = [bar.label for bar in bars]
     lengths = [unit.convert(bar.run, bar.step.step_ms) for bar in bars]
     y = alt.Y("bar:N", sort=names, title=None, axis=label_axis(names), scale=alt.Scale(paddingInner=0.25))
@@ -141,18 +130,18 @@ def _draw_breakdown(overview: Overview, runs: Sequence[ProfiledRun], bars: Seque
 
 def _colors(bars: Sequence[Bar]) -> dict[str, str]:
     return {
-        title: f"c{n}" for n, (name, title) in enumerate(STEP_PARTS.items(), start=1)
+        title: f"c{n}" for n, (name, title) in enumerate(step_parts.STEP_PARTS.items(), start=1)
         if any(bar.step.parts.get(name) for bar in bars)
     }  # fmt: skip
 
 
-def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
-    unit = bar_unit(runs)
+def _parts(overview: Overview, runs: Sequence[step_parts.ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
+    unit = step_parts.bar_unit(runs)
     for bar in bars:
         for order, (part, milliseconds) in enumerate(bar.step.parts.items()):
             yield {
                 "bar": bar.label, "run": bar.run.row.label, "rank": bar.step.rank,
-                "settings": overview.format_settings(bar.run.group), "part": STEP_PARTS[part], "order": order,
+                "settings": overview.format_settings(bar.run.group), "part": step_parts.STEP_PARTS[part], "order": order,
                 "ms": float(f"{unit.convert(bar.run, milliseconds):.5g}"),
                 "share": round(milliseconds / bar.step.step_ms, 4),
             }  # fmt: skip
@@ -174,11 +163,11 @@ def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figur
     return Figure("step_timeline", "Timeline of one step", panels, caption, legend=legend, is_wide=True)
 
 
-def choose_ranks(trace: RunTrace, limit: int) -> list[RankLanes]:
+def choose_ranks(trace: RunTrace, limit: int) -> list[step_parts.RankLanes]:
     """Return the ranks to draw: all, or the slowest and the fastest one without waiting, then the first ones."""
     if len(trace.lanes) <= limit:
         return list(trace.lanes)
-    own = {times.rank: times.own_ms for times in read_ranks(trace.row)}
+    own = {times.rank: times.own_ms for times in step_parts.read_ranks(trace.row)}
     by_time = sorted(trace.lanes, key=lambda lane: own.get(lane.rank, 0.0), reverse=True)
     first = [by_time[0].rank, by_time[-1].rank] if own else []
     order = dict.fromkeys([*first, *(lane.rank for lane in trace.lanes)])
@@ -186,21 +175,21 @@ def choose_ranks(trace: RunTrace, limit: int) -> list[RankLanes]:
     return [lane for lane in trace.lanes if lane.rank in kept]
 
 
-def assign_colors(ranks: Iterator[RankLanes]) -> dict[str, str]:
+def assign_colors(ranks: Iterator[step_parts.RankLanes]) -> dict[str, str]:
     """Return the color of each label: the known ones in their order, then the collectives and others."""
     labels = {span.label for rank in ranks for spans in rank.lanes.values() for span in spans}
     others = {label: OTHERS[n % len(OTHERS)] for n, label in enumerate(sorted(labels - set(KNOWN)))}
     return {label: shade for label, shade in KNOWN.items() if label in labels} | others
 
 
-def _describe_timeline(chosen: Sequence[tuple[RunTrace, Sequence[RankLanes]]]) -> Iterator[str]:
+def _describe_timeline(chosen: Sequence[tuple[RunTrace, Sequence[step_parts.RankLanes]]]) -> Iterator[str]:
     yield "The median profiled step of each rank, from its start. Ctrl and the wheel zoom, a drag moves, a double"
     yield "click resets. This step includes the overhead of the profiler."
     if any(len(ranks) < len(trace.lanes) for trace, ranks in chosen):
         yield "Not all ranks are drawn, but the slowest one of each run is."
 
 
-def _draw_timeline(ranks: Sequence[RankLanes], colors: dict[str, str], zoom_name: str) -> alt.LayerChart:
+def _draw_timeline(ranks: Sequence[step_parts.RankLanes], colors: dict[str, str], zoom_name: str) -> alt.LayerChart:
     lanes = {f"rank {rank.rank} {title}": spans for rank in ranks for title, spans in rank.lanes.items()}
     rows = (
         (lane, round(span.begin_ms, 3), round(span.end_ms, 3), span.label) for lane, spans in lanes.items()
@@ -222,7 +211,7 @@ def _draw_timeline(ranks: Sequence[RankLanes], colors: dict[str, str], zoom_name
     return alt.layer(spans).properties(height=LANE_HEIGHT * len(names))
 
 
-def _with_gaps(ranks: Sequence[RankLanes]) -> Iterator[str]:
+def _with_gaps(ranks: Sequence[step_parts.RankLanes]) -> Iterator[str]:
     """Yield the names of the lanes, and an empty lane between two ranks."""
     for n, rank in enumerate(ranks):
         if n:

@@ -29,8 +29,7 @@ SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"
 FRONT = "Pareto front"
 FRONT_DASH = [5, 4]
 LEGEND_COLUMNS = alt.ExprRef("width < 420 ? 2 : 4")
-OFFLOADS = (False, True, "pinned")
-"""Values of ``offload``. The first one that was run is the baseline."""
+OFFLOADS = (False, True, "pinned")  # Values of `offload`. The first one that was run is the baseline.
 
 
 @dataclass(frozen=True)
