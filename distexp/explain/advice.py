@@ -150,8 +150,6 @@ def _fused_kernels(step: AdvisedStep) -> Alternatives:
         yield Advice("kernels=fast", "compiled code has fewer and larger kernels")
 
 
-# Overrides that change the micro-batch, the accumulation or the global batch.
-
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
 """Keys of a scale that lower the values of a command."""
 MAX_FACTOR = 8  # largest factor of a proposed micro-batch

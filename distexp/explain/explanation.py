@@ -86,8 +86,6 @@ def explain_profile(profile: step_profile.StepProfile) -> Explanation:
     return Explanation(bottleneck, share, text, alternatives, larger_global_batches(profile, alternatives), reasons)
 
 
-# The sentence about the bottleneck of a profiled step.
-
 BOUND_SHARE = 0.3  # share from which a run is bound by its bottleneck
 COMPUTE_BOUND_SHARE = 0.7  # share of kernels from which a run without a bottleneck is compute-bound
 NAMED_SHARE = 0.05  # share from which the largest part other than the kernels is named in a compute-bound run
@@ -198,19 +196,13 @@ def _launches(profile: step_profile.StepProfile) -> str:
 def _waiting(share: float, profile: step_profile.StepProfile) -> str:
     if not step_profile.is_one_rank_slow(profile):
         return f"ranks wait for each other for {share:.0%} of the step, and no single rank is the cause"
+    it = f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it"
     if step_profile.had_no_core(profile):
-        return (
-            f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it waited "
-            f"{step_profile.without_core_excess_ms(profile):,.1f} ms longer for a free CPU core than the others: other programs may "
-            "have used it"
-        )
-    return (
-        f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it spends "
-        f"{step_profile.describe_excess(profile)} more than the others on {WORK_OF_PART[step_profile.slow_part(profile).part]}"
-    )
+        longer = f"{step_profile.without_core_excess_ms(profile):,.1f} ms longer"
+        return f"{it} waited {longer} for a free CPU core than the others: other programs may have used it"
+    work = WORK_OF_PART[step_profile.slow_part(profile).part]
+    return f"{it} spends {step_profile.describe_excess(profile)} more than the others on {work}"
 
-
-# Reading of the profiled runs that ``distexp explain`` is given.
 
 REPLACED = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
 """Overrides that a command with a profile has not, or has with other values."""
@@ -248,11 +240,7 @@ class ProfiledRun:
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:
-    """Return the only profiled run of a directory.
-
-    Raises:
-        ConfigError: there are several, or none.
-    """
+    """Return the only profiled run of a directory. Raise ConfigError if there are several, or none."""
     runs = read_profiled_runs(directory)
     if len(runs) > 1:
         raise ConfigError(f"{directory} has {len(runs)} profiled runs: give one of them, such as {runs[0].directory}")
@@ -260,11 +248,7 @@ def read_profiled_run(directory: Path) -> ProfiledRun:
 
 
 def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
-    """Return the profiled runs of a run directory or a sweep.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return the profiled runs of a run directory or a sweep. Raise ConfigError if there are none."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory. Give that of a run or a sweep")
     found = read_records(directory)

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from distexp.config.overrides import format_count
 from distexp.explain.explanation import Explanation, ProfiledRun, describe_missing_cores
-from distexp.explain.step_profile import RankStep, StepProfile
+from distexp.explain.step_profile import StepProfile
 from distexp.runs.disturbance import describe_disturbance
-from distexp.runs.step_files import HIDDEN, PARTS
+from distexp.runs.step_files import HIDDEN, PARTS, RankStep
 from distexp.system.files import nan_to_none
 from distexp.tables.columns import ALWAYS, Column, build_table, cell, fit_columns, make_console, print_plain
 
@@ -61,8 +61,6 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
     for note in comparison_notes(comparison):
         print_plain(console, note, style="dim")
 
-
-# The lines below the tables of ``distexp explain``: overrides to try, and what limits the meaning of a profile.
 
 LARGE_OVERHEAD = 0.05  # difference of the profiled step from the median one, as a share of it, that is worth a note
 DIFFERENT = 0.05  # relative difference from which a profiled step differs from the median step
@@ -191,8 +189,6 @@ def _bar(fraction: float) -> str:
     halves = round(2 * BAR_WIDTH * fraction)
     return "█" * (halves // 2) + "▌" * (halves % 2)
 
-
-# Comparison of two profiled runs, part by part, in milliseconds per sample.
 
 SAME = 0.02  # smaller relative differences are no difference
 MIN_SHARE = 0.15  # smallest share of all changes that the sentence names

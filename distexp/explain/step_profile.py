@@ -14,7 +14,7 @@ from distexp.config import DatasetConfig
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import parse_config
-from distexp.runs.step_files import HIDDEN, PARTS
+from distexp.runs.step_files import PARTS, RankStep, read_ranks
 from distexp.statistics.noise import speed_noise, step_noise
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.traits import MemoryTraits
@@ -27,28 +27,6 @@ OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "op
 
 
 @dataclass(frozen=True)
-class RankStep:
-    """The median profiled step of a rank; times are in milliseconds."""
-
-    rank: int
-    step_ms: float
-    profiled_ms: float  # with the overhead of the profiler
-    parts: Mapping[str, float | None]  # by name of PARTS, and HIDDEN; None: not measured
-    launches: float | None
-    cpu_busy_ms: float | None = None  # in the profiled step; None: no GPU
-    without_core_ms: float | None = None  # inside the parts; None: a GPU, or unknown
-
-    def time_ms(self, name: str) -> float:
-        """Return the time of a part; 0 if it was not measured."""
-        return self.parts[name] or 0.0
-
-    @property
-    def cpu_busy_share(self) -> float | None:
-        """Return the fraction of the profiled step in which the CPU does not wait for the GPU; None if unknown."""
-        return None if self.cpu_busy_ms is None else self.cpu_busy_ms / self.profiled_ms
-
-
-@dataclass(frozen=True)
 class StepProfile:
     """The median profiled step of all ranks of a run."""
 
@@ -58,13 +36,9 @@ class StepProfile:
 
     @classmethod
     def of(cls, record: RunRecord, strategy: MemoryTraits | None = None) -> StepProfile | None:
-        """Return the profile of a run; None if it was not profiled.
-
-        Without a strategy, it is that of the record, if distexp ships it.
-        """
-        ranks = [_read_rank(entry) for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
-        known = tuple(rank for rank in ranks if rank is not None)
-        return cls(record, known, strategy or recorded_strategy(record.config) or MemoryTraits()) if known else None
+        """Return the profile of a run; None if it was not profiled. By default the strategy is that of the record."""
+        ranks = read_ranks(record)
+        return cls(record, ranks, strategy or recorded_strategy(record.config) or MemoryTraits()) if ranks else None
 
     @property
     def step_ms(self) -> float:
@@ -163,23 +137,6 @@ class StepProfile:
         return min(self.ranks, key=lambda rank: (rank.time_ms("waiting"), rank.rank))
 
 
-def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
-    rank, step = number_of(entry, "rank"), number_of(entry, "step_ms")
-    if rank is None or not step:
-        return None
-    parts = {name: number_of(entry, f"{name}_ms") for name in (*PARTS, HIDDEN)}
-    profiled = number_of(entry, "profiled_step_ms") or step
-    return RankStep(
-        int(rank),
-        step,
-        profiled,
-        parts,
-        number_of(entry, "launches"),
-        cpu_busy_ms=number_of(entry, "cpu_busy_ms"),
-        without_core_ms=number_of(entry, "without_core_ms"),
-    )
-
-
 # The rank that the others wait for: in which part it takes longer, and whether its CPU does.
 
 SLOWER = 0.3  # fraction of the waiting by which a rank must take longer than the others to be its cause
@@ -271,9 +228,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-# CPU cores and CPU memory that a run leaves free.
-
-
 def images_fit(profile: StepProfile) -> bool:
     """Return whether the decoded images are few enough for CPU memory, as for kernels=fast."""
     names = ("root", "train_size", "eval_size", "image_size")
@@ -294,8 +248,6 @@ def free_cores(profile: StepProfile) -> int:
     machines = len(set(hosts)) if hosts else max(1, profile.number("cluster.nodes", 1))
     return max(0, cores // math.ceil(profile.world_size / machines) - training)
 
-
-# Whether a change would fit into the memory of the GPU, or of the machine, from the measured memory of the run.
 
 USABLE = 0.9  # fraction of the memory of a GPU that is used at most
 SMALL_GROWTH = 0.1

@@ -85,11 +85,7 @@ def _split_config_dir(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
-    """Return the profiled run, and the overrides.
-
-    Raises:
-        ConfigError: there are several directories, or there is no profiled run.
-    """
+    """Return the profiled run and the overrides. Raise ConfigError if there are several directories, or no such run."""
     overrides = [text for text in arguments if is_override(text)]
     directories = [text for text in arguments if not is_override(text)]
     if options := [text for text in directories if text.startswith("-")]:
@@ -104,9 +100,6 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
         Path(directories[0]) if directories else choose_newest_sweep(leave_out=(Command.PREFLIGHT, Command.CHOOSE))
     )
     return find_profiled_run(directory.absolute()), overrides
-
-
-# The command line of a forecast: that of the profiled run, with other sizes.
 
 
 KEPT_SECTIONS = ("cluster", "scaling", "forecast", "plan", "choose")
@@ -129,8 +122,7 @@ NOT_REPEATED_KEYS = ("train.profile_steps", "train.resume", "train.micro_batch_s
 def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool) -> list[str]:
     """Return the arguments with which the sizes of a forecast are composed.
 
-    Raises:
-        ConfigError: an override changes what the workers compute, or another user's run may run code.
+    Raise ConfigError if an override changes what the workers compute, or if another user's run may run code.
     """
     if errors := list(_errors(run, typed)):
         raise ConfigError(errors)

@@ -29,17 +29,11 @@ SIMILAR_KINDS = {  # measured kind whose curve is used for a kind that the prefl
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Workers of a process group.
-
-    Attributes:
-        ranks: Number of workers.
-        nodes: Number of nodes on which they are.
-        workers_per_node: Workers of the run on each node; they share the network cards.
-    """
+    """Workers of a process group."""
 
     ranks: int
     nodes: int
-    workers_per_node: int
+    workers_per_node: int  # of the run; they share the network cards
 
     @property
     def ranks_per_node(self) -> int:

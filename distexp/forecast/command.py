@@ -36,22 +36,14 @@ LARGE_SHARE_WITHOUT_CORE = 0.2  # share of the profiled step without a CPU core 
 
 
 def run_forecast(cells: Sequence[Cell]) -> None:
-    """Print the forecast of the sizes of a command.
-
-    Raises:
-        ConfigError: no size can be forecast.
-    """
+    """Print the forecast of the sizes of a command. Raise ConfigError if no size can be forecast."""
     options = cast(ForecastConfig, OmegaConf.to_object(cells[0].composed.forecast))
     with Planner() as planner:
         print_forecast(read_profiled_run(Path(str(options.run))), cells, options, planner)
 
 
 def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, planner: Planner) -> None:
-    """Print the forecast of all sizes, and keep it in the directory of the profiled run.
-
-    Raises:
-        ConfigError: no size can be forecast.
-    """
+    """Print the forecast of all sizes, and keep it in the directory of the run. Raise ConfigError if there is none."""
     rows = forecast_sizes(run, cells, options, predictions.read_errors(predictions.machine_name(run.record)))
     rows = add_memory(rows, options.memory, planner)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -103,9 +95,10 @@ def _disturbed(run: ProfiledRun) -> Iterator[str]:
 def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
     """Yield the errors of earlier forecasts on this machine, and what they mean for the intervals."""
     if errors := predictions.read_errors(predictions.machine_name(run.record)):
-        least = 1 + predictions.largest_expected(errors)
-        widened = f"An interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
-        yield f"{predictions.running_error(errors)} {widened if least > 1 else 'Their errors do not widen the intervals.'}"
+        least, meaning = 1 + predictions.largest_expected(errors), "Their errors do not widen the intervals."
+        if least > 1:
+            meaning = f"An interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
+        yield f"{predictions.running_error(errors)} {meaning}"
 
 
 def stored_forecast(row: SizeRow, assumed: str) -> predictions.StoredForecast | None:
@@ -127,9 +120,6 @@ def stored_forecast(row: SizeRow, assumed: str) -> predictions.StoredForecast | 
         beyond=forecast.beyond,
         what_if=assumed,
     )
-
-
-# The sizes of a forecast for programs.
 
 
 def row_to_json(row: SizeRow) -> dict[str, Any]:
@@ -189,9 +179,6 @@ def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
         if value != getattr(default, name):
             found.append(f"forecast.{name}={str(value).lower()}")
     return " ".join(found)
-
-
-# Memory of the sizes of a forecast, as ``distexp plan`` predicts it.
 
 
 CACHED, OFF = "cached", "off"

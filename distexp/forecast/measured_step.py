@@ -30,22 +30,13 @@ P90 = NormalDist().inv_cdf(0.9)
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The step of a profiled run.
-
-    Attributes:
-        model: The profiled step.
-        communication: What its strategy states about its collectives.
-        median_s: Median of its measured steps, which are not profiled.
-        deviation_s: Standard deviation of a step, from the 90th percentile of its measured steps.
-        own_waiting_s: Time that rank 0, whose step is simulated, waits for other workers.
-        record: Its record.
-    """
+    """The step of a profiled run."""
 
     model: StepModel
-    communication: StepCommunication
-    median_s: float
-    deviation_s: float
-    own_waiting_s: float
+    communication: StepCommunication  # what its strategy states about its collectives
+    median_s: float  # of its measured steps, which are not profiled
+    deviation_s: float  # standard deviation of a step, from the 90th percentile of the measured steps
+    own_waiting_s: float  # that rank 0, whose step is simulated, waits for other workers
     record: RunRecord
 
     def waiting_s(self, workers: int) -> float:
@@ -71,8 +62,7 @@ def expected_maximum(count: int) -> float:
 def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredStep:
     """Return what a forecast needs of a run.
 
-    Raises:
-        ConfigError: The run was not profiled, its record cannot be read, or its collectives are not known.
+    Raise ConfigError if it was not profiled, its record cannot be read, or its collectives are not known.
     """
     try:
         record = RunRecord.read(run_dir / RECORD)
@@ -108,9 +98,6 @@ def _own_waiting(record: RunRecord, median_s: float) -> float:
     profiled_ms, busy_ms = (number_of(entry, name) for name in ("profiled_step_ms", "cpu_busy_ms"))
     idle_share = max(0.0, 1 - busy_ms / profiled_ms) if profiled_ms and busy_ms is not None else 1.0
     return min(waiting_s, idle_share * median_s, median_s / 2)
-
-
-# What a trace does not show of the collectives of a run: who waits for them and, with gloo, their sizes.
 
 
 def assign_waits(items: Sequence[Item], communication: StepCommunication, *, on_gpu: bool) -> tuple[Item, ...]:

@@ -86,11 +86,7 @@ class ProfiledRun:
 
 
 def find_profiled_run(directory: Path) -> ProfiledRun:
-    """Return the only run below a directory that can be forecast.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-    """
+    """Return the only run below a directory that can be forecast. Raise ConfigError if there is none, or several."""
     if not directory.is_dir():
         raise ConfigError(not_a_sweep(directory, RECORD).replace("of a sweep", "of a run"))
     found = read_records(directory)
@@ -128,11 +124,7 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:
-    """Return the run of a directory.
-
-    Raises:
-        ConfigError: its record cannot be read.
-    """
+    """Return the run of a directory. Raise ConfigError if its record cannot be read."""
     try:
         return ProfiledRun(directory, RunRecord.read(directory / RECORD))
     except ValueError as error:

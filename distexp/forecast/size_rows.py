@@ -27,11 +27,7 @@ from distexp.system.cgroups import visible_gpus
 def forecast_sizes(
     run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, earlier: Sequence[predictions.ForecastError]
 ) -> list[SizeRow]:
-    """Return the forecast of each cell. Errors of earlier forecasts on this machine widen the intervals.
-
-    Raises:
-        ConfigError: the run cannot be forecast.
-    """
+    """Return the forecast of each cell. Errors of earlier forecasts on this machine widen the intervals."""
     rows = [_make_row(run, cell) for cell in cells]
     targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
     steps = int(run.setting("train", "gradient_accumulation_steps") or 1)
@@ -105,9 +101,6 @@ def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | N
     return Baseline((target.nodes, target.workers_per_node), first.samples_per_second)
 
 
-# A size of a forecast, with everything that is printed for it.
-
-
 COMPUTE = "compute"
 MIN_BOTTLENECK_SHARE = 0.005  # A smaller part of the step is not named
 
@@ -131,30 +124,17 @@ class Baseline:
 
 @dataclass(frozen=True)
 class SizeRow:
-    """A size.
-
-    Attributes:
-        size: Number of nodes, and workers of each node.
-        cell: The composed configuration.
-        forecast: None if there is an error.
-        error: Why there is no forecast.
-        baseline: What the efficiency is relative to.
-        memory: Predicted memory.
-        memory_error: Why the memory is unknown.
-        power: Power of the GPUs.
-        measured: A measured run of this size.
-        profiled_workers: Workers of the profiled run.
-    """
+    """A size with its forecast, or the reason why it has none, and everything that is printed for it."""
 
     size: Size
-    cell: Cell
-    forecast: Forecast | None = None
-    error: str = ""
-    baseline: Baseline | None = None
+    cell: Cell  # the composed configuration
+    forecast: Forecast | None = None  # None if there is an error
+    error: str = ""  # why there is no forecast
+    baseline: Baseline | None = None  # what the efficiency is relative to
     memory: Predicted | None = None
-    memory_error: str = ""
+    memory_error: str = ""  # why the memory is unknown
     power: PowerModel | None = None
-    measured: predictions.ForecastError | None = None
+    measured: predictions.ForecastError | None = None  # a measured run of this size
     profiled_workers: int | None = None
 
     @property
@@ -218,9 +198,6 @@ class SizeRow:
         return price_per_million_samples(self.forecast, config.cluster.price_per_gpu_hour)
 
 
-# Measured runs of the forecast sizes: those in the sweep of the profiled run.
-
-
 def add_measured(
     run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[predictions.StoredForecast]
 ) -> list[SizeRow]:
@@ -245,9 +222,6 @@ def add_measured(
     return found
 
 
-# The sizes to forecast: those that the user typed, or powers of two.
-
-
 NODES, WORKERS_PER_NODE = "cluster.nodes", "cluster.workers_per_node"
 SIZE_KEYS = (NODES, WORKERS_PER_NODE)
 
@@ -261,8 +235,7 @@ Size = tuple[int, int]  # number of nodes, and workers of each node
 def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
     """Return the sizes to forecast, in the order of the command line. Overrides of other keys are ignored.
 
-    Raises:
-        ConfigError: a size is not a positive whole number, or too large.
+    Raise ConfigError if a size is not a positive whole number, or too large.
     """
     values: dict[str, list[Any]] = {}
     for override in parse(typed):

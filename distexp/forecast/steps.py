@@ -177,18 +177,10 @@ def forecast_steps(
     machine: MachineCurves | None = None,
     trusted: Sequence[str] = (),
 ) -> list[Forecast]:
-    """Return the forecast of the step time of each target.
+    """Return the forecast of the step time of each target. The profiled run's own size gives its own measured median.
 
-    The profiled run's own size gives its own measured median.
-
-    Args:
-        run_dir: Directory of a run that was profiled (``profile=true``).
-        targets: Sizes to forecast.
-        machine: Curves and links. None: those that preflights stored for the type of device of the run.
-        trusted: Packages that the user trusts, which may have the strategy of the run.
-
-    Raises:
-        ConfigError: The run was not profiled, or its record cannot be read.
+    Without a machine, the curves and links are those that preflights stored for the type of device of the run.
+    ``trusted`` are packages that may have the strategy of the run. Errors are those of ``read_measured_step``.
     """
     run = read_measured_step(run_dir, trusted)
     forecaster = Forecaster(run, machine or machine_of(run.record.environment))
@@ -211,9 +203,6 @@ def _name(longest: Item | None) -> str:
 
 def _measure(override: str) -> str:
     return f"{TO_MEASURE} distexp preflight {override}"
-
-
-# The interval of a forecast, and how far it is from what was measured.
 
 
 UNCERTAINTY = {MEASURED: 0.15, SCALED: 0.3, MODEL: 0.6}

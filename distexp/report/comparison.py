@@ -140,16 +140,16 @@ def _match_by_training(
     before: Sequence[Row], after: Sequence[Row]
 ) -> tuple[list[Pair], list[RunGroup], list[RunGroup]]:
     """Return the pairs of equal trainings, and the groups that are in one sweep only."""
-    found: tuple[list[Pair], list[RunGroup], list[RunGroup]] = ([], [], [])
+    pairs, only_before, only_after = [], [], []
     ids_before = {id(row) for row in before}
     for group in group_repeats([*before, *after]):
         rows_before = tuple(row for row in group.rows if id(row) in ids_before)
         rows_after = tuple(row for row in group.rows if id(row) not in ids_before)
         if rows_before and rows_after:
-            found[0].append(Pair(RunGroup(rows_before), RunGroup(rows_after)))
+            pairs.append(Pair(RunGroup(rows_before), RunGroup(rows_after)))
         else:
-            found[1 if rows_before else 2].append(group)
-    return found
+            (only_before if rows_before else only_after).append(group)
+    return pairs, only_before, only_after
 
 
 def _match_by_settings(only_before: list[RunGroup], only_after: list[RunGroup], names: Sequence[str]) -> Iterator[Pair]:

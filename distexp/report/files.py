@@ -25,14 +25,9 @@ ResultRow = dict[str, Any]
 def write_files(
     overview: Overview, directory: Path, traced_runs: Sequence[str] = (), skipped: Sequence[str] = ()
 ) -> list[Path]:
-    """Write all files of a report, each completely or not at all, and return their paths.
+    """Write all files of a report, each completely or not at all; return their paths, or raise OSError.
 
-    Args:
-        traced_runs: Labels of the runs to draw over time; empty for the most informative ones.
-        skipped: Messages on records that could not be read.
-
-    Raises:
-        OSError: if a file cannot be written.
+    Without labels of ``traced_runs`` the most informative runs are drawn. ``skipped`` are messages on other records.
     """
     # Imported here, because the table after a sweep should not wait for plotting libraries.
     from distexp.report.figures import build_figures

@@ -158,9 +158,8 @@ def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[
 def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
     """Return the Pareto front of each task: no other group is both cheaper and faster. The cheapest comes first.
 
-    The cost is a metric such as the memory or the energy per sample.
     A difference within the noise does not count. Of two runs with equal speeds only the cheaper one is on the front.
-    Disturbed runs are left out.
+    Disturbed runs are left out. The cost is a metric.
     """
     measured = [group for group in overview.groups if group.completed and group.metric(cost) and group.metric(SPEED)]
     known = [group for group in measured if group.disturbance is None]

@@ -78,8 +78,7 @@ TOTALS: dict[str, Callable[[float], str]] = {  # keys of `metrics.energy` that a
 def energy_totals(rows: Sequence[Row]) -> Iterator[str]:
     """Yield each sum over the runs that started, for example ``1.25 kWh``, or ``1.25 kWh (2 of 3 runs)``.
 
-    Earlier attempts of a run count too. If there are any, the sums are ``1.25 kWh (4 attempts)`` or ``(3 of 4
-    attempts)``.
+    Earlier attempts of a run count too. Then the sums are ``1.25 kWh (4 attempts)`` or ``(3 of 4 attempts)``.
     """
     attempts = [_energies_of_attempts(row) for row in rows if row.record.status != "invalid"]
     energies = [energy for energies_of_run in attempts for energy in energies_of_run]

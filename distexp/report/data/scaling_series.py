@@ -2,8 +2,6 @@
 
 Efficiency = ideal time / real time. The ideal time is that of the fewest workers for the same work per worker. So one
 formula serves strong scaling (constant total work) and weak scaling (constant work per worker).
-
-On CPU, runs with different numbers of threads per worker are not in one series: their speeds show the threads as well.
 """
 
 from __future__ import annotations
@@ -104,7 +102,10 @@ class ScalingSeries:
 
 
 def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[ScalingSeries]:
-    """Return the series of configurations, the longest first."""
+    """Return the series of configurations, the longest first.
+
+    On CPU, runs with different numbers of threads per worker are not in one series: their speeds show the threads, too.
+    """
     measured = [group for group in groups if _is_measured(group)]
     names = _configuration_settings(measured, varied)
     several = [

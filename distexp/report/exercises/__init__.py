@@ -1,7 +1,4 @@
-"""The workshop's results tables, filled from the records.
-
-``workshop.yaml`` describes the tables. A preset chooses one with the key ``exercise``.
-"""
+"""The workshop's results tables, which ``workshop.yaml`` describes. A preset chooses one with the key ``exercise``."""
 
 from __future__ import annotations
 

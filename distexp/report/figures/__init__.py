@@ -1,18 +1,15 @@
-"""Figures of the report, one module each.
+"""Figures of the report. To add one, write a module with ``build_NAME(overview, traces) -> Figure | None``.
 
-To add a figure:
-
-1. Data: take what it shows from the ``Overview`` (settings and metrics of all runs) or from the ``RunTrace`` list
-   (``metrics.jsonl`` and ``memory/*.csv`` of a few runs). To add a metric, see ``distexp.report.data.metrics``.
-2. Chart: write a module here with a function ``build_NAME(overview, traces) -> Figure | None``. Draw it with altair,
-   with the colors of ``theme``. Return None if the runs have no data for it.
-3. Registration: add the function to ``FIGURES`` below. The figure is then in ``report.html``, ``results.md`` and
-   ``plots/NAME.png``.
+1. Data: settings and metrics of all runs are in the ``Overview``, and ``metrics.jsonl`` and ``memory/*.csv`` of a few
+   runs in the ``RunTrace`` list. Return None if the runs have no data. A metric: ``distexp.report.data.metrics``.
+2. Chart: draw it with altair, with the colors of ``base``.
+3. Registration: add the function to ``FIGURES``. Then it is in ``report.html``, ``results.md`` and ``plots/``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from distexp.report.data.overview import Overview
 from distexp.report.figures import memory_figures
@@ -32,8 +29,8 @@ FIGURES = (  # all figures, in their order in the report
     memory_figures.build_peak_parts,
     memory_figures.build_predicted_memory,
     build_scaling,
-    memory_figures.build_gpu_memory,
-    memory_figures.build_cpu_memory,
+    partial(memory_figures.build_memory_trace, kind="gpu"),
+    partial(memory_figures.build_memory_trace, kind="cpu"),
     build_losses,
     build_step_times,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -63,10 +63,11 @@ def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure
     table = build_parts_table(overview)
     if table is None:
         return None
-    panels = (Panel("", _draw_memory_parts(overview)),)
-    caption = "One worker, without Python and libraries."
     legend = tuple(LegendEntry(title, shade, "bar") for title, shade in COLORS.items())
-    return Figure("memory_parts", "Memory by part", panels, caption, tables=(table,), legend=legend)
+    return Figure(
+        "memory_parts", "Memory by part", (Panel("", _draw_memory_parts(overview)),),
+        "One worker, without Python and libraries.", tables=(table,), legend=legend,
+    )  # fmt: skip
 
 
 def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
@@ -149,38 +150,27 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
     if table is None:
         return None
     drawn = [trace for trace in traces if trace.predicted]
-    parts = list(dict.fromkeys(part for trace in drawn for part in _parts(trace.predicted)))
-    panels = tuple(Panel(trace.name, _draw_prediction(trace.predicted, parts)) for trace in drawn)
+    parts = [part for trace in drawn for part, mib in trace.predicted.items() if part != PHASE and any(mib)]
+    colors = {part: PEAK_COLORS.get(TITLES.get(f"{part}_mib", ""), "muted") for part in parts}
+    panels = tuple(Panel(trace.name, _draw_prediction(trace.predicted, colors)) for trace in drawn)
     caption = f"{PREDICTED_CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
-    legend = tuple(LegendEntry(_prediction_title(part), _shade(part), "bar") for part in parts)
+    legend = tuple(LegendEntry(part.replace("_", " "), shade, "bar") for part, shade in colors.items())
     return Figure(
         "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,), legend=legend
     )
 
 
-def _shade(part: str) -> str:
-    return PEAK_COLORS.get(TITLES.get(f"{part}_mib", ""), "muted")
-
-
-def _parts(curve: Curve) -> list[str]:
-    return [name for name, values in curve.items() if name != PHASE and any(values)]
-
-
-def _prediction_title(part: str) -> str:
-    return part.replace("_", " ")
-
-
-def _draw_prediction(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
+def _draw_prediction(curve: Curve, colors: Mapping[str, str]) -> alt.LayerChart:
     last = max(1, len(curve[PHASE]) - 1)
     rows: list[dict[str, Any]] = [
-        {"position": round(100 * n / last, 2), "phase": phase, "part": _prediction_title(part), "order": order,
+        {"position": round(100 * n / last, 2), "phase": phase, "part": part.replace("_", " "), "order": order,
          "mib": curve[part][n]}
-        for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(parts) if part in curve
+        for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(colors) if part in curve
     ]  # fmt: skip
     x = alt.X("position:Q", title="part of the step (%)", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(grid=False))
     areas = alt.Chart(inline_data(rows)).mark_area(opacity=0.85).encode(
         x=x, y=alt.Y("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=5)), order="order:Q",
-        color=color_by("part:N", {_prediction_title(part): _shade(part) for part in parts}),
+        color=color_by("part:N", {part.replace("_", " "): shade for part, shade in colors.items()}),
         tooltip=["phase:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
     )  # fmt: skip
     changes: list[dict[str, Any]] = [
@@ -191,26 +181,18 @@ def _draw_prediction(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
     return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=PREDICTED_HEIGHT)
 
 
-def build_gpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
-    """Build the figure of GPU memory; None if it was not sampled."""
-    return _build(overview, traces, "gpu")
-
-
-def build_cpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
-    """Build the figure of CPU memory; None if it was not sampled."""
-    return _build(overview, traces, "cpu")
-
-
-def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure | None:
+def build_memory_trace(overview: Overview, traces: Sequence[RunTrace], *, kind: str) -> Figure | None:
+    """Build the figure of ``gpu`` or ``cpu`` memory over time; None if it was not sampled."""
     sampled = [trace for trace in traces if trace.curves(kind)]
     if not sampled:
         return None
     nodes = sorted({curve.node for trace in sampled for curve in trace.curves(kind)})
-    phases = [
-        phase for phase in PHASES if any(phase == interval.phase for trace in sampled for interval in trace.phases)
-    ]
+    recorded = {interval.phase for trace in sampled for interval in trace.phases}
+    phases = [phase for phase in PHASES if phase in recorded]
     highest = max(mib for trace in sampled for curve in trace.curves(kind) for _, mib in curve.points)
-    panels = tuple(Panel(_memory_title(trace), _draw_memory(trace, kind, highest, nodes, phases)) for trace in sampled)
+    titles = [trace.name + ("" if trace.row.completed else f": {trace.row.record.status}") for trace in sampled]
+    charts = [_draw_memory(trace, kind, highest, nodes, phases) for trace in sampled]
+    panels = tuple(map(Panel, titles, charts))
     shades = " Shades: phases of the run. White: its processes start or end." if phases else ""
     caption = f"Line: {MEMORY_LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
     sentences = (*_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
@@ -220,10 +202,6 @@ def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure 
     return Figure(
         f"{kind}_memory", title, panels, caption, sentences, legend=(*(lines if len(lines) > 1 else ()), *areas)
     )
-
-
-def _memory_title(trace: RunTrace) -> str:
-    return trace.name if trace.row.completed else f"{trace.name}: {trace.row.record.status}"
 
 
 def _draw_memory(
@@ -250,11 +228,8 @@ def _draw_memory(
 
 
 def _shades(trace: RunTrace, phases: Sequence[str]) -> alt.Chart:
-    rows = [
-        {"phase": interval.phase, "begin": interval.begin_s, "end": interval.end_s}
-        for interval in trace.phases
-        if interval.phase in phases
-    ]
+    drawn = [one for one in trace.phases if one.phase in phases]
+    rows: list[dict[str, Any]] = [{"phase": one.phase, "begin": one.begin_s, "end": one.end_s} for one in drawn]
     scale = alt.Scale(domain=list(phases), range=[color(f"phase-{phase}") for phase in phases])
     areas = alt.Chart(inline_data(rows)).mark_rect(opacity=0.17)
     return areas.encode(

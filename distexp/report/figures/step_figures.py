@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import altair as alt
@@ -26,7 +27,7 @@ from distexp.report.figures.base import (
 )
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
-from distexp.runs.step_files import PARTS
+from distexp.runs.step_files import PARTS, RankStep, read_ranks
 
 MAX_BARS = 24
 MAX_SENTENCES = 8
@@ -51,7 +52,7 @@ class Bar:
 
     label: str
     run: step_parts.ProfiledRun
-    step: step_parts.RankStep
+    step: RankStep
 
 
 def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
@@ -70,10 +71,8 @@ def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figu
 
 
 def _describe_breakdown(runs: Sequence[step_parts.ProfiledRun], count: int) -> Iterator[str]:
-    if len(runs) == 1:
-        yield "A bar is the median profiled step of a rank."
-    else:
-        yield "A bar is the median profiled step of a run's slowest rank."
+    whose = "a rank" if len(runs) == 1 else "a run's slowest rank"
+    yield f"A bar is the median profiled step of {whose}."
     unit = step_parts.bar_unit(runs)
     if unit.per_sample:
         yield "Times are per sample, because the global batch sizes differ."
@@ -103,9 +102,9 @@ def _explain(overview: Overview, runs: Sequence[step_parts.ProfiledRun]) -> Iter
 def _name_bars(overview: Overview, runs: Sequence[step_parts.ProfiledRun]) -> list[Bar]:
     if len(runs) == 1:
         return [Bar(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
-    if len(runs) > FEW_BARS:
-        return [Bar(run_label(run.row.label), run, run.slowest) for run in runs]
-    return [Bar(overview.describe(run.group, run.row.label), run, run.slowest) for run in runs]
+    few = len(runs) <= FEW_BARS
+    labels = [overview.describe(run.group, run.row.label) if few else run_label(run.row.label) for run in runs]
+    return [Bar(label, run, run.slowest) for label, run in zip(labels, runs, strict=True)]
 
 
 def _draw_breakdown(overview: Overview, runs: Sequence[step_parts.ProfiledRun], bars: Sequence[Bar]) -> alt.LayerChart:
@@ -130,18 +129,20 @@ def _draw_breakdown(overview: Overview, runs: Sequence[step_parts.ProfiledRun], 
 
 def _colors(bars: Sequence[Bar]) -> dict[str, str]:
     return {
-        title: f"c{n}" for n, (name, title) in enumerate(step_parts.STEP_PARTS.items(), start=1)
-        if any(bar.step.parts.get(name) for bar in bars)
+        title: f"c{n}" for n, (name, title) in enumerate(PARTS.items(), start=1)
+        if any(bar.step.parts[name] for bar in bars)
     }  # fmt: skip
 
 
 def _parts(overview: Overview, runs: Sequence[step_parts.ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
     unit = step_parts.bar_unit(runs)
     for bar in bars:
-        for order, (part, milliseconds) in enumerate(bar.step.parts.items()):
+        settings = overview.format_settings(bar.run.group)
+        measured = [(title, ms) for name, title in PARTS.items() if (ms := bar.step.parts[name]) is not None]
+        for order, (title, milliseconds) in enumerate(measured):
             yield {
                 "bar": bar.label, "run": bar.run.row.label, "rank": bar.step.rank,
-                "settings": overview.format_settings(bar.run.group), "part": step_parts.STEP_PARTS[part], "order": order,
+                "settings": settings, "part": title, "order": order,
                 "ms": float(f"{unit.convert(bar.run, milliseconds):.5g}"),
                 "share": round(milliseconds / bar.step.step_ms, 4),
             }  # fmt: skip
@@ -167,7 +168,7 @@ def choose_ranks(trace: RunTrace, limit: int) -> list[step_parts.RankLanes]:
     """Return the ranks to draw: all, or the slowest and the fastest one without waiting, then the first ones."""
     if len(trace.lanes) <= limit:
         return list(trace.lanes)
-    own = {times.rank: times.own_ms for times in step_parts.read_ranks(trace.row)}
+    own = {times.rank: times.own_ms for times in read_ranks(trace.row.record)}
     by_time = sorted(trace.lanes, key=lambda lane: own.get(lane.rank, 0.0), reverse=True)
     first = [by_time[0].rank, by_time[-1].rank] if own else []
     order = dict.fromkeys([*first, *(lane.rank for lane in trace.lanes)])
@@ -190,12 +191,16 @@ def _describe_timeline(chosen: Sequence[tuple[RunTrace, Sequence[step_parts.Rank
 
 
 def _draw_timeline(ranks: Sequence[step_parts.RankLanes], colors: dict[str, str], zoom_name: str) -> alt.LayerChart:
-    lanes = {f"rank {rank.rank} {title}": spans for rank in ranks for title, spans in rank.lanes.items()}
+    lanes: dict[str, Sequence[step_parts.Span]] = {}
+    for n, rank in enumerate(ranks):
+        if n:
+            lanes[" " * n] = ()  # an empty lane between two ranks; names of a scale are unique
+        lanes |= {f"rank {rank.rank} {title}": spans for title, spans in rank.lanes.items()}
     rows = (
         (lane, round(span.begin_ms, 3), round(span.end_ms, 3), span.label) for lane, spans in lanes.items()
         for span in spans
     )  # fmt: skip
-    names = list(_with_gaps(ranks))
+    names = list(lanes)
     end = max(rank.step_ms for rank in ranks)
     zoom = alt.selection_interval(name=zoom_name, bind="scales", encodings=["x"], zoom=ZOOM)
     data = inline_table(("lane", "begin", "end", "label"), rows)
@@ -211,14 +216,6 @@ def _draw_timeline(ranks: Sequence[step_parts.RankLanes], colors: dict[str, str]
     return alt.layer(spans).properties(height=LANE_HEIGHT * len(names))
 
 
-def _with_gaps(ranks: Sequence[step_parts.RankLanes]) -> Iterator[str]:
-    """Yield the names of the lanes, and an empty lane between two ranks."""
-    for n, rank in enumerate(ranks):
-        if n:
-            yield " " * n  # names of a scale are unique
-        yield from (f"rank {rank.rank} {title}" for title in rank.lanes)
-
-
 def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no step time was measured."""
     ticks = [
@@ -231,15 +228,12 @@ def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
     ]  # fmt: skip
     if not ticks and not quantiles:
         return None
-    caption = f"{_describe_marks(traces)} {describe_selection(overview, traces)}".strip()
-    panels = (Panel("", _draw_times(traces, ticks, quantiles)),)
-    return Figure("step_times", "Step times", panels, caption, tuple(_data_wait(traces)))
-
-
-def _describe_marks(traces: Sequence[RunTrace]) -> str:
     counts = sorted({trace.row.settings.get("log_every") or 1 for trace in traces})
     thin = "one step" if counts == [1] else f"mean of {join_first(map(str, counts))} steps (train.log_every)"
-    return f"Dot: median. Bar: up to the 90th percentile. Each thin line: {thin}. The first steps are left out."
+    marks = f"Dot: median. Bar: up to the 90th percentile. Each thin line: {thin}. The first steps are left out."
+    caption = f"{marks} {describe_selection(overview, traces)}".strip()
+    panels = (Panel("", _draw_times(traces, ticks, quantiles)),)
+    return Figure("step_times", "Step times", panels, caption, tuple(_data_wait(traces)))
 
 
 def _measured(trace: RunTrace) -> list[dict[str, Any]]:
@@ -283,11 +277,11 @@ def _quantile_marks(quantiles: Rows, y: alt.Y) -> list[alt.Chart]:
 
 def _data_wait(traces: Sequence[RunTrace]) -> Iterator[str]:
     """Name the run that waited longest for data, relative to its runtime."""
-    waits = []
-    for trace in traces:
-        metrics = trace.row.record.metrics
-        if metrics.data_wait_s is not None and metrics.train_runtime:
-            waits.append((metrics.data_wait_s / metrics.train_runtime, trace))
+    waits = [
+        (metrics.data_wait_s / metrics.train_runtime, row.label)
+        for row, metrics in ((trace.row, trace.row.record.metrics) for trace in traces)
+        if metrics.data_wait_s is not None and metrics.train_runtime
+    ]
     if waits:
-        share, slowest = max(waits, key=lambda pair: pair[0])
-        yield f"Longest wait for data: {share:.1%} of the runtime, run {slowest.row.label}."
+        share, slowest = max(waits, key=itemgetter(0))
+        yield f"Longest wait for data: {share:.1%} of the runtime, run {slowest}."

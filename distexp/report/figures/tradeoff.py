@@ -90,27 +90,21 @@ class Tradeoff:
         margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
         fastest = max(row["speed"] for row in rows)
         frame = Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
-        x, y = self._axes(frame)
+        scales = [alt.Scale(domain=list(ends), nice=False, zero=False) for ends in (frame.x, frame.y)]
+        title = f"{self.cost.title} ({self.cost.unit})"
+        x = alt.X("cost:Q", title=title, scale=scales[0], axis=alt.Axis(tickCount=8))
+        y = alt.Y("speed:Q", title="samples/s", scale=scales[1])
         front = [
             {**channels.point(group), "front": n, "line": FRONT}
             for n, groups in enumerate(self.fronts) for group in groups
         ]  # fmt: skip
         layers: list[Any] = [_front_line(front, x, y)] if front else []
-        layers.append(self._marks(points, **channels.encodings(points), x=x, y=y))
+        size, opacity = (25, 0.5) if len(points) > CROWD else (90, 0.9)
+        marks = alt.Chart(inline_data(points)).mark_point(filled=True, size=size, opacity=opacity, strokeWidth=0)
+        layers.append(marks.encode(tooltip=self._tooltip(), **channels.encodings(points), x=x, y=y))
         if self.has_labels:
             layers += _labels(points, failed, front, frame, x=x, y=y)
         return alt.layer(*layers, *self._crosses(failed, x, y)).properties(height=HEIGHT)
-
-    def _axes(self, frame: Frame) -> tuple[alt.X, alt.Y]:
-        scales = [alt.Scale(domain=list(ends), nice=False, zero=False) for ends in (frame.x, frame.y)]
-        title = f"{self.cost.title} ({self.cost.unit})"
-        x = alt.X("cost:Q", title=title, scale=scales[0], axis=alt.Axis(tickCount=8))
-        return x, alt.Y("speed:Q", title="samples/s", scale=scales[1])
-
-    def _marks(self, points: Rows, **encodings: Any) -> alt.Chart:
-        size, opacity = (25, 0.5) if len(points) > CROWD else (90, 0.9)
-        marks = alt.Chart(inline_data(points)).mark_point(filled=True, size=size, opacity=opacity, strokeWidth=0)
-        return marks.encode(tooltip=self._tooltip(), **encodings)
 
     def _crosses(self, failed: Rows, x: alt.X, y: alt.Y) -> list[Any]:
         if not failed:
@@ -191,7 +185,9 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     memory = memory_metric(overview)
     if memory is None:
         return None
-    tradeoff = Tradeoff(overview, Cost(memory, MEMORIES[memory], "MiB", ",.0f"), _out_of_memory(overview, memory))
+    failed = [group for group in overview.groups if "oom" in group.status and not group.completed]
+    out_of_memory = tuple(group for group in failed if group.metric(memory))
+    tradeoff = Tradeoff(overview, Cost(memory, MEMORIES[memory], "MiB", ",.0f"), out_of_memory)
     chart = tradeoff.draw()
     if chart is None:
         return None
@@ -200,12 +196,6 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     caption = " ".join([*tradeoff.describe("smaller"), *crosses])
     tables = (offload,) if offload else ()
     return Figure("memory_throughput", "Memory against throughput", (Panel("", chart),), caption, tables=tables)
-
-
-def _out_of_memory(overview: Overview, memory: str) -> tuple[RunGroup, ...]:
-    return tuple(
-        group for group in overview.groups if "oom" in group.status and not group.completed and group.metric(memory)
-    )
 
 
 def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:

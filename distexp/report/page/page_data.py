@@ -39,8 +39,7 @@ MAX_CHARACTERS = 48  # of a setting
 def configurations(overview: Overview) -> dict[str, Any]:
     """Return all keys of configuration, build and environment.
 
-    A key with one value for all runs is in ``shared``. A key in ``differing`` lists each value once, and for each run
-    the index of its value.
+    A key of ``differing`` lists each value once, and for each run the index of its value. Other keys are ``shared``.
     """
     rows = [_compared(row) for row in overview.rows]
     shared: dict[str, Any] = {}
