@@ -28,8 +28,8 @@ from distexp.runs import predictions
 from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
+from distexp.runs.step_files import read_ranks
 from distexp.system.files import nan_to_none
-from distexp.system.typed_values import number_of
 from distexp.tables.columns import make_console, print_plain
 
 LARGE_SHARE_WITHOUT_CORE = 0.2  # share of the profiled step without a CPU core from which a forecast has a warning
@@ -82,9 +82,8 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
 def _disturbed(run: ProfiledRun) -> Iterator[str]:
     """Yield a warning if other programs slowed the profiled run or its profiled step down."""
     again = "so the forecast may be wrong. Profile it again when no other program runs."
-    ranks = run.record.metrics.step_breakdown or []
-    known = [(number_of(rank, "without_core_ms"), number_of(rank, "step_ms")) for rank in ranks]
-    shares = [waited / step for waited, step in known if waited is not None and step]
+    ranks = read_ranks(run.record)
+    shares = [rank.without_core_ms / rank.step_ms for rank in ranks if rank.without_core_ms is not None]
     share = fmean(shares) if shares else 0.0
     if disturbance := describe_disturbance(run.record):
         yield f"The profiled run was disturbed ({disturbance}), {again}"
@@ -144,7 +143,7 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
         "exposed_communication_share": row.share(EXPOSED),
         "bottleneck": row.bottleneck[0] if row.bottleneck else None,
         "bottleneck_share": row.bottleneck[1] if row.bottleneck else None,
-        "times_the_measured": row.workers / row.profiled_workers if row.profiled_workers else None,
+        "times_the_measured": row.times_the_measured,
         "limit": forecast.limit if forecast else "",
         "beyond": forecast.beyond if forecast else "",
         "notes": list(forecast.notes) if forecast else [],
@@ -201,7 +200,7 @@ def add_memory(rows: Sequence[SizeRow], mode: str, planner: Planner) -> list[Siz
     reasons = [row.error or reason(row) for row in rows]
     wanted = [row.cell for row, why in zip(rows, reasons, strict=True) if not why]
     configs = [cell.config for cell in wanted if cell.config is not None]
-    with show_predictions(planner.count_missing(configs), "") as advance:
+    with show_predictions(planner.count_missing(configs)) as advance:
         planned = iter(plan_cells(wanted, planner, advance))
     return [
         replace(row, memory_error=why) if why else _with_memory(row, next(planned))

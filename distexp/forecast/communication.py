@@ -19,12 +19,11 @@ def plan_communication(
     items: Sequence[Item], model: StepModel, communication: StepCommunication, *, micro_batches: int
 ) -> tuple[Item, ...]:
     """Return the items of a step of one worker with the collectives of several workers."""
-    planned = list(items)
-    for position, item in enumerate(items):
-        # One worker skips such a collective, so the profile lacks the time of the CPU for it.
-        skipped = isinstance(item, Collective) and item.axis == "shard" and item.transfer_s is None
-        if model.on_gpu and skipped:
-            planned[position] = replace(item, host_s=item.host_s + LAUNCH_S)
+
+    def is_skipped(item: Item) -> bool:  # by one worker, so the profile lacks the time of the CPU for it
+        return isinstance(item, Collective) and item.axis == "shard" and item.transfer_s is None and model.on_gpu
+
+    planned = [replace(item, host_s=item.host_s + LAUNCH_S) if is_skipped(item) else item for item in items]
     return tuple(communication.plan(planned, model, micro_batches))
 
 

@@ -12,7 +12,7 @@ from distexp.config import ConfigError
 from distexp.forecast.communication import Target
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
-from distexp.runs.step_files import Collective, Item, StepModel, read_step_model
+from distexp.runs.step_files import Collective, Item, StepModel, read_ranks, read_step_model
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.communication import (
     GATHERS,
@@ -92,12 +92,11 @@ def _own_waiting(record: RunRecord, median_s: float) -> float:
     The GPU also waits if the CPU is ahead of those of the other workers. The step is not longer for this reason: it is
     at least as long as the CPU works.
     """
-    entries = [entry for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
-    entry = next((entry for entry in entries if entry.get("rank") == 0), {})
-    waiting_s = (number_of(entry, "waiting_ms") or 0.0) / 1000
-    profiled_ms, busy_ms = (number_of(entry, name) for name in ("profiled_step_ms", "cpu_busy_ms"))
-    idle_share = max(0.0, 1 - busy_ms / profiled_ms) if profiled_ms and busy_ms is not None else 1.0
-    return min(waiting_s, idle_share * median_s, median_s / 2)
+    step = next((step for step in read_ranks(record) if step.rank == 0), None)
+    if step is None:
+        return 0.0
+    idle_share = 1.0 if step.cpu_busy_share is None else max(0.0, 1 - step.cpu_busy_share)
+    return min(step.time_ms("waiting") / 1000, idle_share * median_s, median_s / 2)
 
 
 def assign_waits(items: Sequence[Item], communication: StepCommunication, *, on_gpu: bool) -> tuple[Item, ...]:

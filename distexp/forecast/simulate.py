@@ -8,7 +8,7 @@ for segments whose results it sends. Steps are repeated until their duration is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 
 from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, Segment
@@ -129,12 +129,11 @@ def _run_step(
             clocks.host = max(clocks.host, ready) + scales.host * item.host_s
             clocks.parts.compute_s += scales.host * item.host_s
     last = max((ends[collective] for collective in awaited.get(len(items), ())), default=0.0)
-    now = clocks.device if on_gpu else clocks.host
-    clocks.parts.exposed_s += max(0.0, last - now)
+    clocks.parts.exposed_s += max(0.0, last - (clocks.device if on_gpu else clocks.host))
     if on_gpu:
-        clocks.device = max(now, last)
+        clocks.device = max(clocks.device, last)
     else:
-        clocks.host = max(now, last)
+        clocks.host = max(clocks.host, last)
 
 
 def _run_collective(item: Collective, seconds: float, clocks: _Clocks, scales: Scales, *, on_gpu: bool) -> float:
@@ -172,11 +171,9 @@ def scaled_tail(item: Segment, scales: Scales) -> float:
         return scales.host * item.host_s
     relative = scales.host / scales.device
     if relative <= 0.5:
-        share = 2 * relative
-        tail = item.device_s + share * (item.tail_half_s - item.device_s)
+        tail = item.device_s + 2 * relative * (item.tail_half_s - item.device_s)
     elif relative <= 1:
-        share = 2 * relative - 1
-        tail = item.tail_half_s + share * (item.tail_s - item.tail_half_s)
+        tail = item.tail_half_s + (2 * relative - 1) * (item.tail_s - item.tail_half_s)
     else:
         tail = item.tail_s + (relative - 1) * item.host_s
     return scales.device * tail
@@ -184,8 +181,5 @@ def scaled_tail(item: Segment, scales: Scales) -> float:
 
 def extrapolate(fewer: SimulatedStep, most: SimulatedStep, more: int) -> SimulatedStep:
     """Return a step with some more micro-batches than two others, of which one has a micro-batch more."""
-    found = {}
-    for name in (spec.name for spec in fields(SimulatedStep)):
-        less, value = getattr(fewer, name), getattr(most, name)
-        found[name] = value + more * max(0.0, value - less)
-    return SimulatedStep(**found)
+    less, values = asdict(fewer), asdict(most)
+    return SimulatedStep(**{name: value + more * max(0.0, value - less[name]) for name, value in values.items()})

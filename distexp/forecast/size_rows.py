@@ -12,7 +12,7 @@ from distexp.compose.cells import Cell
 from distexp.config import Config, ConfigError, ForecastConfig
 from distexp.config.overrides import parse
 from distexp.forecast.communication import Forecast, Target
-from distexp.forecast.profiled_run import PowerModel, ProfiledRun, price_per_million_samples, read_power
+from distexp.forecast.profiled_run import PowerModel, ProfiledRun, read_power
 from distexp.forecast.steps import forecast_steps
 from distexp.preflight.machine import load_machine
 from distexp.resolve.scaling_rules import OTHER_MICRO_BATCH
@@ -44,14 +44,9 @@ def forecast_sizes(
 
 
 def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
-    config = cell.config or cell.decided
-    if config is None:
-        cluster = cell.composed.cluster
-        size = int(cluster.nodes), int(cluster.workers_per_node)
-    else:
-        size = config.cluster.nodes, config.cluster.workers_per_node or 1
+    cluster = (cell.config or cell.decided or cell.composed).cluster
     error = join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
-    return SizeRow(size, cell, error=error)
+    return SizeRow((int(cluster.nodes), int(cluster.workers_per_node or 1)), cell, error=error)
 
 
 def _other_steps(run: ProfiledRun, config: Config | None) -> str:
@@ -62,10 +57,8 @@ def _other_steps(run: ProfiledRun, config: Config | None) -> str:
         "train.micro_batch_size": (config.train.micro_batch_size, run.micro_batch_size),
         "model.num_layers": (config.model.num_layers, run.setting("model", "num_layers")),
     }
-    changed = [f"{key}={new} instead of {old}" for key, (new, old) in pairs.items() if new != old]
-    if not changed:
-        return ""
-    return f"{', '.join(changed)} (scaling={config.scaling.name}): not forecast, profile a run with these values"
+    changed = ", ".join(f"{key}={new} instead of {old}" for key, (new, old) in pairs.items() if new != old)
+    return changed and f"{changed} (scaling={config.scaling.name}): not forecast, profile a run with these values"
 
 
 def _target(run: ProfiledRun, config: Config) -> Target:
@@ -97,8 +90,7 @@ def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | N
     first = min([*rows, *comparable], key=lambda each: (each.target.workers, each.target.nodes), default=None)
     if first is None:
         return None
-    target = first.target
-    return Baseline((target.nodes, target.workers_per_node), first.samples_per_second)
+    return Baseline((first.target.nodes, first.target.workers_per_node), first.samples_per_second)
 
 
 COMPUTE = "compute"
@@ -112,14 +104,9 @@ class Baseline:
     size: Size
     samples_per_second: float
 
-    @property
-    def workers(self) -> int:
-        """Return the number of workers."""
-        return self.size[0] * self.size[1]
-
     def efficiency(self, workers: int, samples_per_second: float) -> float:
         """Return ideal time / real time."""
-        return samples_per_second / workers / (self.samples_per_second / self.workers)
+        return samples_per_second / workers / (self.samples_per_second / math.prod(self.size))
 
 
 @dataclass(frozen=True)
@@ -140,13 +127,17 @@ class SizeRow:
     @property
     def workers(self) -> int:
         """Return the number of workers on all nodes."""
-        return self.size[0] * self.size[1]
+        return math.prod(self.size)
 
     @property
     def samples_per_second(self) -> float | None:
         """Return the throughput over all workers."""
-        forecast = self.forecast
-        return None if forecast is None else forecast.samples_per_second
+        return None if self.forecast is None else self.forecast.samples_per_second
+
+    @property
+    def times_the_measured(self) -> float | None:
+        """Return the workers relative to those of the profiled run."""
+        return self.workers / self.profiled_workers if self.profiled_workers else None
 
     @property
     def efficiency(self) -> float | None:
@@ -191,11 +182,12 @@ class SizeRow:
 
     @property
     def price(self) -> float | None:
-        """Return the price of a million samples; None on CPUs, whose runs have no GPU-hours."""
-        config = self.cell.config
-        if self.forecast is None or config is None or config.cluster.device == "cpu":
+        """Return the price of a million samples; None on CPUs, whose runs have no GPU-hours, or without a price."""
+        cluster = self.cell.config.cluster if self.cell.config is not None else None
+        if self.forecast is None or cluster is None or cluster.device == "cpu" or cluster.price_per_gpu_hour is None:
             return None
-        return price_per_million_samples(self.forecast, config.cluster.price_per_gpu_hour)
+        gpu_hours_per_sample = self.workers * self.forecast.step_time_s / 3600 / self.forecast.target.samples_per_step
+        return 1e6 * gpu_hours_per_sample * cluster.price_per_gpu_hour
 
 
 def add_measured(
@@ -209,17 +201,15 @@ def add_measured(
         if record.status == "completed" and [(record.config.get("cluster") or {}).get(name) for name in size] != own
     }  # fmt: skip
     forecasts = {(forecast.nodes, forecast.workers_per_node): forecast for forecast in stored}
-    found = []
-    for row in rows:
+
+    def measured(row: SizeRow) -> predictions.ForecastError | None:
         forecast, record = forecasts.get(row.size), records.get(row.cell.id)
-        if forecast is None or record is None:
-            found.append(row)
-            continue
-        error: predictions.ForecastError | None = predictions.compare_with_run(run.record, forecast, record)
-        if error is not None:
+        error = predictions.compare_with_run(run.record, forecast, record) if forecast and record else None
+        if forecast and record and error:
             predictions.store_error(run.record, forecast, record, error)
-        found.append(replace(row, measured=error))
-    return found
+        return error
+
+    return [replace(row, measured=measured(row)) for row in rows]
 
 
 NODES, WORKERS_PER_NODE = "cluster.nodes", "cluster.workers_per_node"

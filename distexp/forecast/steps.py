@@ -26,7 +26,6 @@ from distexp.hardware.facts import facts
 from distexp.preflight.machine import MachineCurves, machine_of
 from distexp.runs.step_files import Collective, Item
 from distexp.statistics.noise import SINGLE_CPU_RUN
-from distexp.strategies.communication import StepCommunication
 from distexp.system.typed_values import number_of
 
 MAX_MICRO_BATCHES = 6  # Micro-batches that are simulated. Each further one takes as long as the last of these.
@@ -48,11 +47,6 @@ class Forecaster:
     run: MeasuredStep
     machine: MachineCurves
 
-    @property
-    def communication(self) -> StepCommunication:
-        """Return the collectives of the run and of all targets, as their strategy states them."""
-        return self.run.communication
-
     def simulate(self, target: Target, scales: Scales) -> SimulatedTarget:
         """Return the simulated step of a target."""
         count = target.micro_batches
@@ -72,7 +66,7 @@ class Forecaster:
 
     def items(self, target: Target) -> tuple[Item, ...]:
         """Return the segments and collectives of a step of a target."""
-        model, count, communication = self.run.model, target.micro_batches, self.communication
+        model, count, communication = self.run.model, target.micro_batches, self.run.communication
         items = with_micro_batches(model.items, model.micro_batches, count, communication)
         # The optimizer updates the share of a worker of the target.
         shards = [communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)]
@@ -93,14 +87,14 @@ class Forecaster:
         """
         if not isinstance(item, Collective):
             return 0.0, MEASURED
-        there = group_layout(self.communication, item.axis, target)
-        here = group_layout(self.communication, item.axis, self.run.target)
+        targets = (self.run.target, target)
+        here, there = (group_layout(self.run.communication, item.axis, each) for each in targets)
         if item.transfer_s is not None and there == here:
             return item.transfer_s, MEASURED
         size = new_size = item.bytes or 0
         if item.axis == "replicate" and item.transfer_s is not None:  # Replicas exchange the share of a worker.
-            shards = (group_layout(self.communication, "shard", each).ranks for each in (self.run.target, target))
-            new_size = size * next(shards) // next(shards)
+            before, after = (group_layout(self.run.communication, "shard", each).ranks for each in targets)
+            new_size = size * before // after
         new = collective_time(self.machine, item.kind, new_size, there)
         if item.transfer_s is None or here.ranks == 1:
             return new.seconds, new.source
@@ -121,25 +115,22 @@ class Forecaster:
         }
         seconds = max(sum(parts.values()), 1e-9)
         shorter_s = longer_s = 0.0
-        if run.model.on_gpu:  # On CPUs, the noise of a run includes that of the launches.
-            shorter_s = step.step_s - self._step_s(target, scales, 1 / HOST_SPREAD)
-            longer_s = self._step_s(target, scales, HOST_SPREAD) - step.step_s
-        low, high = interval_of(seconds, step, found.sources, run, target, shorter_s=shorter_s, longer_s=longer_s)
+        if run.model.on_gpu:  # A slower or faster CPU. On CPUs, the noise of a run includes that of the launches.
+            fast, slow = (replace(scales, host=scales.host * host) for host in (1 / HOST_SPREAD, HOST_SPREAD))
+            shorter_s = step.step_s - self.simulate(target, fast).step.step_s
+            longer_s = self.simulate(target, slow).step.step_s - step.step_s
+        error = error_of(seconds, found, run, target)
         return Forecast(
             target,
             seconds,
-            low,
-            high,
+            max(seconds - math.hypot(error, shorter_s), LEAST_SHARE * seconds),
+            seconds + math.hypot(error, longer_s, HIDDEN_UNCERTAINTY * step.hidden_s),
             parts,
             step.hidden_s,
             beyond=describe_distance(run, target, found.sources),
             limit=describe_limit(parts, found.largest),
             notes=(*self._notes_on_collectives(found.sources, target), *self._notes_on_oversubscription(target)),
         )
-
-    def _step_s(self, target: Target, scales: Scales, host: float) -> float:
-        """Return the simulated step if the times of the CPU have another factor."""
-        return self.simulate(target, replace(scales, host=scales.host * host)).step.step_s
 
     def _notes_on_collectives(self, sources: frozenset[str], target: Target) -> Iterator[str]:
         """Yield whether the times of collectives are those of a preflight, or which link was assumed."""
@@ -172,10 +163,7 @@ class Forecaster:
 
 
 def forecast_steps(
-    run_dir: Path,
-    targets: Sequence[Target],
-    machine: MachineCurves | None = None,
-    trusted: Sequence[str] = (),
+    run_dir: Path, targets: Sequence[Target], machine: MachineCurves | None = None, trusted: Sequence[str] = ()
 ) -> list[Forecast]:
     """Return the forecast of the step time of each target. The profiled run's own size gives its own measured median.
 
@@ -196,9 +184,8 @@ def _name(longest: Item | None) -> str:
     if not isinstance(longest, Collective):
         return ""
     size = longest.bytes or 0
-    if size < 1e3:
-        return f"{longest.kind} of {size:.0f} bytes"
-    return f"{longest.kind} of " + (f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.3g} kB")
+    text = f"{size:.0f} bytes" if size < 1e3 else f"{size / 1e3:.3g} kB" if size < 1e5 else f"{size / 1e6:,.1f} MB"
+    return f"{longest.kind} of {text}"
 
 
 def _measure(override: str) -> str:
@@ -216,32 +203,18 @@ HOST_SPREAD = 4 / 3
 LEAST_SHARE = 0.05  # smallest lower end of an interval, relative to the forecast: no step takes no time
 
 
-def interval_of(
-    seconds: float,
-    step: SimulatedStep,
-    sources: Set[str],
-    run: MeasuredStep,
-    target: Target,
-    *,
-    shorter_s: float,
-    longer_s: float,
-) -> tuple[float, float]:
-    """Return the ends of the interval. The errors are independent, so their squares are added."""
-    worst = max((UNCERTAINTY[source] for source in sources), default=0.0)
+def error_of(seconds: float, simulated: SimulatedTarget, run: MeasuredStep, target: Target) -> float:
+    """Return the error of a forecast in seconds. Its parts are independent, so their squares are added."""
+    worst = max((UNCERTAINTY[source] for source in simulated.sources), default=0.0)
     speed_error = number_of(run.record.metrics.speed_error or {}, "relative") or 0.0
-    errors = (
+    return math.hypot(
         BASE_UNCERTAINTY * seconds,
         DOUBLING_UNCERTAINTY * abs(math.log2(target.workers / run.model.workers)) * seconds,
         2 * speed_error * seconds,
-        worst * step.exposed_s,
+        worst * simulated.step.exposed_s,
         (run.waiting_s(target.workers) - run.own_waiting_s) / 2,
         0.0 if run.model.on_gpu else SINGLE_CPU_RUN * seconds,  # As in the report: other programs share the cores.
     )
-    combined = math.hypot(*errors)
-    # A slower or faster CPU makes the step longer or shorter.
-    below = math.hypot(combined, shorter_s)
-    above = math.hypot(combined, longer_s, HIDDEN_UNCERTAINTY * step.hidden_s)
-    return max(seconds - below, LEAST_SHARE * seconds), seconds + above
 
 
 def describe_distance(run: MeasuredStep, target: Target, sources: Set[str]) -> str:
