@@ -198,9 +198,9 @@ def larger_global_batches(profile: StepProfile, alternatives: Sequence[str]) -> 
     before = {key: profile.number(key, 1) for key in ("train.micro_batch_size", "train.gradient_accumulation_steps")}
     if _sets_global_batch(profile):
         before = {"train.global_batch_size": profile.setting("train.global_batch_size")}
-    larger = []
-    for alternative in alternatives:
+
+    def batch(alternative: str) -> int:
         values = dict(override.split("=", 1) for override in alternative.split())
-        if math.prod(int(values.get(key, value)) for key, value in before.items()) > math.prod(before.values()):
-            larger.append(alternative)
-    return larger
+        return math.prod(int(values.get(key, value)) for key, value in before.items())
+
+    return [alternative for alternative in alternatives if batch(alternative) > math.prod(before.values())]

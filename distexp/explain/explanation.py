@@ -76,8 +76,11 @@ def explain_profile(profile: step_profile.StepProfile) -> Explanation:
         overhead, lost = largest_overhead(shares)
         advice += advise(overhead, profile) if lost >= NAMED_SHARE else []
     elif bottleneck == "waiting" and step_profile.are_others_ahead(profile):
+        # The slowest rank is launch-bound, as the others are.
         bottleneck, share = "launch_idle", profile.slowest.time_ms("launch_idle") / profile.slowest.step_ms
-        sentence = describe_ranks_ahead(share, profile)
+        idle = _idle(f"the GPU of rank {profile.slowest.rank}", share, profile)
+        text = f"{idle}. The other ranks are as slow, but ahead: their GPUs wait in collectives"
+        sentence = _sentence(bottleneck, share, text, profile)
     else:
         sentence = _sentence(bottleneck, share, _description(bottleneck, share, profile), profile)
     text = f"{sentence} {describe_missing_cores(profile)}".rstrip()
@@ -120,23 +123,12 @@ def largest_overhead(shares: Mapping[str, float]) -> tuple[str, float]:
 def describe_compute(share: float, shares: Mapping[str, float]) -> str:
     """Return what the kernels take, and the largest other parts: one if the run is compute-bound, else two."""
     kernels = f"matrix kernels take {shares['matmul']:.0%} and other kernels {shares['other_kernels']:.0%} of the step"
-    if share >= COMPUTE_BOUND_SHARE:
-        largest, lost = largest_overhead(shares)
-        named = f" The largest other part is {_part_share(largest, shares)}." if lost >= NAMED_SHARE else ""
-        return f"Compute-bound: {kernels}.{named}"
-    first, second = sorted(step_profile.OVERHEADS, key=lambda name: -shares[name])[:2]
-    return f"No bottleneck: {kernels}, {_part_share(first, shares)} and {_part_share(second, shares)}."
-
-
-def describe_ranks_ahead(share: float, profile: step_profile.StepProfile) -> str:
-    """Return that the slowest rank is launch-bound, as the others are: its GPU is idle for a share of the step."""
-    return _sentence(
-        "launch_idle",
-        share,
-        f"the GPU of rank {profile.slowest.rank} is idle for {share:.0%} of the step, because the CPU launches "
-        f"{_launches(profile)} too slowly. The other ranks are as slow, but ahead: their GPUs wait in collectives",
-        profile,
-    )
+    names = sorted(step_profile.OVERHEADS, key=lambda name: -shares[name])[:2]
+    first, second = (f"{PARTS[name]} {shares[name]:.1%}" for name in names)
+    if share < COMPUTE_BOUND_SHARE:
+        return f"No bottleneck: {kernels}, {first} and {second}."
+    named = f" The largest other part is {first}." if shares[names[0]] >= NAMED_SHARE else ""
+    return f"Compute-bound: {kernels}.{named}"
 
 
 def describe_missing_cores(profile: step_profile.StepProfile) -> str:
@@ -156,16 +148,11 @@ def _sentence(bottleneck: str, share: float, description: str, profile: step_pro
     return text[0].upper() + text[1:] + "."
 
 
-def _part_share(name: str, shares: Mapping[str, float]) -> str:
-    return f"{PARTS[name]} {shares[name]:.1%}"
-
-
 def _description(bottleneck: str, share: float, profile: step_profile.StepProfile) -> str:
     """Return what a bottleneck is, without the period."""
     match bottleneck:
         case "launch_idle":
-            launches = _launches(profile)
-            return f"the GPU is idle for {share:.0%} of the step, because the CPU launches {launches} too slowly"
+            return _idle("the GPU", share, profile)
         case "waiting":
             return _waiting(share, profile)
         case "exposed_communication":
@@ -180,17 +167,15 @@ def _description(bottleneck: str, share: float, profile: step_profile.StepProfil
             return f"clipping and the update of the weights take {share:.0%} of the step"
         case _:
             part = f"{share:.0%} of the step"
-            return (
-                f"the CPU does other work than launching kernels for {part}"
-                if profile.on_gpu
-                else f"the CPU spends {part} outside of operators and collectives, for example in Python"
-            )
+            on_cpu = f"spends {part} outside of operators and collectives, for example in Python"
+            return f"the CPU {f'does other work than launching kernels for {part}' if profile.on_gpu else on_cpu}"
 
 
-def _launches(profile: step_profile.StepProfile) -> str:
+def _idle(gpu: str, share: float, profile: step_profile.StepProfile) -> str:
     launches = max((rank.launches or 0.0) for rank in profile.ranks)
     steps = profile.number("train.gradient_accumulation_steps", 1)
-    return f"{round(launches / steps):,} kernels per micro-batch" if launches else "kernels"
+    kernels = f"{round(launches / steps):,} kernels per micro-batch" if launches else "kernels"
+    return f"{gpu} is idle for {share:.0%} of the step, because the CPU launches {kernels} too slowly"
 
 
 def _waiting(share: float, profile: step_profile.StepProfile) -> str:
@@ -219,9 +204,9 @@ class ProfiledRun:
     @property
     def explanation(self) -> Explanation:
         """Return the bottleneck. Code of a custom strategy is not imported here, so it is what the run has stored."""
-        stored = Explanation.from_json(self.record.metrics.explanation)
         is_custom = recorded_strategy(self.record.config) is None
-        return stored if is_custom and stored is not None else explain_profile(self.profile)
+        stored = Explanation.from_json(self.record.metrics.explanation) if is_custom else None
+        return stored or explain_profile(self.profile)
 
     @property
     def title(self) -> str:
@@ -230,11 +215,10 @@ class ProfiledRun:
 
     def to_json(self) -> dict[str, Any]:
         """Return the run for programs."""
-        metrics = self.record.metrics
         return {
             "run": str(self.directory),
             "overrides": self.record.run.overrides,
-            "step_breakdown": metrics.step_breakdown,
+            "step_breakdown": self.record.metrics.step_breakdown,
             "explanation": self.explanation.to_json(),
         }
 

@@ -36,7 +36,8 @@ def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
         console.print()
         for line in explanation_lines(run.explanation):
             print_plain(console, line)
-        for note in (*profile_notes(run.profile), *scaling_note(run.profile, has_percentages=True)):
+        percentages = " The percentages are those of the profiled step."
+        for note in (*profile_notes(run.profile), *scaling_note(run.profile, percentages)):
             print_plain(console, note, style="dim")
 
 
@@ -97,12 +98,11 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
         yield "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown."
 
 
-def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str]:
+def scaling_note(profile: StepProfile, percentages: str = "") -> Iterator[str]:
     """Yield that the times of a profile on CPUs are scaled, if this changes them much."""
     difference = profile.overhead_ms / profile.step_ms
     if profile.on_gpu or abs(difference) <= LARGE_OVERHEAD:
         return
-    percentages = " The percentages are those of the profiled step." if has_percentages else ""
     yield (
         f"The profiled step took {profile.profiled_ms:,.1f} ms, {abs(difference):.0%} "
         f"{'more' if difference > 0 else 'less'} than the median of the other steps.{percentages} The times are scaled "
@@ -114,12 +114,8 @@ def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     """Yield what limits the meaning of two profiles: of both, then of one of them, then what both have."""
     # The explanation of a run has the wait for CPU cores in its sentence. Here it is a note.
     of_a, of_b = (
-        [
-            *filter(None, [describe_missing_cores(profile)]),
-            *profile_notes(profile),
-            *scaling_note(profile, has_percentages=False),
-        ]
-        for profile in (comparison.a, comparison.b)
+        [note for note in (describe_missing_cores(one), *profile_notes(one), *scaling_note(one)) if note]
+        for one in (comparison.a, comparison.b)
     )
     a, b = comparison.a.global_batch, comparison.b.global_batch
     if a != b:
@@ -137,7 +133,7 @@ BAR_WIDTH = 24
 
 def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
     """Yield the table with a row per part and a column per rank, and how many ranks it hides."""
-    shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in profile.ranks)]
+    shown = _measured_parts(profile.ranks)
     means_ms = [profile.mean_ms(name) for name in shown]
     largest = max(means_ms, default=0.0) or 1.0
     others = ["hidden communication"]  # not in the sum, as the wait for cores, which is inside the parts
@@ -170,8 +166,7 @@ def _rank_column(rank: RankStep, shown: Sequence[str], num_others: int) -> Colum
 
 def comparison_table(comparison: ProfileComparison, width: int) -> Table:
     """Return the table with a row per part, and both runs per sample."""
-    ranks = (*comparison.a.ranks, *comparison.b.ranks)
-    shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in ranks)]
+    shown = _measured_parts((*comparison.a.ranks, *comparison.b.ranks))
     parts = [comparison.per_sample(name) for name in shown]
     rows = [*parts, comparison.totals]
     largest = max((abs(part.change) for part in parts), default=0.0) or 1.0
@@ -183,6 +178,10 @@ def comparison_table(comparison: ProfileComparison, width: int) -> Table:
         Column("", (*(_bar(abs(part.change) / largest) for part in parts), ""), 50, right=False),
     ]
     return build_table(fit_columns(columns, width)[0])
+
+
+def _measured_parts(ranks: Sequence[RankStep]) -> list[str]:
+    return [name for name in PARTS if any(rank.parts[name] is not None for rank in ranks)]
 
 
 def _bar(fraction: float) -> str:
@@ -258,34 +257,24 @@ class ProfileComparison:
         a, b = self.medians.a, self.medians.b
         times = f"A needs {a:,.3f} ms per sample, and B {b:,.3f} ms"
         if self.disturbances:
-            return (
-                f"It is not decided which run is faster: {times}. {'. '.join(self.disturbances)}. Repeat this when no "
-                "other program needs the machine."
-            )
+            reasons = f"{'. '.join(self.disturbances)}. Repeat this when no other program needs the machine."
+            return f"It is not decided which run is faster: {times}. {reasons}"
         if self.is_noise:
-            return (
-                f"A and B are equal within the noise (±{self.noise:.0%} of the higher speed): {times}. The parts below "
-                "may differ only by noise, too. For a smaller noise, repeat both runs, and compare them with distexp "
-                "report."
-            )
+            hint = "For a smaller noise, repeat both runs, and compare them with distexp report."
+            noise = f"A and B are equal within the noise (±{self.noise:.0%} of the higher speed): {times}."
+            return f"{noise} The parts below may differ only by noise, too. {hint}"
         if abs(b - a) <= SAME * a:
             return f"A and B are equally fast: {times}."
         ratio = f"{b / a:.2f} times slower" if b > a else f"{a / b:.2f} times faster"
         if (self.totals.change > 0) != (b > a):
-            return (
-                f"B is {ratio} than A: {times}. The profiled steps do not show this: they take {self.totals.b:,.3f} ms "
-                f"instead of {self.totals.a:,.3f} ms per sample. Profile more steps, for example with "
-                "train.profile_steps=10."
-            )
-        return f"B is {ratio} than A: {times}. Largest changes: {', '.join(self._changes())}."
-
-    def _changes(self) -> Iterator[str]:
-        """Yield the parts that changed most, the largest change first."""
-        changes = {name: self.per_sample(name).change for name in PARTS}
-        least = MIN_SHARE * sum(map(abs, changes.values()))
-        for name in sorted(PARTS, key=lambda part: -abs(changes[part])):
-            if abs(changes[name]) >= least:
-                yield f"{PARTS[name]} {changes[name]:+,.3f} ms"
+            profiled = f"{self.totals.b:,.3f} ms instead of {self.totals.a:,.3f} ms per sample"
+            hint = "Profile more steps, for example with train.profile_steps=10."
+            return f"B is {ratio} than A: {times}. The profiled steps do not show this: they take {profiled}. {hint}"
+        changes = [(self.per_sample(name).change, title) for name, title in PARTS.items()]
+        changes.sort(key=lambda change: -abs(change[0]))
+        least = MIN_SHARE * sum(abs(ms) for ms, _ in changes)
+        largest = [f"{title} {ms:+,.3f} ms" for ms, title in changes if abs(ms) >= least]
+        return f"B is {ratio} than A: {times}. Largest changes: {', '.join(largest)}."
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison for programs."""

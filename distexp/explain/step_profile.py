@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from omegaconf.errors import OmegaConfBaseException
@@ -159,8 +161,8 @@ def slow_part(profile: StepProfile) -> SlowPart:
     slowest, others = profile.slowest, _others(profile)
     if not others:
         return SlowPart(LOCAL_PARTS[0], 0.0)
-    excess = {name: slowest.time_ms(name) - _mean([rank.time_ms(name) for rank in others]) for name in LOCAL_PARTS}
-    return SlowPart(*max(excess.items(), key=lambda item: item[1]))
+    excess = {name: slowest.time_ms(name) - fmean(rank.time_ms(name) for rank in others) for name in LOCAL_PARTS}
+    return SlowPart(*max(excess.items(), key=itemgetter(1)))
 
 
 def is_one_rank_slow(profile: StepProfile) -> bool:
@@ -176,9 +178,14 @@ def had_no_core(profile: StepProfile) -> bool:
 
 def without_core_excess_ms(profile: StepProfile) -> float | None:
     """Return how much longer the slowest rank is without a core than the others; None if unknown."""
-    own, others = profile.slowest.without_core_ms, [rank.without_core_ms for rank in _others(profile)]
-    known = [time for time in others if time is not None]
-    return None if own is None or not known or len(known) < len(others) else own - _mean(known)
+    return _excess(profile, lambda rank: rank.without_core_ms)
+
+
+def _excess(profile: StepProfile, read: Callable[[RankStep], float | None]) -> float | None:
+    """Return by how much a value of the slowest rank exceeds the mean of the others; None if one is unknown."""
+    own, others = read(profile.slowest), [read(rank) for rank in _others(profile)]
+    known = [value for value in others if value is not None]
+    return own - fmean(known) if own is not None and known and len(known) == len(others) else None
 
 
 def are_others_ahead(profile: StepProfile) -> bool:
@@ -203,29 +210,23 @@ def describe_excess(profile: StepProfile) -> str:
     The GPUs of the others are less idle, also because they wait in collectives. So if the part is launch idle, the
     rank is slower by at most what its CPU works longer than theirs.
     """
-    slow = slow_part(profile)
-    if slow.part != "launch_idle":
-        return f"{slow.excess_ms:,.1f} ms"
+    part, excess_ms = slow_part(profile)
+    if part != "launch_idle":
+        return f"{excess_ms:,.1f} ms"
     busier = _busier_by(profile)
     if busier is None:
-        return f"up to {slow.excess_ms:,.1f} ms"
-    return f"{min(slow.excess_ms, busier * profile.slowest.step_ms):,.1f} ms"
+        return f"up to {excess_ms:,.1f} ms"
+    return f"{min(excess_ms, busier * profile.slowest.step_ms):,.1f} ms"
 
 
 def _busier_by(profile: StepProfile) -> float | None:
     """Return by which fraction of a step the CPU of the slowest rank works longer than the others; None: unknown."""
-    busy, others = profile.slowest.cpu_busy_share, [rank.cpu_busy_share for rank in _others(profile)]
-    known = [share for share in others if share is not None]
-    return None if busy is None or len(known) < len(others) else busy - _mean(known)
+    return _excess(profile, lambda rank: rank.cpu_busy_share)
 
 
 def _others(profile: StepProfile) -> list[RankStep]:
     slowest = profile.slowest
     return [rank for rank in profile.ranks if rank is not slowest]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def images_fit(profile: StepProfile) -> bool:

@@ -140,7 +140,9 @@ def _match_by_training(
     before: Sequence[Row], after: Sequence[Row]
 ) -> tuple[list[Pair], list[RunGroup], list[RunGroup]]:
     """Return the pairs of equal trainings, and the groups that are in one sweep only."""
-    pairs, only_before, only_after = [], [], []
+    pairs: list[Pair] = []
+    only_before: list[RunGroup] = []
+    only_after: list[RunGroup] = []
     ids_before = {id(row) for row in before}
     for group in group_repeats([*before, *after]):
         rows_before = tuple(row for row in group.rows if id(row) in ids_before)

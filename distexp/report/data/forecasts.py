@@ -71,14 +71,11 @@ def _candidates(overview: Overview, group: RunGroup, forecast: predictions.Store
     """Yield the groups that may be the same training at another size. The profiled size itself is no forecast."""
     others = [other for other in overview.groups if other is not group]
     yield from (other for other in others if any(row.record.run.id == forecast.run_id for row in other.rows))
-    size = (forecast.workers, forecast.nodes)
     for series in overview.series:
         if any(point.group is group for point in series.points):
-            yield from (
-                point.group
-                for point in series.points
-                if point.group is not group and (point.workers, point.nodes) == size
-            )
+            size = (forecast.workers, forecast.nodes)
+            alike = [point.group for point in series.points if (point.workers, point.nodes) == size]
+            yield from (other for other in alike if other is not group)
 
 
 def keep_errors(overview: Overview) -> None:
@@ -95,18 +92,14 @@ def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
         return None
     measured = any(entry.errors for entry in found)
     header, cells = (*HEADER, *(MEASURED if measured else ())), [_cells(entry) for entry in found[:MAX_ROWS]]
-    columns = {title: tuple(row[position] for row in cells) for position, title in enumerate(header)}
-    sizes = list(zip(columns[RUN], columns[SIZE], strict=True))
-    if len(set(sizes)) == len(sizes):
+    columns = {title: [row[position] for row in cells] for position, title in enumerate(header)}
+    if len(set(zip(columns[RUN], columns[SIZE], strict=True))) == len(cells):
         del columns[BATCH]
     title = "Forecast and measured" if measured else "Forecast"
     machines = dict.fromkeys(predictions.machine_name(entry.row.record) for entry in found if entry.errors)
+    errors = {machine: predictions.running_error(predictions.read_errors(machine)) for machine in machines}
     notes = [FORECAST_NOTE if measured else "Forecast by distexp forecast."]
-    notes += [
-        f"{machine}: {text}"
-        for machine in machines
-        if (text := predictions.running_error(predictions.read_errors(machine)))
-    ]
+    notes += [f"{machine}: {text}" for machine, text in errors.items() if text]
     notes += [f"{len(found) - MAX_ROWS} more sizes are in the files forecast.json."] if len(found) > MAX_ROWS else []
     rows = tuple(zip(*columns.values(), strict=True))
     return TextTable(title, tuple(columns), rows, " ".join(notes), num_labels=2 + (BATCH in columns))
@@ -115,10 +108,8 @@ def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
 def _is_profiled(found: ForecastRow) -> bool:
     """Return whether a forecast is for the size and the steps of the profiled run, which are measured."""
     forecast, record = found.forecast, found.row.record
-    nodes = (record.config.get("cluster") or {}).get("nodes")
-    return (forecast.workers, forecast.nodes) == (world_size(record), nodes) and predictions.makes_steps_of(
-        forecast, record
-    )
+    size = (world_size(record), (record.config.get("cluster") or {}).get("nodes"))
+    return (forecast.workers, forecast.nodes) == size and predictions.makes_steps_of(forecast, record)
 
 
 def _newest(found: Sequence[ForecastRow]) -> list[ForecastRow]:

@@ -203,6 +203,10 @@ TABLE_METRICS = (
 )  # fmt: skip
 
 
+def _device_metrics(kind: str, *keys: str) -> list[Metric]:
+    return [Metric(f"{kind}_{key}", largest_of_devices(kind, key)) for key in keys]
+
+
 METRICS = (  # memory is that of the GPU, rank or node that uses most; utilization is the mean over them
     *TABLE_METRICS,
     *(Metric(name, value_at(f"metrics.{name}")) for name in _FILE_METRICS),
@@ -214,18 +218,12 @@ METRICS = (  # memory is that of the GPU, rank or node that uses most; utilizati
     Metric("eval_runtime_s", value_at("metrics.eval_runtime")),
     Metric("step_time_p90_s", value_at("metrics.step_time_s.p90")),
     Metric("step_time_max_s", value_at("metrics.step_time_s.max")),
-    Metric("torch_average_allocated_mib", largest_of_devices("torch", "average_allocated_mib")),
-    Metric("torch_peak_reserved_mib", largest_of_devices("torch", "peak_reserved_mib")),
-    Metric("torch_alloc_retries", largest_of_devices("torch", "alloc_retries")),
+    *_device_metrics("torch", "average_allocated_mib", "peak_reserved_mib", "alloc_retries"),
     Metric("predicted_peak_reserved_mib", value_at("predicted.peak_reserved_mib"), number_format="{:z,.0f}"),
     Metric("predicted_nvidia_smi_mib", value_at("predicted.nvidia_smi_mib"), number_format="{:z,.0f}"),
     Metric("predicted_host_peak_mib", value_at("predicted.host_peak_mib"), number_format="{:z,.0f}"),
-    Metric("gpu_average_mib", largest_of_devices("gpu", "average_mib")),
-    Metric("gpu_mode_mib", largest_of_devices("gpu", "mode_mib")),
-    Metric("cpu_training_average_mib", largest_of_devices("cpu", "training_average_mib")),
-    Metric("cpu_training_mode_mib", largest_of_devices("cpu", "training_mode_mib")),
-    Metric("cpu_average_mib", largest_of_devices("cpu", "average_mib")),
-    Metric("cpu_mode_mib", largest_of_devices("cpu", "mode_mib")),
+    *_device_metrics("gpu", "average_mib", "mode_mib"),
+    *_device_metrics("cpu", "training_average_mib", "training_mode_mib", "average_mib", "mode_mib"),
     *(Metric(name, largest_part(name), number_format="{:z,.3f}") for name in PARTS),
     Metric(PARTS_TOTAL, sum_of_parts, number_format="{:z,.3f}"),
     Metric(NOT_OFFLOADED, lambda record: sum_of_parts(record, offloaded_parts(record)), number_format="{:z,.3f}"),

@@ -92,11 +92,12 @@ class Overview:
 
     def mark(self, metric: str, group: RunGroup) -> str:
         """Return the mark behind a metric of a run: it was disturbed, or equals the baseline within the noise."""
+        is_speedup = metric == SPEEDUP
         if any(one.disturbance for one in self._groups_of_metric(metric, group)):
             return DISTURBED_MARK
-        if metric == SPEEDUP and self.exceeds_workers(group):
+        if is_speedup and self.exceeds_workers(group):
             return DISTURBED_MARK
-        return NOISE_MARK if metric == SPEEDUP and self.equals_baseline(group) else ""
+        return NOISE_MARK if is_speedup and self.equals_baseline(group) else ""
 
     def _groups_of_metric(self, metric: str, group: RunGroup) -> Iterator[RunGroup]:
         """Yield the groups whose speeds make a metric: none, its own, and that of a baseline."""
@@ -166,29 +167,21 @@ def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
     return [_pareto_front(groups, cost) for groups in group_by_task(known).values()]
 
 
-@dataclass(frozen=True)
-class _Point:
-    group: RunGroup
-    cost: Spread
-    speed: Spread
-
-    def dominates(self, other: _Point) -> bool:
-        """Return whether this point is better in cost or speed, and not worse in the other one."""
-        cheaper, faster = _order(other.cost, self.cost), _order(self.speed, other.speed)
-        return cheaper >= 0 and faster >= 0 and cheaper + faster > 0
-
-
 def _pareto_front(groups: Sequence[RunGroup], cost: str) -> list[RunGroup]:
-    points = [
-        _Point(group, size, speed) for group in groups
-        if (size := group.metric(cost)) and (speed := group.metric(SPEED))
-    ]  # fmt: skip
-    points.sort(key=lambda point: (point.cost.mean, -point.speed.mean))
-    front: list[_Point] = []
+    points = [(size, speed, group) for group in groups
+              if (size := group.metric(cost)) and (speed := group.metric(SPEED))]  # fmt: skip
+    points.sort(key=lambda point: (point[0].mean, -point[1].mean))
+    front: list[tuple[Spread, Spread, RunGroup]] = []
     for point in points:
-        if not front or _order(point.speed, front[-1].speed) > 0:
+        if not front or _order(point[1], front[-1][1]) > 0:
             front.append(point)
-    return [point.group for point in front if not any(other.dominates(point) for other in front)]
+    return [group for size, speed, group in front if not any(_dominates(other, (size, speed)) for other in front)]
+
+
+def _dominates(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether a point is better than another in cost or speed, and not worse in the other one."""
+    cheaper, faster = _order(other[0], one[0]), _order(one[1], other[1])
+    return cheaper >= 0 and faster >= 0 and cheaper + faster > 0
 
 
 def _order(one: Spread, other: Spread) -> int:
@@ -200,13 +193,12 @@ def _order(one: Spread, other: Spread) -> int:
 
 def failure_notes(rows: Sequence[Row]) -> Iterator[str]:
     """Yield one line for each reason, with the runs that share it."""
-    labels: dict[tuple[str, str], list[str]] = {}
+    labels: dict[str, list[str]] = {}
     for row in rows:
-        if not row.completed:
-            for reason in failure_reasons(row):
-                labels.setdefault((row.record.status, reason), []).append(row.label)
-    for (status, reason), found in labels.items():
-        yield f"{name_runs(found, MAX_LABELS)} {status}: {reason}"
+        for reason in () if row.completed else failure_reasons(row):
+            labels.setdefault(f"{row.record.status}: {reason}", []).append(row.label)
+    for text, found in labels.items():
+        yield f"{name_runs(found, MAX_LABELS)} {text}"
 
 
 def failure_reason(row: Row, limit: int = MAX_REASON_LENGTH) -> str:

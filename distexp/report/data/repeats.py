@@ -211,7 +211,7 @@ def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings])
         if len({run_settings.value_key(own.get(name)) for own in known}) < 2:
             continue
         leaders = _leading_settings(name, known)
-        if not leaders or name in overridden or not _follows(known, name, leaders):
+        if not leaders or name in overridden or not follows(known, name, leaders):
             kept.append(name)
     return kept
 
@@ -226,7 +226,7 @@ def _leading_settings(name: str, known: Sequence[Settings]) -> tuple[str, ...]:
     return (section,) if dot else ()
 
 
-def _follows(known: Sequence[Settings], name: str, leaders: Sequence[str]) -> bool:
+def follows(known: Sequence[Settings], name: str, leaders: Sequence[str]) -> bool:
     """Return whether equal values of the leading settings imply equal values."""
     values: dict[str, str] = {}
     for settings in known:

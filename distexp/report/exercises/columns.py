@@ -87,10 +87,9 @@ def _first_gpu(group: RunGroup, key: str) -> list[float]:
 
     The first GPU of a run may be any of the machine, as with ``CUDA_VISIBLE_DEVICES``.
     """
-    of_runs = [
-        [entry for entry in row.record.memory.get("gpu") or [] if entry["node"] == 0] for row in group.counted_rows
-    ]
-    values = [min(entries, key=itemgetter("index")).get(key) for entries in of_runs if entries]
+    gpus = [row.record.memory.get("gpu") or [] for row in group.counted_rows]
+    of_node_0 = [[entry for entry in entries if entry["node"] == 0] for entries in gpus]
+    values = [min(entries, key=itemgetter("index")).get(key) for entries in of_node_0 if entries]
     return [value for value in values if value is not None]
 
 

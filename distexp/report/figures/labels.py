@@ -57,13 +57,8 @@ class Frame:
 
     def pixels(self, row: Row) -> tuple[float, float]:
         """Return the position of a row, from the upper left corner."""
-        across, up = _fraction(row["cost"], self.x), _fraction(row["speed"], self.y)
+        across, up = ((row[name] - low) / (high - low) for name, (low, high) in (("cost", self.x), ("speed", self.y)))
         return self.width * across, self.height * (1 - up)
-
-
-def _fraction(value: float, ends: Range) -> float:
-    low, high = ends
-    return (value - low) / (high - low)
 
 
 @dataclass(frozen=True)
@@ -129,15 +124,12 @@ def _places_in(
     taken = [Box(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in centers]
     for point, (x, y) in zip(points, centers, strict=False):
         boxes = {place: place.box(x, y, point["run"]) for place in PLACES}
-        free = [place for place, box in boxes.items() if _is_free(box, taken, frame)]
+        inside = {place: box for place, box in boxes.items() if box.left >= 0 and box.right <= frame.width}
+        free = [place for place, box in inside.items() if not any(map(box.overlaps, taken))]
         if free:
             best = min(free, key=lambda place: any(map(boxes[place].overlaps, lines)))
             taken.append(boxes[best])
             yield point, best
-
-
-def _is_free(box: Box, taken: Sequence[Box], frame: Frame) -> bool:
-    return box.left >= 0 and box.right <= frame.width and not any(map(box.overlaps, taken))
 
 
 def _step_boxes(frame: Frame, line: Sequence[Row]) -> Iterator[Box]:
