@@ -9,19 +9,11 @@ from distexp.config import ModelConfig
 from distexp.config.keys import speed_references
 from distexp.config.overrides import format_count
 from distexp.console.run_notes import busy_core_lines, energy_lines, padding_lines
+from distexp.runs import texts as run_texts
 from distexp.runs.memory_trace import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import (
-    STAND_IN,
-    describe_straggler,
-    failure_text,
-    memory_lines,
-    missing_costs,
-    model_label,
-    record_model_label,
-)
 from distexp.strategies.base import strategy_label
 from distexp.system.typed_values import cpu_peak_mib, device_values
 from distexp.system.units import MIB, format_tflops
@@ -43,7 +35,7 @@ def run_title(spec: RunSpec) -> str:
     if config.is_preflight:
         return f"preflight with {workers}{nodes}"
     engine = "" if config.engine.name == "native" else f", {config.engine.name}"
-    model = model_label(config.model.name, config.scale.name)
+    model = run_texts.model_label(config.model.name, config.scale.name)
     return (
         f"{model} on {config.dataset.name}, {strategy_label(config)}{engine}, {config.precision.name}, {workers}{nodes}"
     )
@@ -62,9 +54,9 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield from _memory(record)
     yield from _prediction(record)
     if metrics.stragglers:
-        yield "slow ranks", ". ".join(map(describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
+        yield "slow ranks", ". ".join(map(run_texts.describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
     yield from energy_lines(metrics.energy or {})
-    if missing := "; ".join(missing_costs(record)):
+    if missing := "; ".join(run_texts.missing_costs(record)):
         yield "not measured", missing
     if metrics.train_runtime is not None:
         attempts = record.run.attempts
@@ -77,9 +69,9 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 def _error(record: RunRecord) -> Iterator[tuple[str, str]]:
     if record.error is None:
         return
-    text, rank = failure_text(record), f"rank {record.error.rank}"
+    text, rank = run_texts.failure_text(record), f"rank {record.error.rank}"
     yield "error", text if record.error.rank is None or rank in text else f"{text} ({rank})"
-    yield from memory_lines(record.error.memory) if record.error.memory else ()
+    yield from run_texts.memory_lines(record.error.memory) if record.error.memory else ()
 
 
 def _preflight(preflight: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -97,8 +89,11 @@ def _preflight(preflight: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
     if (built := record.built) is not None:
-        label, wrapper = record_model_label(record), "no wrapper" if built.wrapper == "none" else built.wrapper
-        stand_in = f" ({label})" if STAND_IN in label else ""
+        label, wrapper = (
+            run_texts.record_model_label(record),
+            "no wrapper" if built.wrapper == "none" else built.wrapper,
+        )
+        stand_in = f" ({label})" if run_texts.STAND_IN in label else ""
         model = f"{built.parameters:,} parameters{stand_in}, {built.optimizer}"
         yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}, {model}"
     if kernels := describe_kernels(record.config):

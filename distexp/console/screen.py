@@ -87,15 +87,13 @@ class LiveRun:
             progress.update(task, description="compile")
 
     def _show_event(self, event: dict[str, Any]) -> None:
-        if "eval_loss" in event:
-            accuracy = event["eval_accuracy"]
-            more = "" if accuracy is None else f", accuracy {accuracy:.1%}, top-5 {event['eval_top5_accuracy']:.1%}"
-            self._print(
-                f"epoch {event['epoch']}: train loss {format_loss(event['train_loss'])}, "
-                f"eval loss {format_loss(event['eval_loss'])}{more}"
-            )
-        elif "epoch" in event:
-            self._print(f"epoch {event['epoch']}: train loss {format_loss(event['train_loss'])}")
+        if "epoch" in event:
+            losses = f"train loss {format_loss(event['train_loss'])}"
+            if "eval_loss" in event:
+                losses += f", eval loss {format_loss(event['eval_loss'])}"
+            if (accuracy := event.get("eval_accuracy")) is not None:
+                losses += f", accuracy {accuracy:.1%}, top-5 {event['eval_top5_accuracy']:.1%}"
+            self._print(f"epoch {event['epoch']}: {losses}")
         elif "exact_match" in event:
             self._print(f"answers: {format_answer_scores(event['exact_match'], event['f1'])}")
         elif "phase" in event and self.progress is not None and self.task is not None:
@@ -146,13 +144,8 @@ class Screen:
     def follow(self, spec: RunSpec, directory: Path) -> Iterator[LiveRun]:
         """Show a run until the block ends."""
         self.show_start(spec, directory)
-        live = LiveRun(
-            self.console,
-            events=Tail(directory / EVENTS),
-            metrics=Tail(directory / METRICS),
-            log=Tail(log_path(directory, 0, 0)),
-            operators=Tail(directory / OPERATORS),
-        )
+        events, metrics, operators = (Tail(directory / name) for name in (EVENTS, METRICS, OPERATORS))
+        live = LiveRun(self.console, events, metrics, Tail(log_path(directory, 0, 0)), operators=operators)
         if not self.console.is_terminal:
             yield live
             live.refresh()
@@ -268,14 +261,14 @@ class TrialScreen(Screen):
     def show_result(self, record: RunRecord, directory: Path, messages: Sequence[str] = ()) -> None:
         """Print a line about a trial that has ended."""
         self.records.append(record)
-        self.print(trial_line(record, self.labels.get(record.run.number, "")))
+        self.print(_trial_line(record, self.labels.get(record.run.number, "")))
 
     def show_invalid(self, record: RunRecord) -> None:
         """Print a line about a trial that cannot run."""
         self.show_result(record, self.sweep_dir)
 
 
-def trial_line(record: RunRecord, label: str) -> str:
+def _trial_line(record: RunRecord, label: str) -> str:
     """Return a line: ``trial 3: fsdp full_shard, micro-batch 16 x 2: 812.0 samples/s, 23 steps, 31 s``."""
     metrics, number = record.metrics, record.run.number
     time = f"{record.run.duration_s or 0.0:,.0f} s"

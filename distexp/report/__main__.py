@@ -98,9 +98,8 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
 def compare(before: Path, after: Path) -> int:
     """Print the comparison of two sweeps. Return 1 if there are regressions."""
     rows_before, rows_after = _load([before])[0], _load([after])[0]
-    for directory, rows in ((before, rows_before), (after, rows_after)):
-        if not rows:
-            return _no_records([directory])
+    if not rows_before or not rows_after:
+        return _no_records([after if rows_before else before])
     comparison = Comparison.of(rows_before, rows_after)
     if not comparison.pairs:
         return _print_error(f"{before} and {after} have no configuration in common: nothing to compare")
@@ -111,8 +110,7 @@ def compare(before: Path, after: Path) -> int:
 def _load(directories: Sequence[Path]) -> tuple[list[Row], list[str]]:
     rows, skipped = load_rows(directories)
     messages = [f"skipped: {message}" for message in skipped]
-    for message in messages:
-        print(message, file=sys.stderr)
+    print(*messages, sep="\n", end="\n" if messages else "", file=sys.stderr)
     return rows, messages
 
 

@@ -281,7 +281,7 @@ def _global_batches(overview: Overview) -> Iterator[str]:
 
 def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:
     if overview.baseline is not None and METRICS_BY_NAME[SPEEDUP].title not in hidden:
-        several = len(group_by_task([group for group in overview.groups if group.completed])) > 1
+        several = len({group.task for group in overview.groups if group.completed}) > 1
         only = f" Only runs of {overview.baseline.task} have one." if several else ""
         yield f"Speedup: samples/s relative to {overview.describe(overview.baseline)}.{only}"
         if any(overview.mark(SPEEDUP, group) == NOISE_MARK for group in overview.groups):
@@ -305,8 +305,7 @@ def _repeats(overview: Overview) -> Iterator[str]:
 
 
 def _incomplete_runs(overview: Overview) -> Iterator[str]:
-    counts = Counter(row.record.status for row in overview.rows if not row.completed)
-    if counts:
+    if counts := Counter(row.record.status for row in overview.rows if not row.completed):
         each = ", ".join(f"{count} {status}" for status, count in counts.items())
         yield f"{sum(counts.values())} of {len(overview.rows)} runs did not complete: {each}."
 

@@ -80,8 +80,7 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     completed: dict[str, Any] = dict(config)
     for section, defaults in _defaults().items():
-        present = completed.get(section)
-        if isinstance(present, Mapping) and not defaults.keys() <= present.keys():
+        if isinstance(present := completed.get(section), Mapping):
             completed[section] = {**present, **{name: defaults[name] for name in defaults if name not in present}}
     return completed
 
@@ -122,8 +121,8 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
 
 def training_key(settings: Mapping[str, Any]) -> str:
     """Return a key that ignores the seed and the environment settings."""
-    ignored = {name for name in settings if name == SEED or is_environment_setting(name)}
-    return value_key({name: value for name, value in settings.items() if name not in ignored})
+    kept = {name: value for name, value in settings.items() if name != SEED and not is_environment_setting(name)}
+    return value_key(kept)
 
 
 def value_key(value: Any) -> str:

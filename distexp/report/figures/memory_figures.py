@@ -23,17 +23,7 @@ from distexp.report.data.memory_by_part import (
 from distexp.report.data.metrics import PARTS
 from distexp.report.data.overview import Overview
 from distexp.report.data.run_settings import run_label
-from distexp.report.figures.base import (
-    MAX_COLORS,
-    PHASES,
-    Figure,
-    LegendEntry,
-    Panel,
-    color,
-    color_by,
-    describe_selection,
-    inline_data,
-)
+from distexp.report.figures import base
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.memory_trace import CPU
@@ -46,7 +36,7 @@ COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}  # 
 MAX_PEAK_BARS = 16  # each with a predicted one
 PEAK_BAR_HEIGHT = 24  # pixels
 PREDICTED_OPACITY = 0.55
-PEAK_COLORS = {title: f"c{n}" if n <= MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
+PEAK_COLORS = {title: f"c{n}" if n <= base.MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
 PEAK_COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
 PREDICTED_HEIGHT = 190  # pixels
 PREDICTED_CAPTION = (
@@ -58,14 +48,14 @@ DEVICES = {"gpu": "GPU", "cpu": "CPU"}
 MEMORY_LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
 
 
-def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no run measured its parts."""
     table = build_parts_table(overview)
     if table is None:
         return None
-    legend = tuple(LegendEntry(title, shade, "bar") for title, shade in COLORS.items())
-    return Figure(
-        "memory_parts", "Memory by part", (Panel("", _draw_memory_parts(overview)),),
+    legend = tuple(base.LegendEntry(title, shade, "bar") for title, shade in COLORS.items())
+    return base.Figure(
+        "memory_parts", "Memory by part", (base.Panel("", _draw_memory_parts(overview)),),
         "One worker, without Python and libraries.", tables=(table,), legend=legend,
     )  # fmt: skip
 
@@ -80,16 +70,16 @@ def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
         for order, (name, title) in enumerate(PARTS.items()) if (value := group.metric(name))
     ]  # fmt: skip
     names = list(dict.fromkeys(row["run"] for row in rows))
-    bars = alt.Chart(inline_data(rows)).mark_bar().encode(
+    bars = alt.Chart(base.inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("run:N", sort=names, title=None, axis=label_axis(names)),
-        color=color_by("part:N", COLORS), order="order:Q",
+        color=base.color_by("part:N", COLORS), order="order:Q",
         tooltip=["run:N", "settings:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.3f")],
     )  # fmt: skip
     return alt.layer(bars).properties(height=bar_height(names, BAR_HEIGHT) * len(names))
 
 
-def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if the memory of no step was recorded."""
     found = measured_peaks(overview)
     if not found:
@@ -98,10 +88,10 @@ def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
     titles = [
         title for name, title in TITLES.items() if any(peak.parts.get(name) for run in shown for peak in run.peaks)
     ]
-    return Figure(
-        "peak_parts", "GPU memory by part at the peak", (Panel("", _draw_peak_parts(overview, shown, titles)),),
+    return base.Figure(
+        "peak_parts", "GPU memory by part at the peak", (base.Panel("", _draw_peak_parts(overview, shown, titles)),),
         " ".join(_describe(found)), tables=(build_peaks_table(overview, found),),
-        legend=tuple(LegendEntry(title, PEAK_COLORS[title], "bar") for title in titles),
+        legend=tuple(base.LegendEntry(title, PEAK_COLORS[title], "bar") for title in titles),
     )  # fmt: skip
 
 
@@ -122,10 +112,10 @@ def _draw_peak_parts(overview: Overview, shown: Sequence[GroupPeaks], titles: Se
     ]  # fmt: skip
     bars = list(dict.fromkeys(row["bar"] for row in rows))
     axis = label_axis(labels, "split(datum.label, '|')[1]")
-    parts = alt.Chart(inline_data(rows)).mark_bar().encode(
+    parts = alt.Chart(base.inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("bar:N", sort=bars, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15)),
-        color=color_by("part:N", {title: PEAK_COLORS[title] for title in titles}),
+        color=base.color_by("part:N", {title: PEAK_COLORS[title] for title in titles}),
         opacity=alt.condition("datum.kind === 'predicted'", alt.value(PREDICTED_OPACITY), alt.value(1)),
         order="order:Q",
         tooltip=["run:N", "settings:N", "kind:N", "phase:N", "part:N",
@@ -144,7 +134,7 @@ def _rows(overview: Overview, peaks: GroupPeaks, peak: Peak, label: str) -> Iter
             }  # fmt: skip
 
 
-def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no run was predicted."""
     table = build_predictions_table(overview)
     if table is None:
@@ -152,10 +142,10 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Fi
     drawn = [trace for trace in traces if trace.predicted]
     parts = [part for trace in drawn for part, mib in trace.predicted.items() if part != PHASE and any(mib)]
     colors = {part: PEAK_COLORS.get(TITLES.get(f"{part}_mib", ""), "muted") for part in parts}
-    panels = tuple(Panel(trace.name, _draw_prediction(trace.predicted, colors)) for trace in drawn)
-    caption = f"{PREDICTED_CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
-    legend = tuple(LegendEntry(part.replace("_", " "), shade, "bar") for part, shade in colors.items())
-    return Figure(
+    panels = tuple(base.Panel(trace.name, _draw_prediction(trace.predicted, colors)) for trace in drawn)
+    caption = f"{PREDICTED_CAPTION} {base.describe_selection(overview, drawn)}".strip() if drawn else ""
+    legend = tuple(base.LegendEntry(part.replace("_", " "), shade, "bar") for part, shade in colors.items())
+    return base.Figure(
         "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,), legend=legend
     )
 
@@ -168,38 +158,38 @@ def _draw_prediction(curve: Curve, colors: Mapping[str, str]) -> alt.LayerChart:
         for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(colors) if part in curve
     ]  # fmt: skip
     x = alt.X("position:Q", title="part of the step (%)", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(grid=False))
-    areas = alt.Chart(inline_data(rows)).mark_area(opacity=0.85).encode(
+    areas = alt.Chart(base.inline_data(rows)).mark_area(opacity=0.85).encode(
         x=x, y=alt.Y("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=5)), order="order:Q",
-        color=color_by("part:N", {part.replace("_", " "): shade for part, shade in colors.items()}),
+        color=base.color_by("part:N", {part.replace("_", " "): shade for part, shade in colors.items()}),
         tooltip=["phase:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
     )  # fmt: skip
     changes: list[dict[str, Any]] = [
         {"position": round(100 * n / last, 2), "phase": after}
         for n, (before, after) in enumerate(pairwise(curve[PHASE]), start=1) if before != after
     ]  # fmt: skip
-    lines = alt.Chart(inline_data(changes)).mark_rule(strokeDash=[4, 3], color=color("muted"))
+    lines = alt.Chart(base.inline_data(changes)).mark_rule(strokeDash=[4, 3], color=base.color("muted"))
     return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=PREDICTED_HEIGHT)
 
 
-def build_memory_trace(overview: Overview, traces: Sequence[RunTrace], *, kind: str) -> Figure | None:
+def build_memory_trace(overview: Overview, traces: Sequence[RunTrace], *, kind: str) -> base.Figure | None:
     """Build the figure of ``gpu`` or ``cpu`` memory over time; None if it was not sampled."""
     sampled = [trace for trace in traces if trace.curves(kind)]
     if not sampled:
         return None
     nodes = sorted({curve.node for trace in sampled for curve in trace.curves(kind)})
     recorded = {interval.phase for trace in sampled for interval in trace.phases}
-    phases = [phase for phase in PHASES if phase in recorded]
+    phases = [phase for phase in base.PHASES if phase in recorded]
     highest = max(mib for trace in sampled for curve in trace.curves(kind) for _, mib in curve.points)
     titles = [trace.name + ("" if trace.row.completed else f": {trace.row.record.status}") for trace in sampled]
     charts = [_draw_memory(trace, kind, highest, nodes, phases) for trace in sampled]
-    panels = tuple(map(Panel, titles, charts))
+    panels = tuple(map(base.Panel, titles, charts))
     shades = " Shades: phases of the run. White: its processes start or end." if phases else ""
-    caption = f"Line: {MEMORY_LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
+    caption = f"Line: {MEMORY_LINES[kind]}.{shades} {base.describe_selection(overview, traces)}".strip()
     sentences = (*_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
     title = f"{DEVICES[kind]} memory over time"
-    lines = [LegendEntry(f"node {node}", f"c{n % MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
-    areas = [LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
-    return Figure(
+    lines = [base.LegendEntry(f"node {node}", f"c{n % base.MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
+    areas = [base.LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
+    return base.Figure(
         f"{kind}_memory", title, panels, caption, sentences, legend=(*(lines if len(lines) > 1 else ()), *areas)
     )
 
@@ -220,7 +210,7 @@ def _draw_memory(
     domain = [f"node {node}" for node in nodes]
     legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke") if len(nodes) > 1 else None
     tooltip = ["node:N", alt.Tooltip("seconds:Q", format=".1f"), alt.Tooltip("mib:Q", title="MiB", format=",.0f")]
-    line = alt.Chart(inline_data(rows)).mark_line(strokeWidth=1.8, clip=True)
+    line = alt.Chart(base.inline_data(rows)).mark_line(strokeWidth=1.8, clip=True)
     lines = line.encode(x=x, y=y, tooltip=tooltip,
                         color=alt.Color("node:N", scale=alt.Scale(domain=domain), legend=legend))  # fmt: skip
     shades = [_shades(trace, phases)] if phases else []  # Vega cannot draw an empty list of colors.
@@ -230,8 +220,8 @@ def _draw_memory(
 def _shades(trace: RunTrace, phases: Sequence[str]) -> alt.Chart:
     drawn = [one for one in trace.phases if one.phase in phases]
     rows: list[dict[str, Any]] = [{"phase": one.phase, "begin": one.begin_s, "end": one.end_s} for one in drawn]
-    scale = alt.Scale(domain=list(phases), range=[color(f"phase-{phase}") for phase in phases])
-    areas = alt.Chart(inline_data(rows)).mark_rect(opacity=0.17)
+    scale = alt.Scale(domain=list(phases), range=[base.color(f"phase-{phase}") for phase in phases])
+    areas = alt.Chart(base.inline_data(rows)).mark_rect(opacity=0.17)
     return areas.encode(
         x=alt.X("begin:Q", title="time (s)"), x2="end:Q",
         fill=alt.Fill("phase:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal")),

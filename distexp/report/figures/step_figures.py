@@ -14,17 +14,7 @@ from distexp.config.overrides import join_first
 from distexp.report.data import step_parts
 from distexp.report.data.overview import Overview
 from distexp.report.data.run_settings import run_label
-from distexp.report.figures.base import (
-    Figure,
-    LegendEntry,
-    Panel,
-    Rows,
-    color,
-    color_by,
-    describe_selection,
-    inline_data,
-    inline_table,
-)
+from distexp.report.figures import base
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.step_files import PARTS, RankStep, read_ranks
@@ -55,18 +45,18 @@ class Bar:
     step: RankStep
 
 
-def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no run was profiled."""
     runs = step_parts.profiled_runs(overview)
     if not runs:
         return None
     bars = _name_bars(overview, runs)
-    return Figure(
-        "step_breakdown", "Where the step goes", (Panel("", _draw_breakdown(overview, runs, bars[:MAX_BARS])),),
+    return base.Figure(
+        "step_breakdown", "Where the step goes", (base.Panel("", _draw_breakdown(overview, runs, bars[:MAX_BARS])),),
         " ".join(_describe_breakdown(runs, len(bars))),
         tuple(_explain(overview, runs)),
         (step_parts.build_step_table(overview, runs),),
-        tuple(LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
+        tuple(base.LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
     )  # fmt: skip
 
 
@@ -114,8 +104,8 @@ def _draw_breakdown(overview: Overview, runs: Sequence[step_parts.ProfiledRun], 
     y = alt.Y("bar:N", sort=names, title=None, axis=label_axis(names), scale=alt.Scale(paddingInner=0.25))
     x = alt.X("ms:Q", title=unit.title, stack="zero", axis=alt.Axis(tickCount=6),
               scale=alt.Scale(domain=[0, ROOM * max(lengths)], nice=False))  # fmt: skip
-    parts = alt.Chart(inline_data(list(_parts(overview, runs, bars)))).mark_bar().encode(
-        x=x, y=y, color=color_by("part:N", _colors(bars)), order="order:Q",
+    parts = alt.Chart(base.inline_data(list(_parts(overview, runs, bars)))).mark_bar().encode(
+        x=x, y=y, color=base.color_by("part:N", _colors(bars)), order="order:Q",
         tooltip=["run:N", "rank:Q", "settings:N", "part:N",
                  alt.Tooltip("ms:Q", title=unit.title, format=",.3~f"),
                  alt.Tooltip("share:Q", title="of the step", format=".1%")],
@@ -123,7 +113,7 @@ def _draw_breakdown(overview: Overview, runs: Sequence[step_parts.ProfiledRun], 
     totals = [
         {"bar": name, "ms": length, "text": f"{length:,.3g}"} for name, length in zip(names, lengths, strict=True)
     ]
-    labels = alt.Chart(inline_data(totals)).mark_text(align="left", dx=5).encode(x="ms:Q", y=y, text="text:N")
+    labels = alt.Chart(base.inline_data(totals)).mark_text(align="left", dx=5).encode(x="ms:Q", y=y, text="text:N")
     return alt.layer(parts, labels).properties(height=bar_height(names, 30) * len(bars))
 
 
@@ -148,7 +138,7 @@ def _parts(overview: Overview, runs: Sequence[step_parts.ProfiledRun], bars: Seq
             }  # fmt: skip
 
 
-def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no run has the lanes of a step."""
     drawn = [trace for trace in traces if trace.lanes]
     if not drawn:
@@ -156,12 +146,12 @@ def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figur
     chosen = [(trace, choose_ranks(trace, max(1, MAX_RANKS // len(drawn)))) for trace in drawn]
     colors = assign_colors(rank for _, ranks in chosen for rank in ranks)
     panels = tuple(
-        Panel(trace.name, _draw_timeline(ranks, colors, f"zoom_{n}"), trace.profiles)
+        base.Panel(trace.name, _draw_timeline(ranks, colors, f"zoom_{n}"), trace.profiles)
         for n, (trace, ranks) in enumerate(chosen)
     )
-    legend = tuple(LegendEntry(label, shade, "bar") for label, shade in colors.items())
+    legend = tuple(base.LegendEntry(label, shade, "bar") for label, shade in colors.items())
     caption = " ".join(_describe_timeline(chosen))
-    return Figure("step_timeline", "Timeline of one step", panels, caption, legend=legend, is_wide=True)
+    return base.Figure("step_timeline", "Timeline of one step", panels, caption, legend=legend, is_wide=True)
 
 
 def choose_ranks(trace: RunTrace, limit: int) -> list[step_parts.RankLanes]:
@@ -203,20 +193,20 @@ def _draw_timeline(ranks: Sequence[step_parts.RankLanes], colors: dict[str, str]
     names = list(lanes)
     end = max(rank.step_ms for rank in ranks)
     zoom = alt.selection_interval(name=zoom_name, bind="scales", encodings=["x"], zoom=ZOOM)
-    data = inline_table(("lane", "begin", "end", "label"), rows)
+    data = base.inline_table(("lane", "begin", "end", "label"), rows)
     x = alt.X("begin:Q", title="time in the step (ms)", scale=alt.Scale(domain=[0, end], nice=False),
               axis=alt.Axis(tickCount=8))  # fmt: skip
     y = alt.Y("lane:N", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, grid=False),
               scale=alt.Scale(domain=names, paddingInner=0.2))  # fmt: skip
     spans = alt.Chart(data).transform_calculate(ms="datum.end - datum.begin").mark_bar(clip=True).encode(
-        x=x, x2="end:Q", y=y, color=color_by("label:N", colors),
+        x=x, x2="end:Q", y=y, color=base.color_by("label:N", colors),
         tooltip=["lane:N", "label:N", alt.Tooltip("begin:Q", title="start (ms)", format=",.3f"),
                  alt.Tooltip("ms:Q", title="duration (ms)", format=",.3f")],
     ).add_params(zoom)  # fmt: skip
     return alt.layer(spans).properties(height=LANE_HEIGHT * len(names))
 
 
-def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no step time was measured."""
     ticks = [
         {"run": trace.name, "ms": round(1000 * entry["step_time_s"], 3)}
@@ -231,9 +221,9 @@ def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
     counts = sorted({trace.row.settings.get("log_every") or 1 for trace in traces})
     thin = "one step" if counts == [1] else f"mean of {join_first(map(str, counts))} steps (train.log_every)"
     marks = f"Dot: median. Bar: up to the 90th percentile. Each thin line: {thin}. The first steps are left out."
-    caption = f"{marks} {describe_selection(overview, traces)}".strip()
-    panels = (Panel("", _draw_times(traces, ticks, quantiles)),)
-    return Figure("step_times", "Step times", panels, caption, tuple(_data_wait(traces)))
+    caption = f"{marks} {base.describe_selection(overview, traces)}".strip()
+    panels = (base.Panel("", _draw_times(traces, ticks, quantiles)),)
+    return base.Figure("step_times", "Step times", panels, caption, tuple(_data_wait(traces)))
 
 
 def _measured(trace: RunTrace) -> list[dict[str, Any]]:
@@ -249,14 +239,14 @@ def _measured(trace: RunTrace) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _draw_times(traces: Sequence[RunTrace], ticks: Rows, quantiles: Rows) -> alt.LayerChart:
+def _draw_times(traces: Sequence[RunTrace], ticks: base.Rows, quantiles: base.Rows) -> alt.LayerChart:
     names = [trace.name for trace in traces]
     # One line per setting: a phone has no room for them in one line.
     labels = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False)
     lines = max(name.count(", ") + 1 for name in names)
     y = alt.Y("run:N", sort=names, title=None, axis=labels)
     x = alt.X("ms:Q", title="step time (ms)", scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=6))
-    thin = alt.Chart(inline_data(ticks)).mark_tick(thickness=1.5, opacity=0.45, size=16).encode(
+    thin = alt.Chart(base.inline_data(ticks)).mark_tick(thickness=1.5, opacity=0.45, size=16).encode(
         x=x, y=y, color=alt.Color("run:N", scale=alt.Scale(domain=names), legend=None),
         tooltip=["run:N", alt.Tooltip("ms:Q", format=",.2f")],
     )  # fmt: skip
@@ -264,14 +254,14 @@ def _draw_times(traces: Sequence[RunTrace], ticks: Rows, quantiles: Rows) -> alt
     return alt.layer(*marks).properties(height=max(34, 14 * lines + 10) * len(names))
 
 
-def _quantile_marks(quantiles: Rows, y: alt.Y) -> list[alt.Chart]:
+def _quantile_marks(quantiles: base.Rows, y: alt.Y) -> list[alt.Chart]:
     tooltip = ["run:N", *(alt.Tooltip(f"{key}:Q", title=f"{key} ms", format=",.2f") for key in ("p50", "p90", "max"))]
-    base = alt.Chart(inline_data(quantiles)).encode(y=y, tooltip=tooltip)
-    ink = {"color": color("ink"), "opacity": 1}
+    chart = alt.Chart(base.inline_data(quantiles)).encode(y=y, tooltip=tooltip)
+    ink = {"color": base.color("ink"), "opacity": 1}
     return [
-        base.mark_rule(strokeWidth=2, color=color("ink")).encode(x=alt.X("p50:Q"), x2="p90:Q"),
-        base.mark_point(filled=True, size=70, **ink).encode(x="p50:Q"),
-        base.mark_point(shape="stroke", angle=90, size=160, strokeWidth=2, **ink).encode(x="p90:Q"),
+        chart.mark_rule(strokeWidth=2, color=base.color("ink")).encode(x=alt.X("p50:Q"), x2="p90:Q"),
+        chart.mark_point(filled=True, size=70, **ink).encode(x="p50:Q"),
+        chart.mark_point(shape="stroke", angle=90, size=160, strokeWidth=2, **ink).encode(x="p90:Q"),
     ]
 
 

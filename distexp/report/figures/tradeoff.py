@@ -143,14 +143,14 @@ class _Channels:
     """The two settings shown as color and shape: the first ones with few enough values."""
 
     def __init__(self, overview: Overview, cost: str) -> None:
-        def count(name: str) -> int:
-            return len({format_setting(group.setting(name)) for group in overview.groups})
+        def find(most: int, taken: str | None = None) -> str | None:
+            values = {
+                name: {format_setting(group.setting(name)) for group in overview.groups} for name in overview.varied
+            }
+            return next((name for name, found in values.items() if name != taken and 2 <= len(found) <= most), None)
 
-        self.overview = overview
-        self.cost = cost
-        self.color = next((name for name in overview.varied if 2 <= count(name) <= MAX_COLORS), None)
-        others = (name for name in overview.varied if name != self.color and 2 <= count(name) <= len(SHAPES))
-        self.shape = next(others, None)
+        self.overview, self.cost, self.color = overview, cost, find(MAX_COLORS)
+        self.shape = find(len(SHAPES), self.color)
 
     def point(self, group: RunGroup) -> dict[str, Any]:
         """Return the data of a point."""
@@ -173,9 +173,8 @@ class _Channels:
             ("shape", self.shape, alt.Shape, {"range": SHAPES}),
         ):
             if setting:
-                domain = list(dict.fromkeys(point[channel] for point in points))
+                scale = alt.Scale(domain=list(dict.fromkeys(point[channel] for point in points)), **options)
                 legend = alt.Legend(title=setting, direction="horizontal", columns=LEGEND_COLUMNS)
-                scale = alt.Scale(domain=domain, **options)
                 found[channel] = encode(f"{channel}:N", scale=scale, legend=legend)
         return found
 
@@ -235,15 +234,12 @@ def _by_offload(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[R
 
 
 def _time(baseline: RunGroup, group: RunGroup) -> str:
-    if not group.completed:
-        return group.status
-    if not baseline.completed:
-        return f"{baseline.status} without it"
+    if not (group.completed and baseline.completed):
+        return f"{baseline.status} without it" if group.completed else group.status
     before, after = baseline.metric(SPEED), group.metric(SPEED)
     if not (before and after and after.mean):
         return "-"
-    noise = " (within noise)" if is_within_noise(before, after) else ""
-    return f"{before.mean / after.mean:.2f}x{noise}"
+    return f"{before.mean / after.mean:.2f}x{' (within noise)' if is_within_noise(before, after) else ''}"
 
 
 def _memory(baseline: RunGroup, group: RunGroup, name: str) -> str:
