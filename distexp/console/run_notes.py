@@ -73,7 +73,9 @@ def _options(record: RunRecord, share: float) -> Iterator[str]:
     dataset, can_vary = config["dataset"], config["train"].get("compile") not in WHOLE_MODEL
     if dataset.get("packing") or dataset.get("bucketing"):
         return
-    if "packing" in dataset["keys"] and model["_target_"] in ATTENTIONS and _fills_rows(record, share):
+    # Packed samples must fill a micro-batch of each worker. With fewer rows, packing is refused.
+    rows = (record.metrics.steps_per_epoch or 0) * config["train"]["gradient_accumulation_steps"] * (1 - share)
+    if "packing" in dataset["keys"] and model["_target_"] in ATTENTIONS and rows >= 1:
         # Packing requires an attention that keeps the samples of a row apart.
         is_unpacked = model["attention"] in UNPACKED_ATTENTION.get(model["_target_"], ())
         yield "model.attention=sdpa dataset.packing=true" if is_unpacked else "dataset.packing=true"
@@ -81,12 +83,6 @@ def _options(record: RunRecord, share: float) -> Iterator[str]:
         yield "dataset.bucketing=true"
     if "padding" in dataset["keys"] and can_vary and dataset["padding"] != "longest":
         yield "dataset.padding=longest"
-
-
-def _fills_rows(record: RunRecord, share: float) -> bool:
-    """Return whether packed samples fill a micro-batch of each worker. With fewer rows, packing is refused."""
-    accumulation: int = record.config["train"]["gradient_accumulation_steps"]
-    return (record.metrics.steps_per_epoch or 0) * accumulation * (1 - share) >= 1
 
 
 def build_message(entry: dict[str, Any]) -> str | None:

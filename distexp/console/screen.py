@@ -34,9 +34,8 @@ from distexp.runs.texts import failure_text
 from distexp.system.files import Tail, printable
 from distexp.system.units import format_about
 
+# Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log.
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
-"""Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log."""
-
 MIN_SPREAD = 1.5  # longest over shortest duration from which both are printed
 
 

@@ -13,9 +13,8 @@ from distexp.explain.step_profile import StepProfile, fits, free_cores, had_no_c
 from distexp.hardware.facts import gpu_facts
 from distexp.strategies.traits import ADAMW_STATES, Advice
 
+# Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself.
 CORES_ARE_THE_CAUSE = 0.5
-"""Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself."""
-
 MANY_OTHER_KERNELS = 0.3  # share of kernels other than matrix products from which fusing them is worth the compilation
 
 Alternatives = Iterator[Advice]

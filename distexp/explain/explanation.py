@@ -92,9 +92,8 @@ def explain_profile(profile: step_profile.StepProfile) -> Explanation:
 BOUND_SHARE = 0.3  # share from which a run is bound by its bottleneck
 COMPUTE_BOUND_SHARE = 0.7  # share of kernels from which a run without a bottleneck is compute-bound
 NAMED_SHARE = 0.05  # share from which the largest part other than the kernels is named in a compute-bound run
+# Share of a step without cores from which the parts of a CPU are not those of the training alone.
 NOTED_WAIT_FOR_CORES = 0.1
-"""Share of a step without cores from which the parts of a CPU are not those of the training alone."""
-
 BOUND = {  # what a run is called if the part takes BOUND_SHARE of its steps
     "exposed_communication": "communication-bound",
     "waiting": "waiting for a slow rank",

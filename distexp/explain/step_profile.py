@@ -142,9 +142,8 @@ class StepProfile:
 # The rank that the others wait for: in which part it takes longer, and whether its CPU does.
 
 SLOWER = 0.3  # fraction of the waiting by which a rank must take longer than the others to be its cause
+# Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause.
 MISSING_CORE = 0.5
-"""Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause."""
-
 LOCAL_PARTS = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer", "host")
 """Parts in which a rank does not depend on the others."""
 

@@ -14,9 +14,8 @@ from distexp.preflight.machine import CurvePoint, MachineCurves
 
 FAST_BANDWIDTH = 0.25  # fraction of the bandwidth that the protocol LL reaches (NCCL, tuning.cc)
 TREE_BANDWIDTH = 0.9  # fraction of the bandwidth that a tree reaches (NCCL, tuning.cc)
+# Latency of a collective without its hops (NCCL, tuning.cc, table baseLat).
 BASE_RING_FAST, BASE_RING_SIMPLE, BASE_TREE_FAST, BASE_TREE_SIMPLE = 3.6e-6, 8.4e-6, 4.4e-6, 0.0
-"""Latency of a collective without its hops (NCCL, tuning.cc, table baseLat)."""
-
 MEASURED, SCALED, MODEL = "measured", "scaled", "model"
 
 SIMILAR_KINDS = {  # measured kind whose curve is used for a kind that the preflight does not measure

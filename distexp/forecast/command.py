@@ -68,8 +68,7 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
     if not any(row.forecast for row in rows):
         raise ConfigError(list(dict.fromkeys(row.error for row in rows)))
     console, workers = make_console(), "GPUs" if run.on_gpu else "workers"
-    print_plain(console, answer(rows, workers))
-    for line in _disturbed(run):
+    for line in (answer(rows, workers), *_disturbed(run)):
         print_plain(console, line)
     console.print()
     for part in sizes_table(rows, workers, console.width):
@@ -165,7 +164,7 @@ NETWORK_KEYS = ("network", "rail_optimized", "oversubscription")
 
 def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
     """Return the options that make a forecast one for another machine, as typed; empty without them."""
-    default, found = ForecastConfig(), []
+    found = []
     if options.preflight is not None:
         measured = None
         with suppress(ValueError):
@@ -173,11 +172,9 @@ def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
         if measured != predictions.machine_name(profiled):
             found.append(f"forecast.preflight={options.preflight}")
     # A record does not have its network, so each option of it is an assumption. One node has no network.
-    for name in NETWORK_KEYS if nodes > 1 else ():
-        value = getattr(options, name)
-        if value != getattr(default, name):
-            found.append(f"forecast.{name}={str(value).lower()}")
-    return " ".join(found)
+    values = {name: getattr(options, name) for name in NETWORK_KEYS if nodes > 1}
+    changed = {name: value for name, value in values.items() if value != getattr(ForecastConfig(), name)}
+    return " ".join([*found, *(f"forecast.{name}={str(value).lower()}" for name, value in changed.items())])
 
 
 CACHED, OFF = "cached", "off"

@@ -119,17 +119,14 @@ def fill_sizes(items: Sequence[Item], model: StepModel, communication: StepCommu
 
     counts = Counter(sharing(item) for item in items if isinstance(item, Collective) and item.bytes is None)
     seen: Counter[tuple[str, str, int]] = Counter()
-    found: list[Item] = []
-    for item in items:
-        if not isinstance(item, Collective) or item.bytes is not None:
-            found.append(item)
-            continue
-        key = sharing(item)
-        size = SCALAR_BYTES
-        if is_gradient_reduction(item):
-            size = communication.reduction_sizes(model, counts[key])[seen[key]]
-        elif item.kind in GATHERS:
-            size = element_count(model) * communication.weight_bytes // counts[key]
-        seen[key] += 1
-        found.append(replace(item, bytes=size))
+    found: list[Item] = list(items)
+    for position, item in enumerate(items):
+        if isinstance(item, Collective) and item.bytes is None:
+            key, size = sharing(item), SCALAR_BYTES
+            if is_gradient_reduction(item):
+                size = communication.reduction_sizes(model, counts[key])[seen[key]]
+            elif item.kind in GATHERS:
+                size = element_count(model) * communication.weight_bytes // counts[key]
+            seen[key] += 1
+            found[position] = replace(item, bytes=size)
     return tuple(found)

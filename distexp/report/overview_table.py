@@ -38,9 +38,8 @@ from distexp.tables.text_table import render_text_table, without_wide_labels
 
 MAX_ROWS = 200  # on a terminal
 MAX_NOTES = 20
+# Importance of the first settings, relative to the metrics; the others are hidden before any metric.
 SETTING_IMPORTANCE = (columns.ALWAYS - 2, 94, 92, 88)
-"""Importance of the first settings, relative to the metrics; the others are hidden before any metric."""
-
 MAX_TASKS, FEW_STEPS = 4, 5
 SAME = 0.005  # relative difference
 CPU_SPEEDS = "Speeds on CPU vary with other programs"

@@ -71,14 +71,11 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
     if largest > curves[0].tolerance:
         pair = f"{one.name} and {other.name}"
         difference = f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
-        return f"{difference} {DROPOUT}" if any(map(_has_dropout, curves)) else difference
+        models = [curve.trace.row.record.config.get("model") or {} for curve in curves]
+        return f"{difference} {DROPOUT}" if any(model.get("dropout") for model in models) else difference
     gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
     is_complete = all(one.steps == other.steps for one, other in pairs)
     return f"Same training: losses of {runs} {gap} at every {'logged' if is_complete else 'common logged'} step."
-
-
-def _has_dropout(curve: LossCurve) -> bool:
-    return bool((curve.trace.row.record.config.get("model") or {}).get("dropout"))
 
 
 @dataclass(frozen=True)
@@ -153,12 +150,10 @@ def all_coincide(curves: Sequence[LossCurve]) -> bool:
 def any_overlap(curves: Sequence[LossCurve]) -> bool:
     """Return whether two curves look like one, at most of their steps."""
     low, high = loss_range(curves)
-    return any(_distance(*pair) < OVERLAPPING * (high - low) for pair in combinations(curves, 2))
-
-
-def _distance(one: LossCurve, other: LossCurve) -> float:
-    """Return how far apart two lines are, or the marks of their evaluations if these are closer."""
-    return min(_median_distance(one.training, other.training), _median_distance(one.evaluation, other.evaluation))
+    pairs = list(combinations(curves, 2))
+    losses = [(one.training, other.training) for one, other in pairs]
+    losses += [(one.evaluation, other.evaluation) for one, other in pairs]
+    return any(_median_distance(*pair) < OVERLAPPING * (high - low) for pair in losses)
 
 
 def _median_distance(one: Losses, other: Losses) -> float:

@@ -11,9 +11,8 @@ from distexp.runs.record import RunRecord
 from distexp.statistics.noise import step_noise
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
 
+# A function that returns a metric of a run, or None if it was not measured. Some functions here return one.
 ReadMetric = Callable[[RunRecord], float | None]
-"""A function that returns a metric of a run, or None if it was not measured. Some functions here return one."""
-
 SPEED = "train_samples_per_second"
 STEP_NOISE = "train_samples_per_second_step_noise_pct"
 NOISE = "train_samples_per_second_noise_pct"
@@ -68,12 +67,6 @@ def last_percent(name: str) -> ReadMetric:
         return 100 * float(fractions[-1]) if fractions else None
 
     return read
-
-
-def step_noise_percent(record: RunRecord) -> float | None:
-    """Return the noise of the speed between steps, in percent of the speed."""
-    noise = step_noise(record.metrics.speed_error)
-    return None if noise is None else 100 * noise
 
 
 def largest_of_devices(kind: str, key: str) -> ReadMetric:
@@ -211,7 +204,7 @@ METRICS = (  # memory is that of the GPU, rank or node that uses most; utilizati
     *TABLE_METRICS,
     *(Metric(name, value_at(f"metrics.{name}")) for name in _FILE_METRICS),
     Metric("hfu_of_ceiling_pct", value_at("metrics.hfu_of_ceiling", 100)),
-    Metric(STEP_NOISE, step_noise_percent),
+    Metric(STEP_NOISE, lambda record: (noise := step_noise(record.metrics.speed_error)) and 100 * noise),
     Metric(NOISE, filled_in_later),
     Metric(EXPOSED, value_at("metrics.communication.exposed_share", 100)),
     *(Metric(f"energy_{name}", value_at(f"metrics.energy.{name}")) for name in _FILE_ENERGIES),

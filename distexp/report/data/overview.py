@@ -47,7 +47,7 @@ class Overview:
             for row in group.counted_rows:
                 row.metrics[NOISE] = 100 * speed.noise / speed.mean if speed and speed.noise and speed.mean else None
         varied = varying_settings([row.record for row in rows], [row.settings for row in rows])
-        if any(group.has_several_seeds for group in groups):
+        if any(len({row.settings.get(SEED) for row in group.rows}) > 1 for group in groups):
             varied = [name for name in varied if name != SEED]
         series = find_scaling_series(groups, varied)
         add_efficiency(series)

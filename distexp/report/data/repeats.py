@@ -82,11 +82,6 @@ class RunGroup:
         """Settings by short name; the runs share all but the seed."""
         return self.rows[0].settings
 
-    @property
-    def has_several_seeds(self) -> bool:
-        """Return whether the seeds of the runs differ."""
-        return len({row.settings.get(run_settings.SEED) for row in self.rows}) > 1
-
     def setting(self, name: str) -> Any:
         """Return a setting that all of the runs share."""
         return self.settings.get(name)
@@ -205,7 +200,9 @@ def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings])
     overridden = run_settings.overridden_names(records)
     kept = []
     for name in dict.fromkeys(name for settings_of_run in settings for name in settings_of_run):
-        if run_settings.is_environment_setting(name) and not run_settings.is_distinguishing(name, overridden):
+        # Hardware always distinguishes runs, another environment setting only if a user set it.
+        is_chosen = run_settings.is_hardware(name) or {name, name.partition(".")[0]} & overridden
+        if run_settings.is_environment_setting(name) and not is_chosen:
             continue
         known = [own for record, own in zip(records, settings, strict=True) if _is_known(record, name, own)]
         if len({run_settings.value_key(own.get(name)) for own in known}) < 2:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
@@ -171,11 +171,6 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
     variables = environment.variables if environment else {}
     found |= {name: value for name, value in variables.items() if not name.startswith(IGNORED_VARIABLES)}
     return {GPU: environment.gpu_name if environment else None, **found}
-
-
-def is_distinguishing(name: str, overridden: Collection[str]) -> bool:
-    """Return whether an environment setting may distinguish runs: hardware always, a key only if a user set it."""
-    return is_hardware(name) or name in overridden or name.partition(".")[0] in overridden
 
 
 def knows_hardware(record: RunRecord) -> bool:

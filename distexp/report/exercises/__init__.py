@@ -11,7 +11,7 @@ from distexp.report.data.metrics import NOT_OFFLOADED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, collect
 from distexp.report.data.run_settings import format_settings
-from distexp.report.exercises.columns import Layout, Reasons, RowKey, format_row, load_layouts
+from distexp.report.exercises.columns import Layout, RowKey, format_row, load_layouts
 from distexp.tables.text_table import TextTable
 
 PRINTED = "printed in the workshop"
@@ -42,7 +42,7 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
     baseline = next((group for key, group in keyed if key == layout.keys[0] and group and group.completed), None)
     counts = Counter(key for key, _ in keyed)
     rows: list[TableRow] = []
-    reasons = Reasons()
+    reasons: dict[str, str] = {}
     for key, group in keyed:
         labels = layout.labels_of(key)
         if group is not None and counts[key] > 1:
@@ -56,7 +56,7 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
     note = " ".join(filter(None, [describe_scale(groups), *notes]))
     build = _build_transposed if layout.transpose else _build
     table = build(f"{layout.title} ({exercise})", layout, rows)
-    return replace(table, note=note, reasons=reasons.numbered())
+    return replace(table, note=note, reasons=tuple(f"{number} {text}" for text, number in reasons.items()))
 
 
 def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKey, RunGroup | None]]:

@@ -28,9 +28,8 @@ UNITS = {  # factors from the unit of the metric, which is MiB for memory
     "million": 1e-6,
 }
 
+# Units of a cell below 0.1 of the column's unit, with their factor.
 SMALLER_UNITS = {"GB": ("MB", 1e3), "GiB": ("MiB", 1024.0)}
-"""Units of a cell below 0.1 of the column's unit, with their factor."""
-
 MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")  # ends of the names of metrics that a failed run has too
 
 RowKey = tuple[Any, ...]  # values of the settings that identify a row
@@ -63,11 +62,6 @@ class ExerciseColumn:
         ratio = statistics.fmean(values) / statistics.fmean(others)
         return [1 / ratio if self.inverse else ratio]
 
-    @property
-    def needs_gpu(self) -> bool:
-        """Return whether runs on CPUs have no value."""
-        return self.gpu_0 or self.metric.startswith(("gpu_", "torch_", "predict"))
-
     def _values(self, group: RunGroup) -> list[float]:
         if self.metric == "parameters":
             values = [float(row.record.built.parameters) for row in group.counted_rows if row.record.built][:1]
@@ -93,33 +87,19 @@ def _first_gpu(group: RunGroup, key: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-@dataclass(frozen=True)
-class Reasons:
-    """The reasons why runs of a table failed, each of them once."""
-
-    texts: list[str] = field(default_factory=list)
-
-    def refer(self, text: str) -> str:
-        """Return the number of a reason, as ``[1]``."""
-        if text not in self.texts:
-            self.texts.append(text)
-        return f"[{self.texts.index(text) + 1}]"
-
-    def numbered(self) -> tuple[str, ...]:
-        """Return the reasons with their numbers."""
-        return tuple(f"[{number}] {text}" for number, text in enumerate(self.texts, 1))
-
-
 def format_row(
-    columns: Sequence[ExerciseColumn], group: RunGroup | None, baseline: RunGroup | None, reasons: Reasons
+    columns: Sequence[ExerciseColumn], group: RunGroup | None, baseline: RunGroup | None, reasons: dict[str, str]
 ) -> tuple[str, ...]:
-    """Return the cells of a row. The first cell of a failed run has its status and refers to the reason."""
+    """Return the cells of a row. The first cell of a failed run has its status and the number of its reason.
+
+    ``reasons`` has the numbers, as ``[1]``. New ones are added.
+    """
     if group is None:
         return ("not run", *[""] * (len(columns) - 1))
     if group.completed:
         return tuple(_format_cell(column, group, baseline) for column in columns)
     cells = [_format_failed_cell(column, group) for column in columns]
-    reference = reasons.refer("; ".join(failure_reasons(group.rows[0])))
+    reference = reasons.setdefault("; ".join(failure_reasons(group.rows[0])), f"[{len(reasons) + 1}]")
     return (f"{cells[0] or group.status} {reference}", *(cell or "-" for cell in cells[1:]))
 
 
@@ -129,7 +109,8 @@ def _format_cell(column: ExerciseColumn, group: RunGroup, baseline: RunGroup | N
     values = column.read(group, baseline)
     if values:
         return _format_values(column, values)
-    return "no GPU" if column.needs_gpu and group.setting("device") == "cpu" else "not measured"
+    needs_gpu = column.gpu_0 or column.metric.startswith(("gpu_", "torch_", "predict"))
+    return "no GPU" if needs_gpu and group.setting("device") == "cpu" else "not measured"
 
 
 def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:

@@ -10,13 +10,11 @@ from typing import Any
 import altair as alt
 
 FEW_BARS = 8  # so few bars have their settings as labels
+# Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line.
 LONGEST_LINE = 28
-"""Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line."""
-
 LINE_HEIGHT = 14  # pixels of a line of a label
+# Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one.
 CHART_WIDTHS = (220, 420, 800, 100_000)
-"""Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one."""
-
 LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
 MARK = 6.0  # pixels from the center of a mark to its border, at most
 Row = dict[str, Any]

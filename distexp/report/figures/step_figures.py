@@ -30,9 +30,8 @@ KNOWN = {  # Colors of labels. Those of parts are as in the figure of where the 
     "forward": "phase-setup", "backward": "phase-save",
 }  # fmt: skip
 
+# Colors of all other labels, such as the collectives.
 OTHERS = ("c3", "c5", "c8", "phase-search", "phase-warmup", "phase-eval")
-"""Colors of all other labels, such as the collectives."""
-
 ZOOM = "wheel![event.ctrlKey]"  # zoom with Ctrl only: without it the wheel scrolls the page
 
 

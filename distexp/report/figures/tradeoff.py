@@ -33,21 +33,14 @@ OFFLOADS = (False, True, "pinned")  # Values of `offload`. The first one that wa
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The horizontal axis: a metric of which less is better."""
-
-    metric: str
-    title: str
-    unit: str
-    number_format: str
-
-
-@dataclass(frozen=True)
 class Tradeoff:
     """The runs of a chart of a cost against throughput; the failed ones are crosses on the axis of the cost."""
 
     overview: Overview
-    cost: Cost
+    cost: str  # metric of which less is better
+    title: str
+    unit: str
+    number_format: str
     failed: tuple[RunGroup, ...] = ()
 
     @property
@@ -55,13 +48,13 @@ class Tradeoff:
         """Return the completed groups whose cost and speed were measured."""
         return [
             group for group in self.overview.groups
-            if group.completed and group.metric(self.cost.metric) and group.metric(SPEED)
+            if group.completed and group.metric(self.cost) and group.metric(SPEED)
         ]  # fmt: skip
 
     @property
     def fronts(self) -> list[list[RunGroup]]:
         """Return the Pareto fronts that are lines: a front of one run is a point."""
-        return [front for front in pareto_fronts(self.overview, self.cost.metric) if len(front) > 1]
+        return [front for front in pareto_fronts(self.overview, self.cost) if len(front) > 1]
 
     @property
     def has_labels(self) -> bool:
@@ -79,7 +72,7 @@ class Tradeoff:
 
     def draw(self) -> alt.LayerChart | None:
         """Draw the chart; None if there are no points."""
-        channels = _Channels(self.overview, self.cost.metric)
+        channels = _Channels(self.overview, self.cost)
         points = [channels.point(group) for group in self.groups]
         if not points:
             return None
@@ -91,7 +84,7 @@ class Tradeoff:
         fastest = max(row["speed"] for row in rows)
         frame = Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
         scales = [alt.Scale(domain=list(ends), nice=False, zero=False) for ends in (frame.x, frame.y)]
-        title = f"{self.cost.title} ({self.cost.unit})"
+        title = f"{self.title} ({self.unit})"
         x = alt.X("cost:Q", title=title, scale=scales[0], axis=alt.Axis(tickCount=8))
         y = alt.Y("speed:Q", title="samples/s", scale=scales[1])
         front = [
@@ -118,7 +111,7 @@ class Tradeoff:
     def _tooltip(self) -> list[alt.Tooltip]:
         return [
             alt.Tooltip("run:N"), alt.Tooltip("settings:N"), alt.Tooltip("status:N"),
-            alt.Tooltip("cost:Q", title=self.cost.unit, format=self.cost.number_format),
+            alt.Tooltip("cost:Q", title=self.unit, format=self.number_format),
             alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
         ]  # fmt: skip
 
@@ -186,7 +179,7 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
         return None
     failed = [group for group in overview.groups if "oom" in group.status and not group.completed]
     out_of_memory = tuple(group for group in failed if group.metric(memory))
-    tradeoff = Tradeoff(overview, Cost(memory, MEMORIES[memory], "MiB", ",.0f"), out_of_memory)
+    tradeoff = Tradeoff(overview, memory, MEMORIES[memory], "MiB", ",.0f", out_of_memory)
     chart = tradeoff.draw()
     if chart is None:
         return None
@@ -199,7 +192,7 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
 
 def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no energy was measured."""
-    tradeoff = Tradeoff(overview, Cost(ENERGY, "energy per sample", "J", ",.3~f"))
+    tradeoff = Tradeoff(overview, ENERGY, "energy per sample", "J", ",.3~f")
     chart = tradeoff.draw()
     if chart is None:
         return None

@@ -160,14 +160,11 @@ def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
     title = metric.title.replace("-\n", "").replace("\n", " ")
     column = {"title": title, "kind": "number", "digits": _digits(metric)}
     of_group = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
-    marks = [DISTURBED_MARK if _is_disturbed(row, metric) else of_group[id(row)] for row in overview.rows]
+    # The repeats of a disturbed run may be undisturbed.
+    speeds = [row for row in overview.rows if metric.name in (SPEED, SPEEDUP, EFFICIENCY)]
+    disturbed = {id(row) for row in speeds if row.metrics[metric.name] is not None and row.disturbance is not None}
+    marks = [DISTURBED_MARK if id(row) in disturbed else of_group[id(row)] for row in overview.rows]
     return column | {"marks": marks} if any(marks) else column
-
-
-def _is_disturbed(row: Row, metric: Metric) -> bool:
-    """Return whether a metric is the speed of a disturbed run, whose repeats may be undisturbed."""
-    is_speed = metric.name in (SPEED, SPEEDUP, EFFICIENCY) and row.metrics[metric.name] is not None
-    return is_speed and row.disturbance is not None
 
 
 def _digits(metric: Metric) -> int:
