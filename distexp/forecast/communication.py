@@ -183,12 +183,7 @@ def _parameters_by_worker(group: Sequence[int], part: int, shards: int) -> list[
 
 
 def shard_update(
-    items: Sequence[Item],
-    before: UpdateShare,
-    after: UpdateShare,
-    communication: StepCommunication,
-    *,
-    on_gpu: bool,
+    items: Sequence[Item], before: UpdateShare, after: UpdateShare, communication: StepCommunication, *, on_gpu: bool
 ) -> tuple[Item, ...]:
     """Return the items of a step with the update of another share."""
     update = [item for item in items if isinstance(item, Segment) and item.phase == OPTIMIZER]
