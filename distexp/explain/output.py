@@ -234,11 +234,10 @@ class ProfileComparison:
     @property
     def noise(self) -> float | None:
         """Return the noise of the difference of both speeds, relative to the higher speed; None if it is unknown."""
-        a_noise, b_noise = self.a.speed_noise, self.b.speed_noise
+        (a, a_noise), (b, b_noise) = (self.medians.a, self.a.speed_noise), (self.medians.b, self.b.speed_noise)
         if a_noise is None or b_noise is None:
             return None
-        fastest = min(self.medians.a, self.medians.b)
-        return math.hypot(a_noise * fastest / self.medians.a, b_noise * fastest / self.medians.b)
+        return math.hypot(a_noise * min(a, b) / a, b_noise * min(a, b) / b)
 
     @property
     def is_noise(self) -> bool:

@@ -128,9 +128,7 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
     found: dict[str, Any] = {
         "nodes": nodes,
         "workers_per_node": workers_per_node,
-        "step_time_s": forecast and forecast.step_time_s,
-        "low_s": forecast and forecast.low_s,
-        "high_s": forecast and forecast.high_s,
+        **{name: getattr(forecast, name, None) for name in ("step_time_s", "low_s", "high_s")},
         "samples_per_second": row.samples_per_second,
         "efficiency": row.efficiency,
         "efficiency_low": low,

@@ -92,11 +92,9 @@ def with_micro_batches(
     The first and the last micro-batch are as in the profiled step, which has at most three. Those between them are all
     alike. Gradients are reduced in the last one, unless the strategy reduces them in each.
     """
-    by_number: dict[int, list[Item]] = {}
-    for item in items:
-        if item.phase != OPTIMIZER:
-            by_number.setdefault(item.micro_batch, []).append(item)
-    blocks = [by_number[number] for number in sorted(by_number)]
+    forward_backward = [item for item in items if item.phase != OPTIMIZER]
+    numbers = sorted({item.micro_batch for item in forward_backward})
+    blocks = [[item for item in forward_backward if item.micro_batch == number] for number in numbers]
     if not blocks or (wanted == profiled and len(blocks) == profiled):
         return tuple(items)
     found: list[Item] = []
@@ -136,11 +134,8 @@ def _with_gathers_of(block: Sequence[Item], first: Sequence[Item]) -> list[Item]
     return found
 
 
-# The optimizer part of a step with another number of workers, if they shard the optimizer states.
-#
-# A worker then updates its share of the elements, so the kernels of the update and of the norm take less time. How
-# many kernels there are depends on the strategy:
-#
+# If the workers shard the optimizer states, a worker updates its share of the elements, so the kernels of the update
+# and of the norm take less time. How many kernels there are depends on the strategy:
 # - FSDP and ZeRO-3 divide each parameter. Each worker has a part of all of them, and launches as many kernels.
 # - ZeRO-1 and ZeRO-2 divide each group of the optimizer, whose parameters are in one flat tensor. Check and norm launch
 #   kernels for each parameter in the part of a worker, and the workers have different numbers of them.
@@ -208,11 +203,6 @@ def _scale(item: Segment, host: float, elements: float, launches: float) -> Segm
     count = round(launches * item.launches)
     device_s = max(elements * item.device_s, min(item.device_s, count * SHORTEST_KERNEL_S))
     device = device_s / item.device_s if item.device_s else 1.0
-    return replace(
-        item,
-        host_s=host * item.host_s,
-        device_s=device_s,
-        tail_s=scaled_tail(item, Scales(host, device)),
-        tail_half_s=scaled_tail(item, Scales(host / 2, device)),
-        launches=count,
-    )
+    tail_s, half_s = (scaled_tail(item, Scales(factor, device)) for factor in (host, host / 2))
+    host_s = host * item.host_s
+    return replace(item, host_s=host_s, device_s=device_s, tail_s=tail_s, tail_half_s=half_s, launches=count)

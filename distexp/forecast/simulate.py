@@ -117,18 +117,21 @@ def _run_step(
 ) -> None:
     """Run one step, which advances the clocks."""
     ends: dict[int, float] = {}
+
+    def ready_at(position: int) -> float:
+        return max((ends[collective] for collective in awaited.get(position, ())), default=0.0)
+
     for position, item in enumerate(items):
         if isinstance(item, Collective):
             ends[position] = _run_collective(item, durations[position], clocks, scales, on_gpu=on_gpu)
-            continue
-        ready = max((ends[collective] for collective in awaited.get(position, ())), default=0.0)
-        if on_gpu:
-            _run_on_device(item, ready, clocks, scales)
+        elif on_gpu:
+            _run_on_device(item, ready_at(position), clocks, scales)
         else:
+            ready, host_s = ready_at(position), scales.host * item.host_s
             clocks.parts.exposed_s += max(0.0, ready - clocks.host)
-            clocks.host = max(clocks.host, ready) + scales.host * item.host_s
-            clocks.parts.compute_s += scales.host * item.host_s
-    last = max((ends[collective] for collective in awaited.get(len(items), ())), default=0.0)
+            clocks.host = max(clocks.host, ready) + host_s
+            clocks.parts.compute_s += host_s
+    last = ready_at(len(items))
     clocks.parts.exposed_s += max(0.0, last - (clocks.device if on_gpu else clocks.host))
     if on_gpu:
         clocks.device = max(clocks.device, last)

@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distexp.config.fields import flatten
 from distexp.report.data.metrics import METRICS
@@ -14,9 +14,6 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import Row
 from distexp.report.data.run_settings import WORKERS
 from distexp.system.files import replace_atomically
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 PAGE = "report.html"
 ResultRow = dict[str, Any]
@@ -77,23 +74,16 @@ def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    metrics = {metric.name for metric in METRICS}
-    arrays = {}
+    kinds = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+    metrics, arrays = {metric.name for metric in METRICS}, {}
     for name in names:
         values = [row.get(name) for row in rows]
-        arrays[name] = pa.array(values, pa.float64()) if name in metrics else _typed_array(values)
+        types = {float} if name in metrics else {type(value) for value in values if value is not None}
+        kind: Any = float if types == {int, float} else str  # Other mixed types, as ``64`` and ``auto``, are strings.
+        if len(types) == 1:
+            kind = next(one if one in kinds else str for one in types)
+        arrays[name] = pa.array([None if value is None else kind(value) for value in values], kinds[kind])
     pq.write_table(pa.table(arrays), path)
-
-
-def _typed_array(values: list[Any]) -> pa.Array:
-    """Return an array of one type: strings for mixed types, as ``64`` and ``auto``."""
-    import pyarrow as pa
-
-    types = {type(value) for value in values if value is not None}
-    if types in ({bool}, {int}):
-        return pa.array(values, pa.bool_() if types == {bool} else pa.int64())
-    convert, kind = (float, pa.float64()) if types and types <= {int, float} else (str, pa.string())
-    return pa.array([None if value is None else convert(value) for value in values], kind)
 
 
 def result_row(row: Row) -> ResultRow:

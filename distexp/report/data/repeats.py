@@ -133,13 +133,8 @@ def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         key = run_settings.training_key(row.settings)
         if row.record.status == "invalid":
-            key += str(
-                sorted(
-                    text
-                    for text in row.record.run.overrides
-                    if run_settings.short_name(text.split("=")[0]) != run_settings.SEED
-                )
-            )
+            named = {text: run_settings.short_name(text.split("=")[0]) for text in row.record.run.overrides}
+            key += str(sorted(text for text, name in named.items() if name != run_settings.SEED))
         else:
             key = key_of_id.setdefault(row.record.run.id, key)
         trainings.setdefault(key, []).append(row)

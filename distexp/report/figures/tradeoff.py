@@ -204,6 +204,8 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
     """Compare runs that differ only in ``offload``; None if there are none."""
     names = [name for name in overview.varied if name not in ("offload", SEED)]
     memories = dict.fromkeys((memory, "cpu_peak_mib"))
+    alike = group_by_settings(overview.groups, names).values()
+    ordered = [sorted(groups, key=lambda group: OFFLOADS.index(group.setting("offload"))) for groups in alike]
     rows = tuple(
         (
             *(format_setting(group.setting(name), MAX_LENGTH) for name in names),
@@ -211,19 +213,14 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
             _time(baseline, group),
             *(_memory(baseline, group, name) for name in memories),
         )
-        for baseline, *others in _by_offload(overview.groups, names)
+        for baseline, *others in ordered
+        if others and others[-1].setting("offload") != baseline.setting("offload")
         for group in others
     )
     if not rows:
         return None
     header = (*names, "offload", "compared with", "time", *(MEMORIES[name] for name in memories))
     return TextTable("Effect of offloading", header, rows)
-
-
-def _by_offload(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
-    members = group_by_settings(groups, names).values()
-    alike = (sorted(similar, key=lambda group: OFFLOADS.index(group.setting("offload"))) for similar in members)
-    return [similar for similar in alike if similar[0].setting("offload") != similar[-1].setting("offload")]
 
 
 def _time(baseline: RunGroup, group: RunGroup) -> str:
