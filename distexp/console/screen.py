@@ -150,12 +150,9 @@ class Screen:
             live.refresh()
             return
         columns = (
-            TextColumn("{task.description:>7}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[latest]}"),
-            TimeElapsedColumn(),
-        )
+            TextColumn("{task.description:>7}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[latest]}"), TimeElapsedColumn(),
+        )  # fmt: skip
         with Progress(*columns, console=self.console, transient=True) as progress:
             live.progress, live.task = progress, progress.add_task("start", total=None, latest="")
             yield live
@@ -319,10 +316,9 @@ class SweepProgress:
 
         A run that failed may have ended early, so it counts only if no run completed.
         """
-        known = [seconds for status, seconds in self.durations if status == "completed"]
-        known = known or [seconds for _, seconds in self.durations]
+        completed = [seconds for status, seconds in self.durations if status == "completed"]
+        known = sorted(completed or [seconds for _, seconds in self.durations])
         if not known:
             return "time left unknown until a run has ended"
-        shortest, longest = min(known), max(known)
-        spread = f" (runs took {shortest:,.0f} to {longest:,.0f} s)" if longest > MIN_SPREAD * shortest else ""
+        spread = f" (runs took {known[0]:,.0f} to {known[-1]:,.0f} s)" if known[-1] > MIN_SPREAD * known[0] else ""
         return f"about {format_about(runs * statistics.median_low(known))} left{spread}"

@@ -113,8 +113,7 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
     if note := (run.record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile for a forecast: {note}"
     options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
-    command = copyable_command([*options, "profile=true"])
-    return f"{directory} has no profile for a forecast: run it with {command}"
+    return f"{directory} has no profile for a forecast: run it with {copyable_command([*options, 'profile=true'])}"
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:

@@ -46,10 +46,59 @@ class SimulatedStep:
 
 @dataclass
 class _Clocks:
+    """Clocks that the items of a step advance, and the parts of this step."""
+
+    on_gpu: bool
+    scales: Scales
     host: float = 0.0
     device: float = 0.0
     network: float = 0.0
     parts: SimulatedStep = field(default_factory=SimulatedStep)
+
+    def run_step(self, items: Sequence[Item], durations: Sequence[float], awaited: dict[int, list[int]]) -> None:
+        """Run one step."""
+        ends: dict[int, float] = {}
+
+        def ready_at(position: int) -> float:
+            return max((ends[collective] for collective in awaited.get(position, ())), default=0.0)
+
+        for position, item in enumerate(items):
+            if isinstance(item, Collective):
+                ends[position] = self._run_collective(item, durations[position])
+            elif self.on_gpu:
+                self._run_on_device(item, ready_at(position))
+            else:
+                ready, host_s = ready_at(position), self.scales.host * item.host_s
+                self.parts.exposed_s += max(0.0, ready - self.host)
+                self.host = max(self.host, ready) + host_s
+                self.parts.compute_s += host_s
+        last = ready_at(len(items))
+        self.parts.exposed_s += max(0.0, last - (self.device if self.on_gpu else self.host))
+        if self.on_gpu:
+            self.device = max(self.device, last)
+        else:
+            self.host = max(self.host, last)
+
+    def _run_collective(self, item: Collective, seconds: float) -> float:
+        """Launch a collective and return its end."""
+        self.host += self.scales.host * item.host_s
+        if not self.on_gpu:
+            self.parts.compute_s += self.scales.host * item.host_s
+        results = self.device if item.after_compute else 0.0
+        self.network = max(self.network, self.host, results) + seconds
+        self.parts.communication_s += seconds
+        return self.network
+
+    def _run_on_device(self, item: Segment, ready: float) -> None:
+        """Launch a segment, and execute it on the device when its collectives have ended."""
+        duration = self.scales.device * item.device_s
+        unblocked = max(self.device + duration, self.host + scaled_tail(item, self.scales))
+        self.device = max(unblocked, ready + duration)
+        self.parts.compute_s += duration
+        self.parts.exposed_s += self.device - unblocked
+        self.host += self.scales.host * item.host_s
+        if item.waits:
+            self.host = max(self.host, self.device)
 
 
 def simulate(
@@ -60,13 +109,12 @@ def simulate(
     Without a GPU, the CPU executes the segments while it launches them. The scales are for the times of the segments.
     """
     scales = scales or Scales()
-    awaited = dependencies(items)
-    clocks, previous = _Clocks(), SimulatedStep()
+    clocks = _Clocks(on_gpu, scales if on_gpu else Scales(scales.host, 0.0))
+    awaited, previous = dependencies(items), SimulatedStep()
     for _ in range(MAX_STEPS):
         before = max(clocks.host, clocks.device)
-        clocks.parts = SimulatedStep()
-        _run_step(items, durations, awaited, clocks, scales if on_gpu else Scales(scales.host, 0.0), on_gpu=on_gpu)
-        now = clocks.parts
+        clocks.parts = now = SimulatedStep()
+        clocks.run_step(items, durations, awaited)
         now.step_s = max(clocks.host, clocks.device) - before
         if abs(now.step_s - previous.step_s) <= CONSTANT * now.step_s:
             break
@@ -104,64 +152,6 @@ def _next_segment(items: Sequence[Item], position: int) -> int | None:
             start, left = later, left - 1
     following = (later for later in range(start + 1, len(items)) if isinstance(items[later], Segment))
     return next(islice(following, one.segments_ahead, None), None)
-
-
-def _run_step(
-    items: Sequence[Item],
-    durations: Sequence[float],
-    awaited: dict[int, list[int]],
-    clocks: _Clocks,
-    scales: Scales,
-    *,
-    on_gpu: bool,
-) -> None:
-    """Run one step, which advances the clocks."""
-    ends: dict[int, float] = {}
-
-    def ready_at(position: int) -> float:
-        return max((ends[collective] for collective in awaited.get(position, ())), default=0.0)
-
-    for position, item in enumerate(items):
-        if isinstance(item, Collective):
-            ends[position] = _run_collective(item, durations[position], clocks, scales, on_gpu=on_gpu)
-        elif on_gpu:
-            _run_on_device(item, ready_at(position), clocks, scales)
-        else:
-            ready, host_s = ready_at(position), scales.host * item.host_s
-            clocks.parts.exposed_s += max(0.0, ready - clocks.host)
-            clocks.host = max(clocks.host, ready) + host_s
-            clocks.parts.compute_s += host_s
-    last = ready_at(len(items))
-    clocks.parts.exposed_s += max(0.0, last - (clocks.device if on_gpu else clocks.host))
-    if on_gpu:
-        clocks.device = max(clocks.device, last)
-    else:
-        clocks.host = max(clocks.host, last)
-
-
-def _run_collective(item: Collective, seconds: float, clocks: _Clocks, scales: Scales, *, on_gpu: bool) -> float:
-    """Launch a collective and return its end."""
-    clocks.host += scales.host * item.host_s
-    if not on_gpu:
-        clocks.parts.compute_s += scales.host * item.host_s
-    results = clocks.device if item.after_compute else 0.0
-    clocks.network = max(clocks.network, clocks.host, results) + seconds
-    clocks.parts.communication_s += seconds
-    return clocks.network
-
-
-def _run_on_device(item: Segment, ready: float, clocks: _Clocks, scales: Scales) -> None:
-    """Launch a segment, and execute it on the device when its collectives have ended."""
-    duration = scales.device * item.device_s
-    tail = scaled_tail(item, scales)
-    unblocked = max(clocks.device + duration, clocks.host + tail)
-    end = max(unblocked, ready + duration)
-    clocks.parts.compute_s += duration
-    clocks.parts.exposed_s += end - unblocked
-    clocks.device = end
-    clocks.host += scales.host * item.host_s
-    if item.waits:
-        clocks.host = max(clocks.host, end)
 
 
 def scaled_tail(item: Segment, scales: Scales) -> float:

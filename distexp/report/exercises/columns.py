@@ -158,10 +158,8 @@ class Layout:
         """Return the labels of a row, one for each column of the header."""
         if self.first_label is not None and key == self.keys[0]:
             return tuple(self.first_label)
-        values = {
-            name: self.texts.get(name, {}).get(value, format_setting(value))
-            for name, value in zip(self.rows, key, strict=True)
-        }
+        texts = {name: self.texts.get(name, {}) for name in self.rows}
+        values = {name: texts[name].get(value, format_setting(value)) for name, value in zip(texts, key, strict=True)}
         return tuple(text.format(**values) for text in self.label)
 
 
@@ -177,7 +175,4 @@ def load_layouts() -> dict[str, Layout]:
 
 def _flatten(columns: list[Any]) -> Iterator[dict[str, Any]]:
     for column in columns:
-        if isinstance(column, list):
-            yield from _flatten(column)
-        else:
-            yield column
+        yield from _flatten(column) if isinstance(column, list) else [column]
