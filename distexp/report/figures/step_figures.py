@@ -50,11 +50,12 @@ def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> base
     if not runs:
         return None
     bars = _name_bars(overview, runs)
+    shown = bars[:MAX_BARS]
+    # Vega cannot draw an empty list of colors, as of a record whose parts are all 0.
+    panels = (base.Panel("", _draw_breakdown(overview, runs, shown)),) if _colors(shown) else ()
     return base.Figure(
-        "step_breakdown", "Where the step goes", (base.Panel("", _draw_breakdown(overview, runs, bars[:MAX_BARS])),),
-        " ".join(_describe_breakdown(runs, len(bars))),
-        tuple(_explain(overview, runs)),
-        (step_parts.build_step_table(overview, runs),),
+        "step_breakdown", "Where the step goes", panels, " ".join(_describe_breakdown(runs, len(bars))),
+        tuple(_explain(overview, runs)), (step_parts.build_step_table(overview, runs),),
         tuple(base.LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
     )  # fmt: skip
 

@@ -70,6 +70,13 @@ def test_a_single_run_has_a_bar_for_each_rank(tmp_path: Path) -> None:
     assert [entry.label for entry in drawn.legend] == list(STEP_PARTS.values())
 
 
+def test_a_record_whose_parts_are_all_zero_has_no_chart(tmp_path: Path) -> None:
+    nothing = breakdown(0, **dict.fromkeys(STEP_PARTS, 0.0))
+    drawn = figure(tmp_path, profiled(0, nothing))
+    assert not drawn.panels
+    assert drawn.tables
+
+
 def test_runs_are_compared_by_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
     slow = breakdown(1, matmul_ms=65.0, step_ms=125.0)
     runs = [profiled(n, breakdown(0, 25.0), slow, strategy=name) for n, name in enumerate(("ddp", "fsdp"))]
