@@ -25,7 +25,8 @@ from distexp.config.overrides import format_count, suggest_command
 from distexp.console.run_notes import build_message
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
 from distexp.console.sweep_table import InvalidCells
-from distexp.report.overview_table import build_exercise_tables, build_overview_table
+from distexp.report.data.overview import Overview
+from distexp.report.overview_table import ExerciseTables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, TRIALS_LOG, log_path
@@ -222,7 +223,7 @@ class Screen:
             return
         if self.total < 2:
             if self.records[0].config.get("exercise"):
-                self.console.print(build_exercise_tables(self.records))
+                self.console.print(ExerciseTables(Overview.from_records(self.records)))
             return
         self.console.print(build_overview_table(self.records, self.sweep_dir))
         self.print(f"records: {self.sweep_dir}")

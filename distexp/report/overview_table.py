@@ -94,11 +94,6 @@ class ExerciseTables:
             yield Text("The workshop explains the exercises: docs/workshop.md", style="dim")
 
 
-def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
-    """Return the tables of exercises, as printed after a single run."""
-    return ExerciseTables(Overview.from_records(records))
-
-
 def build_overview_table(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> OverviewTable:
     """Return the table printed after a sweep. Without its directory, the losses are not compared."""
     return OverviewTable(Overview.from_rows(rows_from_records(records, sweep_dir)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -61,8 +61,14 @@ class Tradeoff:
         """Return whether the points are few enough for labels."""
         return len(self.groups) <= MAX_LABELS
 
-    def describe(self, cheaper: str) -> Iterator[str]:
-        """Yield how to read the marks; ``cheaper`` is the adjective for a lower cost."""
+    def build(self, name: str, title: str, cheaper: str, *notes: str) -> Figure | None:
+        """Build the figure; None if there are no points. ``cheaper`` is the adjective for a lower cost."""
+        chart = self._draw()
+        caption = " ".join([*self._describe(cheaper), *notes])
+        return None if chart is None else Figure(name, title, (Panel("", chart),), caption)
+
+    def _describe(self, cheaper: str) -> Iterator[str]:
+        """Yield how to read the marks."""
         if self.fronts:
             yield f"Pareto front: no other run is both {cheaper} and faster."
             if any(speed.noise is not None for group in self.groups if (speed := group.metric(SPEED))):
@@ -70,7 +76,7 @@ class Tradeoff:
         if self.has_labels:
             yield "The numbers are those of the runs in the table. If there is no room, some are left out."
 
-    def draw(self) -> alt.LayerChart | None:
+    def _draw(self) -> alt.LayerChart | None:
         """Draw the chart; None if there are no points."""
         channels = _Channels(self.overview, self.cost)
         points = [channels.point(group) for group in self.groups]
@@ -180,24 +186,16 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     failed = [group for group in overview.groups if "oom" in group.status and not group.completed]
     out_of_memory = tuple(group for group in failed if group.metric(memory))
     tradeoff = Tradeoff(overview, memory, MEMORIES[memory], "MiB", ",.0f", out_of_memory)
-    chart = tradeoff.draw()
-    if chart is None:
-        return None
     offload = build_offload_table(overview, memory)
-    crosses = ["Red crosses: runs out of memory, at their peak."] if tradeoff.failed else []
-    caption = " ".join([*tradeoff.describe("smaller"), *crosses])
-    tables = (offload,) if offload else ()
-    return Figure("memory_throughput", "Memory against throughput", (Panel("", chart),), caption, tables=tables)
+    crosses = ["Red crosses: runs out of memory, at their peak."] if out_of_memory else []
+    figure = tradeoff.build("memory_throughput", "Memory against throughput", "smaller", *crosses)
+    return figure and replace(figure, tables=(offload,) if offload else ())
 
 
 def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no energy was measured."""
     tradeoff = Tradeoff(overview, ENERGY, "energy per sample", "J", ",.3~f")
-    chart = tradeoff.draw()
-    if chart is None:
-        return None
-    caption = " ".join(tradeoff.describe("more economical"))
-    return Figure("energy_throughput", "Energy against throughput", (Panel("", chart),), caption)
+    return tradeoff.build("energy_throughput", "Energy against throughput", "more economical")
 
 
 def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
