@@ -181,10 +181,7 @@ class Screen:
         self.print(f"run {number}: skipped, because {owner} runs it: wait for it, or stop that process")
 
     def show_invalid(self, record: RunRecord) -> None:
-        """Print why a cell is invalid, once for all cells with the same reason.
-
-        Print nothing if no cell is valid, because the table with the reasons follows at once.
-        """
+        """Print why a cell is invalid, once for each reason. If no cell is valid, the table has the reasons."""
         self.shown += 1
         reason = failure_text(record)
         label = self.invalid.label(record.run.number, reason) if self.sweep.runs else None
@@ -313,10 +310,7 @@ class SweepProgress:
         return f"{self.ended} of {self.cells} done, {self._time_left(left)}"
 
     def _time_left(self, runs: int) -> str:
-        """Return the time of the remaining runs, if they are like the median of the earlier ones.
-
-        A run that failed may have ended early, so it counts only if no run completed.
-        """
+        """Return the remaining time, from the median of completed runs. A failed one may have ended early."""
         completed = [seconds for status, seconds in self.durations if status == "completed"]
         known = sorted(completed or [seconds for _, seconds in self.durations])
         if not known:

@@ -81,10 +81,7 @@ class Forecaster:
         return assign_waits(items, communication, on_gpu=model.on_gpu)
 
     def _duration(self, item: Item, target: Target) -> tuple[float, str]:
-        """Return the seconds of a collective in a target, and their source.
-
-        An observed collective is scaled by the ratio of the two sizes on this machine.
-        """
+        """Return the seconds of a collective and their source. An observed one is scaled by the ratio of both sizes."""
         if not isinstance(item, Collective):
             return 0.0, MEASURED
         targets = (self.run.target, target)

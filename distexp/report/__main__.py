@@ -1,9 +1,6 @@
 """Command ``distexp report [DIR...] [--compare A B]``: reports on finished runs.
 
-Exit codes:
-    0: the report was written.
-    1: --compare found a regression, or the files cannot be written.
-    2: there is nothing to report on.
+Exit codes: 0 written; 1 regression found by --compare, or unwritable files; 2 nothing to report on.
 """
 
 from __future__ import annotations

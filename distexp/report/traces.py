@@ -37,14 +37,11 @@ class PhaseInterval:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Memory of a node over time: of its ``gpu`` that uses most, or of the ``cpu``.
-
-    A point has the seconds since the first sample, and the peak in MiB of an interval within a phase.
-    """
+    """Memory of a node over time: of its ``gpu`` that uses most, or of the ``cpu``."""
 
     node: int
     kind: str
-    points: tuple[tuple[float, float], ...]
+    points: tuple[tuple[float, float], ...]  # seconds since the first sample, and MiB: peaks of intervals in a phase
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,7 @@ def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, list[str]]]:
-    """Yield each row with its environment settings.
-
-    A run that failed before it recorded its hardware is taken to have had that of the first run that did.
-    """
+    """Yield each row with its environment settings. A run without recorded hardware has that of the first other run."""
     known = next((row.settings for row in rows if run_settings.knows_hardware(row.record)), {})
     for row in rows:
         values = {name: row.settings.get(name) for name in names}
@@ -232,10 +229,7 @@ def follows(known: Sequence[Settings], name: str, leaders: Sequence[str]) -> boo
 
 
 def _is_known(record: RunRecord, name: str, settings: Settings) -> bool:
-    """Return whether a run has a value of a setting that can be compared.
-
-    An invalid cell was never resolved, and a failed run may not know its GPU. Neither is a difference.
-    """
+    """Return whether a setting is known. An invalid cell was never resolved, and a failed run may lack its GPU."""
     value = settings.get(name)
     if run_settings.is_hardware(name):
         return value is not None or run_settings.knows_hardware(record)

@@ -107,10 +107,7 @@ def _random_weights(groups: Groups) -> str:
 
 
 def _lowest_memory_by_model(groups: Groups) -> str:
-    """Name the ZeRO stage with the lowest memory for each model: a question of the workshop.
-
-    Without a GPU these are the parts of a worker's memory that are not offloaded.
-    """
+    """Name the ZeRO stage with the lowest memory of each model; without a GPU, of the parts that are not offloaded."""
     names = {"gpu_peak_mib": "peak GPU memory", NOT_OFFLOADED: "memory that a GPU would hold"}
     for metric, digits in (("gpu_peak_mib", 0), (NOT_OFFLOADED, 3)):
         best: dict[str, tuple[float, Any]] = {}

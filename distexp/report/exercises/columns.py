@@ -77,10 +77,7 @@ class ExerciseColumn:
 
 
 def _first_gpu(group: RunGroup, key: str) -> list[float]:
-    """Return a memory value of the first GPU of the first node, in MiB.
-
-    The first GPU of a run may be any of the machine, as with ``CUDA_VISIBLE_DEVICES``.
-    """
+    """Return a memory value in MiB of the first GPU of the first node. It may be any of the machine."""
     gpus = [row.record.memory.get("gpu") or [] for row in group.counted_rows]
     of_node_0 = [[entry for entry in entries if entry["node"] == 0] for entries in gpus]
     values = [min(entries, key=itemgetter("index")).get(key) for entries in of_node_0 if entries]

@@ -57,10 +57,7 @@ def configurations(overview: Overview) -> dict[str, Any]:
 
 
 def first_pair(overview: Overview) -> tuple[int, int]:
-    """Return the positions of the two runs to compare first: the baseline and another completed one.
-
-    Without two completed runs, they are those that got furthest.
-    """
+    """Return which two runs to compare first: the baseline and another completed one, or those that got furthest."""
     baseline = overview.baseline.rows if overview.baseline else ()
 
     def preference(position: int) -> tuple[bool, bool, bool]:
