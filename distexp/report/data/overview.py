@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, NOISE, SPEED, SPEEDUP, TABLE_METRICS, Metric
 from distexp.report.data.repeats import RunGroup, collect, group_repeats, share_deviations, varying_settings
@@ -167,21 +167,25 @@ def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
     return [_pareto_front(groups, cost) for groups in group_by_task(known).values()]
 
 
+class _Point(NamedTuple):
+    group: RunGroup
+    cost: Spread
+    speed: Spread
+
+    def dominates(self, other: _Point) -> bool:
+        """Return whether this point is better in cost or speed, and not worse in the other one."""
+        cheaper, faster = _order(other.cost, self.cost), _order(self.speed, other.speed)
+        return cheaper >= 0 and faster >= 0 and cheaper + faster > 0
+
+
 def _pareto_front(groups: Sequence[RunGroup], cost: str) -> list[RunGroup]:
-    points = [(size, speed, group) for group in groups
-              if (size := group.metric(cost)) and (speed := group.metric(SPEED))]  # fmt: skip
-    points.sort(key=lambda point: (point[0].mean, -point[1].mean))
-    front: list[tuple[Spread, Spread, RunGroup]] = []
-    for point in points:
-        if not front or _order(point[1], front[-1][1]) > 0:
+    measured = ((group, group.metric(cost), group.metric(SPEED)) for group in groups)
+    points = [_Point(group, size, speed) for group, size, speed in measured if size and speed]
+    front: list[_Point] = []
+    for point in sorted(points, key=lambda point: (point.cost.mean, -point.speed.mean)):
+        if not front or _order(point.speed, front[-1].speed) > 0:
             front.append(point)
-    return [group for size, speed, group in front if not any(_dominates(other, (size, speed)) for other in front)]
-
-
-def _dominates(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether a point is better than another in cost or speed, and not worse in the other one."""
-    cheaper, faster = _order(other[0], one[0]), _order(one[1], other[1])
-    return cheaper >= 0 and faster >= 0 and cheaper + faster > 0
+    return [point.group for point in front if not any(other.dominates(point) for other in front)]
 
 
 def _order(one: Spread, other: Spread) -> int:

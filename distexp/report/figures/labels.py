@@ -55,7 +55,8 @@ class Frame:
 
     def pixels(self, row: Row) -> tuple[float, float]:
         """Return the position of a row, from the upper left corner."""
-        across, up = ((row[name] - low) / (high - low) for name, (low, high) in (("cost", self.x), ("speed", self.y)))
+        (left, right), (bottom, top) = self.x, self.y
+        across, up = (row["cost"] - left) / (right - left), (row["speed"] - bottom) / (top - bottom)
         return self.width * across, self.height * (1 - up)
 
 
