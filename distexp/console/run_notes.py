@@ -7,82 +7,61 @@ from typing import Any
 
 from distexp.config.model_checks import ATTENTIONS
 from distexp.config.schema import WHOLE_MODEL
+from distexp.report.data.remarks import TOTALS
 from distexp.resolve.section_checks import UNPACKED_ATTENTION
 from distexp.runs.disturbance import describe_disturbance, starved_share, threads_per_worker
 from distexp.runs.record import RunRecord
-from distexp.system.units import format_amount, format_kwh
+from distexp.system.units import format_amount
 
-LARGE_SHARE = 0.6
-"""Padding share from which options against padding are named. The default run has 53 %."""
-
-COMPILE_MIN = 3
-"""Minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4."""
+LARGE_SHARE = 0.6  # Padding share from which options against padding are named. The default run has 53 %.
+COMPILE_MIN = 3  # minutes that one of DeepSpeed's operators takes to compile, measured on two cores: 2 to 4
 
 
 def busy_core_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of the line about a run that something else slowed down; nothing for other runs."""
-    share = starved_share(record)
+    share, threads = starved_share(record), threads_per_worker(record)
     if share is not None:
         text = f"this run got {share:.0%} of the time of its CPU cores, probably because other programs use them"
-        yield "busy cores", f"{text}. {_advice(record)}"
+        advice = "Its speed is too low. Repeat it when they are done"
+        if threads != 1:  # They wait for each other after each operator, so one busy core stops all of them.
+            advice = (
+                f"The {threads} threads of a worker then wait for each other. Try cluster.cpus_per_worker=1 or cluster."
+                "environment={OMP_WAIT_POLICY:PASSIVE}. One thread sums in another order, so losses differ slightly"
+            )
+        yield "busy cores", f"{text}. {advice}"
     elif disturbance := describe_disturbance(record):
         yield "uneven steps", f"{disturbance}, probably because of other programs. Repeat the run when they are done"
 
 
-def _advice(record: RunRecord) -> str:
-    """Return what to do. Threads wait for each other after each operator, so one busy core stops all of them."""
-    threads = threads_per_worker(record)
-    if threads == 1:
-        return "Its speed is too low. Repeat it when they are done"
-    return (
-        f"The {threads} threads of a worker then wait for each other. Try cluster.cpus_per_worker=1 or "
-        "cluster.environment={OMP_WAIT_POLICY:PASSIVE}. One thread sums in another order, so losses differ slightly"
-    )
-
-
 def energy_lines(energy: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the lines about energy and cost; only what was measured.
-
-    For example: ``GPUs 12.3 kJ (11.0 kJ training), 1.23 J per sample, 3.43 Wh`` and ``0.500 GPU-hours, price 1.25``.
-    """
+    """Yield the lines ``energy`` and ``cost``, only with what was measured: ``GPUs 12.3 kJ``, ``price 1.25``."""
     if used := ", ".join(_used(energy)):
         yield "energy", used
-    if cost := ", ".join(_cost(energy)):
-        yield "cost", cost
+    costs = [(TOTALS[key], energy.get(key)) for key in ("gpu_hours", "co2e_g", "price")]
+    if known := [text(value) for text, value in costs if value is not None]:
+        yield "cost", ", ".join(known)
 
 
 def _used(energy: Mapping[str, float | None]) -> Iterator[str]:
     gpu = energy.get("gpu_j")
-    if gpu is None:
-        gpu = energy.get("gpu_j_by_power")
     for name, joules, training in (
-        ("GPUs", gpu, energy.get("gpu_j_training")),
+        ("GPUs", energy.get("gpu_j_by_power") if gpu is None else gpu, energy.get("gpu_j_training")),
         ("CPUs", energy.get("cpu_j"), energy.get("cpu_j_training")),
     ):
         if joules is not None:
-            yield f"{name} {format_amount(joules / 1000)} kJ" + (
-                "" if training is None else f" ({format_amount(training / 1000)} kJ training)"
-            )
+            of_it = "" if training is None else f" ({format_amount(training / 1000)} kJ training)"
+            yield f"{name} {format_amount(joules / 1000)} kJ{of_it}"
     for key, unit in (("j_per_sample", "sample"), ("j_per_token", "token")):
         if (value := energy.get(key)) is not None:
             yield f"{format_amount(value)} J per {unit}"
     if (kwh := energy.get("kwh")) is not None:
-        yield format_kwh(kwh)
+        yield TOTALS["kwh"](kwh)
     if (idle := energy.get("idle_w")) is not None:
         yield f"GPUs idle at {idle:,.0f} W"
 
 
-def _cost(energy: Mapping[str, float | None]) -> Iterator[str]:
-    for key, text in (("gpu_hours", "{} GPU-hours"), ("co2e_g", "{} g CO2e"), ("price", "price {}")):
-        if (value := energy.get(key)) is not None:
-            yield text.format(f"{value:,.2f}" if key == "price" else format_amount(value))
-
-
 def padding_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the line about padding, if its share is large.
-
-    For example: ``91% of the tokens: try dataset.packing=true or dataset.padding=longest``.
-    """
+    """Yield the line ``padding``, if its share is large: ``91% of the tokens: try dataset.packing=true``."""
     share = record.metrics.padding_share
     if share is not None and share >= LARGE_SHARE and (options := list(_options(record, share))):
         yield "padding", f"{share:.0%} of the tokens: try {' or '.join(options)}"
@@ -94,7 +73,9 @@ def _options(record: RunRecord, share: float) -> Iterator[str]:
     dataset, can_vary = config["dataset"], config["train"].get("compile") not in WHOLE_MODEL
     if dataset.get("packing") or dataset.get("bucketing"):
         return
-    if "packing" in dataset["keys"] and model["_target_"] in ATTENTIONS and _fills_rows(record, share):
+    # Packed samples must fill a micro-batch of each worker. With fewer rows, packing is refused.
+    rows = (record.metrics.steps_per_epoch or 0) * config["train"]["gradient_accumulation_steps"] * (1 - share)
+    if "packing" in dataset["keys"] and model["_target_"] in ATTENTIONS and rows >= 1:
         # Packing requires an attention that keeps the samples of a row apart.
         is_unpacked = model["attention"] in UNPACKED_ATTENTION.get(model["_target_"], ())
         yield "model.attention=sdpa dataset.packing=true" if is_unpacked else "dataset.packing=true"
@@ -102,12 +83,6 @@ def _options(record: RunRecord, share: float) -> Iterator[str]:
         yield "dataset.bucketing=true"
     if "padding" in dataset["keys"] and can_vary and dataset["padding"] != "longest":
         yield "dataset.padding=longest"
-
-
-def _fills_rows(record: RunRecord, share: float) -> bool:
-    """Return whether packed samples fill a micro-batch of each worker. With fewer rows, packing is refused."""
-    accumulation: int = record.config["train"]["gradient_accumulation_steps"]
-    return (record.metrics.steps_per_epoch or 0) * accumulation * (1 - share) >= 1
 
 
 def build_message(entry: dict[str, Any]) -> str | None:
@@ -121,6 +96,4 @@ def build_message(entry: dict[str, Any]) -> str | None:
     if "waited_s" in entry:
         waited = f"this run waited {entry['waited_s']} s for another run that compiled them"
         return f"DeepSpeed's operators are ready: {waited}"
-    if "step" in entry:
-        return f"compiling: step {entry['step']} of {entry['steps']}, {entry['elapsed_s']} s"
-    return None
+    return f"compiling: step {entry['step']} of {entry['steps']}, {entry['elapsed_s']} s" if "step" in entry else None

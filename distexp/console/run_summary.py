@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from distexp.config import ModelConfig
 from distexp.config.keys import speed_references
 from distexp.config.overrides import format_count
 from distexp.console.run_notes import busy_core_lines, energy_lines, padding_lines
+from distexp.runs import texts as run_texts
 from distexp.runs.memory_trace import PEAK_PARTS, highest_peak, tensor_entries
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import (
-    STAND_IN,
-    describe_straggler,
-    failure_text,
-    memory_lines,
-    missing_costs,
-    model_label,
-    record_model_label,
-)
 from distexp.strategies.base import strategy_label
 from distexp.system.typed_values import cpu_peak_mib, device_values
 from distexp.system.units import MIB, format_tflops
 
 MAX_EPOCHS, MAX_STRAGGLERS = 6, 3  # epochs and slow ranks that are shown in a panel
-AUTO = ModelConfig().attention
-"""The attention that a model has by default."""
+AUTO = ModelConfig().attention  # the attention that a model has by default
 
 
 def status_color(status: str) -> str:
@@ -44,7 +35,7 @@ def run_title(spec: RunSpec) -> str:
     if config.is_preflight:
         return f"preflight with {workers}{nodes}"
     engine = "" if config.engine.name == "native" else f", {config.engine.name}"
-    model = model_label(config.model.name, config.scale.name)
+    model = run_texts.model_label(config.model.name, config.scale.name)
     return (
         f"{model} on {config.dataset.name}, {strategy_label(config)}{engine}, {config.precision.name}, {workers}{nodes}"
     )
@@ -54,7 +45,7 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield name and text of each line of a run's panel."""
     metrics = record.metrics
     yield from _error(record)
-    yield from _preflight(record)
+    yield from _preflight(record.preflight) if record.preflight is not None else ()
     yield from _built(record)
     yield from _quality(record)
     yield from _speed(record)
@@ -63,9 +54,9 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield from _memory(record)
     yield from _prediction(record)
     if metrics.stragglers:
-        yield "slow ranks", ". ".join(map(describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
+        yield "slow ranks", ". ".join(map(run_texts.describe_straggler, metrics.stragglers[:MAX_STRAGGLERS]))
     yield from energy_lines(metrics.energy or {})
-    if missing := "; ".join(missing_costs(record)):
+    if missing := "; ".join(run_texts.missing_costs(record)):
         yield "not measured", missing
     if metrics.train_runtime is not None:
         attempts = record.run.attempts
@@ -78,24 +69,31 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 def _error(record: RunRecord) -> Iterator[tuple[str, str]]:
     if record.error is None:
         return
-    text, rank = failure_text(record), f"rank {record.error.rank}"
+    text, rank = run_texts.failure_text(record), f"rank {record.error.rank}"
     yield "error", text if record.error.rank is None or rank in text else f"{text} ({rank})"
-    yield from memory_lines(record.error.memory) if record.error.memory else ()
+    yield from run_texts.memory_lines(record.error.memory) if record.error.memory else ()
 
 
-def _preflight(record: RunRecord) -> Iterator[tuple[str, str]]:
-    if record.preflight is None:
-        return
-    yield "interconnect", _interconnect(record.preflight)
-    if products := record.preflight.get("matrix_products"):
+def _preflight(preflight: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the bus bandwidth of the largest all-reduce over all ranks, and the fastest matrix product."""
+    reduces = [one for one in preflight["measurements"] if (one["group"], one["operation"]) == ("all", "all_reduce")]
+    interconnect = "not measured: single worker"
+    if largest := max(reduces, key=lambda one: int(one["bytes"]), default=None):
+        size = f"{largest['bytes'] / MIB:,.0f} MiB over {preflight['backend']}"
+        interconnect = f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {size}"
+    yield "interconnect", interconnect
+    if products := preflight.get("matrix_products"):
         fastest = max(products, key=lambda product: float(product["tflops"]))
         yield "matrix ceiling", f"{format_tflops(fastest['tflops'])} in {fastest['precision']}"
 
 
 def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
     if (built := record.built) is not None:
-        label, wrapper = record_model_label(record), "no wrapper" if built.wrapper == "none" else built.wrapper
-        stand_in = f" ({label})" if STAND_IN in label else ""
+        label, wrapper = (
+            run_texts.record_model_label(record),
+            "no wrapper" if built.wrapper == "none" else built.wrapper,
+        )
+        stand_in = f" ({label})" if run_texts.STAND_IN in label else ""
         model = f"{built.parameters:,} parameters{stand_in}, {built.optimizer}"
         yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}, {model}"
     if kernels := describe_kernels(record.config):
@@ -112,8 +110,7 @@ def _memory(record: RunRecord) -> Iterator[tuple[str, str]]:
     if parts := tensor_entries(record.memory):
         yield "memory parts", _largest_parts(parts)
     if peak := highest_peak(record.memory):
-        shown = [(name.removesuffix("_mib").replace("_", " "), peak.get(name)) for name in PEAK_PARTS]
-        texts = [f"{name} {value:,.0f}" for name, value in shown if value is not None and round(value)]
+        texts = [f"{_part_title(name)} {peak[name]:,.0f}" for name in PEAK_PARTS if round(peak.get(name) or 0.0)]
         yield "memory peak", f"{_mib(peak.get('allocated_mib'))} in the {peak.get('phase')} phase: {', '.join(texts)}"
 
 
@@ -127,13 +124,11 @@ def _prediction(record: RunRecord) -> Iterator[tuple[str, str]]:
     else:
         predicted, what = record.predicted.peak_allocated_mib, "allocated by torch"
         measured = max(device_values(record.memory.get("torch"), "peak_allocated_mib"), default=None)
-    if predicted is None:
-        return
-    if measured and record.status == "completed":
-        error = 100 * (predicted / measured - 1)
-        yield "prediction", f"{_mib(predicted)} {what}, measured {_mib(measured)} ({error:+.1f} %)"
-    else:
-        yield "prediction", f"{_mib(predicted)} {what}"
+    if predicted is not None:
+        error = ""
+        if measured and record.status == "completed":
+            error = f", measured {_mib(measured)} ({100 * (predicted / measured - 1):+.1f} %)"
+        yield "prediction", f"{_mib(predicted)} {what}{error}"
 
 
 def describe_kernels(config: Mapping[str, Any]) -> str:
@@ -170,23 +165,17 @@ def format_answer_scores(exact_match: float, f1: float) -> str:
 
 def _quality(record: RunRecord) -> Iterator[tuple[str, str]]:
     metrics = record.metrics
-    if metrics.train_losses:
-        yield "train loss", _by_epoch(map(format_loss, metrics.train_losses))
-    if metrics.eval_losses:
-        yield "eval loss", _by_epoch(map(format_loss, metrics.eval_losses))
-    if metrics.eval_accuracies:
-        yield "eval accuracy", _by_epoch(f"{value:.1%}" for value in metrics.eval_accuracies)
-    if metrics.eval_top5_accuracies:
-        yield "eval top-5", _by_epoch(f"{value:.1%}" for value in metrics.eval_top5_accuracies)
+    by_epoch = {
+        "train loss": [format_loss(value) for value in metrics.train_losses],
+        "eval loss": [format_loss(value) for value in metrics.eval_losses],
+        "eval accuracy": [f"{value:.1%}" for value in metrics.eval_accuracies],
+        "eval top-5": [f"{value:.1%}" for value in metrics.eval_top5_accuracies],
+    }
+    for name, epochs in by_epoch.items():
+        if epochs:  # of many only the first two and the last three
+            yield name, " -> ".join(epochs if len(epochs) <= MAX_EPOCHS else [*epochs[:2], "...", *epochs[-3:]])
     if metrics.exact_match is not None and metrics.f1 is not None:
         yield "answers", format_answer_scores(metrics.exact_match, metrics.f1)
-
-
-def _by_epoch(texts: Iterable[str]) -> str:
-    """Join the values of all epochs, of many only the first two and the last three."""
-    epochs = list(texts)
-    shown = epochs if len(epochs) <= MAX_EPOCHS else [*epochs[:2], "...", *epochs[-3:]]
-    return " -> ".join(shown)
 
 
 def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -211,36 +200,16 @@ def _speed(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _utilization(tflops: float, fraction: float | None, metrics: Metrics, name: str) -> str:
     """Return a rate with its known fractions of the datasheet's peak and of the matrix ceiling."""
-    parts = [f"{format_tflops(tflops)} per worker"]
-    if fraction is not None:
-        parts.append(f"{name} {fraction:.1%}")
-    if ceiling := metrics.matrix_ceiling_tflops:
-        parts.append(_share_of_ceiling(tflops, ceiling))
+    ceiling, of_ceiling = metrics.matrix_ceiling_tflops, ""
+    if ceiling and tflops <= ceiling:
+        of_ceiling = f"{tflops / ceiling:.1%} of the matrix ceiling ({format_tflops(ceiling)})"
+    elif ceiling:
+        cause = "so the ceiling was probably measured on a busy machine: type distexp preflight again"
+        of_ceiling = f"more than the matrix ceiling ({format_tflops(ceiling)}), {cause}"
     elif fraction is not None:
-        parts.append("matrix ceiling not measured: type distexp preflight once")
-    return ", ".join(parts)
-
-
-def _share_of_ceiling(tflops: float, ceiling: float) -> str:
-    """Return a rate as a fraction of the matrix ceiling. A ceiling that a run exceeds was measured too low."""
-    if tflops <= ceiling:
-        return f"{tflops / ceiling:.1%} of the matrix ceiling ({format_tflops(ceiling)})"
-    return (
-        f"more than the matrix ceiling ({format_tflops(ceiling)}), so the ceiling was probably measured on a busy "
-        "machine: type distexp preflight again"
-    )
-
-
-def _interconnect(preflight: dict[str, Any]) -> str:
-    """Return the bus bandwidth of the largest all-reduce over all ranks."""
-    reduces = [one for one in preflight["measurements"] if (one["group"], one["operation"]) == ("all", "all_reduce")]
-    if not reduces:
-        return "not measured: single worker"
-    largest = max(reduces, key=lambda one: int(one["bytes"]))
-    return (
-        f"{largest['busbw_gbps']:.2f} GB/s bus bandwidth, all_reduce of {largest['bytes'] / MIB:,.0f} MiB over "
-        f"{preflight['backend']}"
-    )
+        of_ceiling = "matrix ceiling not measured: type distexp preflight once"
+    of_peak = "" if fraction is None else f"{name} {fraction:.1%}"
+    return ", ".join(filter(None, [f"{format_tflops(tflops)} per worker", of_peak, of_ceiling]))
 
 
 def _communication(measured: dict[str, Any]) -> str:
@@ -261,10 +230,12 @@ def _communication(measured: dict[str, Any]) -> str:
 def _largest_parts(entries: Sequence[Mapping[str, Any]]) -> str:
     names = [name for name in entries[0] if name.endswith("_mib")]
     entry = max(entries, key=lambda entry: sum(entry.get(name) or 0.0 for name in names))
-    texts = [
-        f"{name.removesuffix('_mib').replace('_', ' ')} {entry[name]:,.3f}" for name in names if entry[name] is not None
-    ]
+    texts = [f"{_part_title(name)} {entry[name]:,.3f}" for name in names if entry[name] is not None]
     return f"{', '.join(texts)} MiB on one worker"
+
+
+def _part_title(name: str) -> str:
+    return name.removesuffix("_mib").replace("_", " ")
 
 
 def _mib(value: float | None) -> str:

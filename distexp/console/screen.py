@@ -25,7 +25,8 @@ from distexp.config.overrides import format_count, suggest_command
 from distexp.console.run_notes import build_message
 from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
 from distexp.console.sweep_table import InvalidCells
-from distexp.report.overview_table import build_exercise_tables, build_overview_table
+from distexp.report.data.overview import Overview
+from distexp.report.overview_table import ExerciseTables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, TRIALS_LOG
@@ -34,11 +35,9 @@ from distexp.runs.texts import failure_text
 from distexp.system.files import Tail, printable
 from distexp.system.units import format_about
 
+# Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log.
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
-"""Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log."""
-
-MIN_SPREAD = 1.5
-"""Longest over shortest duration from which both are printed."""
+MIN_SPREAD = 1.5  # longest over shortest duration from which both are printed
 
 
 @dataclass
@@ -88,15 +87,13 @@ class LiveRun:
             progress.update(task, description="compile")
 
     def _show_event(self, event: dict[str, Any]) -> None:
-        if "eval_loss" in event:
-            accuracy = event["eval_accuracy"]
-            more = "" if accuracy is None else f", accuracy {accuracy:.1%}, top-5 {event['eval_top5_accuracy']:.1%}"
-            self._print(
-                f"epoch {event['epoch']}: train loss {format_loss(event['train_loss'])}, "
-                f"eval loss {format_loss(event['eval_loss'])}{more}"
-            )
-        elif "epoch" in event:
-            self._print(f"epoch {event['epoch']}: train loss {format_loss(event['train_loss'])}")
+        if "epoch" in event:
+            losses = f"train loss {format_loss(event['train_loss'])}"
+            if "eval_loss" in event:
+                losses += f", eval loss {format_loss(event['eval_loss'])}"
+            if (accuracy := event.get("eval_accuracy")) is not None:
+                losses += f", accuracy {accuracy:.1%}, top-5 {event['eval_top5_accuracy']:.1%}"
+            self._print(f"epoch {event['epoch']}: {losses}")
         elif "exact_match" in event:
             self._print(f"answers: {format_answer_scores(event['exact_match'], event['f1'])}")
         elif "phase" in event and self.progress is not None and self.task is not None:
@@ -147,24 +144,16 @@ class Screen:
     def follow(self, spec: RunSpec, directory: Path) -> Iterator[LiveRun]:
         """Show a run until the block ends."""
         self.show_start(spec, directory)
-        live = LiveRun(
-            self.console,
-            events=Tail(directory / EVENTS),
-            metrics=Tail(directory / METRICS),
-            log=Tail(RANK_LOG.path(directory, 0, 0)),
-            operators=Tail(directory / OPERATORS),
-        )
+        events, metrics, operators = (Tail(directory / name) for name in (EVENTS, METRICS, OPERATORS))
+        live = LiveRun(self.console, events, metrics, Tail(RANK_LOG.path(directory, 0, 0)), operators=operators)
         if not self.console.is_terminal:
             yield live
             live.refresh()
             return
         columns = (
-            TextColumn("{task.description:>7}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[latest]}"),
-            TimeElapsedColumn(),
-        )
+            TextColumn("{task.description:>7}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[latest]}"), TimeElapsedColumn(),
+        )  # fmt: skip
         with Progress(*columns, console=self.console, transient=True) as progress:
             live.progress, live.task = progress, progress.add_task("start", total=None, latest="")
             yield live
@@ -192,10 +181,7 @@ class Screen:
         self.print(f"run {number}: skipped, because {owner} runs it: wait for it, or stop that process")
 
     def show_invalid(self, record: RunRecord) -> None:
-        """Print why a cell is invalid, once for all cells with the same reason.
-
-        Print nothing if no cell is valid, because the table with the reasons follows at once.
-        """
+        """Print why a cell is invalid, once for each reason. If no cell is valid, the table has the reasons."""
         self.shown += 1
         reason = failure_text(record)
         label = self.invalid.label(record.run.number, reason) if self.sweep.runs else None
@@ -234,7 +220,7 @@ class Screen:
             return
         if self.total < 2:
             if self.records[0].config.get("exercise"):
-                self.console.print(build_exercise_tables(self.records))
+                self.console.print(ExerciseTables(Overview.from_records(self.records)))
             return
         self.console.print(build_overview_table(self.records, self.sweep_dir))
         self.print(f"records: {self.sweep_dir}")
@@ -269,14 +255,14 @@ class TrialScreen(Screen):
     def show_result(self, record: RunRecord, directory: Path, messages: Sequence[str] = ()) -> None:
         """Print a line about a trial that has ended."""
         self.records.append(record)
-        self.print(trial_line(record, self.labels.get(record.run.number, "")))
+        self.print(_trial_line(record, self.labels.get(record.run.number, "")))
 
     def show_invalid(self, record: RunRecord) -> None:
         """Print a line about a trial that cannot run."""
         self.show_result(record, self.sweep_dir)
 
 
-def trial_line(record: RunRecord, label: str) -> str:
+def _trial_line(record: RunRecord, label: str) -> str:
     """Return a line: ``trial 3: fsdp full_shard, micro-batch 16 x 2: 812.0 samples/s, 23 steps, 31 s``."""
     metrics, number = record.metrics, record.run.number
     time = f"{record.run.duration_s or 0.0:,.0f} s"
@@ -324,14 +310,10 @@ class SweepProgress:
         return f"{self.ended} of {self.cells} done, {self._time_left(left)}"
 
     def _time_left(self, runs: int) -> str:
-        """Return the time of the remaining runs, if they are like the median of the earlier ones.
-
-        A run that failed may have ended early, so it counts only if no run completed.
-        """
-        known = [seconds for status, seconds in self.durations if status == "completed"]
-        known = known or [seconds for _, seconds in self.durations]
+        """Return the remaining time, from the median of completed runs. A failed one may have ended early."""
+        completed = [seconds for status, seconds in self.durations if status == "completed"]
+        known = sorted(completed or [seconds for _, seconds in self.durations])
         if not known:
             return "time left unknown until a run has ended"
-        shortest, longest = min(known), max(known)
-        spread = f" (runs took {shortest:,.0f} to {longest:,.0f} s)" if longest > MIN_SPREAD * shortest else ""
+        spread = f" (runs took {known[0]:,.0f} to {known[-1]:,.0f} s)" if known[-1] > MIN_SPREAD * known[0] else ""
         return f"about {format_about(runs * statistics.median_low(known))} left{spread}"

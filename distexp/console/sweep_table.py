@@ -69,14 +69,12 @@ def truncated_reasons(rows: Sequence[Row], width: int) -> list[str]:
         run = row.run
         if state_detail(run) == run.reason and len(run.reason) > detail_width:
             groups.setdefault((row.sweep, f"{run.state}: {run.reason}"), []).append(run.number)
-    names = {sweep: f"{sweep}: " if sweep else "" for sweep, _ in groups}
-    return [f"{names[sweep]}{format_runs(numbers)} {text}" for (sweep, text), numbers in groups.items()]
+    return [f"{sweep and f'{sweep}: '}{format_runs(numbers)} {text}" for (sweep, text), numbers in groups.items()]
 
 
 def count_states(runs: Sequence[RunState]) -> str:
     """Count the runs of each state: ``3 completed, 1 pending``."""
-    counts = Counter(run.state for run in runs)
-    return ", ".join(f"{count} {state}" for state, count in counts.items())
+    return ", ".join(f"{count} {state}" for state, count in Counter(run.state for run in runs).items())
 
 
 def state_detail(run: RunState) -> str:
@@ -84,10 +82,9 @@ def state_detail(run: RunState) -> str:
     if run.state in ("running", "ending"):
         return f"{read_progress(run.directory)}" + (f" on {run.nodes}" if run.nodes else "")
     if run.record is not None and run.record.status == "completed":
-        speed = run.record.metrics.train_samples_per_second
-        loss = run.record.metrics.train_loss
+        loss, speed = run.record.metrics.train_loss, run.record.metrics.train_samples_per_second
         parts = ["" if loss is None else f"train loss {loss:.4f}", "" if speed is None else f"{speed:,.1f} samples/s"]
-        return ", ".join(part for part in parts if part)
+        return ", ".join(filter(None, parts))
     return run.reason
 
 

@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def choose_directories(given: Sequence[Path]) -> list[Path]:
     """Return the directories, or the newest sweep if none is given. A number is a run of the newest sweep.
 
-    Raises:
-        ConfigError: there is no sweep, or it has no run with the number.
+    Raise ConfigError if there is no sweep, or if it has no run with the number.
     """
     numbers = {path for path in given if str(path).isdecimal() and not path.is_dir()}
     if given and not numbers:

@@ -13,11 +13,9 @@ from distexp.explain.step_profile import StepProfile, fits, free_cores, had_no_c
 from distexp.hardware.facts import gpu_facts
 from distexp.strategies.traits import ADAMW_STATES, Advice
 
+# Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself.
 CORES_ARE_THE_CAUSE = 0.5
-"""Fraction of the host work from which the wait for a CPU core is its cause, and not the work itself."""
-
-MANY_OTHER_KERNELS = 0.3
-"""Share of kernels other than matrix products from which fusing them is worth the compilation."""
+MANY_OTHER_KERNELS = 0.3  # share of kernels other than matrix products from which fusing them is worth the compilation
 
 Alternatives = Iterator[Advice]
 
@@ -151,12 +149,9 @@ def _fused_kernels(step: AdvisedStep) -> Alternatives:
         yield Advice("kernels=fast", "compiled code has fewer and larger kernels")
 
 
-# Overrides that change the micro-batch, the accumulation or the global batch.
-
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
 """Keys of a scale that lower the values of a command."""
-MAX_FACTOR = 8
-"""Largest factor of a proposed micro-batch."""
+MAX_FACTOR = 8  # largest factor of a proposed micro-batch
 
 
 def _lift_limits(profile: StepProfile, alternative: str) -> str:
@@ -202,9 +197,9 @@ def larger_global_batches(profile: StepProfile, alternatives: Sequence[str]) -> 
     before = {key: profile.number(key, 1) for key in ("train.micro_batch_size", "train.gradient_accumulation_steps")}
     if _sets_global_batch(profile):
         before = {"train.global_batch_size": profile.setting("train.global_batch_size")}
-    larger = []
-    for alternative in alternatives:
+
+    def batch(alternative: str) -> int:
         values = dict(override.split("=", 1) for override in alternative.split())
-        if math.prod(int(values.get(key, value)) for key, value in before.items()) > math.prod(before.values()):
-            larger.append(alternative)
-    return larger
+        return math.prod(int(values.get(key, value)) for key, value in before.items())
+
+    return [alternative for alternative in alternatives if batch(alternative) > math.prod(before.values())]

@@ -10,18 +10,8 @@ from typing import Any
 
 from distexp.config import ConfigError
 from distexp.config.overrides import copyable_command, format_override
+from distexp.explain import step_profile
 from distexp.explain.advice import advise, larger_global_batches
-from distexp.explain.step_profile import (
-    COMPUTE,
-    OVERHEADS,
-    StepProfile,
-    are_others_ahead,
-    describe_excess,
-    had_no_core,
-    is_one_rank_slow,
-    slow_part,
-    without_core_excess_ms,
-)
 from distexp.runs.record import RunRecord, describe_no_training, read_records
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.step_files import PARTS
@@ -30,8 +20,7 @@ from distexp.strategies.traits import Traits
 from distexp.system.files import printable, read_or_none
 from distexp.system.typed_values import number_of, texts_of
 
-MIN_SHARE = 0.1
-"""Smallest share of a step that is called a bottleneck."""
+MIN_SHARE = 0.1  # smallest share of a step that is called a bottleneck
 
 
 @dataclass(frozen=True)
@@ -71,24 +60,27 @@ class Explanation:
 
 def explain(record: RunRecord, strategy: Traits | None = None) -> Explanation | None:
     """Return the bottleneck of a run; None if it was not profiled. ``strategy`` is as in ``StepProfile.of``."""
-    profile = StepProfile.of(record, strategy)
+    profile = step_profile.StepProfile.of(record, strategy)
     return None if profile is None else explain_profile(profile)
 
 
-def explain_profile(profile: StepProfile) -> Explanation:
+def explain_profile(profile: step_profile.StepProfile) -> Explanation:
     """Return the bottleneck of a profile."""
     shares = profile.shares()
     bottleneck, share = largest_overhead(shares)
     if share < MIN_SHARE:
-        bottleneck, share = "compute", sum(shares[name] for name in COMPUTE)
+        bottleneck, share = "compute", sum(shares[name] for name in step_profile.COMPUTE)
     advice = advise(bottleneck, profile)
     if bottleneck == "compute":
         sentence = describe_compute(share, shares)
         overhead, lost = largest_overhead(shares)
         advice += advise(overhead, profile) if lost >= NAMED_SHARE else []
-    elif bottleneck == "waiting" and are_others_ahead(profile):
+    elif bottleneck == "waiting" and step_profile.are_others_ahead(profile):
+        # The slowest rank is launch-bound, as the others are.
         bottleneck, share = "launch_idle", profile.slowest.time_ms("launch_idle") / profile.slowest.step_ms
-        sentence = describe_ranks_ahead(share, profile)
+        idle = _idle(f"the GPU of rank {profile.slowest.rank}", share, profile)
+        text = f"{idle}. The other ranks are as slow, but ahead: their GPUs wait in collectives"
+        sentence = _sentence(bottleneck, share, text, profile)
     else:
         sentence = _sentence(bottleneck, share, _description(bottleneck, share, profile), profile)
     text = f"{sentence} {describe_missing_cores(profile)}".rstrip()
@@ -97,21 +89,12 @@ def explain_profile(profile: StepProfile) -> Explanation:
     return Explanation(bottleneck, share, text, alternatives, larger_global_batches(profile, alternatives), reasons)
 
 
-# The sentence about the bottleneck of a profiled step.
-
-BOUND_SHARE = 0.3
-"""Share from which a run is bound by its bottleneck."""
-
-COMPUTE_BOUND_SHARE = 0.7
-"""Share of kernels from which a run without a bottleneck is compute-bound."""
-
-NAMED_SHARE = 0.05
-"""Share from which the largest part other than the kernels is named in a compute-bound run."""
-
+BOUND_SHARE = 0.3  # share from which a run is bound by its bottleneck
+COMPUTE_BOUND_SHARE = 0.7  # share of kernels from which a run without a bottleneck is compute-bound
+NAMED_SHARE = 0.05  # share from which the largest part other than the kernels is named in a compute-bound run
+# Share of a step without cores from which the parts of a CPU are not those of the training alone.
 NOTED_WAIT_FOR_CORES = 0.1
-"""Share of a step without cores from which the parts of a CPU are not those of the training alone."""
-
-BOUND = {
+BOUND = {  # what a run is called if the part takes BOUND_SHARE of its steps
     "exposed_communication": "communication-bound",
     "waiting": "waiting for a slow rank",
     "launch_idle": "launch-bound",
@@ -119,9 +102,8 @@ BOUND = {
     "optimizer": "optimizer-bound",
     "host": "bound by the CPU",
 }
-"""What a run is called if the part takes BOUND_SHARE of its steps."""
 
-WORK_OF_PART = {
+WORK_OF_PART = {  # what a slow rank spends its time on
     "matmul": "matrix kernels",
     "other_kernels": "other kernels",
     "launch_idle": "launching kernels",
@@ -129,38 +111,26 @@ WORK_OF_PART = {
     "optimizer": "the optimizer",
     "host": "work of its CPU",
 }
-"""What a slow rank spends its time on."""
 
 
 def largest_overhead(shares: Mapping[str, float]) -> tuple[str, float]:
     """Return the largest part other than the kernels, and its share."""
-    name = max(OVERHEADS, key=lambda name: shares[name])
+    name = max(step_profile.OVERHEADS, key=lambda name: shares[name])
     return name, shares[name]
 
 
 def describe_compute(share: float, shares: Mapping[str, float]) -> str:
     """Return what the kernels take, and the largest other parts: one if the run is compute-bound, else two."""
     kernels = f"matrix kernels take {shares['matmul']:.0%} and other kernels {shares['other_kernels']:.0%} of the step"
-    if share >= COMPUTE_BOUND_SHARE:
-        largest, lost = largest_overhead(shares)
-        named = f" The largest other part is {_part_share(largest, shares)}." if lost >= NAMED_SHARE else ""
-        return f"Compute-bound: {kernels}.{named}"
-    first, second = sorted(OVERHEADS, key=lambda name: -shares[name])[:2]
-    return f"No bottleneck: {kernels}, {_part_share(first, shares)} and {_part_share(second, shares)}."
+    names = sorted(step_profile.OVERHEADS, key=lambda name: -shares[name])[:2]
+    first, second = (f"{PARTS[name]} {shares[name]:.1%}" for name in names)
+    if share < COMPUTE_BOUND_SHARE:
+        return f"No bottleneck: {kernels}, {first} and {second}."
+    named = f" The largest other part is {first}." if shares[names[0]] >= NAMED_SHARE else ""
+    return f"Compute-bound: {kernels}.{named}"
 
 
-def describe_ranks_ahead(share: float, profile: StepProfile) -> str:
-    """Return that the slowest rank is launch-bound, as the others are: its GPU is idle for a share of the step."""
-    return _sentence(
-        "launch_idle",
-        share,
-        f"the GPU of rank {profile.slowest.rank} is idle for {share:.0%} of the step, because the CPU launches "
-        f"{_launches(profile)} too slowly. The other ranks are as slow, but ahead: their GPUs wait in collectives",
-        profile,
-    )
-
-
-def describe_missing_cores(profile: StepProfile) -> str:
+def describe_missing_cores(profile: step_profile.StepProfile) -> str:
     """Return that other programs or threads used the cores, if this is much of the step; empty if it is not."""
     share = profile.without_core_share
     if share is None or share < NOTED_WAIT_FOR_CORES:
@@ -171,22 +141,17 @@ def describe_missing_cores(profile: StepProfile) -> str:
     )
 
 
-def _sentence(bottleneck: str, share: float, description: str, profile: StepProfile) -> str:
+def _sentence(bottleneck: str, share: float, description: str, profile: step_profile.StepProfile) -> str:
     is_all = bottleneck == "host" and not profile.on_gpu  # All of the training is work of the CPU.
     text = f"{BOUND[bottleneck]}: {description}" if share >= BOUND_SHARE and not is_all else description
     return text[0].upper() + text[1:] + "."
 
 
-def _part_share(name: str, shares: Mapping[str, float]) -> str:
-    return f"{PARTS[name]} {shares[name]:.1%}"
-
-
-def _description(bottleneck: str, share: float, profile: StepProfile) -> str:
+def _description(bottleneck: str, share: float, profile: step_profile.StepProfile) -> str:
     """Return what a bottleneck is, without the period."""
     match bottleneck:
         case "launch_idle":
-            launches = _launches(profile)
-            return f"the GPU is idle for {share:.0%} of the step, because the CPU launches {launches} too slowly"
+            return _idle("the GPU", share, profile)
         case "waiting":
             return _waiting(share, profile)
         case "exposed_communication":
@@ -201,35 +166,27 @@ def _description(bottleneck: str, share: float, profile: StepProfile) -> str:
             return f"clipping and the update of the weights take {share:.0%} of the step"
         case _:
             part = f"{share:.0%} of the step"
-            return (
-                f"the CPU does other work than launching kernels for {part}"
-                if profile.on_gpu
-                else f"the CPU spends {part} outside of operators and collectives, for example in Python"
-            )
+            on_cpu = f"spends {part} outside of operators and collectives, for example in Python"
+            return f"the CPU {f'does other work than launching kernels for {part}' if profile.on_gpu else on_cpu}"
 
 
-def _launches(profile: StepProfile) -> str:
+def _idle(gpu: str, share: float, profile: step_profile.StepProfile) -> str:
     launches = max((rank.launches or 0.0) for rank in profile.ranks)
     steps = profile.number("train.gradient_accumulation_steps", 1)
-    return f"{round(launches / steps):,} kernels per micro-batch" if launches else "kernels"
+    kernels = f"{round(launches / steps):,} kernels per micro-batch" if launches else "kernels"
+    return f"{gpu} is idle for {share:.0%} of the step, because the CPU launches {kernels} too slowly"
 
 
-def _waiting(share: float, profile: StepProfile) -> str:
-    if not is_one_rank_slow(profile):
+def _waiting(share: float, profile: step_profile.StepProfile) -> str:
+    if not step_profile.is_one_rank_slow(profile):
         return f"ranks wait for each other for {share:.0%} of the step, and no single rank is the cause"
-    if had_no_core(profile):
-        return (
-            f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it waited "
-            f"{without_core_excess_ms(profile):,.1f} ms longer for a free CPU core than the others: other programs may "
-            "have used it"
-        )
-    return (
-        f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it spends "
-        f"{describe_excess(profile)} more than the others on {WORK_OF_PART[slow_part(profile).part]}"
-    )
+    it = f"the ranks wait for rank {profile.slowest.rank} for {share:.0%} of the step, because it"
+    if step_profile.had_no_core(profile):
+        longer = f"{step_profile.without_core_excess_ms(profile):,.1f} ms longer"
+        return f"{it} waited {longer} for a free CPU core than the others: other programs may have used it"
+    work = WORK_OF_PART[step_profile.slow_part(profile).part]
+    return f"{it} spends {step_profile.describe_excess(profile)} more than the others on {work}"
 
-
-# Reading of the profiled runs that ``distexp explain`` is given.
 
 REPLACED = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
 """Overrides that a command with a profile has not, or has with other values."""
@@ -241,14 +198,14 @@ class ProfiledRun:
 
     directory: Path
     record: RunRecord
-    profile: StepProfile
+    profile: step_profile.StepProfile
 
     @property
     def explanation(self) -> Explanation:
         """Return the bottleneck. Code of a custom strategy is not imported here, so it is what the run has stored."""
-        stored = Explanation.from_json(self.record.metrics.explanation)
         is_custom = recorded_strategy(self.record.config) is None
-        return stored if is_custom and stored is not None else explain_profile(self.profile)
+        stored = Explanation.from_json(self.record.metrics.explanation) if is_custom else None
+        return stored or explain_profile(self.profile)
 
     @property
     def title(self) -> str:
@@ -257,21 +214,16 @@ class ProfiledRun:
 
     def to_json(self) -> dict[str, Any]:
         """Return the run for programs."""
-        metrics = self.record.metrics
         return {
             "run": str(self.directory),
             "overrides": self.record.run.overrides,
-            "step_breakdown": metrics.step_breakdown,
+            "step_breakdown": self.record.metrics.step_breakdown,
             "explanation": self.explanation.to_json(),
         }
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:
-    """Return the only profiled run of a directory.
-
-    Raises:
-        ConfigError: there are several, or none.
-    """
+    """Return the only profiled run of a directory. Raise ConfigError if there are several, or none."""
     runs = read_profiled_runs(directory)
     if len(runs) > 1:
         raise ConfigError(f"{directory} has {len(runs)} profiled runs: give one of them, such as {runs[0].directory}")
@@ -279,11 +231,7 @@ def read_profiled_run(directory: Path) -> ProfiledRun:
 
 
 def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
-    """Return the profiled runs of a run directory or a sweep.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return the profiled runs of a run directory or a sweep. Raise ConfigError if there are none."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory. Give that of a run or a sweep")
     found = read_records(directory)
@@ -294,7 +242,7 @@ def read_profiled_runs(directory: Path) -> list[ProfiledRun]:
             f"no readable record.json below {directory}: give the directory of a run or a sweep, such as "
             "multirun_outputs/distexp"
         )
-    profiles = [(path.parent, record, StepProfile.of(record)) for path, record in found.stored]
+    profiles = [(path.parent, record, step_profile.StepProfile.of(record)) for path, record in found.stored]
     runs = [ProfiledRun(where, record, profile) for where, record, profile in profiles if profile is not None]
     if not runs:
         raise ConfigError(_not_profiled(directory, found.records))

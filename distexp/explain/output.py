@@ -13,9 +13,9 @@ from rich.text import Text
 
 from distexp.config.overrides import format_count
 from distexp.explain.explanation import Explanation, ProfiledRun, describe_missing_cores
-from distexp.explain.step_profile import RankStep, StepProfile
+from distexp.explain.step_profile import StepProfile
 from distexp.runs.disturbance import describe_disturbance
-from distexp.runs.step_files import HIDDEN, PARTS
+from distexp.runs.step_files import HIDDEN, PARTS, RankStep
 from distexp.system.files import nan_to_none
 from distexp.tables.columns import ALWAYS, Column, build_table, cell, fit_columns, make_console, print_plain
 
@@ -36,7 +36,8 @@ def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
         console.print()
         for line in explanation_lines(run.explanation):
             print_plain(console, line)
-        for note in (*profile_notes(run.profile), *scaling_note(run.profile, has_percentages=True)):
+        percentages = " The percentages are those of the profiled step."
+        for note in (*profile_notes(run.profile), *scaling_note(run.profile, percentages)):
             print_plain(console, note, style="dim")
 
 
@@ -62,13 +63,8 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
         print_plain(console, note, style="dim")
 
 
-# The lines below the tables of ``distexp explain``: overrides to try, and what limits the meaning of a profile.
-
-LARGE_OVERHEAD = 0.05
-"""Difference of the profiled step from the median one, as a share of it, that is worth a note."""
-
-DIFFERENT = 0.05
-"""Relative difference from which a profiled step differs from the median step."""
+LARGE_OVERHEAD = 0.05  # difference of the profiled step from the median one, as a share of it, that is worth a note
+DIFFERENT = 0.05  # relative difference from which a profiled step differs from the median step
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:
@@ -102,12 +98,11 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
         yield "Without a GPU, operators of PyTorch count as kernels, and slow launches are unknown."
 
 
-def scaling_note(profile: StepProfile, *, has_percentages: bool) -> Iterator[str]:
+def scaling_note(profile: StepProfile, percentages: str = "") -> Iterator[str]:
     """Yield that the times of a profile on CPUs are scaled, if this changes them much."""
     difference = profile.overhead_ms / profile.step_ms
     if profile.on_gpu or abs(difference) <= LARGE_OVERHEAD:
         return
-    percentages = " The percentages are those of the profiled step." if has_percentages else ""
     yield (
         f"The profiled step took {profile.profiled_ms:,.1f} ms, {abs(difference):.0%} "
         f"{'more' if difference > 0 else 'less'} than the median of the other steps.{percentages} The times are scaled "
@@ -119,12 +114,8 @@ def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     """Yield what limits the meaning of two profiles: of both, then of one of them, then what both have."""
     # The explanation of a run has the wait for CPU cores in its sentence. Here it is a note.
     of_a, of_b = (
-        [
-            *filter(None, [describe_missing_cores(profile)]),
-            *profile_notes(profile),
-            *scaling_note(profile, has_percentages=False),
-        ]
-        for profile in (comparison.a, comparison.b)
+        [note for note in (describe_missing_cores(one), *profile_notes(one), *scaling_note(one)) if note]
+        for one in (comparison.a, comparison.b)
     )
     a, b = comparison.a.global_batch, comparison.b.global_batch
     if a != b:
@@ -142,7 +133,7 @@ BAR_WIDTH = 24
 
 def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
     """Yield the table with a row per part and a column per rank, and how many ranks it hides."""
-    shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in profile.ranks)]
+    shown = _measured_parts(profile.ranks)
     means_ms = [profile.mean_ms(name) for name in shown]
     largest = max(means_ms, default=0.0) or 1.0
     others = ["hidden communication"]  # not in the sum, as the wait for cores, which is inside the parts
@@ -175,8 +166,7 @@ def _rank_column(rank: RankStep, shown: Sequence[str], num_others: int) -> Colum
 
 def comparison_table(comparison: ProfileComparison, width: int) -> Table:
     """Return the table with a row per part, and both runs per sample."""
-    ranks = (*comparison.a.ranks, *comparison.b.ranks)
-    shown = [name for name in PARTS if any(rank.parts[name] is not None for rank in ranks)]
+    shown = _measured_parts((*comparison.a.ranks, *comparison.b.ranks))
     parts = [comparison.per_sample(name) for name in shown]
     rows = [*parts, comparison.totals]
     largest = max((abs(part.change) for part in parts), default=0.0) or 1.0
@@ -190,17 +180,17 @@ def comparison_table(comparison: ProfileComparison, width: int) -> Table:
     return build_table(fit_columns(columns, width)[0])
 
 
+def _measured_parts(ranks: Sequence[RankStep]) -> list[str]:
+    return [name for name in PARTS if any(rank.parts[name] is not None for rank in ranks)]
+
+
 def _bar(fraction: float) -> str:
     halves = round(2 * BAR_WIDTH * fraction)
     return "█" * (halves // 2) + "▌" * (halves % 2)
 
 
-# Comparison of two profiled runs, part by part, in milliseconds per sample.
-
-SAME = 0.02
-"""Smaller relative differences are no difference."""
-MIN_SHARE = 0.15
-"""Smallest share of all changes that the sentence names."""
+SAME = 0.02  # smaller relative differences are no difference
+MIN_SHARE = 0.15  # smallest share of all changes that the sentence names
 
 
 @dataclass(frozen=True)
@@ -244,11 +234,10 @@ class ProfileComparison:
     @property
     def noise(self) -> float | None:
         """Return the noise of the difference of both speeds, relative to the higher speed; None if it is unknown."""
-        a_noise, b_noise = self.a.speed_noise, self.b.speed_noise
+        (a, a_noise), (b, b_noise) = (self.medians.a, self.a.speed_noise), (self.medians.b, self.b.speed_noise)
         if a_noise is None or b_noise is None:
             return None
-        fastest = min(self.medians.a, self.medians.b)
-        return math.hypot(a_noise * fastest / self.medians.a, b_noise * fastest / self.medians.b)
+        return math.hypot(a_noise * min(a, b) / a, b_noise * min(a, b) / b)
 
     @property
     def is_noise(self) -> bool:
@@ -267,34 +256,24 @@ class ProfileComparison:
         a, b = self.medians.a, self.medians.b
         times = f"A needs {a:,.3f} ms per sample, and B {b:,.3f} ms"
         if self.disturbances:
-            return (
-                f"It is not decided which run is faster: {times}. {'. '.join(self.disturbances)}. Repeat this when no "
-                "other program needs the machine."
-            )
+            reasons = f"{'. '.join(self.disturbances)}. Repeat this when no other program needs the machine."
+            return f"It is not decided which run is faster: {times}. {reasons}"
         if self.is_noise:
-            return (
-                f"A and B are equal within the noise (±{self.noise:.0%} of the higher speed): {times}. The parts below "
-                "may differ only by noise, too. For a smaller noise, repeat both runs, and compare them with distexp "
-                "report."
-            )
+            hint = "For a smaller noise, repeat both runs, and compare them with distexp report."
+            noise = f"A and B are equal within the noise (±{self.noise:.0%} of the higher speed): {times}."
+            return f"{noise} The parts below may differ only by noise, too. {hint}"
         if abs(b - a) <= SAME * a:
             return f"A and B are equally fast: {times}."
         ratio = f"{b / a:.2f} times slower" if b > a else f"{a / b:.2f} times faster"
         if (self.totals.change > 0) != (b > a):
-            return (
-                f"B is {ratio} than A: {times}. The profiled steps do not show this: they take {self.totals.b:,.3f} ms "
-                f"instead of {self.totals.a:,.3f} ms per sample. Profile more steps, for example with "
-                "train.profile_steps=10."
-            )
-        return f"B is {ratio} than A: {times}. Largest changes: {', '.join(self._changes())}."
-
-    def _changes(self) -> Iterator[str]:
-        """Yield the parts that changed most, the largest change first."""
-        changes = {name: self.per_sample(name).change for name in PARTS}
-        least = MIN_SHARE * sum(map(abs, changes.values()))
-        for name in sorted(PARTS, key=lambda part: -abs(changes[part])):
-            if abs(changes[name]) >= least:
-                yield f"{PARTS[name]} {changes[name]:+,.3f} ms"
+            profiled = f"{self.totals.b:,.3f} ms instead of {self.totals.a:,.3f} ms per sample"
+            hint = "Profile more steps, for example with train.profile_steps=10."
+            return f"B is {ratio} than A: {times}. The profiled steps do not show this: they take {profiled}. {hint}"
+        changes = [(self.per_sample(name).change, title) for name, title in PARTS.items()]
+        changes.sort(key=lambda change: -abs(change[0]))
+        least = MIN_SHARE * sum(abs(ms) for ms, _ in changes)
+        largest = [f"{title} {ms:+,.3f} ms" for ms, title in changes if abs(ms) >= least]
+        return f"B is {ratio} than A: {times}. Largest changes: {', '.join(largest)}."
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison for programs."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from omegaconf.errors import OmegaConfBaseException
@@ -14,40 +16,16 @@ from distexp.config import DatasetConfig
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.runs.record import RunRecord
 from distexp.runs.spec import parse_config
-from distexp.runs.step_files import HIDDEN, PARTS
+from distexp.runs.step_files import PARTS, RankStep, read_ranks
 from distexp.statistics.noise import speed_noise, step_noise
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.traits import Traits
 from distexp.system.typed_values import cpu_peak_mib, number_of
 from distexp.system.units import MIB
 
-COMPUTE = ("matmul", "other_kernels")
-"""Parts in which kernels run."""
-
+COMPUTE = ("matmul", "other_kernels")  # parts in which kernels run
 OVERHEADS = ("exposed_communication", "waiting", "launch_idle", "data_wait", "optimizer", "host")
 """All other parts. The largest one is the bottleneck, if it is large enough."""
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """The median profiled step of a rank; times are in milliseconds."""
-
-    rank: int
-    step_ms: float
-    profiled_ms: float  # with the overhead of the profiler
-    parts: Mapping[str, float | None]  # by name of PARTS, and HIDDEN; None: not measured
-    launches: float | None
-    cpu_busy_ms: float | None = None  # in the profiled step; None: no GPU
-    without_core_ms: float | None = None  # inside the parts; None: a GPU, or unknown
-
-    def time_ms(self, name: str) -> float:
-        """Return the time of a part; 0 if it was not measured."""
-        return self.parts[name] or 0.0
-
-    @property
-    def cpu_busy_share(self) -> float | None:
-        """Return the fraction of the profiled step in which the CPU does not wait for the GPU; None if unknown."""
-        return None if self.cpu_busy_ms is None else self.cpu_busy_ms / self.profiled_ms
 
 
 @dataclass(frozen=True)
@@ -60,13 +38,9 @@ class StepProfile:
 
     @classmethod
     def of(cls, record: RunRecord, strategy: Traits | None = None) -> StepProfile | None:
-        """Return the profile of a run; None if it was not profiled.
-
-        Without a strategy, it is that of the record, if distexp ships it.
-        """
-        ranks = [_read_rank(entry) for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
-        known = tuple(rank for rank in ranks if rank is not None)
-        return cls(record, known, strategy or recorded_strategy(record.config) or Traits()) if known else None
+        """Return the profile of a run; None if it was not profiled. By default the strategy is that of the record."""
+        ranks = read_ranks(record)
+        return cls(record, ranks, strategy or recorded_strategy(record.config) or Traits()) if ranks else None
 
     @property
     def step_ms(self) -> float:
@@ -165,31 +139,11 @@ class StepProfile:
         return min(self.ranks, key=lambda rank: (rank.time_ms("waiting"), rank.rank))
 
 
-def _read_rank(entry: Mapping[str, Any]) -> RankStep | None:
-    rank, step = number_of(entry, "rank"), number_of(entry, "step_ms")
-    if rank is None or not step:
-        return None
-    parts = {name: number_of(entry, f"{name}_ms") for name in (*PARTS, HIDDEN)}
-    profiled = number_of(entry, "profiled_step_ms") or step
-    return RankStep(
-        int(rank),
-        step,
-        profiled,
-        parts,
-        number_of(entry, "launches"),
-        cpu_busy_ms=number_of(entry, "cpu_busy_ms"),
-        without_core_ms=number_of(entry, "without_core_ms"),
-    )
-
-
 # The rank that the others wait for: in which part it takes longer, and whether its CPU does.
 
-SLOWER = 0.3
-"""Fraction of the waiting by which a rank must take longer than the others to be its cause."""
-
+SLOWER = 0.3  # fraction of the waiting by which a rank must take longer than the others to be its cause
+# Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause.
 MISSING_CORE = 0.5
-"""Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause."""
-
 LOCAL_PARTS = ("matmul", "other_kernels", "launch_idle", "data_wait", "optimizer", "host")
 """Parts in which a rank does not depend on the others."""
 
@@ -206,8 +160,8 @@ def slow_part(profile: StepProfile) -> SlowPart:
     slowest, others = profile.slowest, _others(profile)
     if not others:
         return SlowPart(LOCAL_PARTS[0], 0.0)
-    excess = {name: slowest.time_ms(name) - _mean([rank.time_ms(name) for rank in others]) for name in LOCAL_PARTS}
-    return SlowPart(*max(excess.items(), key=lambda item: item[1]))
+    excess = {name: slowest.time_ms(name) - fmean(rank.time_ms(name) for rank in others) for name in LOCAL_PARTS}
+    return SlowPart(*max(excess.items(), key=itemgetter(1)))
 
 
 def is_one_rank_slow(profile: StepProfile) -> bool:
@@ -223,9 +177,14 @@ def had_no_core(profile: StepProfile) -> bool:
 
 def without_core_excess_ms(profile: StepProfile) -> float | None:
     """Return how much longer the slowest rank is without a core than the others; None if unknown."""
-    own, others = profile.slowest.without_core_ms, [rank.without_core_ms for rank in _others(profile)]
-    known = [time for time in others if time is not None]
-    return None if own is None or not known or len(known) < len(others) else own - _mean(known)
+    return _excess(profile, lambda rank: rank.without_core_ms)
+
+
+def _excess(profile: StepProfile, read: Callable[[RankStep], float | None]) -> float | None:
+    """Return by how much a value of the slowest rank exceeds the mean of the others; None if one is unknown."""
+    own, others = read(profile.slowest), [read(rank) for rank in _others(profile)]
+    known = [value for value in others if value is not None]
+    return own - fmean(known) if own is not None and known and len(known) == len(others) else None
 
 
 def are_others_ahead(profile: StepProfile) -> bool:
@@ -250,32 +209,23 @@ def describe_excess(profile: StepProfile) -> str:
     The GPUs of the others are less idle, also because they wait in collectives. So if the part is launch idle, the
     rank is slower by at most what its CPU works longer than theirs.
     """
-    slow = slow_part(profile)
-    if slow.part != "launch_idle":
-        return f"{slow.excess_ms:,.1f} ms"
+    part, excess_ms = slow_part(profile)
+    if part != "launch_idle":
+        return f"{excess_ms:,.1f} ms"
     busier = _busier_by(profile)
     if busier is None:
-        return f"up to {slow.excess_ms:,.1f} ms"
-    return f"{min(slow.excess_ms, busier * profile.slowest.step_ms):,.1f} ms"
+        return f"up to {excess_ms:,.1f} ms"
+    return f"{min(excess_ms, busier * profile.slowest.step_ms):,.1f} ms"
 
 
 def _busier_by(profile: StepProfile) -> float | None:
     """Return by which fraction of a step the CPU of the slowest rank works longer than the others; None: unknown."""
-    busy, others = profile.slowest.cpu_busy_share, [rank.cpu_busy_share for rank in _others(profile)]
-    known = [share for share in others if share is not None]
-    return None if busy is None or len(known) < len(others) else busy - _mean(known)
+    return _excess(profile, lambda rank: rank.cpu_busy_share)
 
 
 def _others(profile: StepProfile) -> list[RankStep]:
     slowest = profile.slowest
     return [rank for rank in profile.ranks if rank is not slowest]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-# CPU cores and CPU memory that a run leaves free.
 
 
 def images_fit(profile: StepProfile) -> bool:
@@ -299,11 +249,7 @@ def free_cores(profile: StepProfile) -> int:
     return max(0, cores // math.ceil(profile.world_size / machines) - training)
 
 
-# Whether a change would fit into the memory of the GPU, or of the machine, from the measured memory of the run.
-
-USABLE = 0.9
-"""Fraction of the memory of a GPU that is used at most."""
-
+USABLE = 0.9  # fraction of the memory of a GPU that is used at most
 SMALL_GROWTH = 0.1
 """Fraction of the measured CPU memory by which a change may increase it. The free memory of the machine is unknown."""
 

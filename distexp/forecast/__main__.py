@@ -85,28 +85,18 @@ def _split_config_dir(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[ProfiledRun, list[str]]:
-    """Return the profiled run, and the overrides.
-
-    Raises:
-        ConfigError: there are several directories, or there is no profiled run.
-    """
+    """Return the profiled run and the overrides. Raise ConfigError if there are several directories, or no such run."""
     overrides = [text for text in arguments if is_override(text)]
     directories = [text for text in arguments if not is_override(text)]
     if options := [text for text in directories if text.startswith("-")]:
         hint = "lists need no --multirun" if "--multirun" in options else "distexp forecast --help lists the options"
         raise ConfigError(f"{' '.join(options)} is not an option of forecast: leave it out; {hint}")
     if len(directories) > 1:
-        raise ConfigError(
-            f"{len(directories)} directories ({' '.join(directories)}): give the directory of one profiled run, as in "
-            "distexp forecast RUN cluster.nodes=2"
-        )
-    directory = (
-        Path(directories[0]) if directories else choose_newest_sweep(leave_out=(Command.PREFLIGHT, Command.CHOOSE))
-    )
+        hint = "give the directory of one profiled run, as in distexp forecast RUN cluster.nodes=2"
+        raise ConfigError(f"{len(directories)} directories ({' '.join(directories)}): {hint}")
+    others = (Command.PREFLIGHT, Command.CHOOSE)
+    directory = Path(directories[0]) if directories else choose_newest_sweep(leave_out=others)
     return find_profiled_run(directory.absolute()), overrides
-
-
-# The command line of a forecast: that of the profiled run, with other sizes.
 
 
 KEPT_SECTIONS = ("cluster", "scaling", "forecast", "plan", "choose")
@@ -115,23 +105,20 @@ KEPT_SECTIONS = ("cluster", "scaling", "forecast", "plan", "choose")
 ``choose`` has no effect, which the command line then reports.
 """
 
-KEPT_KEYS = (
+KEPT_KEYS = (  # further keys that the user may set
     *("train.global_batch_size", "train.gradient_accumulation_steps", "dataset.train_size"),
     "trusted_packages",
 )
-"""Further keys that the user may set."""
 
+# Keys, groups and sections of the profiled run that a forecast does not need.
 NOT_REPEATED = ("profile", "repeats", "tracker", "preflight", "plan", "forecast", "choose", "sweep", "hydra")
-"""Keys, groups and sections of the profiled run that a forecast does not need."""
-
 NOT_REPEATED_KEYS = ("train.profile_steps", "train.resume", "train.micro_batch_search_s", "scale.workers")
 
 
 def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool) -> list[str]:
     """Return the arguments with which the sizes of a forecast are composed.
 
-    Raises:
-        ConfigError: an override changes what the workers compute, or another user's run may run code.
+    Raise ConfigError if an override changes what the workers compute, or if another user's run may run code.
     """
     if errors := list(_errors(run, typed)):
         raise ConfigError(errors)
@@ -142,8 +129,7 @@ def forecast_arguments(run: ProfiledRun, typed: Sequence[str], *, as_json: bool)
     replaced = {*NOT_REPEATED_KEYS, *map(key_of, [*fixed, *added])}
     kept = [text for text in stored if key_of(text) not in replaced and _section(text) not in NOT_REPEATED]
     for position, text in enumerate(added):
-        value = value_of(text)
-        if key_of(text) == "forecast.preflight" and value != "null":
+        if key_of(text) == "forecast.preflight" and (value := value_of(text)) != "null":
             added[position] = f'forecast.preflight="{Path(value).absolute()}"'  # The run may be of another folder.
     cells = json.dumps([as_cell(size) for size in choose_sizes(run, typed)], separators=(",", ":"))
     output = ["plan.output=json", "forecast.output=json"] if as_json else []
@@ -155,22 +141,17 @@ def _errors(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
     if errors := list(short_key_errors(typed)):
         yield from errors
         return
-    allowed = [
-        text == _device(run) if key_of(text) == "cluster.device"
-        else _section(text) in KEPT_SECTIONS or key_of(text) in KEPT_KEYS
-        for text in typed
-    ]  # fmt: skip
-    for text, is_allowed in zip(typed, allowed, strict=True):
-        if not is_allowed:
-            yield (
-                f"{text} changes what a worker computes, but the forecast is from the profile of {run.directory}: "
-                "leave it out, or run this training with profile=true and forecast that run"
-            )
-    if all(allowed):
-        for override in parse(typed):
-            if override.is_sweep_override() and override.get_key_element().lstrip("+") not in SIZE_KEYS:
-                only = f"but only {' and '.join(SIZE_KEYS)} can: set one value"
-                yield f"{override.input_line} has several values, {only}"
+    others = [text for text in typed if _section(text) not in KEPT_SECTIONS and key_of(text) not in KEPT_KEYS]
+    others += [text for text in typed if key_of(text) == "cluster.device" and text != _device(run)]
+    for text in sorted(others, key=list(typed).index):
+        yield (
+            f"{text} changes what a worker computes, but the forecast is from the profile of {run.directory}: "
+            "leave it out, or run this training with profile=true and forecast that run"
+        )
+    for override in () if others else parse(typed):
+        if override.is_sweep_override() and override.get_key_element().lstrip("+") not in SIZE_KEYS:
+            only = f"but only {' and '.join(SIZE_KEYS)} can: set one value"
+            yield f"{override.input_line} has several values, {only}"
 
 
 def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:

@@ -12,37 +12,27 @@ from dataclasses import dataclass, replace
 
 from distexp.preflight.machine import CurvePoint, MachineCurves
 
-FAST_BANDWIDTH = 0.25
-"""Fraction of the bandwidth that the protocol LL reaches (NCCL, tuning.cc)."""
-TREE_BANDWIDTH = 0.9
-"""Fraction of the bandwidth that a tree reaches (NCCL, tuning.cc)."""
+FAST_BANDWIDTH = 0.25  # fraction of the bandwidth that the protocol LL reaches (NCCL, tuning.cc)
+TREE_BANDWIDTH = 0.9  # fraction of the bandwidth that a tree reaches (NCCL, tuning.cc)
+# Latency of a collective without its hops (NCCL, tuning.cc, table baseLat).
 BASE_RING_FAST, BASE_RING_SIMPLE, BASE_TREE_FAST, BASE_TREE_SIMPLE = 3.6e-6, 8.4e-6, 4.4e-6, 0.0
-"""Latency of a collective without its hops (NCCL, tuning.cc, table baseLat)."""
-
 MEASURED, SCALED, MODEL = "measured", "scaled", "model"
 
-SIMILAR_KINDS = {
+SIMILAR_KINDS = {  # measured kind whose curve is used for a kind that the preflight does not measure
     "reduce": "reduce_scatter",
     "broadcast": "all_gather",
     "all_to_all": "all_gather",
     "other": "all_gather",
 }
-"""Measured kind whose curve is used for a kind that the preflight does not measure."""
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Workers of a process group.
-
-    Attributes:
-        ranks: Number of workers.
-        nodes: Number of nodes on which they are.
-        workers_per_node: Workers of the run on each node; they share the network cards.
-    """
+    """Workers of a process group."""
 
     ranks: int
     nodes: int
-    workers_per_node: int
+    workers_per_node: int  # of the run; they share the network cards
 
     @property
     def ranks_per_node(self) -> int:

@@ -24,49 +24,33 @@ from distexp.plan.command import show_predictions
 from distexp.plan.planned_cells import PlannedCell, plan_cells
 from distexp.plan.planner import Planner, with_gpu
 from distexp.plan.verdict import memory_to_fit_mib, predict
+from distexp.runs import predictions
 from distexp.runs.disturbance import describe_disturbance
-from distexp.runs.predictions import (
-    StoredForecast,
-    largest_expected,
-    machine_name,
-    read_errors,
-    running_error,
-    write_forecasts,
-)
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
+from distexp.runs.step_files import read_ranks
 from distexp.system.files import nan_to_none
-from distexp.system.typed_values import number_of
 from distexp.tables.columns import make_console, print_plain
 
-LARGE_SHARE_WITHOUT_CORE = 0.2
-"""Share of the profiled step without a CPU core from which a forecast has a warning."""
+LARGE_SHARE_WITHOUT_CORE = 0.2  # share of the profiled step without a CPU core from which a forecast has a warning
 
 
 def run_forecast(cells: Sequence[Cell]) -> None:
-    """Print the forecast of the sizes of a command.
-
-    Raises:
-        ConfigError: no size can be forecast.
-    """
+    """Print the forecast of the sizes of a command. Raise ConfigError if no size can be forecast."""
     options = cast(ForecastConfig, OmegaConf.to_object(cells[0].composed.forecast))
     with Planner() as planner:
         print_forecast(read_profiled_run(Path(str(options.run))), cells, options, planner)
 
 
 def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, planner: Planner) -> None:
-    """Print the forecast of all sizes, and keep it in the directory of the profiled run.
-
-    Raises:
-        ConfigError: no size can be forecast.
-    """
-    rows = forecast_sizes(run, cells, options, read_errors(machine_name(run.record)))
+    """Print the forecast of all sizes, and keep it in the directory of the run. Raise ConfigError if there is none."""
+    rows = forecast_sizes(run, cells, options, predictions.read_errors(predictions.machine_name(run.record)))
     rows = add_memory(rows, options.memory, planner)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     kept = (stored_forecast(row, what_if(options, run.record, row.size[0])) for row in rows)
     stored = [forecast for forecast in kept if forecast is not None]
     try:
-        write_forecasts(run.directory, [replace(forecast, created_at=now) for forecast in stored])
+        predictions.write_forecasts(run.directory, [replace(forecast, created_at=now) for forecast in stored])
     except OSError as error:
         print(f"distexp: the forecast is not kept for the report: {run.directory}: {error.strerror}", file=sys.stderr)
     rows = add_measured(run, rows, stored)
@@ -84,8 +68,7 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
     if not any(row.forecast for row in rows):
         raise ConfigError(list(dict.fromkeys(row.error for row in rows)))
     console, workers = make_console(), "GPUs" if run.on_gpu else "workers"
-    print_plain(console, answer(rows, workers))
-    for line in _disturbed(run):
+    for line in (answer(rows, workers), *_disturbed(run)):
         print_plain(console, line)
     console.print()
     for part in sizes_table(rows, workers, console.width):
@@ -98,9 +81,8 @@ def _print_table(run: ProfiledRun, rows: Sequence[SizeRow]) -> None:
 def _disturbed(run: ProfiledRun) -> Iterator[str]:
     """Yield a warning if other programs slowed the profiled run or its profiled step down."""
     again = "so the forecast may be wrong. Profile it again when no other program runs."
-    ranks = run.record.metrics.step_breakdown or []
-    known = [(number_of(rank, "without_core_ms"), number_of(rank, "step_ms")) for rank in ranks]
-    shares = [waited / step for waited, step in known if waited is not None and step]
+    ranks = read_ranks(run.record)
+    shares = [rank.without_core_ms / rank.step_ms for rank in ranks if rank.without_core_ms is not None]
     share = fmean(shares) if shares else 0.0
     if disturbance := describe_disturbance(run.record):
         yield f"The profiled run was disturbed ({disturbance}), {again}"
@@ -110,19 +92,20 @@ def _disturbed(run: ProfiledRun) -> Iterator[str]:
 
 def _earlier_errors(run: ProfiledRun) -> Iterator[str]:
     """Yield the errors of earlier forecasts on this machine, and what they mean for the intervals."""
-    if errors := read_errors(machine_name(run.record)):
-        least = 1 + largest_expected(errors)
-        widened = f"An interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
-        yield f"{running_error(errors)} {widened if least > 1 else 'Their errors do not widen the intervals.'}"
+    if errors := predictions.read_errors(predictions.machine_name(run.record)):
+        least, meaning = 1 + predictions.largest_expected(errors), "Their errors do not widen the intervals."
+        if least > 1:
+            meaning = f"An interval reaches at least from the forecast / {least:.2f} to the forecast x {least:.2f}."
+        yield f"{predictions.running_error(errors)} {meaning}"
 
 
-def stored_forecast(row: SizeRow, assumed: str) -> StoredForecast | None:
+def stored_forecast(row: SizeRow, assumed: str) -> predictions.StoredForecast | None:
     """Return what is kept of a size; None without a forecast."""
     forecast, config = row.forecast, row.cell.config
     if forecast is None or config is None:
         return None
     target = forecast.target
-    return StoredForecast(
+    return predictions.StoredForecast(
         nodes=target.nodes,
         workers_per_node=target.workers_per_node,
         run_id=row.cell.id,
@@ -137,9 +120,6 @@ def stored_forecast(row: SizeRow, assumed: str) -> StoredForecast | None:
     )
 
 
-# The sizes of a forecast for programs.
-
-
 def row_to_json(row: SizeRow) -> dict[str, Any]:
     """Return a size for programs. Times are in seconds, and shares are fractions."""
     forecast, measured = row.forecast, row.measured
@@ -148,9 +128,7 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
     found: dict[str, Any] = {
         "nodes": nodes,
         "workers_per_node": workers_per_node,
-        "step_time_s": forecast and forecast.step_time_s,
-        "low_s": forecast and forecast.low_s,
-        "high_s": forecast and forecast.high_s,
+        **{name: getattr(forecast, name, None) for name in ("step_time_s", "low_s", "high_s")},
         "samples_per_second": row.samples_per_second,
         "efficiency": row.efficiency,
         "efficiency_low": low,
@@ -162,7 +140,7 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
         "exposed_communication_share": row.share(EXPOSED),
         "bottleneck": row.bottleneck[0] if row.bottleneck else None,
         "bottleneck_share": row.bottleneck[1] if row.bottleneck else None,
-        "times_the_measured": row.workers / row.profiled_workers if row.profiled_workers else None,
+        "times_the_measured": row.times_the_measured,
         "limit": forecast.limit if forecast else "",
         "beyond": forecast.beyond if forecast else "",
         "notes": list(forecast.notes) if forecast else [],
@@ -184,29 +162,22 @@ NETWORK_KEYS = ("network", "rail_optimized", "oversubscription")
 
 def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
     """Return the options that make a forecast one for another machine, as typed; empty without them."""
-    default, found = ForecastConfig(), []
+    found = []
     if options.preflight is not None:
         measured = None
         with suppress(ValueError):
-            measured = machine_name(RunRecord.read(Path(options.preflight) / RECORD))
-        if measured != machine_name(profiled):
+            measured = predictions.machine_name(RunRecord.read(Path(options.preflight) / RECORD))
+        if measured != predictions.machine_name(profiled):
             found.append(f"forecast.preflight={options.preflight}")
     # A record does not have its network, so each option of it is an assumption. One node has no network.
-    for name in NETWORK_KEYS if nodes > 1 else ():
-        value = getattr(options, name)
-        if value != getattr(default, name):
-            found.append(f"forecast.{name}={str(value).lower()}")
-    return " ".join(found)
-
-
-# Memory of the sizes of a forecast, as ``distexp plan`` predicts it.
+    values = {name: getattr(options, name) for name in NETWORK_KEYS if nodes > 1}
+    changed = {name: value for name, value in values.items() if value != getattr(ForecastConfig(), name)}
+    return " ".join([*found, *(f"forecast.{name}={str(value).lower()}" for name, value in changed.items())])
 
 
 CACHED, OFF = "cached", "off"
 
-MAX_PREDICTED_WORKERS = 64
-"""Most workers of a size whose memory is predicted."""
-
+MAX_PREDICTED_WORKERS = 64  # most workers of a size whose memory is predicted
 TOO_LARGE = f"memory is predicted up to {MAX_PREDICTED_WORKERS} workers only"
 NOT_CACHED = "memory was not predicted before: leave forecast.memory=cached out"
 
@@ -224,7 +195,7 @@ def add_memory(rows: Sequence[SizeRow], mode: str, planner: Planner) -> list[Siz
     reasons = [row.error or reason(row) for row in rows]
     wanted = [row.cell for row, why in zip(rows, reasons, strict=True) if not why]
     configs = [cell.config for cell in wanted if cell.config is not None]
-    with show_predictions(planner.count_missing(configs), "") as advance:
+    with show_predictions(planner.count_missing(configs)) as advance:
         planned = iter(plan_cells(wanted, planner, advance))
     return [
         replace(row, memory_error=why) if why else _with_memory(row, next(planned))

@@ -19,12 +19,11 @@ def plan_communication(
     items: Sequence[Item], model: StepModel, communication: StepCommunication, *, micro_batches: int
 ) -> tuple[Item, ...]:
     """Return the items of a step of one worker with the collectives of several workers."""
-    planned = list(items)
-    for position, item in enumerate(items):
-        # One worker skips such a collective, so the profile lacks the time of the CPU for it.
-        skipped = isinstance(item, Collective) and item.axis == "shard" and item.transfer_s is None
-        if model.on_gpu and skipped:
-            planned[position] = replace(item, host_s=item.host_s + LAUNCH_S)
+
+    def is_skipped(item: Item) -> bool:  # by one worker, so the profile lacks the time of the CPU for it
+        return isinstance(item, Collective) and item.axis == "shard" and item.transfer_s is None and model.on_gpu
+
+    planned = [replace(item, host_s=item.host_s + LAUNCH_S) if is_skipped(item) else item for item in items]
     return tuple(communication.plan(planned, model, micro_batches))
 
 
@@ -45,31 +44,19 @@ def group_layout(communication: StepCommunication, axis: str, target: Target) ->
     return GroupLayout(target.workers, target.nodes, per_node)
 
 
-# What is forecast, and the result.
-
-
-TO_MEASURE = "To measure them:"
-"""Text in a note before the command that replaces its assumption."""
-
+TO_MEASURE = "To measure them:"  # text in a note before the command that replaces its assumption
 PARTS = ("compute", "exposed_communication", "launch", "waiting", "other")
 """Parts of a forecast step. ``launch``: the device is idle because the CPU launches its work too slowly."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A number of workers to forecast.
-
-    Attributes:
-        nodes: Number of nodes.
-        workers_per_node: Workers on each node.
-        micro_batches: Micro-batches of a step on each worker. Their size is that of the profiled run.
-        samples_per_step: Samples of a step over all workers.
-    """
+    """A number of workers to forecast."""
 
     nodes: int
     workers_per_node: int
-    micro_batches: int
-    samples_per_step: float
+    micro_batches: int  # of a step on each worker; their size is that of the profiled run
+    samples_per_step: float  # over all workers
 
     @property
     def workers(self) -> int:
@@ -79,37 +66,22 @@ class Target:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The forecast of one target.
-
-    Attributes:
-        target: What was forecast.
-        step_time_s: Duration of a step.
-        low_s: Lower end of the interval.
-        high_s: Upper end of the interval.
-        parts: Seconds of each part of PARTS, which add up to the step.
-        hidden_communication_s: Communication at the same time as computation.
-        beyond: How far the target is outside of the measured range. Empty: inside.
-        limit: What limits the step most, as ``the all_reduce of 540 MB``. Empty: unknown.
-        notes: Assumptions.
-    """
+    """The forecast of one target."""
 
     target: Target
     step_time_s: float
-    low_s: float
+    low_s: float  # of the interval
     high_s: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    hidden_communication_s: float = 0.0
-    beyond: str = ""
-    limit: str = ""
-    notes: tuple[str, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds by name in PARTS; they add up to the step
+    hidden_communication_s: float = 0.0  # at the same time as computation
+    beyond: str = ""  # how far the target is outside of the measured range; empty: inside
+    limit: str = ""  # what limits the step most, as ``the all_reduce of 540 MB``; empty: unknown
+    notes: tuple[str, ...] = ()  # assumptions
 
     @property
     def samples_per_second(self) -> float:
         """Return the throughput over all workers."""
         return self.target.samples_per_step / self.step_time_s
-
-
-# The items of a step with another number of micro-batches.
 
 
 def with_micro_batches(
@@ -120,11 +92,9 @@ def with_micro_batches(
     The first and the last micro-batch are as in the profiled step, which has at most three. Those between them are all
     alike. Gradients are reduced in the last one, unless the strategy reduces them in each.
     """
-    by_number: dict[int, list[Item]] = {}
-    for item in items:
-        if item.phase != OPTIMIZER:
-            by_number.setdefault(item.micro_batch, []).append(item)
-    blocks = [by_number[number] for number in sorted(by_number)]
+    forward_backward = [item for item in items if item.phase != OPTIMIZER]
+    numbers = sorted({item.micro_batch for item in forward_backward})
+    blocks = [[item for item in forward_backward if item.micro_batch == number] for number in numbers]
     if not blocks or (wanted == profiled and len(blocks) == profiled):
         return tuple(items)
     found: list[Item] = []
@@ -164,18 +134,14 @@ def _with_gathers_of(block: Sequence[Item], first: Sequence[Item]) -> list[Item]
     return found
 
 
-# The optimizer part of a step with another number of workers, if they shard the optimizer states.
-#
-# A worker then updates its share of the elements, so the kernels of the update and of the norm take less time. How
-# many kernels there are depends on the strategy:
-#
+# If the workers shard the optimizer states, a worker updates its share of the elements, so the kernels of the update
+# and of the norm take less time. How many kernels there are depends on the strategy:
 # - FSDP and ZeRO-3 divide each parameter. Each worker has a part of all of them, and launches as many kernels.
 # - ZeRO-1 and ZeRO-2 divide each group of the optimizer, whose parameters are in one flat tensor. Check and norm launch
 #   kernels for each parameter in the part of a worker, and the workers have different numbers of them.
 
 
-SHORTEST_KERNEL_S = 2e-6
-"""Time of a kernel with hardly any work: an assumption."""
+SHORTEST_KERNEL_S = 2e-6  # time of a kernel with hardly any work: an assumption
 FEWEST_LAUNCHES = 32
 """Launches of a segment from which they are those of a loop over parameters. Flat tensors need fewer: an assumption."""
 SMALL_PARAMETER_S = 40e-6
@@ -212,12 +178,7 @@ def _parameters_by_worker(group: Sequence[int], part: int, shards: int) -> list[
 
 
 def shard_update(
-    items: Sequence[Item],
-    before: UpdateShare,
-    after: UpdateShare,
-    communication: StepCommunication,
-    *,
-    on_gpu: bool,
+    items: Sequence[Item], before: UpdateShare, after: UpdateShare, communication: StepCommunication, *, on_gpu: bool
 ) -> tuple[Item, ...]:
     """Return the items of a step with the update of another share."""
     update = [item for item in items if isinstance(item, Segment) and item.phase == OPTIMIZER]
@@ -242,11 +203,6 @@ def _scale(item: Segment, host: float, elements: float, launches: float) -> Segm
     count = round(launches * item.launches)
     device_s = max(elements * item.device_s, min(item.device_s, count * SHORTEST_KERNEL_S))
     device = device_s / item.device_s if item.device_s else 1.0
-    return replace(
-        item,
-        host_s=host * item.host_s,
-        device_s=device_s,
-        tail_s=scaled_tail(item, Scales(host, device)),
-        tail_half_s=scaled_tail(item, Scales(host / 2, device)),
-        launches=count,
-    )
+    tail_s, half_s = (scaled_tail(item, Scales(factor, device)) for factor in (host, host / 2))
+    host_s = host * item.host_s
+    return replace(item, host_s=host_s, device_s=device_s, tail_s=tail_s, tail_half_s=half_s, launches=count)

@@ -19,21 +19,19 @@ from distexp.tables.columns import ALWAYS, Column, cell, fitted_table
 
 EXPOSED = "exposed_communication"
 
-TITLES: Mapping[str, str] = {
+TITLES: Mapping[str, str] = {  # short titles of parts
     "exposed_communication": "communication",
     "launch": "slow launches",
     "waiting": "waiting",
     "other": "other work",
 }
-"""Short titles of parts."""
 
-LONG_TITLES: Mapping[str, str] = {
+LONG_TITLES: Mapping[str, str] = {  # titles of parts in the answer
     "exposed_communication": "communication that no computation hides",
     "launch": "a GPU that is idle because of slow launches",
     "waiting": "waiting for the slowest worker",
     "other": "work that the profile does not explain",
 }
-"""Titles of parts in the answer."""
 
 VERDICTS = {"fits": "fits", "too_close": "not certain", "does_not_fit": "does not fit"}
 
@@ -45,10 +43,8 @@ def answer(rows: Sequence[SizeRow], workers: str) -> str:
         return ""
     efficiency, (low, high) = row.efficiency or 0.0, row.efficiency_interval or (0.0, 0.0)
     count = format_count(row.workers, workers.removesuffix("s"))
-    limit = "nothing but computation limits it"
-    if row.forecast.limit:
-        limit = f"limited by {row.forecast.limit}"
-    elif row.bottleneck is not None:
+    limit = f"limited by {row.forecast.limit}" if row.forecast.limit else "nothing but computation limits it"
+    if row.bottleneck is not None and not row.forecast.limit:
         name, share = row.bottleneck
         limit = f"the bottleneck is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
     text = f"{count}: {efficiency:.0%} efficiency ({low:.0%} to {high:.0%}), {row.samples_per_second:,.1f} samples/s"
@@ -69,21 +65,15 @@ def part_title(name: str) -> str:
 
 def sizes_table(rows: Sequence[SizeRow], workers: str, width: int) -> list[Table | Text]:
     """Return the table with a row per size, the reasons of sizes without a forecast, and what is hidden."""
-    found: list[Table | Text] = []
     forecast = [row for row in rows if row.forecast is not None]
-    if forecast:
-        known = [column for column in _columns(forecast, workers) if set(column.cells) - {"-"}]
-        found += fitted_table(known, width, "Print them with --json.")
-    found += [Text(f"{_size(row)}: {row.error}", style="yellow") for row in rows if row.error]
-    return found
+    known = [column for column in _columns(forecast, workers) if set(column.cells) - {"-"}] if forecast else []
+    errors = [Text(f"{_size(row)}: {row.error}", style="yellow") for row in rows if row.error]
+    return [*(fitted_table(known, width, "Print them with --json.") if forecast else ()), *errors]
 
 
 def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
     def column(title: str, read: Callable[[SizeRow], str], importance: int, *, right: bool = True) -> Column:
         return Column(title, tuple(map(read, rows)), importance, right)
-
-    def times(row: SizeRow) -> str:
-        return "-" if row.profiled_workers is None else f"{row.workers / row.profiled_workers:g}x"
 
     def bottleneck(row: SizeRow) -> str:
         return f"{part_title(row.bottleneck[0])} {row.bottleneck[1]:.0%}" if row.bottleneck else "-"
@@ -98,7 +88,7 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("nodes", lambda row: str(row.size[0]), ALWAYS),
         column("workers\nper node", lambda row: str(row.size[1]), 90),
         column(workers, lambda row: str(row.workers), 85),
-        column("times the\nmeasured", times, 55),
+        column("times the\nmeasured", lambda row: cell(row.times_the_measured, lambda times: f"{times:g}x"), 55),
         *([batch] if len(set(batch.cells)) > 1 else []),
         column("ms/step", lambda row: _ms(row.forecast.step_time_s if row.forecast else None), ALWAYS),
         column("interval", _interval, 95),

@@ -12,7 +12,7 @@ from distexp.config import ConfigError
 from distexp.forecast.communication import Target
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
-from distexp.runs.step_files import Collective, Item, StepModel, read_step_model
+from distexp.runs.step_files import Collective, Item, StepModel, read_ranks, read_step_model
 from distexp.strategies.base import recorded_strategy
 from distexp.strategies.communication import (
     GATHERS,
@@ -30,22 +30,13 @@ P90 = NormalDist().inv_cdf(0.9)
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The step of a profiled run.
-
-    Attributes:
-        model: The profiled step.
-        communication: What its strategy states about its collectives.
-        median_s: Median of its measured steps, which are not profiled.
-        deviation_s: Standard deviation of a step, from the 90th percentile of its measured steps.
-        own_waiting_s: Time that rank 0, whose step is simulated, waits for other workers.
-        record: Its record.
-    """
+    """The step of a profiled run."""
 
     model: StepModel
-    communication: StepCommunication
-    median_s: float
-    deviation_s: float
-    own_waiting_s: float
+    communication: StepCommunication  # what its strategy states about its collectives
+    median_s: float  # of its measured steps, which are not profiled
+    deviation_s: float  # standard deviation of a step, from the 90th percentile of the measured steps
+    own_waiting_s: float  # that rank 0, whose step is simulated, waits for other workers
     record: RunRecord
 
     def waiting_s(self, workers: int) -> float:
@@ -71,8 +62,7 @@ def expected_maximum(count: int) -> float:
 def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredStep:
     """Return what a forecast needs of a run.
 
-    Raises:
-        ConfigError: The run was not profiled, its record cannot be read, or its collectives are not known.
+    Raise ConfigError if it was not profiled, its record cannot be read, or its collectives are not known.
     """
     try:
         record = RunRecord.read(run_dir / RECORD)
@@ -102,15 +92,11 @@ def _own_waiting(record: RunRecord, median_s: float) -> float:
     The GPU also waits if the CPU is ahead of those of the other workers. The step is not longer for this reason: it is
     at least as long as the CPU works.
     """
-    entries = [entry for entry in record.metrics.step_breakdown or () if isinstance(entry, dict)]
-    entry = next((entry for entry in entries if entry.get("rank") == 0), {})
-    waiting_s = (number_of(entry, "waiting_ms") or 0.0) / 1000
-    profiled_ms, busy_ms = (number_of(entry, name) for name in ("profiled_step_ms", "cpu_busy_ms"))
-    idle_share = max(0.0, 1 - busy_ms / profiled_ms) if profiled_ms and busy_ms is not None else 1.0
-    return min(waiting_s, idle_share * median_s, median_s / 2)
-
-
-# What a trace does not show of the collectives of a run: who waits for them and, with gloo, their sizes.
+    step = next((step for step in read_ranks(record) if step.rank == 0), None)
+    if step is None:
+        return 0.0
+    idle_share = 1.0 if step.cpu_busy_share is None else max(0.0, 1 - step.cpu_busy_share)
+    return min(step.time_ms("waiting") / 1000, idle_share * median_s, median_s / 2)
 
 
 def assign_waits(items: Sequence[Item], communication: StepCommunication, *, on_gpu: bool) -> tuple[Item, ...]:
@@ -133,17 +119,14 @@ def fill_sizes(items: Sequence[Item], model: StepModel, communication: StepCommu
 
     counts = Counter(sharing(item) for item in items if isinstance(item, Collective) and item.bytes is None)
     seen: Counter[tuple[str, str, int]] = Counter()
-    found: list[Item] = []
-    for item in items:
-        if not isinstance(item, Collective) or item.bytes is not None:
-            found.append(item)
-            continue
-        key = sharing(item)
-        size = SCALAR_BYTES
-        if is_gradient_reduction(item):
-            size = communication.reduction_sizes(model, counts[key])[seen[key]]
-        elif item.kind in GATHERS:
-            size = element_count(model) * communication.weight_bytes // counts[key]
-        seen[key] += 1
-        found.append(replace(item, bytes=size))
+    found: list[Item] = list(items)
+    for position, item in enumerate(items):
+        if isinstance(item, Collective) and item.bytes is None:
+            key, size = sharing(item), SCALAR_BYTES
+            if is_gradient_reduction(item):
+                size = communication.reduction_sizes(model, counts[key])[seen[key]]
+            elif item.kind in GATHERS:
+                size = element_count(model) * communication.weight_bytes // counts[key]
+            seen[key] += 1
+            found[position] = replace(item, bytes=size)
     return tuple(found)

@@ -18,8 +18,7 @@ from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
 from distexp.runs.step_files import MicroBatchSearch, read_step_model
 from distexp.system.typed_values import number_of
 
-MAX_LISTED_RUNS = 5
-"""Most runs that a message lists."""
+MAX_LISTED_RUNS = 5  # most runs that a message lists
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,6 @@ class ProfiledRun:
         return search.chosen if search is not None else None
 
     @property
-    def step_s(self) -> float | None:
-        """Return the median of the steps that were not profiled."""
-        return measured_step_s(self.record)
-
-    @property
     def samples_per_row(self) -> float:
         """Return the samples of a row of a batch. A packed row has several."""
         metrics, micro_batch = self.record.metrics, self.micro_batch_size
@@ -87,11 +81,7 @@ class ProfiledRun:
 
 
 def find_profiled_run(directory: Path) -> ProfiledRun:
-    """Return the only run below a directory that can be forecast.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-    """
+    """Return the only run below a directory that can be forecast. Raise ConfigError if there is none, or several."""
     if not directory.is_dir():
         raise ConfigError(not_a_sweep(directory, RECORD).replace("of a sweep", "of a run"))
     found = read_records(directory)
@@ -100,16 +90,15 @@ def find_profiled_run(directory: Path) -> ProfiledRun:
         reason = f" ({found.messages[0]})" if found.messages else ""
         raise ConfigError(f"{directory} contains no readable {RECORD}{reason}: give the directory of a profiled run")
     profiled = [run for run in runs if run.record.status == "completed" and read_step_model(run.directory) is not None]
+    if not profiled:
+        raise ConfigError(_not_profiled(directory, runs))
     if len(profiled) > 1:
-        titles = []
+        titles = [f"{directory} has {len(profiled)} profiled runs: give one of them:"]
         for run in profiled[:MAX_LISTED_RUNS]:
             overrides = " ".join(run.record.run.overrides).replace("'", "")
             titles.append(f"{run.directory} ({overrides})" if overrides else str(run.directory))
-        shown = "\n  ".join(titles)
-        more = f"\n  and {len(profiled) - MAX_LISTED_RUNS} more" if len(profiled) > MAX_LISTED_RUNS else ""
-        raise ConfigError(f"{directory} has {len(profiled)} profiled runs: give one of them:\n  {shown}{more}")
-    if not profiled:
-        raise ConfigError(_not_profiled(directory, runs))
+        more = [f"and {len(profiled) - MAX_LISTED_RUNS} more"] if len(profiled) > MAX_LISTED_RUNS else []
+        raise ConfigError("\n  ".join([*titles, *more]))
     return profiled[0]
 
 
@@ -124,35 +113,24 @@ def _not_profiled(directory: Path, runs: Sequence[ProfiledRun]) -> str:
     if note := (run.record.metrics.communication or {}).get("note"):  # A second run would have it too.
         return f"{directory} has no profile for a forecast: {note}"
     options = [text for text in run.record.run.overrides if not text.startswith(("profile=", "train.profile_steps="))]
-    command = copyable_command([*options, "profile=true"])
-    return f"{directory} has no profile for a forecast: run it with {command}"
+    return f"{directory} has no profile for a forecast: run it with {copyable_command([*options, 'profile=true'])}"
 
 
 def read_profiled_run(directory: Path) -> ProfiledRun:
-    """Return the run of a directory.
-
-    Raises:
-        ConfigError: its record cannot be read.
-    """
+    """Return the run of a directory. Raise ConfigError if its record cannot be read."""
     try:
         return ProfiledRun(directory, RunRecord.read(directory / RECORD))
     except ValueError as error:
         raise ConfigError(f"{error}: give the directory of a profiled run") from None
 
 
-# Energy and price of a forecast step, from what the profiled run has measured.
-#
-# A GPU has its idle power for the whole step. The energy above it belongs to the computation. It is the same for each
-# micro-batch on any number of GPUs. So waiting and communication cost the idle power only, which is a lower bound.
-
-
-SECONDS_PER_HOUR = 3600.0
-MILLION = 1e6
-
-
 @dataclass(frozen=True)
 class PowerModel:
-    """The idle power of one GPU in W, and the energy of a micro-batch above it in J."""
+    """The idle power of one GPU in W, and the energy of a micro-batch above it in J, from a profiled run.
+
+    A GPU has its idle power for the whole step. The energy above it belongs to the computation. It is the same for
+    each micro-batch on any number of GPUs. So waiting and communication cost the idle power only, a lower bound.
+    """
 
     idle_w: float
     busy_j: float
@@ -170,18 +148,10 @@ class PowerModel:
 def read_power(run: ProfiledRun, samples_per_step: float, micro_batches: int) -> PowerModel | None:
     """Return the power of the GPUs of a run; None if it was not measured."""
     energy = run.record.metrics.energy or {}
-    per_sample, idle_w, step_s = number_of(energy, "j_per_sample"), number_of(energy, "idle_w"), run.step_s
+    per_sample, idle_w = number_of(energy, "j_per_sample"), number_of(energy, "idle_w")
+    step_s = measured_step_s(run.record)
     if not run.on_gpu or per_sample is None or idle_w is None or step_s is None:
         return None
     idle_of_gpu = idle_w / run.workers
     busy_of_step = per_sample * samples_per_step / run.workers - idle_of_gpu * step_s
     return PowerModel(idle_of_gpu, max(0.0, busy_of_step) / micro_batches)
-
-
-def price_per_million_samples(forecast: Forecast, price_per_gpu_hour: float | None) -> float | None:
-    """Return the price of a million samples; None if no price of a GPU is set."""
-    if price_per_gpu_hour is None:
-        return None
-    target = forecast.target
-    gpu_hours_per_sample = target.workers * forecast.step_time_s / SECONDS_PER_HOUR / target.samples_per_step
-    return MILLION * gpu_hours_per_sample * price_per_gpu_hour

@@ -8,15 +8,13 @@ for segments whose results it sends. Steps are repeated until their duration is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 
 from distexp.runs.step_files import NEXT, OPTIMIZER, Collective, Item, Segment
 
-MAX_STEPS = 40
-"""Steps after which the last one counts, even if the duration is not constant."""
-CONSTANT = 1e-6
-"""Relative difference of two durations that are equal."""
+MAX_STEPS = 40  # steps after which the last one counts, even if the duration is not constant
+CONSTANT = 1e-6  # relative difference of two durations that are equal
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,59 @@ class SimulatedStep:
 
 @dataclass
 class _Clocks:
+    """Clocks that the items of a step advance, and the parts of this step."""
+
+    on_gpu: bool
+    scales: Scales
     host: float = 0.0
     device: float = 0.0
     network: float = 0.0
     parts: SimulatedStep = field(default_factory=SimulatedStep)
+
+    def run_step(self, items: Sequence[Item], durations: Sequence[float], awaited: dict[int, list[int]]) -> None:
+        """Run one step."""
+        ends: dict[int, float] = {}
+
+        def ready_at(position: int) -> float:
+            return max((ends[collective] for collective in awaited.get(position, ())), default=0.0)
+
+        for position, item in enumerate(items):
+            if isinstance(item, Collective):
+                ends[position] = self._run_collective(item, durations[position])
+            elif self.on_gpu:
+                self._run_on_device(item, ready_at(position))
+            else:
+                ready, host_s = ready_at(position), self.scales.host * item.host_s
+                self.parts.exposed_s += max(0.0, ready - self.host)
+                self.host = max(self.host, ready) + host_s
+                self.parts.compute_s += host_s
+        last = ready_at(len(items))
+        self.parts.exposed_s += max(0.0, last - (self.device if self.on_gpu else self.host))
+        if self.on_gpu:
+            self.device = max(self.device, last)
+        else:
+            self.host = max(self.host, last)
+
+    def _run_collective(self, item: Collective, seconds: float) -> float:
+        """Launch a collective and return its end."""
+        self.host += self.scales.host * item.host_s
+        if not self.on_gpu:
+            self.parts.compute_s += self.scales.host * item.host_s
+        results = self.device if item.after_compute else 0.0
+        self.network = max(self.network, self.host, results) + seconds
+        self.parts.communication_s += seconds
+        return self.network
+
+    def _run_on_device(self, item: Segment, ready: float) -> None:
+        """Launch a segment, and execute it on the device when its collectives have ended."""
+        duration = self.scales.device * item.device_s
+        unblocked = max(self.device + duration, self.host + scaled_tail(item, self.scales))
+        self.device = max(unblocked, ready + duration)
+        self.parts.compute_s += duration
+        self.parts.exposed_s += self.device - unblocked
+        self.host += self.scales.host * item.host_s
+        if item.waits:
+            self.host = max(self.host, self.device)
 
 
 def simulate(
@@ -62,13 +109,12 @@ def simulate(
     Without a GPU, the CPU executes the segments while it launches them. The scales are for the times of the segments.
     """
     scales = scales or Scales()
-    awaited = dependencies(items)
-    clocks, previous = _Clocks(), SimulatedStep()
+    clocks = _Clocks(on_gpu, scales if on_gpu else Scales(scales.host, 0.0))
+    awaited, previous = dependencies(items), SimulatedStep()
     for _ in range(MAX_STEPS):
         before = max(clocks.host, clocks.device)
-        clocks.parts = SimulatedStep()
-        _run_step(items, durations, awaited, clocks, scales if on_gpu else Scales(scales.host, 0.0), on_gpu=on_gpu)
-        now = clocks.parts
+        clocks.parts = now = SimulatedStep()
+        clocks.run_step(items, durations, awaited)
         now.step_s = max(clocks.host, clocks.device) - before
         if abs(now.step_s - previous.step_s) <= CONSTANT * now.step_s:
             break
@@ -108,62 +154,6 @@ def _next_segment(items: Sequence[Item], position: int) -> int | None:
     return next(islice(following, one.segments_ahead, None), None)
 
 
-def _run_step(
-    items: Sequence[Item],
-    durations: Sequence[float],
-    awaited: dict[int, list[int]],
-    clocks: _Clocks,
-    scales: Scales,
-    *,
-    on_gpu: bool,
-) -> None:
-    """Run one step, which advances the clocks."""
-    ends: dict[int, float] = {}
-    for position, item in enumerate(items):
-        if isinstance(item, Collective):
-            ends[position] = _run_collective(item, durations[position], clocks, scales, on_gpu=on_gpu)
-            continue
-        ready = max((ends[collective] for collective in awaited.get(position, ())), default=0.0)
-        if on_gpu:
-            _run_on_device(item, ready, clocks, scales)
-        else:
-            clocks.parts.exposed_s += max(0.0, ready - clocks.host)
-            clocks.host = max(clocks.host, ready) + scales.host * item.host_s
-            clocks.parts.compute_s += scales.host * item.host_s
-    last = max((ends[collective] for collective in awaited.get(len(items), ())), default=0.0)
-    now = clocks.device if on_gpu else clocks.host
-    clocks.parts.exposed_s += max(0.0, last - now)
-    if on_gpu:
-        clocks.device = max(now, last)
-    else:
-        clocks.host = max(now, last)
-
-
-def _run_collective(item: Collective, seconds: float, clocks: _Clocks, scales: Scales, *, on_gpu: bool) -> float:
-    """Launch a collective and return its end."""
-    clocks.host += scales.host * item.host_s
-    if not on_gpu:
-        clocks.parts.compute_s += scales.host * item.host_s
-    results = clocks.device if item.after_compute else 0.0
-    clocks.network = max(clocks.network, clocks.host, results) + seconds
-    clocks.parts.communication_s += seconds
-    return clocks.network
-
-
-def _run_on_device(item: Segment, ready: float, clocks: _Clocks, scales: Scales) -> None:
-    """Launch a segment, and execute it on the device when its collectives have ended."""
-    duration = scales.device * item.device_s
-    tail = scaled_tail(item, scales)
-    unblocked = max(clocks.device + duration, clocks.host + tail)
-    end = max(unblocked, ready + duration)
-    clocks.parts.compute_s += duration
-    clocks.parts.exposed_s += end - unblocked
-    clocks.device = end
-    clocks.host += scales.host * item.host_s
-    if item.waits:
-        clocks.host = max(clocks.host, end)
-
-
 def scaled_tail(item: Segment, scales: Scales) -> float:
     """Return the tail of a segment for other times of the CPU and the device.
 
@@ -174,11 +164,9 @@ def scaled_tail(item: Segment, scales: Scales) -> float:
         return scales.host * item.host_s
     relative = scales.host / scales.device
     if relative <= 0.5:
-        share = 2 * relative
-        tail = item.device_s + share * (item.tail_half_s - item.device_s)
+        tail = item.device_s + 2 * relative * (item.tail_half_s - item.device_s)
     elif relative <= 1:
-        share = 2 * relative - 1
-        tail = item.tail_half_s + share * (item.tail_s - item.tail_half_s)
+        tail = item.tail_half_s + (2 * relative - 1) * (item.tail_s - item.tail_half_s)
     else:
         tail = item.tail_s + (relative - 1) * item.host_s
     return scales.device * tail
@@ -186,8 +174,5 @@ def scaled_tail(item: Segment, scales: Scales) -> float:
 
 def extrapolate(fewer: SimulatedStep, most: SimulatedStep, more: int) -> SimulatedStep:
     """Return a step with some more micro-batches than two others, of which one has a micro-batch more."""
-    found = {}
-    for name in (spec.name for spec in fields(SimulatedStep)):
-        less, value = getattr(fewer, name), getattr(most, name)
-        found[name] = value + more * max(0.0, value - less)
-    return SimulatedStep(**found)
+    less, values = asdict(fewer), asdict(most)
+    return SimulatedStep(**{name: value + more * max(0.0, value - less[name]) for name, value in values.items()})

@@ -12,19 +12,11 @@ from distexp.compose.cells import Cell
 from distexp.config import Config, ConfigError, ForecastConfig
 from distexp.config.overrides import parse
 from distexp.forecast.communication import Forecast, Target
-from distexp.forecast.profiled_run import PowerModel, ProfiledRun, price_per_million_samples, read_power
+from distexp.forecast.profiled_run import PowerModel, ProfiledRun, read_power
 from distexp.forecast.steps import forecast_steps
 from distexp.preflight.machine import load_machine
 from distexp.resolve.scaling_rules import OTHER_MICRO_BATCH
-from distexp.runs.predictions import (
-    ForecastError,
-    StoredForecast,
-    cap_efficiency,
-    compare_with_run,
-    largest_expected,
-    store_error,
-    subject_of,
-)
+from distexp.runs import predictions
 from distexp.runs.record import read_records
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors
@@ -33,13 +25,9 @@ from distexp.system.cgroups import visible_gpus
 
 
 def forecast_sizes(
-    run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, earlier: Sequence[ForecastError]
+    run: ProfiledRun, cells: Sequence[Cell], options: ForecastConfig, earlier: Sequence[predictions.ForecastError]
 ) -> list[SizeRow]:
-    """Return the forecast of each cell. Errors of earlier forecasts on this machine widen the intervals.
-
-    Raises:
-        ConfigError: the run cannot be forecast.
-    """
+    """Return the forecast of each cell. Errors of earlier forecasts on this machine widen the intervals."""
     rows = [_make_row(run, cell) for cell in cells]
     targets = [_target(run, row.cell.config) for row in rows if not row.error and row.cell.config is not None]
     steps = int(run.setting("train", "gradient_accumulation_steps") or 1)
@@ -56,14 +44,9 @@ def forecast_sizes(
 
 
 def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
-    config = cell.config or cell.decided
-    if config is None:
-        cluster = cell.composed.cluster
-        size = int(cluster.nodes), int(cluster.workers_per_node)
-    else:
-        size = config.cluster.nodes, config.cluster.workers_per_node or 1
+    cluster = (cell.config or cell.decided or cell.composed).cluster
     error = join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
-    return SizeRow(size, cell, error=error)
+    return SizeRow((int(cluster.nodes), int(cluster.workers_per_node or 1)), cell, error=error)
 
 
 def _other_steps(run: ProfiledRun, config: Config | None) -> str:
@@ -74,10 +57,8 @@ def _other_steps(run: ProfiledRun, config: Config | None) -> str:
         "train.micro_batch_size": (config.train.micro_batch_size, run.micro_batch_size),
         "model.num_layers": (config.model.num_layers, run.setting("model", "num_layers")),
     }
-    changed = [f"{key}={new} instead of {old}" for key, (new, old) in pairs.items() if new != old]
-    if not changed:
-        return ""
-    return f"{', '.join(changed)} (scaling={config.scaling.name}): not forecast, profile a run with these values"
+    changed = ", ".join(f"{key}={new} instead of {old}" for key, (new, old) in pairs.items() if new != old)
+    return changed and f"{changed} (scaling={config.scaling.name}): not forecast, profile a run with these values"
 
 
 def _target(run: ProfiledRun, config: Config) -> Target:
@@ -86,14 +67,14 @@ def _target(run: ProfiledRun, config: Config) -> Target:
     return Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples)
 
 
-def _widened(run: ProfiledRun, forecast: Forecast, earlier: Sequence[ForecastError]) -> Forecast:
+def _widened(run: ProfiledRun, forecast: Forecast, earlier: Sequence[predictions.ForecastError]) -> Forecast:
     """Return a forecast whose interval is at least as wide as earlier errors of other forecasts were."""
     nodes, workers_per_node = forecast.target.nodes, forecast.target.workers_per_node
     if (nodes, workers_per_node) == run.size:  # It is measured, so no earlier error is about it.
         return forecast
     # A forecast's own error must not explain itself.
-    own = subject_of(run.record, nodes, workers_per_node)
-    factor = 1 + largest_expected([error for error in earlier if error.subject != own])
+    own = predictions.subject_of(run.record, nodes, workers_per_node)
+    factor = 1 + predictions.largest_expected([error for error in earlier if error.subject != own])
     low, high = forecast.step_time_s * (1 / factor), forecast.step_time_s * factor
     return replace(forecast, low_s=min(forecast.low_s, low), high_s=max(forecast.high_s, high))
 
@@ -109,16 +90,11 @@ def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | N
     first = min([*rows, *comparable], key=lambda each: (each.target.workers, each.target.nodes), default=None)
     if first is None:
         return None
-    target = first.target
-    return Baseline((target.nodes, target.workers_per_node), first.samples_per_second)
-
-
-# A size of a forecast, with everything that is printed for it.
+    return Baseline((first.target.nodes, first.target.workers_per_node), first.samples_per_second)
 
 
 COMPUTE = "compute"
-MIN_BOTTLENECK_SHARE = 0.005
-"""A smaller part of the step is not named."""
+MIN_BOTTLENECK_SHARE = 0.005  # A smaller part of the step is not named
 
 
 @dataclass(frozen=True)
@@ -128,54 +104,40 @@ class Baseline:
     size: Size
     samples_per_second: float
 
-    @property
-    def workers(self) -> int:
-        """Return the number of workers."""
-        return self.size[0] * self.size[1]
-
     def efficiency(self, workers: int, samples_per_second: float) -> float:
         """Return ideal time / real time."""
-        return samples_per_second / workers / (self.samples_per_second / self.workers)
+        return samples_per_second / workers / (self.samples_per_second / math.prod(self.size))
 
 
 @dataclass(frozen=True)
 class SizeRow:
-    """A size.
-
-    Attributes:
-        size: Number of nodes, and workers of each node.
-        cell: The composed configuration.
-        forecast: None if there is an error.
-        error: Why there is no forecast.
-        baseline: What the efficiency is relative to.
-        memory: Predicted memory.
-        memory_error: Why the memory is unknown.
-        power: Power of the GPUs.
-        measured: A measured run of this size.
-        profiled_workers: Workers of the profiled run.
-    """
+    """A size with its forecast, or the reason why it has none, and everything that is printed for it."""
 
     size: Size
-    cell: Cell
-    forecast: Forecast | None = None
-    error: str = ""
-    baseline: Baseline | None = None
+    cell: Cell  # the composed configuration
+    forecast: Forecast | None = None  # None if there is an error
+    error: str = ""  # why there is no forecast
+    baseline: Baseline | None = None  # what the efficiency is relative to
     memory: Predicted | None = None
-    memory_error: str = ""
+    memory_error: str = ""  # why the memory is unknown
     power: PowerModel | None = None
-    measured: ForecastError | None = None
+    measured: predictions.ForecastError | None = None  # a measured run of this size
     profiled_workers: int | None = None
 
     @property
     def workers(self) -> int:
         """Return the number of workers on all nodes."""
-        return self.size[0] * self.size[1]
+        return math.prod(self.size)
 
     @property
     def samples_per_second(self) -> float | None:
         """Return the throughput over all workers."""
-        forecast = self.forecast
-        return None if forecast is None else forecast.samples_per_second
+        return None if self.forecast is None else self.forecast.samples_per_second
+
+    @property
+    def times_the_measured(self) -> float | None:
+        """Return the workers relative to those of the profiled run."""
+        return self.workers / self.profiled_workers if self.profiled_workers else None
 
     @property
     def efficiency(self) -> float | None:
@@ -197,7 +159,7 @@ class SizeRow:
         config = self.cell.config
         has_constant_work = config is not None and load_strategy(config).keeps_states_whole(config) is True
         is_limited = self.size == self.baseline.size or has_constant_work
-        return low, cap_efficiency(high, self.efficiency or 0.0) if is_limited else high
+        return low, predictions.cap_efficiency(high, self.efficiency or 0.0) if is_limited else high
 
     def share(self, part: str) -> float | None:
         """Return a part of the step as a fraction; None if it is unknown."""
@@ -220,17 +182,17 @@ class SizeRow:
 
     @property
     def price(self) -> float | None:
-        """Return the price of a million samples; None on CPUs, whose runs have no GPU-hours."""
-        config = self.cell.config
-        if self.forecast is None or config is None or config.cluster.device == "cpu":
+        """Return the price of a million samples; None on CPUs, whose runs have no GPU-hours, or without a price."""
+        cluster = self.cell.config.cluster if self.cell.config is not None else None
+        if self.forecast is None or cluster is None or cluster.device == "cpu" or cluster.price_per_gpu_hour is None:
             return None
-        return price_per_million_samples(self.forecast, config.cluster.price_per_gpu_hour)
+        gpu_hours_per_sample = self.workers * self.forecast.step_time_s / 3600 / self.forecast.target.samples_per_step
+        return 1e6 * gpu_hours_per_sample * cluster.price_per_gpu_hour
 
 
-# Measured runs of the forecast sizes: those in the sweep of the profiled run.
-
-
-def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[StoredForecast]) -> list[SizeRow]:
+def add_measured(
+    run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[predictions.StoredForecast]
+) -> list[SizeRow]:
     """Return the rows with the measured runs of the same training, and keep their errors."""
     size = ("nodes", "workers_per_node")
     own = [run.setting("cluster", name) for name in size]
@@ -239,43 +201,31 @@ def add_measured(run: ProfiledRun, rows: Sequence[SizeRow], stored: Sequence[Sto
         if record.status == "completed" and [(record.config.get("cluster") or {}).get(name) for name in size] != own
     }  # fmt: skip
     forecasts = {(forecast.nodes, forecast.workers_per_node): forecast for forecast in stored}
-    found = []
-    for row in rows:
+
+    def measured(row: SizeRow) -> predictions.ForecastError | None:
         forecast, record = forecasts.get(row.size), records.get(row.cell.id)
-        if forecast is None or record is None:
-            found.append(row)
-            continue
-        error: ForecastError | None = compare_with_run(run.record, forecast, record)
-        if error is not None:
-            store_error(run.record, forecast, record, error)
-        found.append(replace(row, measured=error))
-    return found
+        error = predictions.compare_with_run(run.record, forecast, record) if forecast and record else None
+        if forecast and record and error:
+            predictions.store_error(run.record, forecast, record, error)
+        return error
 
-
-# The sizes to forecast: those that the user typed, or powers of two.
+    return [replace(row, measured=measured(row)) for row in rows]
 
 
 NODES, WORKERS_PER_NODE = "cluster.nodes", "cluster.workers_per_node"
 SIZE_KEYS = (NODES, WORKERS_PER_NODE)
 
-MAX_WORKERS = 4096
-"""Most workers of a forecast."""
+MAX_WORKERS = 4096  # most workers of a forecast
+DEFAULT_WORKERS = 64  # most workers that are forecast if no size is typed
+USUAL_GPUS = 8  # GPUs of a node, if nothing is known about the nodes
 
-DEFAULT_WORKERS = 64
-"""Most workers that are forecast if no size is typed."""
-
-USUAL_GPUS = 8
-"""GPUs of a node, if nothing is known about the nodes."""
-
-Size = tuple[int, int]
-"""Number of nodes, and workers of each node."""
+Size = tuple[int, int]  # number of nodes, and workers of each node
 
 
 def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
     """Return the sizes to forecast, in the order of the command line. Overrides of other keys are ignored.
 
-    Raises:
-        ConfigError: a size is not a positive whole number, or too large.
+    Raise ConfigError if a size is not a positive whole number, or too large.
     """
     values: dict[str, list[Any]] = {}
     for override in parse(typed):

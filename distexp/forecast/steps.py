@@ -26,11 +26,9 @@ from distexp.hardware.facts import facts
 from distexp.preflight.machine import MachineCurves, machine_of
 from distexp.runs.step_files import Collective, Item
 from distexp.statistics.noise import SINGLE_CPU_RUN
-from distexp.strategies.communication import StepCommunication
 from distexp.system.typed_values import number_of
 
-MAX_MICRO_BATCHES = 6
-"""Micro-batches that are simulated. Each further one takes as long as the last of these."""
+MAX_MICRO_BATCHES = 6  # Micro-batches that are simulated. Each further one takes as long as the last of these.
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,6 @@ class Forecaster:
 
     run: MeasuredStep
     machine: MachineCurves
-
-    @property
-    def communication(self) -> StepCommunication:
-        """Return the collectives of the run and of all targets, as their strategy states them."""
-        return self.run.communication
 
     def simulate(self, target: Target, scales: Scales) -> SimulatedTarget:
         """Return the simulated step of a target."""
@@ -73,7 +66,7 @@ class Forecaster:
 
     def items(self, target: Target) -> tuple[Item, ...]:
         """Return the segments and collectives of a step of a target."""
-        model, count, communication = self.run.model, target.micro_batches, self.communication
+        model, count, communication = self.run.model, target.micro_batches, self.run.communication
         items = with_micro_batches(model.items, model.micro_batches, count, communication)
         # The optimizer updates the share of a worker of the target.
         shards = [communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)]
@@ -88,20 +81,17 @@ class Forecaster:
         return assign_waits(items, communication, on_gpu=model.on_gpu)
 
     def _duration(self, item: Item, target: Target) -> tuple[float, str]:
-        """Return the seconds of a collective in a target, and their source.
-
-        An observed collective is scaled by the ratio of the two sizes on this machine.
-        """
+        """Return the seconds of a collective and their source. An observed one is scaled by the ratio of both sizes."""
         if not isinstance(item, Collective):
             return 0.0, MEASURED
-        there = group_layout(self.communication, item.axis, target)
-        here = group_layout(self.communication, item.axis, self.run.target)
+        targets = (self.run.target, target)
+        here, there = (group_layout(self.run.communication, item.axis, each) for each in targets)
         if item.transfer_s is not None and there == here:
             return item.transfer_s, MEASURED
         size = new_size = item.bytes or 0
         if item.axis == "replicate" and item.transfer_s is not None:  # Replicas exchange the share of a worker.
-            shards = (group_layout(self.communication, "shard", each).ranks for each in (self.run.target, target))
-            new_size = size * next(shards) // next(shards)
+            before, after = (group_layout(self.run.communication, "shard", each).ranks for each in targets)
+            new_size = size * before // after
         new = collective_time(self.machine, item.kind, new_size, there)
         if item.transfer_s is None or here.ranks == 1:
             return new.seconds, new.source
@@ -122,25 +112,22 @@ class Forecaster:
         }
         seconds = max(sum(parts.values()), 1e-9)
         shorter_s = longer_s = 0.0
-        if run.model.on_gpu:  # On CPUs, the noise of a run includes that of the launches.
-            shorter_s = step.step_s - self._step_s(target, scales, 1 / HOST_SPREAD)
-            longer_s = self._step_s(target, scales, HOST_SPREAD) - step.step_s
-        low, high = interval_of(seconds, step, found.sources, run, target, shorter_s=shorter_s, longer_s=longer_s)
+        if run.model.on_gpu:  # A slower or faster CPU. On CPUs, the noise of a run includes that of the launches.
+            fast, slow = (replace(scales, host=scales.host * host) for host in (1 / HOST_SPREAD, HOST_SPREAD))
+            shorter_s = step.step_s - self.simulate(target, fast).step.step_s
+            longer_s = self.simulate(target, slow).step.step_s - step.step_s
+        error = error_of(seconds, found, run, target)
         return Forecast(
             target,
             seconds,
-            low,
-            high,
+            max(seconds - math.hypot(error, shorter_s), LEAST_SHARE * seconds),
+            seconds + math.hypot(error, longer_s, HIDDEN_UNCERTAINTY * step.hidden_s),
             parts,
             step.hidden_s,
             beyond=describe_distance(run, target, found.sources),
             limit=describe_limit(parts, found.largest),
             notes=(*self._notes_on_collectives(found.sources, target), *self._notes_on_oversubscription(target)),
         )
-
-    def _step_s(self, target: Target, scales: Scales, host: float) -> float:
-        """Return the simulated step if the times of the CPU have another factor."""
-        return self.simulate(target, replace(scales, host=scales.host * host)).step.step_s
 
     def _notes_on_collectives(self, sources: frozenset[str], target: Target) -> Iterator[str]:
         """Yield whether the times of collectives are those of a preflight, or which link was assumed."""
@@ -173,23 +160,12 @@ class Forecaster:
 
 
 def forecast_steps(
-    run_dir: Path,
-    targets: Sequence[Target],
-    machine: MachineCurves | None = None,
-    trusted: Sequence[str] = (),
+    run_dir: Path, targets: Sequence[Target], machine: MachineCurves | None = None, trusted: Sequence[str] = ()
 ) -> list[Forecast]:
-    """Return the forecast of the step time of each target.
+    """Return the forecast of the step time of each target. The profiled run's own size gives its own measured median.
 
-    The profiled run's own size gives its own measured median.
-
-    Args:
-        run_dir: Directory of a run that was profiled (``profile=true``).
-        targets: Sizes to forecast.
-        machine: Curves and links. None: those that preflights stored for the type of device of the run.
-        trusted: Packages that the user trusts, which may have the strategy of the run.
-
-    Raises:
-        ConfigError: The run was not profiled, or its record cannot be read.
+    Without a machine, the curves and links are those that preflights stored for the type of device of the run.
+    ``trusted`` are packages that may have the strategy of the run. Errors are those of ``read_measured_step``.
     """
     run = read_measured_step(run_dir, trusted)
     forecaster = Forecaster(run, machine or machine_of(run.record.environment))
@@ -205,58 +181,37 @@ def _name(longest: Item | None) -> str:
     if not isinstance(longest, Collective):
         return ""
     size = longest.bytes or 0
-    if size < 1e3:
-        return f"{longest.kind} of {size:.0f} bytes"
-    return f"{longest.kind} of " + (f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:.3g} kB")
+    text = f"{size:.0f} bytes" if size < 1e3 else f"{size / 1e3:.3g} kB" if size < 1e5 else f"{size / 1e6:,.1f} MB"
+    return f"{longest.kind} of {text}"
 
 
 def _measure(override: str) -> str:
     return f"{TO_MEASURE} distexp preflight {override}"
 
 
-# The interval of a forecast, and how far it is from what was measured.
-
-
 UNCERTAINTY = {MEASURED: 0.15, SCALED: 0.3, MODEL: 0.6}
 """Relative error of the exposed communication that the interval assumes, by the source of its duration."""
 HIDDEN_UNCERTAINTY = 0.15
 """Fraction of the hidden communication by which a step may be longer: its kernels share the device with others."""
-BASE_UNCERTAINTY = 0.03
-"""Relative error of the interval at the profiled size, from run to run."""
-DOUBLING_UNCERTAINTY = 0.01
-"""Relative error that each doubling of the workers adds."""
+BASE_UNCERTAINTY = 0.03  # relative error of the interval at the profiled size, from run to run
+DOUBLING_UNCERTAINTY = 0.01  # relative error that each doubling of the workers adds
 HOST_SPREAD = 4 / 3
 """Factor by which launches on GPUs may be slower, or faster, in another run (docs/results/forecast.md)."""
-LEAST_SHARE = 0.05
-"""Smallest lower end of an interval, relative to the forecast: no step takes no time."""
+LEAST_SHARE = 0.05  # smallest lower end of an interval, relative to the forecast: no step takes no time
 
 
-def interval_of(
-    seconds: float,
-    step: SimulatedStep,
-    sources: Set[str],
-    run: MeasuredStep,
-    target: Target,
-    *,
-    shorter_s: float,
-    longer_s: float,
-) -> tuple[float, float]:
-    """Return the ends of the interval. The errors are independent, so their squares are added."""
-    worst = max((UNCERTAINTY[source] for source in sources), default=0.0)
+def error_of(seconds: float, simulated: SimulatedTarget, run: MeasuredStep, target: Target) -> float:
+    """Return the error of a forecast in seconds. Its parts are independent, so their squares are added."""
+    worst = max((UNCERTAINTY[source] for source in simulated.sources), default=0.0)
     speed_error = number_of(run.record.metrics.speed_error or {}, "relative") or 0.0
-    errors = (
+    return math.hypot(
         BASE_UNCERTAINTY * seconds,
         DOUBLING_UNCERTAINTY * abs(math.log2(target.workers / run.model.workers)) * seconds,
         2 * speed_error * seconds,
-        worst * step.exposed_s,
+        worst * simulated.step.exposed_s,
         (run.waiting_s(target.workers) - run.own_waiting_s) / 2,
         0.0 if run.model.on_gpu else SINGLE_CPU_RUN * seconds,  # As in the report: other programs share the cores.
     )
-    combined = math.hypot(*errors)
-    # A slower or faster CPU makes the step longer or shorter.
-    below = math.hypot(combined, shorter_s)
-    above = math.hypot(combined, longer_s, HIDDEN_UNCERTAINTY * step.hidden_s)
-    return max(seconds - below, LEAST_SHARE * seconds), seconds + above
 
 
 def describe_distance(run: MeasuredStep, target: Target, sources: Set[str]) -> str:
@@ -297,10 +252,8 @@ TYPICAL_HOST = 0.6
 """Time of the CPU for a launch without the profiler, as a fraction of that with it (docs/results/explain.md)."""
 MIN_HOST_FACTOR = 0.3
 """Smallest factor of the CPU's times on a GPU: more than the profiler's overhead is work that the step did not have."""
-CLOSE = 0.03
-"""Relative difference up to which all times are scaled alike."""
-EXACT = 1e-4
-"""Relative difference that a factor may leave. It becomes ``other_s``."""
+CLOSE = 0.03  # relative difference up to which all times are scaled alike
+EXACT = 1e-4  # Relative difference that a factor may leave. It becomes `other_s`.
 ROUNDS = 30
 
 

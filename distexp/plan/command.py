@@ -63,7 +63,7 @@ def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = No
     """
     with planner or Planner() as source:
         configs = [cell.config for cell in cells if cell.config is not None]
-        with show_predictions(source.count_missing(configs), "") as advance:
+        with show_predictions(source.count_missing(configs)) as advance:
             planned = plan_cells(cells, source, advance)
         if cells[0].composed.plan.output == "json":
             print(json.dumps(nan_to_none([cell.to_json() for cell in planned]), indent=2))
@@ -172,7 +172,7 @@ def _print_search(
 
 
 @contextmanager
-def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
+def show_predictions(total: int, remark: str = "") -> Iterator[Callable[[], None]]:
     """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
 
     Yields:

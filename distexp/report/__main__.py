@@ -1,9 +1,6 @@
 """Command ``distexp report [DIR...] [--compare A B]``: reports on finished runs.
 
-Exit codes:
-    0: the report was written.
-    1: --compare found a regression, or the files cannot be written.
-    2: there is nothing to report on.
+Exit codes: 0 written; 1 regression found by --compare, or unwritable files; 2 nothing to report on.
 """
 
 from __future__ import annotations
@@ -105,9 +102,8 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
 def compare(before: Path, after: Path) -> int:
     """Print the comparison of two sweeps. Return 1 if there are regressions."""
     rows_before, rows_after = _load([before])[0], _load([after])[0]
-    for directory, rows in ((before, rows_before), (after, rows_after)):
-        if not rows:
-            return _no_records([directory])
+    if not rows_before or not rows_after:
+        return _no_records([after if rows_before else before])
     comparison = Comparison.of(rows_before, rows_after)
     if not comparison.pairs:
         return _print_error(f"{before} and {after} have no configuration in common: nothing to compare")
@@ -118,8 +114,7 @@ def compare(before: Path, after: Path) -> int:
 def _load(directories: Sequence[Path]) -> tuple[list[Row], list[str]]:
     rows, skipped = load_rows(directories)
     messages = [f"skipped: {message}" for message in skipped]
-    for message in messages:
-        print(message, file=sys.stderr)
+    print(*messages, sep="\n", end="\n" if messages else "", file=sys.stderr)
     return rows, messages
 
 

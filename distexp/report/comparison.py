@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
@@ -23,15 +23,7 @@ from distexp.report.data.repeats import (
 from distexp.report.data.rows import Row, format_noise
 from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting, format_settings
 from distexp.statistics.noise import Spread, difference_noise, is_within_noise
-from distexp.tables.columns import (
-    ALWAYS,
-    Column,
-    build_table,
-    fit_columns,
-    hidden_columns_note,
-    setting_title,
-    split_columns,
-)
+from distexp.tables import columns
 
 MIN_SPEED_RATIO = 0.95
 MAX_MEMORY_RATIO = 1.05
@@ -51,10 +43,9 @@ class Pair:
 
     def metric_pair(self, name: str) -> tuple[Spread, Spread] | None:
         """Return a metric before and after; None if one side lacks it or did not complete."""
-        if not (self.before.completed and self.after.completed):
-            return None
         before, after = self.before.metric(name), self.after.metric(name)
-        return None if before is None or after is None else (before, after)
+        is_complete = self.before.completed and self.after.completed
+        return (before, after) if is_complete and before and after else None
 
     def ratio(self, name: str) -> float | None:
         """Return after / before."""
@@ -83,40 +74,33 @@ class Pair:
         noise = difference_noise(*pair) if pair else None
         return noise / abs(pair[0].mean) if pair and noise is not None and pair[0].mean else None
 
-    def first_measured(self, names: Sequence[str]) -> str | None:
+    def first_measured(self, names: Iterable[str]) -> str | None:
         """Return the first of some metrics that both sides have."""
         return next((name for name in names if self.metric_pair(name)), None)
 
 
 @dataclass(frozen=True)
-class Matching:
-    """Pairs of equal trainings of two sweeps, and the trainings without a partner."""
-
-    pairs: tuple[Pair, ...]
-    only_before: tuple[RunGroup, ...]
-    only_after: tuple[RunGroup, ...]
-
-
-@dataclass(frozen=True)
-class Comparison(Matching):
+class Comparison:
     """Sweep A (before) and sweep B (after); ``changed`` are settings such as ``precision fp32 -> bf16``."""
 
+    pairs: tuple[Pair, ...]
+    only_before: Sequence[RunGroup]
+    only_after: Sequence[RunGroup]
     varied: tuple[str, ...]
     changed: tuple[str, ...]
 
     @classmethod
     def of(cls, before: Sequence[Row], after: Sequence[Row]) -> Comparison:
         """Match equal trainings first, then those with equal varying settings."""
-        matching = _match_by_training(before, after)
+        matched, only_before, only_after = _match_by_training(before, after)
         names = dict.fromkeys([*_varying(before), *_varying(after)])
         varied = tuple(name for name in names if name != SEED)
         for settings in (varied, _varying(before), _varying(after)):
-            matching = _match_by_settings(matching, settings)
+            matched += _match_by_settings(only_before, only_after, settings)
         # The groups of a pair know the noise between repeats of either sweep.
-        shared = iter(share_deviations([group for pair in matching.pairs for group in (pair.before, pair.after)]))
+        shared = iter(share_deviations([group for pair in matched for group in (pair.before, pair.after)]))
         pairs = tuple(starmap(Pair, zip(shared, shared, strict=True)))
-        changed = tuple(_changed(before, after, varied))
-        return cls(pairs, matching.only_before, matching.only_after, varied, changed)
+        return cls(pairs, only_before, only_after, varied, tuple(_changed(before, after, varied)))
 
     def regressions(self) -> Iterator[str]:
         """Yield a line for each regression."""
@@ -127,7 +111,7 @@ class Comparison(Matching):
     def uncertain(self) -> Iterator[str]:
         """Yield a line for each lower speed and larger memory that is no regression, with the reason."""
         for pair in self.pairs:
-            memory = pair.first_measured(list(MEMORIES))
+            memory = pair.first_measured(MEMORIES)
             if (ratio := pair.ratio(SPEED)) is not None and ratio < MIN_SPEED_RATIO:
                 if pair.disturbance:
                     change = f"{_format_change(pair, SPEED)} samples/s ({ratio - 1:+.1%})"
@@ -152,32 +136,33 @@ def _varying(rows: Sequence[Row]) -> list[str]:
     return varying_settings([row.record for row in rows], [row.settings for row in rows])
 
 
-def _match_by_training(before: Sequence[Row], after: Sequence[Row]) -> Matching:
-    pairs, only_before, only_after = [], [], []
+def _match_by_training(
+    before: Sequence[Row], after: Sequence[Row]
+) -> tuple[list[Pair], list[RunGroup], list[RunGroup]]:
+    """Return the pairs of equal trainings, and the groups that are in one sweep only."""
+    pairs: list[Pair] = []
+    only_before: list[RunGroup] = []
+    only_after: list[RunGroup] = []
     ids_before = {id(row) for row in before}
     for group in group_repeats([*before, *after]):
         rows_before = tuple(row for row in group.rows if id(row) in ids_before)
         rows_after = tuple(row for row in group.rows if id(row) not in ids_before)
         if rows_before and rows_after:
             pairs.append(Pair(RunGroup(rows_before), RunGroup(rows_after)))
-        elif rows_before:
-            only_before.append(group)
         else:
-            only_after.append(group)
-    return Matching(tuple(pairs), tuple(only_before), tuple(only_after))
+            (only_before if rows_before else only_after).append(group)
+    return pairs, only_before, only_after
 
 
-def _match_by_settings(matching: Matching, names: Sequence[str]) -> Matching:
-    """Match further groups with equal settings, if no other group of their sweep has these settings."""
-    before, after = (group_by_settings(side, names) for side in (matching.only_before, matching.only_after))
-    shared = [key for key in before if len(before[key]) == 1 and len(after.get(key, ())) == 1]
-    pairs = [Pair(before[key][0], after[key][0]) for key in shared]
-    matched = {id(group) for pair in pairs for group in (pair.before, pair.after)}
-    return Matching(
-        pairs=(*matching.pairs, *pairs),
-        only_before=tuple(group for group in matching.only_before if id(group) not in matched),
-        only_after=tuple(group for group in matching.only_after if id(group) not in matched),
-    )
+def _match_by_settings(only_before: list[RunGroup], only_after: list[RunGroup], names: Sequence[str]) -> Iterator[Pair]:
+    """Move groups with equal settings to pairs, if no other group of their sweep has these settings."""
+    before, after = group_by_settings(only_before, names), group_by_settings(only_after, names)
+    for key, groups in before.items():
+        if len(groups) == 1 and len(after.get(key, ())) == 1:
+            pair = Pair(groups[0], after[key][0])
+            only_before[:] = [group for group in only_before if group is not pair.before]
+            only_after[:] = [group for group in only_after if group is not pair.after]
+            yield pair
 
 
 def _changed(before: Sequence[Row], after: Sequence[Row], varied: Sequence[str]) -> Iterator[str]:
@@ -192,18 +177,18 @@ def _regressions(pair: Pair) -> Iterator[str]:
     failed = [row for row in pair.after.rows if not row.completed]
     if pair.before.status == "completed" and failed:
         yield f"completed -> {pair.after.status} ({failure_reason(failed[0])})"
-    memory, loss = pair.first_measured(list(MEMORIES)), pair.first_measured(list(LOSSES))
-    speed = None if pair.disturbance else _ratio_beyond_noise(pair, SPEED)
-    if speed is not None and speed < MIN_SPEED_RATIO:
-        yield f"slower, {_format_change(pair, SPEED)} samples/s ({speed - 1:+.1%})"
-    if memory and (ratio := _ratio_beyond_noise(pair, memory)) is not None and ratio > MAX_MEMORY_RATIO:
+
+    def ratio_beyond_noise(name: str) -> float:
+        ratio = None if pair.is_noise(name) else pair.ratio(name)
+        return 1.0 if ratio is None else ratio
+
+    memory, loss = pair.first_measured(MEMORIES), pair.first_measured(LOSSES)
+    if not pair.disturbance and (ratio := ratio_beyond_noise(SPEED)) < MIN_SPEED_RATIO:
+        yield f"slower, {_format_change(pair, SPEED)} samples/s ({ratio - 1:+.1%})"
+    if memory and (ratio := ratio_beyond_noise(memory)) > MAX_MEMORY_RATIO:
         yield f"more {MEMORIES[memory]}, {_format_change(pair, memory)} MiB ({ratio - 1:+.1%})"
-    if loss and (ratio := _ratio_beyond_noise(pair, loss)) is not None and ratio > MAX_LOSS_RATIO:
+    if loss and (ratio := ratio_beyond_noise(loss)) > MAX_LOSS_RATIO:
         yield f"higher {LOSSES[loss]}, {_format_change(pair, loss)} ({ratio - 1:+.1%})"
-
-
-def _ratio_beyond_noise(pair: Pair, name: str) -> float | None:
-    return None if pair.is_noise(name) else pair.ratio(name)
 
 
 def _format_change(pair: Pair, name: str) -> str:
@@ -221,15 +206,15 @@ class ComparisonTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         comparison = self.comparison
-        kept, hidden = fit_columns(list(comparison_columns(comparison)), options.max_width)
+        kept, hidden = columns.fit_columns(list(comparison_columns(comparison)), options.max_width)
         yield Text(f"A: {self.before}\nB: {self.after}\n", style="bold")
         if comparison.changed:
             yield Text(f"Changed in all runs from A to B: {', '.join(comparison.changed)}.\n")
-        for block in split_columns(kept, options.max_width):
-            yield build_table(block)
+        for block in columns.split_columns(kept, options.max_width):
+            yield columns.build_table(block)
             yield Text("")
         if hidden:
-            yield hidden_columns_note(hidden, "A wider terminal shows them.")
+            yield columns.hidden_columns_note(hidden, "A wider terminal shows them.")
         for side, groups in (("A", comparison.only_before), ("B", comparison.only_after)):
             if groups:
                 yield Text(f"Only in {side}: {'; '.join(comparison.describe(group) for group in groups)}.")
@@ -237,55 +222,43 @@ class ComparisonTable:
             yield Text("~: the difference is within the noise.", style="dim")
         if any(pair.disturbance for pair in comparison.pairs):
             yield Text(f"{DISTURBED_MARK}: {DISTURBED_NOTE}", style="dim")
-        yield from _regression_lines(comparison)
+        for change in comparison.uncertain():
+            yield Text(f"Not a regression: {change}.", style="yellow")
+        regressions = [Text(f"Regression: {regression}", style="red") for regression in comparison.regressions()]
+        matched = format_count(len(comparison.pairs), "matched configuration")
+        yield from regressions or [Text(f"No regression in {matched}.", style="green")]
 
 
-def _regression_lines(comparison: Comparison) -> Iterator[Text]:
-    for change in comparison.uncertain():
-        yield Text(f"Not a regression: {change}.", style="yellow")
-    regressions = list(comparison.regressions())
-    for regression in regressions:
-        yield Text(f"Regression: {regression}", style="red")
-    if not regressions:
-        yield Text(f"No regression in {format_count(len(comparison.pairs), 'matched configuration')}.", style="green")
-
-
-def comparison_columns(comparison: Comparison) -> Iterator[Column]:
+def comparison_columns(comparison: Comparison) -> Iterator[columns.Column]:
     """Yield the columns: settings, status, and each metric of A, of B and B/A."""
     pairs = comparison.pairs
     for index, name in enumerate(comparison.varied):
         cells = tuple(format_setting(pair.after.setting(name), MAX_LENGTH) for pair in pairs)
-        yield Column(setting_title(name), cells, ALWAYS - index, right=False)
+        yield columns.Column(columns.setting_title(name), cells, columns.ALWAYS - index, right=False)
     if not comparison.varied:
-        yield Column("run", tuple(pair.after.label for pair in pairs), ALWAYS)
+        yield columns.Column("run", tuple(pair.after.label for pair in pairs), columns.ALWAYS)
     statuses = [(pair.before.status, pair.after.status) for pair in pairs]
     changes = tuple(before if before == after else f"{before} -> {after}" for before, after in statuses)
-    yield Column("status", changes, 120, right=False)
+    yield columns.Column("status", changes, 120, right=False)
     if any(max(len(pair.before.rows), len(pair.after.rows)) > 1 for pair in pairs):
         counts = tuple(f"{len(pair.before.counted_rows)}, {len(pair.after.counted_rows)}" for pair in pairs)
-        yield Column("n", counts, 50)
+        yield columns.Column("n", counts, 50)
     for name in (SPEED, *MEMORIES):
-        if any(pair.ratio(name) is not None for pair in pairs):
+        ratios = [(pair, pair.ratio(name)) for pair in pairs]
+        if any(ratio is not None for _, ratio in ratios):
             metric = METRICS_BY_NAME[name]
             for side, groups in (("A", [pair.before for pair in pairs]), ("B", [pair.after for pair in pairs])):
-                yield Column(f"{metric.title} {side}", format_metric(groups, metric), metric.importance - 30)
+                yield columns.Column(f"{metric.title} {side}", format_metric(groups, metric), metric.importance - 30)
             first_line = metric.title.split("\n")[0]
-            ratios = tuple(_format_ratio(pair, metric.name) for pair in pairs)
-            yield Column(f"{first_line}\nB/A", ratios, metric.importance + 10)
+            cells = tuple("-" if ratio is None else f"{ratio:.2f}x{_mark(pair, name)}" for pair, ratio in ratios)
+            yield columns.Column(f"{first_line}\nB/A", cells, metric.importance + 10)
     for name in LOSSES:
-        if any(pair.metric_pair(name) for pair in pairs):
-            cells = tuple(_format_difference(pair, name) for pair in pairs)
-            yield Column(METRICS_BY_NAME[name].title + " B-A", cells, 90)
-
-
-def _format_ratio(pair: Pair, name: str) -> str:
-    ratio = pair.ratio(name)
-    return "-" if ratio is None else f"{ratio:.2f}x{_mark(pair, name)}"
-
-
-def _format_difference(pair: Pair, name: str) -> str:
-    both = pair.metric_pair(name)
-    return "-" if both is None else f"{both[1].mean - both[0].mean:+z.4f}{_mark(pair, name)}"
+        both = [(pair, pair.metric_pair(name)) for pair in pairs]
+        if any(known for _, known in both):
+            cells = tuple(
+                f"{known[1].mean - known[0].mean:+z.4f}{_mark(pair, name)}" if known else "-" for pair, known in both
+            )
+            yield columns.Column(METRICS_BY_NAME[name].title + " B-A", cells, 90)
 
 
 def _mark(pair: Pair, name: str) -> str:

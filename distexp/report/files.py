@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distexp.config.fields import flatten
 from distexp.report.data.metrics import METRICS
@@ -15,9 +15,6 @@ from distexp.report.data.rows import Row
 from distexp.report.data.run_settings import WORKERS
 from distexp.system.files import replace_atomically
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 PAGE, PLOTS = "report.html", "plots"
 ResultRow = dict[str, Any]
 
@@ -25,14 +22,9 @@ ResultRow = dict[str, Any]
 def write_files(
     overview: Overview, directory: Path, traced_runs: Sequence[str] = (), skipped: Sequence[str] = ()
 ) -> list[Path]:
-    """Write all files of a report, each completely or not at all, and return their paths.
+    """Write all files of a report, each completely or not at all; return their paths, or raise OSError.
 
-    Args:
-        traced_runs: Labels of the runs to draw over time; empty for the most informative ones.
-        skipped: Messages on records that could not be read.
-
-    Raises:
-        OSError: if a file cannot be written.
+    Without labels of ``traced_runs`` the most informative runs are drawn. ``skipped`` are messages on other records.
     """
     # Imported here, because the table after a sweep should not wait for plotting libraries.
     from distexp.report.figures import build_figures
@@ -82,27 +74,16 @@ def write_parquet(rows: Sequence[ResultRow], names: Sequence[str], path: Path) -
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    metrics = {metric.name for metric in METRICS}
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    arrays = {
-        name: pa.array(values, pa.float64()) if name in metrics else _typed_array(values)
-        for name, values in columns.items()
-    }
+    kinds = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+    metrics, arrays = {metric.name for metric in METRICS}, {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        types = {float} if name in metrics else {type(value) for value in values if value is not None}
+        kind: Any = float if types == {int, float} else str  # Other mixed types, as ``64`` and ``auto``, are strings.
+        if len(types) == 1:
+            kind = next(one if one in kinds else str for one in types)
+        arrays[name] = pa.array([None if value is None else kind(value) for value in values], kinds[kind])
     pq.write_table(pa.table(arrays), path)
-
-
-def _typed_array(values: list[Any]) -> pa.Array:
-    """Return an array of one type: strings for mixed types, as ``64`` and ``auto``."""
-    import pyarrow as pa
-
-    types = {type(value) for value in values if value is not None}
-    if types == {bool}:
-        return pa.array(values, pa.bool_())
-    if types == {int}:
-        return pa.array(values, pa.int64())
-    if types and types <= {int, float}:
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    return pa.array([None if value is None else str(value) for value in values], pa.string())
 
 
 def result_row(row: Row) -> ResultRow:
@@ -136,6 +117,4 @@ def _section(name: str, section: object | None) -> ResultRow:
 
 def column_names(rows: Sequence[ResultRow]) -> list[str]:
     """Return the column names of some rows; the path of the record is the last."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    del names["record"]
-    return [*names, "record"]
+    return [*dict.fromkeys(name for row in rows for name in row if name != "record"), "record"]

@@ -33,25 +33,15 @@ from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.texts import STAND_IN, missing_costs, record_model_label
 from distexp.statistics.noise import SINGLE_CPU_RUN, difference_noise, distinct_ratio
 from distexp.system.typed_values import UNCOUNTED_CPU_PHASES, number_of
-from distexp.tables.columns import (
-    ALWAYS,
-    Column,
-    build_table,
-    fit_columns,
-    hidden_columns_note,
-    setting_title,
-    split_columns,
-)
+from distexp.tables import columns
 from distexp.tables.text_table import render_text_table, without_wide_labels
 
 MAX_ROWS = 200  # on a terminal
 MAX_NOTES = 20
-SETTING_IMPORTANCE = (ALWAYS - 2, 94, 92, 88)
-"""Importance of the first settings, relative to the metrics; the others are hidden before any metric."""
-
-MAX_TASKS = 4
+# Importance of the first settings, relative to the metrics; the others are hidden before any metric.
+SETTING_IMPORTANCE = (columns.ALWAYS - 2, 94, 92, 88)
+MAX_TASKS, FEW_STEPS = 4, 5
 SAME = 0.005  # relative difference
-FEW_STEPS = 5
 CPU_SPEEDS = "Speeds on CPU vary with other programs"
 HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
@@ -65,28 +55,26 @@ class OverviewTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         overview = self.overview
-        columns = [column.first_rows(MAX_ROWS) for column in overview_columns(overview)]
-        kept, hidden = fit_columns(columns, options.max_width)
-        for block in split_columns(kept, options.max_width):
-            yield build_table(block, [status_style(group) for group in overview.groups])
+        shown = [column.first_rows(MAX_ROWS) for column in overview_columns(overview)]
+        kept, hidden = columns.fit_columns(shown, options.max_width)
+        for block in columns.split_columns(kept, options.max_width):
+            yield columns.build_table(block, [status_style(group) for group in overview.groups])
             yield Text("")
         more_rows = len(overview.groups) - MAX_ROWS
         if more_rows > 0:
             place = f"in {self.results}" if self.results else "not shown"
             yield Text(f"{more_rows} more rows are {place}.", style="dim")
         if hidden:
-            yield hidden_columns_note(hidden, f"All columns are in {self.results}." if self.results else "")
+            yield columns.hidden_columns_note(hidden, f"All columns are in {self.results}." if self.results else "")
         notes = list(failure_notes(overview.rows))
-        for note in notes[:MAX_NOTES]:
-            yield Text(note, style="yellow")
+        yield from (Text(note, style="yellow") for note in notes[:MAX_NOTES])
         if len(notes) > MAX_NOTES:
             yield Text(f"{len(notes) - MAX_NOTES} more errors are not shown.", style="dim")
         yield from map(Text, describe_same_training(overview))
         for sentence in summarize(overview, hidden={column.title for column in hidden}):
             yield Text(sentence)
         yield ExerciseTables(overview)
-        parts = build_parts_table(overview) if has_small_parts(overview) else None
-        if parts is not None:
+        if has_small_parts(overview) and (parts := build_parts_table(overview)):
             yield from render_text_table(without_wide_labels(parts, options.max_width), options.max_width)
 
 
@@ -106,30 +94,25 @@ class ExerciseTables:
             yield Text("The workshop explains the exercises: docs/workshop.md", style="dim")
 
 
-def build_exercise_tables(records: Sequence[RunRecord]) -> ExerciseTables:
-    """Return the tables of exercises, as printed after a single run."""
-    return ExerciseTables(Overview.from_records(records))
-
-
 def build_overview_table(records: Sequence[RunRecord], sweep_dir: Path | None = None) -> OverviewTable:
     """Return the table printed after a sweep. Without its directory, the losses are not compared."""
     return OverviewTable(Overview.from_rows(rows_from_records(records, sweep_dir)))
 
 
-def overview_columns(overview: Overview) -> Iterator[Column]:
+def overview_columns(overview: Overview) -> Iterator[columns.Column]:
     """Yield the columns of runs, settings, status and metrics; those that a quiz asks for are required."""
-    groups, quiz = overview.groups, quiz_columns(overview)
-    yield Column("run", tuple(group.label for group in groups), ALWAYS)
+    groups, quiz, always = overview.groups, quiz_columns(overview), columns.ALWAYS
+    yield columns.Column("run", tuple(group.label for group in groups), always)
     if any(len(group.rows) > 1 for group in groups):
-        yield Column("n", tuple(str(len(group.counted_rows)) for group in groups), ALWAYS - 1)
+        yield columns.Column("n", tuple(str(len(group.counted_rows)) for group in groups), always - 1)
     for name, importance in zip(overview.varied, chain(SETTING_IMPORTANCE, repeat(0)), strict=False):
         cells = tuple(format_setting(group.setting(name), MAX_LENGTH) for group in groups)
-        yield Column(setting_title(name), cells, ALWAYS if name in quiz else importance, right=False)
-    yield Column("status", tuple(group.status for group in groups), ALWAYS, right=False)
+        yield columns.Column(columns.setting_title(name), cells, always if name in quiz else importance, right=False)
+    yield columns.Column("status", tuple(group.status for group in groups), always, right=False)
     for metric in overview.metrics():
         marks = (overview.mark(metric.name, group) for group in groups)
         cells = tuple(cell + mark for cell, mark in zip(format_metric(groups, metric), marks, strict=True))
-        yield Column(metric.title, cells, ALWAYS if metric.name in quiz else metric.importance)
+        yield columns.Column(metric.title, cells, always if metric.name in quiz else metric.importance)
 
 
 def status_style(group: RunGroup) -> str:
@@ -148,8 +131,7 @@ def summarize(overview: Overview, *, hidden: Collection[str] = ()) -> Iterator[s
         yield from _trials(overview)
     else:
         yield from _fastest(overview)
-        name = memory_metric(overview)
-        if name is not None:
+        if (name := memory_metric(overview)) is not None:
             yield from _best(overview, name, f"Lowest {MEMORIES[name]}", "{:,.0f} MiB", largest=False)
     yield from describe_disturbances(overview)
     yield from describe_stragglers(overview.rows)
@@ -177,22 +159,19 @@ def _stand_ins(overview: Overview) -> Iterator[str]:
 
 def explain_cpu_speeds(overview: Overview) -> Iterator[str]:
     """Yield what speed comparisons on CPU are worth, if these runs can be compared."""
-    tasks = group_by_task([group for group in overview.groups if group.completed and _is_on_cpu(group)])
-    for groups in list(tasks.values())[:MAX_TASKS]:
-        if len(groups) < 2:
-            continue
-        repeated = groups[0].deviations.get(SPEED)
-        if repeated is None:
-            ratio = f"{distinct_ratio(SINGLE_CPU_RUN):.1f}x"
-            yield f"{CPU_SPEEDS}: compare only those that differ by more than {ratio}, or use repeats=3."
-        else:
-            deviation = format_noise(repeated.relative, 1)
-            yield f"{CPU_SPEEDS}: equal runs differed by {deviation} here (standard deviation)."
+    completed = [group for group in overview.groups if group.completed]
+    on_cpu = [group for group in completed if group.setting("device") == "cpu" and group.metric(SPEED) is not None]
+    tasks = list(group_by_task(on_cpu).values())[:MAX_TASKS]
+    groups = next((groups for groups in tasks if len(groups) > 1), None)
+    if groups is None:
         return
-
-
-def _is_on_cpu(group: RunGroup) -> bool:
-    return group.setting("device") == "cpu" and group.metric(SPEED) is not None
+    repeated = groups[0].deviations.get(SPEED)
+    if repeated is None:
+        ratio = f"{distinct_ratio(SINGLE_CPU_RUN):.1f}x"
+        yield f"{CPU_SPEEDS}: compare only those that differ by more than {ratio}, or use repeats=3."
+    else:
+        deviation = format_noise(repeated.relative, 1)
+        yield f"{CPU_SPEEDS}: equal runs differed by {deviation} here (standard deviation)."
 
 
 def are_trials(rows: Sequence[Row]) -> bool:
@@ -250,12 +229,11 @@ def _setup_peaks(overview: Overview) -> Iterator[str]:
     """Yield runs whose CPU memory peaked during setup, for example while DeepSpeed compiled an extension."""
     if memory_metric(overview) != "cpu_peak_mib":
         return
+    left_out = {"setup", *UNCOUNTED_CPU_PHASES}
     for row in (row for group in overview.groups for row in group.counted_rows if row.completed):
         phases = [entry.get("phases") or {} for entry in row.record.memory.get("cpu") or []]
         setup = max((peaks.get("setup") or 0.0 for peaks in phases), default=0.0)
-        left_out = {"setup", *UNCOUNTED_CPU_PHASES}
-        steps = [peak for peaks in phases for phase, peak in peaks.items() if phase not in left_out]
-        later = max(steps, default=0.0)
+        later = max((mib for peaks in phases for phase, mib in peaks.items() if phase not in left_out), default=0.0)
         if later and setup > HIGH_SETUP_PEAK * later:
             yield f"Run {row.label} had its memory peak during setup. After setup its peak was {later:,.0f} MiB."
             if (strategy := row.record.strategy) is not None and strategy.setup_note:
@@ -297,7 +275,7 @@ def _global_batches(overview: Overview) -> Iterator[str]:
 
 def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:
     if overview.baseline is not None and METRICS_BY_NAME[SPEEDUP].title not in hidden:
-        several = len(group_by_task([group for group in overview.groups if group.completed])) > 1
+        several = len({group.task for group in overview.groups if group.completed}) > 1
         only = f" Only runs of {overview.baseline.task} have one." if several else ""
         yield f"Speedup: samples/s relative to {overview.describe(overview.baseline)}.{only}"
         if any(overview.mark(SPEEDUP, group) == NOISE_MARK for group in overview.groups):
@@ -321,8 +299,7 @@ def _repeats(overview: Overview) -> Iterator[str]:
 
 
 def _incomplete_runs(overview: Overview) -> Iterator[str]:
-    counts = Counter(row.record.status for row in overview.rows if not row.completed)
-    if counts:
+    if counts := Counter(row.record.status for row in overview.rows if not row.completed):
         each = ", ".join(f"{count} {status}" for status, count in counts.items())
         yield f"{sum(counts.values())} of {len(overview.rows)} runs did not complete: {each}."
 

@@ -26,8 +26,7 @@ NOT_THE_MODEL = frozenset(
 DROPOUT = "With dropout, strategies draw other random numbers. To compare them, set model.dropout=0."
 MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
 OVERLAPPING = 0.02  # distance of two curves, relative to the axis
-Losses = dict[int, float]
-"""Loss by step."""
+Losses = dict[int, float]  # loss by step
 
 
 def describe_same_training(overview: Overview) -> Iterator[str]:
@@ -72,14 +71,11 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
     if largest > curves[0].tolerance:
         pair = f"{one.name} and {other.name}"
         difference = f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
-        return f"{difference} {DROPOUT}" if any(map(_has_dropout, curves)) else difference
+        models = [curve.trace.row.record.config.get("model") or {} for curve in curves]
+        return f"{difference} {DROPOUT}" if any(model.get("dropout") for model in models) else difference
     gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
     is_complete = all(one.steps == other.steps for one, other in pairs)
     return f"Same training: losses of {runs} {gap} at every {'logged' if is_complete else 'common logged'} step."
-
-
-def _has_dropout(curve: LossCurve) -> bool:
-    return bool((curve.trace.row.record.config.get("model") or {}).get("dropout"))
 
 
 @dataclass(frozen=True)
@@ -100,17 +96,17 @@ class LossCurve:
 
     @property
     def steps(self) -> set[int]:
-        """Steps that the run logged."""
+        """Return the steps that the run logged."""
         return self.training.keys() | self.invalid
 
     @property
     def name(self) -> str:
-        """Label of the run."""
+        """Return the label of the run."""
         return self.trace.name
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference to a run of the same training."""
+        """Return the largest relative difference to a run of the same training."""
         return whole_training_bound(self.trace.row.settings["precision"])
 
 
@@ -144,23 +140,20 @@ def largest_difference(one: LossCurve, other: LossCurve) -> tuple[float, int]:
 
 def all_coincide(curves: Sequence[LossCurve]) -> bool:
     """Return whether all curves have common steps, and differ by no more than their tolerance."""
-    return all(_coincide(*pair) for pair in combinations(curves, 2))
-
-
-def _coincide(one: LossCurve, other: LossCurve) -> bool:
-    has_common_steps = bool(one.training.keys() & other.training.keys())
-    return has_common_steps and largest_difference(one, other)[0] <= max(one.tolerance, other.tolerance)
+    return all(
+        one.training.keys() & other.training.keys()
+        and largest_difference(one, other)[0] <= max(one.tolerance, other.tolerance)
+        for one, other in combinations(curves, 2)
+    )
 
 
 def any_overlap(curves: Sequence[LossCurve]) -> bool:
     """Return whether two curves look like one, at most of their steps."""
     low, high = loss_range(curves)
-    return any(_distance(*pair) < OVERLAPPING * (high - low) for pair in combinations(curves, 2))
-
-
-def _distance(one: LossCurve, other: LossCurve) -> float:
-    """Return how far apart two lines are, or the marks of their evaluations if these are closer."""
-    return min(_median_distance(one.training, other.training), _median_distance(one.evaluation, other.evaluation))
+    pairs = list(combinations(curves, 2))
+    losses = [(one.training, other.training) for one, other in pairs]
+    losses += [(one.evaluation, other.evaluation) for one, other in pairs]
+    return any(_median_distance(*pair) < OVERLAPPING * (high - low) for pair in losses)
 
 
 def _median_distance(one: Losses, other: Losses) -> float:

@@ -23,8 +23,7 @@ MAX_TRACES = 8  # more curves would need similar colors
 MAX_POINTS = 240  # of a curve
 TRACE = ".json.gz"
 
-Points = list[tuple[float, float]]
-"""Seconds since the first sample, and MiB."""
+Points = list[tuple[float, float]]  # seconds since the first sample, and MiB
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,11 @@ class PhaseInterval:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Memory of a node over time: of its ``gpu`` that uses most, or of the ``cpu``.
-
-    A point has the seconds since the first sample, and the peak in MiB of an interval within a phase.
-    """
+    """Memory of a node over time: of its ``gpu`` that uses most, or of the ``cpu``."""
 
     node: int
     kind: str
-    points: tuple[tuple[float, float], ...]
+    points: tuple[tuple[float, float], ...]  # seconds since the first sample, and MiB: peaks of intervals in a phase
 
 
 @dataclass(frozen=True)
@@ -88,11 +84,9 @@ def load_traces(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace
 def load_losses(overview: Overview, chosen: Sequence[str] = ()) -> list[RunTrace]:
     """Read the steps of the same runs as load_traces, and nothing else."""
     groups = [group for group in overview.groups if any(row.path for row in group.rows)]
-    if chosen:
-        groups = [group for group in groups if any(row.label in chosen for row in group.rows)]
-    else:
-        groups = most_informative(groups)
-    return [_read_losses(group, chosen, overview.format_settings(group)) for group in groups]
+    named = [group for group in groups if any(row.label in chosen for row in group.rows)]
+    drawn = named if chosen else most_informative(groups)
+    return [_read_losses(group, chosen, overview.format_settings(group)) for group in drawn]
 
 
 def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
@@ -101,14 +95,10 @@ def most_informative(groups: Sequence[RunGroup]) -> list[RunGroup]:
     if len(started) <= MAX_TRACES:
         return started
     kept: list[RunGroup] = _ranked(started, SPEED, largest=True)[:3]
-    memory = next((name for name in MEMORIES if any(group.metric(name) for group in started)), None)
-    if memory:
+    if memory := next((name for name in MEMORIES if any(group.metric(name) for group in started)), None):
         kept += _ranked(started, memory, largest=False)[:2]
     kept += [group for group in started if "oom" in group.status][:2]
-    ids = {id(group) for group in kept}
-    for group in started:
-        if len(ids) < MAX_TRACES:
-            ids.add(id(group))
+    ids = set(list(dict.fromkeys(id(group) for group in [*kept, *started]))[:MAX_TRACES])
     return [group for group in started if id(group) in ids]
 
 
@@ -127,18 +117,11 @@ def _read_losses(group: RunGroup, chosen: Sequence[str], settings: str) -> RunTr
 def _with_curves(trace: RunTrace) -> RunTrace:
     assert trace.row.path is not None
     directory = trace.row.path.parent
-    memory = read_memory(directory / MEMORY)
-    found = {
-        path.name.removeprefix("rank").removesuffix(TRACE): path for path in (directory / PROFILE).glob(f"rank*{TRACE}")
-    }
-    return replace(
-        trace,
-        memory=memory.curves,
-        phases=memory.phases,
-        predicted=read_curve(directory),
-        lanes=read_lanes(directory),
-        profiles=tuple([found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)]),
-    )
+    memory, paths = read_memory(directory / MEMORY), (directory / PROFILE).glob(f"rank*{TRACE}")
+    found = {path.name.removeprefix("rank").removesuffix(TRACE): path for path in paths}
+    profiles = tuple([found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)])
+    curve, lanes = read_curve(directory), read_lanes(directory)
+    return replace(trace, memory=memory.curves, phases=memory.phases, predicted=curve, lanes=lanes, profiles=profiles)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:

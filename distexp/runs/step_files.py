@@ -141,6 +141,51 @@ PARTS = {
 HIDDEN = "hidden_communication"
 """Communication at the same time as kernels. It is not part of the sum."""
 
+
+@dataclass(frozen=True)
+class RankStep:
+    """The median profiled step of a rank; times are in milliseconds."""
+
+    rank: int
+    step_ms: float
+    profiled_ms: float  # with the overhead of the profiler
+    parts: Mapping[str, float | None]  # by name of PARTS, and HIDDEN; None: not measured
+    launches: float | None
+    cpu_busy_ms: float | None = None  # in the profiled step; None: no GPU
+    without_core_ms: float | None = None  # inside the parts; None: a GPU, or unknown
+
+    def time_ms(self, name: str) -> float:
+        """Return the time of a part; 0 if it was not measured."""
+        return self.parts[name] or 0.0
+
+    @property
+    def own_ms(self) -> float:
+        """Return the time without waiting for other ranks."""
+        return self.step_ms - self.time_ms("waiting")
+
+    @property
+    def cpu_busy_share(self) -> float | None:
+        """Return the fraction of the profiled step in which the CPU does not wait for the GPU; None if unknown."""
+        return None if self.cpu_busy_ms is None else self.cpu_busy_ms / self.profiled_ms
+
+
+def read_ranks(record: RunRecord) -> tuple[RankStep, ...]:
+    """Return the median profiled step of each rank; empty if the run was not profiled."""
+    found = []
+    for entry in record.metrics.step_breakdown or ():
+        if isinstance(entry, dict) and (rank := typed_values.number_of(entry, "rank")) is not None:
+            parts = {name: typed_values.number_of(entry, f"{name}_ms") for name in (*PARTS, HIDDEN)}
+            others = (typed_values.number_of(entry, name) for name in ("launches", "cpu_busy_ms", "without_core_ms"))
+            if step := typed_values.number_of(entry, "step_ms"):
+                found.append(
+                    RankStep(int(rank), step, typed_values.number_of(entry, "profiled_step_ms") or step, parts, *others)
+                )
+    return tuple(found)
+
+
+# ``profile/summary.json``: lanes of one profiled step of each rank, for the report.
+
+
 SUMMARY_SCHEMA = 1
 
 

@@ -12,18 +12,7 @@ from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.rows import Row
 from distexp.report.data.run_settings import world_size
 from distexp.report.data.scaling_series import ScalingSeries, make_forecast_series
-from distexp.runs.predictions import (
-    ForecastError,
-    StoredForecast,
-    cap_efficiency,
-    compare_with_run,
-    machine_name,
-    makes_steps_of,
-    read_errors,
-    read_forecasts,
-    running_error,
-    store_error,
-)
+from distexp.runs import predictions
 from distexp.system.typed_values import number_of
 from distexp.tables.text_table import TextTable
 
@@ -43,18 +32,18 @@ class ForecastRow:
     """The forecast of a profiled run for one size, with the measured training of this size, and the errors."""
 
     row: Row
-    forecast: StoredForecast
+    forecast: predictions.StoredForecast
     measured: RunGroup | None = None
-    errors: tuple[tuple[Row, ForecastError], ...] = ()
+    errors: tuple[tuple[Row, predictions.ForecastError], ...] = ()
 
     @property
-    def mean_error(self) -> ForecastError | None:
+    def mean_error(self) -> predictions.ForecastError | None:
         """Return the error relative to the mean of the measured runs; None without them."""
         if not self.errors:
             return None
         step = statistics.fmean(error.measured_s for _, error in self.errors)
         inside = self.forecast.low_s <= step <= self.forecast.high_s
-        return ForecastError(self.forecast.step_time_s, step, inside)
+        return predictions.ForecastError(self.forecast.step_time_s, step, inside)
 
 
 def find_forecasts(overview: Overview) -> list[ForecastRow]:
@@ -64,39 +53,36 @@ def find_forecasts(overview: Overview) -> list[ForecastRow]:
         for group in overview.groups
         for row in group.rows
         if row.path is not None and row.completed
-        for forecast in read_forecasts(row.path.parent)
+        for forecast in predictions.read_forecasts(row.path.parent)
     ]
 
 
-def _with_measured(overview: Overview, group: RunGroup, row: Row, forecast: StoredForecast) -> ForecastRow:
+def _with_measured(overview: Overview, group: RunGroup, row: Row, forecast: predictions.StoredForecast) -> ForecastRow:
     """Return a forecast with the first training that is the same at this size, by its id, or in the same series."""
     for other in _candidates(overview, group, forecast):
-        compared = ((run, compare_with_run(row.record, forecast, run.record)) for run in other.counted_rows)
+        compared = ((run, predictions.compare_with_run(row.record, forecast, run.record)) for run in other.counted_rows)
         errors = tuple((run, error) for run, error in compared if error is not None)
         if errors:
             return ForecastRow(row, forecast, other, errors)
     return ForecastRow(row, forecast)
 
 
-def _candidates(overview: Overview, group: RunGroup, forecast: StoredForecast) -> Iterator[RunGroup]:
+def _candidates(overview: Overview, group: RunGroup, forecast: predictions.StoredForecast) -> Iterator[RunGroup]:
     """Yield the groups that may be the same training at another size. The profiled size itself is no forecast."""
     others = [other for other in overview.groups if other is not group]
     yield from (other for other in others if any(row.record.run.id == forecast.run_id for row in other.rows))
-    size = (forecast.workers, forecast.nodes)
     for series in overview.series:
         if any(point.group is group for point in series.points):
-            yield from (
-                point.group
-                for point in series.points
-                if point.group is not group and (point.workers, point.nodes) == size
-            )
+            size = (forecast.workers, forecast.nodes)
+            alike = [point.group for point in series.points if (point.workers, point.nodes) == size]
+            yield from (other for other in alike if other is not group)
 
 
 def keep_errors(overview: Overview) -> None:
     """Keep the errors of forecasts that were measured later. They widen the intervals of further forecasts."""
     for found in find_forecasts(overview):
         for row, error in found.errors:
-            store_error(found.row.record, found.forecast, row.record, error)
+            predictions.store_error(found.row.record, found.forecast, row.record, error)
 
 
 def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
@@ -106,14 +92,14 @@ def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
         return None
     measured = any(entry.errors for entry in found)
     header, cells = (*HEADER, *(MEASURED if measured else ())), [_cells(entry) for entry in found[:MAX_ROWS]]
-    columns = {title: tuple(row[position] for row in cells) for position, title in enumerate(header)}
-    sizes = list(zip(columns[RUN], columns[SIZE], strict=True))
-    if len(set(sizes)) == len(sizes):
+    columns = {title: [row[position] for row in cells] for position, title in enumerate(header)}
+    if len(set(zip(columns[RUN], columns[SIZE], strict=True))) == len(cells):
         del columns[BATCH]
     title = "Forecast and measured" if measured else "Forecast"
-    machines = dict.fromkeys(machine_name(entry.row.record) for entry in found if entry.errors)
+    machines = dict.fromkeys(predictions.machine_name(entry.row.record) for entry in found if entry.errors)
+    errors = {machine: predictions.running_error(predictions.read_errors(machine)) for machine in machines}
     notes = [FORECAST_NOTE if measured else "Forecast by distexp forecast."]
-    notes += [f"{machine}: {text}" for machine in machines if (text := running_error(read_errors(machine)))]
+    notes += [f"{machine}: {text}" for machine, text in errors.items() if text]
     notes += [f"{len(found) - MAX_ROWS} more sizes are in the files forecast.json."] if len(found) > MAX_ROWS else []
     rows = tuple(zip(*columns.values(), strict=True))
     return TextTable(title, tuple(columns), rows, " ".join(notes), num_labels=2 + (BATCH in columns))
@@ -122,8 +108,8 @@ def build_forecast_table(forecasts: Sequence[ForecastRow]) -> TextTable | None:
 def _is_profiled(found: ForecastRow) -> bool:
     """Return whether a forecast is for the size and the steps of the profiled run, which are measured."""
     forecast, record = found.forecast, found.row.record
-    nodes = (record.config.get("cluster") or {}).get("nodes")
-    return (forecast.workers, forecast.nodes) == (world_size(record), nodes) and makes_steps_of(forecast, record)
+    size = (world_size(record), (record.config.get("cluster") or {}).get("nodes"))
+    return (forecast.workers, forecast.nodes) == size and predictions.makes_steps_of(forecast, record)
 
 
 def _newest(found: Sequence[ForecastRow]) -> list[ForecastRow]:
@@ -135,7 +121,7 @@ def _newest(found: Sequence[ForecastRow]) -> list[ForecastRow]:
     return list(best.values())
 
 
-def _size(forecast: StoredForecast) -> str:
+def _size(forecast: predictions.StoredForecast) -> str:
     return f"{forecast.nodes} x {forecast.workers_per_node} {forecast.what_if}".rstrip()
 
 
@@ -164,7 +150,7 @@ class ForecastCurve:
 
     series: ScalingSeries
     row: Row
-    forecasts: tuple[StoredForecast, ...]
+    forecasts: tuple[predictions.StoredForecast, ...]
 
     @property
     def median_to_mean(self) -> float:
@@ -173,16 +159,16 @@ class ForecastCurve:
         median_s = number_of(metrics.step_time_s or {}, "p50")
         return median_s * metrics.train_steps_per_second if median_s and metrics.train_steps_per_second else 1.0
 
-    def speed(self, forecast: StoredForecast, step_s: float) -> float:
+    def speed(self, forecast: predictions.StoredForecast, step_s: float) -> float:
         """Return the mean samples per second for a median duration of the step."""
         return forecast.samples_per_step / step_s * self.median_to_mean
 
-    def efficiency(self, forecast: StoredForecast, step_s: float) -> float:
+    def efficiency(self, forecast: predictions.StoredForecast, step_s: float) -> float:
         """Return ideal time / real time for a median duration of the step."""
         base = self.series.baseline
         return self.speed(forecast, step_s) / forecast.workers / (base.speed / base.workers)
 
-    def highest_efficiency(self, forecast: StoredForecast) -> float:
+    def highest_efficiency(self, forecast: predictions.StoredForecast) -> float:
         """Return the upper end of the interval of the efficiency, as the table of ``distexp forecast`` does.
 
         It is capped, unless workers have shares of the optimizer states: they have less work at larger sizes.
@@ -191,7 +177,7 @@ class ForecastCurve:
         keeps_work = strategy is not None and strategy.keeps_states_whole is True
         if forecast.workers > self.series.baseline.workers and not keeps_work:
             return high
-        return cap_efficiency(high, self.efficiency(forecast, forecast.step_time_s))
+        return predictions.cap_efficiency(high, self.efficiency(forecast, forecast.step_time_s))
 
 
 def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[ForecastCurve]:
@@ -201,7 +187,7 @@ def find_curves(overview: Overview, found: Sequence[ForecastRow]) -> list[Foreca
     return [curve for curve in curves if curve is not None]
 
 
-def _curve(overview: Overview, row: Row, forecasts: Sequence[StoredForecast]) -> ForecastCurve | None:
+def _curve(overview: Overview, row: Row, forecasts: Sequence[predictions.StoredForecast]) -> ForecastCurve | None:
     group = next(group for group in overview.groups if any(member is row for member in group.rows))
     series = next((s for s in overview.series if any(point.group is group for point in s.points)), None)
     series = series or make_forecast_series(group, overview.varied)
@@ -215,7 +201,7 @@ def _curve(overview: Overview, row: Row, forecasts: Sequence[StoredForecast]) ->
     return ForecastCurve(series, row, points) if any(point.workers > fewest for point in points) else None
 
 
-PREDICTIONS = {
+PREDICTIONS = {  # metric of each column, by its title
     "predicted": "predicted_peak_allocated_mib",
     "measured": "torch_peak_allocated_mib",
     "error %": "prediction_error_pct",
@@ -226,7 +212,6 @@ PREDICTIONS = {
     "host, predicted": "predicted_host_peak_mib",
     "host, measured": "cpu_peak_mib",
 }
-"""Metric of each column, by its title."""
 
 
 def build_predictions_table(overview: Overview) -> TextTable | None:

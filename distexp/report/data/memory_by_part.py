@@ -11,6 +11,7 @@ from distexp.report.data.repeats import RunGroup, format_metric
 from distexp.report.data.rows import Row
 from distexp.runs.memory_trace import PEAK_PARTS, highest_peak
 from distexp.runs.record import RunRecord
+from distexp.runs.record_sections import Predicted
 from distexp.system.typed_values import number_of, texts_of
 from distexp.tables.text_table import NOT_MEASURED, TextTable
 
@@ -24,20 +25,18 @@ OFFLOAD_NOTE = (
 )
 SMALL = 0.5  # of the process memory
 
-PEAK_TITLES = {
+PEAK_TITLES = {  # titles of the metrics in `MEMORIES`
     "gpu_peak_mib": "GPU peak",
     "torch_peak_allocated_mib": "GPU peak (torch)",
     "cpu_peak_mib": "peak of all processes",
 }
-"""Titles of the metrics in ``MEMORIES``."""
 
 RESERVE, CONTEXT = "reserve_mib", "context_mib"
-TITLES = {
+TITLES = {  # Titles of the parts. All but the last two are allocated.
     **{name: name.removesuffix("_mib").replace("_", " ") for name in PEAK_PARTS},
     RESERVE: "allocator reserve",
     CONTEXT: "CUDA context",
 }
-"""Titles of the parts. All but the last two are allocated."""
 
 MAX_RUNS = 32
 PEAK_TITLE = "GPU memory of one worker at the peak of a step (MiB)"
@@ -74,9 +73,9 @@ def build_parts_table(overview: Overview) -> TextTable | None:
     notes = dict.fromkeys(record.strategy.memory_note for record in records if record.strategy is not None)
     note = " ".join(filter(None, (NOTE, *notes, OFFLOAD_NOTE if is_offloaded else "")))
     labels = overview.label_columns([group.label for group in groups], groups)
-    columns = [format_metric(groups, METRICS_BY_NAME[name]) for name in metrics.values()]
-    rows = tuple(zip(*labels.values(), *columns, strict=True))
-    return TextTable(TITLE, (*labels, *metrics), rows, note, num_labels=len(labels))
+    columns = {title: format_metric(groups, METRICS_BY_NAME[name]) for title, name in metrics.items()}
+    rows = tuple(zip(*labels.values(), *columns.values(), strict=True))
+    return TextTable(TITLE, (*labels, *columns), rows, note, num_labels=len(labels))
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,11 @@ class GroupPeaks:
 
 def measured_peaks(overview: Overview) -> list[GroupPeaks]:
     """Return the peaks of the groups with a run whose step was recorded."""
-    found = []
-    for group in overview.groups:
-        runs = ((row, tuple(_peaks(row.record))) for row in group.counted_rows)
-        first = next(((row, peaks) for row, peaks in runs if peaks), None)
-        if first is not None:
-            found.append(GroupPeaks(group, *first))
-    return found
+    runs = (
+        (GroupPeaks(group, row, tuple(_peaks(row.record))) for row in group.counted_rows) for group in overview.groups
+    )
+    first = (next((run for run in of_group if run.peaks), None) for of_group in runs)
+    return [run for run in first if run is not None]
 
 
 def _peaks(record: RunRecord) -> Iterator[Peak]:
@@ -115,13 +112,11 @@ def _peaks(record: RunRecord) -> Iterator[Peak]:
     parts = {name: value for name in TITLES if (value := number_of(entry, name)) is not None}
     yield Peak("measured", "".join(texts_of(entry, "phase")), parts)
     if record.predicted is not None and record.predicted.parts:
-        yield Peak("predicted", record.predicted.phase or "", _predicted_parts(record))
+        yield Peak("predicted", record.predicted.phase or "", _predicted_parts(record.predicted))
 
 
-def _predicted_parts(record: RunRecord) -> dict[str, float]:
+def _predicted_parts(predicted: Predicted) -> dict[str, float]:
     """Return the predicted parts with the reserve and the context, which are differences of predicted totals."""
-    predicted = record.predicted
-    assert predicted is not None
     parts = {f"{name}_mib": float(value) for name, value in predicted.parts.items() if value is not None}
     totals = (predicted.peak_allocated_mib, predicted.peak_reserved_mib, predicted.nvidia_smi_mib)
     for name, less, more in ((RESERVE, *totals[:2]), (CONTEXT, *totals[1:])):

@@ -11,9 +11,8 @@ from distexp.runs.record import RunRecord
 from distexp.statistics.noise import step_noise
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
 
+# A function that returns a metric of a run, or None if it was not measured. Some functions here return one.
 ReadMetric = Callable[[RunRecord], float | None]
-"""A function that returns a metric of a run, or None if it was not measured. Some functions here return one."""
-
 SPEED = "train_samples_per_second"
 STEP_NOISE = "train_samples_per_second_step_noise_pct"
 NOISE = "train_samples_per_second_noise_pct"
@@ -23,17 +22,15 @@ ENERGY = "energy_j_per_sample"
 COMMUNICATION = "communication_pct"
 EXPOSED = "communication_exposed_pct"
 CPU_PEAK = "cpu_peak_mib"
-MEMORIES = {
+MEMORIES = {  # metrics of memory, by preference: a run is compared by the first that was measured
     "gpu_peak_mib": "peak GPU memory",
     "torch_peak_allocated_mib": "peak GPU memory allocated by torch",
     CPU_PEAK: "peak CPU memory",
 }
-"""Metrics of memory, by preference: a run is compared by the first that was measured."""
 
-SPEEDS = frozenset(
+SPEEDS = frozenset(  # metrics in the tables that a disturbed run does not show
     {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
 )
-"""Metrics in the tables that a disturbed run does not show."""
 
 PARTS_TOTAL = "parts_mib"
 NOT_OFFLOADED = "parts_not_offloaded_mib"
@@ -70,12 +67,6 @@ def last_percent(name: str) -> ReadMetric:
         return 100 * float(fractions[-1]) if fractions else None
 
     return read
-
-
-def step_noise_percent(record: RunRecord) -> float | None:
-    """Return the noise of the speed between steps, in percent of the speed."""
-    noise = step_noise(record.metrics.speed_error)
-    return None if noise is None else 100 * noise
 
 
 def largest_of_devices(kind: str, key: str) -> ReadMetric:
@@ -137,13 +128,12 @@ def filled_in_later(record: RunRecord) -> float | None:
     return None
 
 
-PARTS = {
+PARTS = {  # metrics of the parts of a worker's memory, with their titles
     "parameters_mib": "parameters",
     "gradients_mib": "gradients",
     "optimizer_states_mib": "optimizer states",
     "activations_mib": "activations",
 }
-"""Metrics of the parts of a worker's memory, with their titles."""
 
 
 @dataclass(frozen=True)
@@ -206,35 +196,32 @@ TABLE_METRICS = (
 )  # fmt: skip
 
 
-METRICS = (
+def _device_metrics(kind: str, *keys: str) -> list[Metric]:
+    return [Metric(f"{kind}_{key}", largest_of_devices(kind, key)) for key in keys]
+
+
+METRICS = (  # memory is that of the GPU, rank or node that uses most; utilization is the mean over them
     *TABLE_METRICS,
     *(Metric(name, value_at(f"metrics.{name}")) for name in _FILE_METRICS),
     Metric("hfu_of_ceiling_pct", value_at("metrics.hfu_of_ceiling", 100)),
-    Metric(STEP_NOISE, step_noise_percent),
+    Metric(STEP_NOISE, lambda record: (noise := step_noise(record.metrics.speed_error)) and 100 * noise),
     Metric(NOISE, filled_in_later),
     Metric(EXPOSED, value_at("metrics.communication.exposed_share", 100)),
     *(Metric(f"energy_{name}", value_at(f"metrics.energy.{name}")) for name in _FILE_ENERGIES),
     Metric("eval_runtime_s", value_at("metrics.eval_runtime")),
     Metric("step_time_p90_s", value_at("metrics.step_time_s.p90")),
     Metric("step_time_max_s", value_at("metrics.step_time_s.max")),
-    Metric("torch_average_allocated_mib", largest_of_devices("torch", "average_allocated_mib")),
-    Metric("torch_peak_reserved_mib", largest_of_devices("torch", "peak_reserved_mib")),
-    Metric("torch_alloc_retries", largest_of_devices("torch", "alloc_retries")),
+    *_device_metrics("torch", "average_allocated_mib", "peak_reserved_mib", "alloc_retries"),
     Metric("predicted_peak_reserved_mib", value_at("predicted.peak_reserved_mib"), number_format="{:z,.0f}"),
     Metric("predicted_nvidia_smi_mib", value_at("predicted.nvidia_smi_mib"), number_format="{:z,.0f}"),
     Metric("predicted_host_peak_mib", value_at("predicted.host_peak_mib"), number_format="{:z,.0f}"),
-    Metric("gpu_average_mib", largest_of_devices("gpu", "average_mib")),
-    Metric("gpu_mode_mib", largest_of_devices("gpu", "mode_mib")),
-    Metric("cpu_training_average_mib", largest_of_devices("cpu", "training_average_mib")),
-    Metric("cpu_training_mode_mib", largest_of_devices("cpu", "training_mode_mib")),
-    Metric("cpu_average_mib", largest_of_devices("cpu", "average_mib")),
-    Metric("cpu_mode_mib", largest_of_devices("cpu", "mode_mib")),
+    *_device_metrics("gpu", "average_mib", "mode_mib"),
+    *_device_metrics("cpu", "training_average_mib", "training_mode_mib", "average_mib", "mode_mib"),
     *(Metric(name, largest_part(name), number_format="{:z,.3f}") for name in PARTS),
     Metric(PARTS_TOTAL, sum_of_parts, number_format="{:z,.3f}"),
     Metric(NOT_OFFLOADED, lambda record: sum_of_parts(record, offloaded_parts(record)), number_format="{:z,.3f}"),
     Metric("duration_s", value_at("run.duration_s")),
 )
-"""Memory is that of the GPU, rank or node that uses most; utilization is the mean over them."""
 
 METRICS_BY_NAME = {metric.name: metric for metric in METRICS}
 

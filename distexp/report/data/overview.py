@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, NOISE, SPEED, SPEEDUP, TABLE_METRICS, Metric
 from distexp.report.data.repeats import RunGroup, collect, group_repeats, share_deviations, varying_settings
@@ -47,7 +47,7 @@ class Overview:
             for row in group.counted_rows:
                 row.metrics[NOISE] = 100 * speed.noise / speed.mean if speed and speed.noise and speed.mean else None
         varied = varying_settings([row.record for row in rows], [row.settings for row in rows])
-        if any(group.has_several_seeds for group in groups):
+        if any(len({row.settings.get(SEED) for row in group.rows}) > 1 for group in groups):
             varied = [name for name in varied if name != SEED]
         series = find_scaling_series(groups, varied)
         add_efficiency(series)
@@ -92,11 +92,12 @@ class Overview:
 
     def mark(self, metric: str, group: RunGroup) -> str:
         """Return the mark behind a metric of a run: it was disturbed, or equals the baseline within the noise."""
+        is_speedup = metric == SPEEDUP
         if any(one.disturbance for one in self._groups_of_metric(metric, group)):
             return DISTURBED_MARK
-        if metric == SPEEDUP and self.exceeds_workers(group):
+        if is_speedup and self.exceeds_workers(group):
             return DISTURBED_MARK
-        return NOISE_MARK if metric == SPEEDUP and self.equals_baseline(group) else ""
+        return NOISE_MARK if is_speedup and self.equals_baseline(group) else ""
 
     def _groups_of_metric(self, metric: str, group: RunGroup) -> Iterator[RunGroup]:
         """Yield the groups whose speeds make a metric: none, its own, and that of a baseline."""
@@ -158,17 +159,15 @@ def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[
 def pareto_fronts(overview: Overview, cost: str) -> list[list[RunGroup]]:
     """Return the Pareto front of each task: no other group is both cheaper and faster. The cheapest comes first.
 
-    The cost is a metric such as the memory or the energy per sample.
     A difference within the noise does not count. Of two runs with equal speeds only the cheaper one is on the front.
-    Disturbed runs are left out.
+    Disturbed runs are left out. The cost is a metric.
     """
     measured = [group for group in overview.groups if group.completed and group.metric(cost) and group.metric(SPEED)]
     known = [group for group in measured if group.disturbance is None]
     return [_pareto_front(groups, cost) for groups in group_by_task(known).values()]
 
 
-@dataclass(frozen=True)
-class _Point:
+class _Point(NamedTuple):
     group: RunGroup
     cost: Spread
     speed: Spread
@@ -180,13 +179,10 @@ class _Point:
 
 
 def _pareto_front(groups: Sequence[RunGroup], cost: str) -> list[RunGroup]:
-    points = [
-        _Point(group, size, speed) for group in groups
-        if (size := group.metric(cost)) and (speed := group.metric(SPEED))
-    ]  # fmt: skip
-    points.sort(key=lambda point: (point.cost.mean, -point.speed.mean))
+    measured = ((group, group.metric(cost), group.metric(SPEED)) for group in groups)
+    points = [_Point(group, size, speed) for group, size, speed in measured if size and speed]
     front: list[_Point] = []
-    for point in points:
+    for point in sorted(points, key=lambda point: (point.cost.mean, -point.speed.mean)):
         if not front or _order(point.speed, front[-1].speed) > 0:
             front.append(point)
     return [point.group for point in front if not any(other.dominates(point) for other in front)]
@@ -201,13 +197,12 @@ def _order(one: Spread, other: Spread) -> int:
 
 def failure_notes(rows: Sequence[Row]) -> Iterator[str]:
     """Yield one line for each reason, with the runs that share it."""
-    labels: dict[tuple[str, str], list[str]] = {}
+    labels: dict[str, list[str]] = {}
     for row in rows:
-        if not row.completed:
-            for reason in failure_reasons(row):
-                labels.setdefault((row.record.status, reason), []).append(row.label)
-    for (status, reason), found in labels.items():
-        yield f"{name_runs(found, MAX_LABELS)} {status}: {reason}"
+        for reason in () if row.completed else failure_reasons(row):
+            labels.setdefault(f"{row.record.status}: {reason}", []).append(row.label)
+    for text, found in labels.items():
+        yield f"{name_runs(found, MAX_LABELS)} {text}"
 
 
 def failure_reason(row: Row, limit: int = MAX_REASON_LENGTH) -> str:

@@ -28,8 +28,7 @@ def describe_disturbances(overview: Overview) -> Iterator[str]:
     """Yield each such run with what shows it, and what the report does not conclude from it."""
     found = list(_disturbed_runs(overview))
     yield from found[:MAX_DISTURBED]
-    if len(found) > MAX_DISTURBED:
-        more = len(found) - MAX_DISTURBED
+    if (more := len(found) - MAX_DISTURBED) > 0:
         yield f"{more} more {'was' if more == 1 else 'were'} disturbed."
     large = [group.label for group in overview.groups if overview.exceeds_workers(group)]
     if large and overview.baseline is not None and not overview.baseline.disturbance:
@@ -45,16 +44,12 @@ def describe_disturbances(overview: Overview) -> Iterator[str]:
 def _disturbed_runs(overview: Overview) -> Iterator[str]:
     for group in overview.groups:
         if reason := group.disturbance:
-            yield f"{_capitalize(overview.describe(group))} was disturbed: {reason}."
+            yield f"R{overview.describe(group)[1:]} was disturbed: {reason}."
             continue
         for row in group.counted_rows:
             if row.disturbance:
-                label = _capitalize(overview.describe(group, row.label))
+                label = f"R{overview.describe(group, row.label)[1:]}"
                 yield f"{label} was disturbed: {row.disturbance}. Its speed does not count, that of its repeats does."
-
-
-def _capitalize(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def describe_stragglers(rows: Sequence[Row]) -> Iterator[str]:
@@ -67,20 +62,18 @@ def describe_stragglers(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{format_count(len(found) - MAX_STRAGGLERS, 'more slow rank')} are in the records."
 
 
-TOTALS: dict[str, Callable[[float], str]] = {
+TOTALS: dict[str, Callable[[float], str]] = {  # keys of `metrics.energy` that are sums over runs, with their formats
     "kwh": format_kwh,
     "gpu_hours": lambda value: f"{format_amount(value)} GPU-hours",
     "co2e_g": lambda value: f"{format_amount(value)} g CO2e",
     "price": lambda value: f"price {value:,.2f}",
 }
-"""Keys of ``metrics.energy`` that are sums over runs, with their formats."""
 
 
 def energy_totals(rows: Sequence[Row]) -> Iterator[str]:
     """Yield each sum over the runs that started, for example ``1.25 kWh``, or ``1.25 kWh (2 of 3 runs)``.
 
-    Earlier attempts of a run count too. If there are any, the sums are ``1.25 kWh (4 attempts)`` or ``(3 of 4
-    attempts)``.
+    Earlier attempts of a run count too. Then the sums are ``1.25 kWh (4 attempts)`` or ``(3 of 4 attempts)``.
     """
     attempts = [_energies_of_attempts(row) for row in rows if row.record.status != "invalid"]
     energies = [energy for energies_of_run in attempts for energy in energies_of_run]
@@ -102,18 +95,16 @@ def _energies_of_attempts(row: Row) -> list[Mapping[str, Any]]:
 
 def remark_on_scaling(overview: Overview) -> Iterator[str]:
     """Yield what restricts the use of the efficiencies."""
-    doubtful = [series for series in overview.series if not series.is_trusted]
-    for series in doubtful[:MAX_DOUBTS]:
-        best = max(point.efficiency for point in series.points)
-        run = f"run {series.baseline.group.label}"
-        reason = explain_slow_baseline(series.baseline.group)
-        yield f"Efficiency {best:.0%} is above 100%: do not trust the baseline, {run}. {reason}"
+    for series in [series for series in overview.series if not series.is_trusted][:MAX_DOUBTS]:
+        best, group = max(point.efficiency for point in series.points), series.baseline.group
+        above = f"Efficiency {best:.0%} is above 100%: do not trust the baseline, run {group.label}."
+        yield f"{above} {explain_slow_baseline(group)}"
     if without := groups_without_baseline(overview.groups, overview.varied):
         threads = sorted({threads_per_worker(group) or 0 for group in without})
-        labels = name_runs(group.label for group in without)
+        labels, here = name_runs(group.label for group in without), f"here ({', '.join(map(str, threads))})"
         yield (
-            f"No efficiency for {labels}: other runs have another number of threads per worker than here "
-            f"({', '.join(map(str, threads))}). To compare them, set cluster.cpus_per_worker={threads[0]} for all runs."
+            f"No efficiency for {labels}: other runs have another number of threads per worker than {here}. "
+            f"To compare them, set cluster.cpus_per_worker={threads[0]} for all runs."
         )
     crowded = [(group, cores) for group in overview.groups if (cores := _too_few_cores(group))]
     if crowded:

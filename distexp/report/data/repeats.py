@@ -9,23 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from distexp.report.data import run_settings
 from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, Metric
 from distexp.report.data.rows import Row
-from distexp.report.data.run_settings import (
-    SEED,
-    format_setting,
-    is_distinguishing,
-    is_environment_setting,
-    is_hardware,
-    is_strategy_option,
-    kernel_options,
-    knows_hardware,
-    overridden_names,
-    short_name,
-    task_name,
-    training_key,
-    value_key,
-)
 from distexp.runs.record import RunRecord
 from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, pool_deviations, speed_noise
 
@@ -89,17 +75,12 @@ class RunGroup:
     @property
     def task(self) -> str:
         """Model and data set."""
-        return task_name(self.settings)
+        return run_settings.task_name(self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings by short name; the runs share all but the seed."""
         return self.rows[0].settings
-
-    @property
-    def has_several_seeds(self) -> bool:
-        """Return whether the seeds of the runs differ."""
-        return len({row.settings.get(SEED) for row in self.rows}) > 1
 
     def setting(self, name: str) -> Any:
         """Return a setting that all of the runs share."""
@@ -137,7 +118,7 @@ def group_repeats(rows: Sequence[Row]) -> list[RunGroup]:
     Runs with different hardware or environment settings are never repeats, because these may change the metrics.
     """
     names = varying_settings([row.record for row in rows], [row.settings for row in rows])
-    varied = [name for name in names if is_environment_setting(name)]
+    varied = [name for name in names if run_settings.is_environment_setting(name)]
     members: dict[tuple[str, ...], list[Row]] = {}
     for key, same_training in _by_training(rows).items():
         for row, environment in _with_environments(same_training, varied):
@@ -150,9 +131,10 @@ def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:
     key_of_id: dict[str, str] = {}
     trainings: dict[str, list[Row]] = {}
     for row in rows:
-        key = training_key(row.settings)
+        key = run_settings.training_key(row.settings)
         if row.record.status == "invalid":
-            key += str(sorted(text for text in row.record.run.overrides if short_name(text.split("=")[0]) != SEED))
+            named = {text: run_settings.short_name(text.split("=")[0]) for text in row.record.run.overrides}
+            key += str(sorted(text for text, name in named.items() if name != run_settings.SEED))
         else:
             key = key_of_id.setdefault(row.record.run.id, key)
         trainings.setdefault(key, []).append(row)
@@ -160,17 +142,14 @@ def _by_training(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _with_environments(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, list[str]]]:
-    """Yield each row with its environment settings.
-
-    A run that failed before it recorded its hardware is taken to have had that of the first run that did.
-    """
-    known = next((row.settings for row in rows if knows_hardware(row.record)), {})
+    """Yield each row with its environment settings. A run without recorded hardware has that of the first other run."""
+    known = next((row.settings for row in rows if run_settings.knows_hardware(row.record)), {})
     for row in rows:
         values = {name: row.settings.get(name) for name in names}
-        if not knows_hardware(row.record):
-            missing = [name for name in names if is_hardware(name) and values[name] is None]
+        if not run_settings.knows_hardware(row.record):
+            missing = [name for name in names if run_settings.is_hardware(name) and values[name] is None]
             values |= {name: known.get(name) for name in missing}
-        yield row, [format_setting(values[name]) for name in names]
+        yield row, [run_settings.format_setting(values[name]) for name in names]
 
 
 def group_by_settings(groups: Sequence[RunGroup], names: Sequence[str]) -> dict[str, list[RunGroup]]:
@@ -210,53 +189,55 @@ def varying_settings(records: Sequence[RunRecord], settings: Sequence[Settings])
     A setting that follows from another one is left out: with ``model=a,b`` the width of a model is part of the
     model. A setting that a user typed is always kept: with ``fsdp.replicas=1,2`` it is a choice.
     """
-    overridden = overridden_names(records)
+    overridden = run_settings.overridden_names(records)
     kept = []
     for name in dict.fromkeys(name for settings_of_run in settings for name in settings_of_run):
-        if is_environment_setting(name) and not is_distinguishing(name, overridden):
+        # Hardware always distinguishes runs, another environment setting only if a user set it.
+        is_chosen = run_settings.is_hardware(name) or {name, name.partition(".")[0]} & overridden
+        if run_settings.is_environment_setting(name) and not is_chosen:
             continue
         known = [own for record, own in zip(records, settings, strict=True) if _is_known(record, name, own)]
-        if len({value_key(own.get(name)) for own in known}) < 2:
+        if len({run_settings.value_key(own.get(name)) for own in known}) < 2:
             continue
         leaders = _leading_settings(name, known)
-        if not leaders or name in overridden or not _follows(known, name, leaders):
+        if not leaders or name in overridden or not follows(known, name, leaders):
             kept.append(name)
     return kept
 
 
 def _leading_settings(name: str, known: Sequence[Settings]) -> tuple[str, ...]:
     """Return the settings that decide another together, as ``model`` of ``model.width``; empty if none do."""
-    if name in kernel_options() and any(settings.get("kernels") == "fast" for settings in known):
+    if name in run_settings.kernel_options() and any(settings.get("kernels") == "fast" for settings in known):
         return KERNELS_DEPEND_ON
-    if is_strategy_option(name):
+    if run_settings.is_strategy_option(name):
         return ("strategy",)
     section, dot, _ = name.partition(".")
     return (section,) if dot else ()
 
 
-def _follows(known: Sequence[Settings], name: str, leaders: Sequence[str]) -> bool:
+def follows(known: Sequence[Settings], name: str, leaders: Sequence[str]) -> bool:
     """Return whether equal values of the leading settings imply equal values."""
     values: dict[str, str] = {}
     for settings in known:
-        leading, value = value_key([settings.get(leader) for leader in leaders]), value_key(settings.get(name))
+        leading, value = (
+            run_settings.value_key([settings.get(leader) for leader in leaders]),
+            run_settings.value_key(settings.get(name)),
+        )
         if values.setdefault(leading, value) != value:
             return False
     return True
 
 
 def _is_known(record: RunRecord, name: str, settings: Settings) -> bool:
-    """Return whether a run has a value of a setting that can be compared.
-
-    An invalid cell was never resolved, and a failed run may not know its GPU. Neither is a difference.
-    """
+    """Return whether a setting is known. An invalid cell was never resolved, and a failed run may lack its GPU."""
     value = settings.get(name)
-    if is_hardware(name):
-        return value is not None or knows_hardware(record)
+    if run_settings.is_hardware(name):
+        return value is not None or run_settings.knows_hardware(record)
     if name not in settings:
         return False
     if record.status != "invalid":
         return True
-    return value not in (None, "auto") and (not _is_rescaled(record) or name in overridden_names([record]))
+    return value not in (None, "auto") and (not _is_rescaled(record) or name in run_settings.overridden_names([record]))
 
 
 def _is_rescaled(record: RunRecord) -> bool:

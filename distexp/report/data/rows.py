@@ -40,11 +40,7 @@ class Row:
 
 
 def row_from_record(record: RunRecord, label: str, path: Path | None = None) -> Row:
-    """Return the row of a record.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: if it looks like a record, but its content is not valid.
-    """
+    """Return the row of a record. Raise KeyError, TypeError, ValueError or AttributeError if it has invalid content."""
     return Row(label, record, read_settings(record), read_metrics(record), path)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
@@ -20,12 +20,11 @@ from distexp.config.fields import flatten, info_of
 from distexp.config.keys import config_groups, schema_fields, speed_references, strategy_groups, strategy_sections
 from distexp.runs.record import RunRecord
 
-NOT_A_SETTING = (
+NOT_A_SETTING = (  # Sections that are left out here. `read_settings` adds what matters of `cluster` and `offload`.
     *("name", "command", "exercise", "scale", "sweep", "repeats", "profile", "plan", "choose", "forecast"),
     "trusted_packages",
     *("cluster", "offload"),
 )
-"""Sections that are left out here. ``read_settings`` adds what matters of ``cluster`` and ``offload``."""
 
 MAX_LENGTH = 24  # characters of a value in a table or in a list of settings
 TRAINING_KEYS = frozenset({"nodes", "workers_per_node", "device"})
@@ -39,17 +38,14 @@ CLUSTER_KEYS = frozenset(field.name for field in fields(ClusterConfig)) - TRAINI
 TRAIN_KEYS = frozenset({"checkpoint_every", "profile_steps", "micro_batch_search_s"})
 SECTIONS = frozenset({"measure", "preflight", "tracker"})
 GPU, ARITHMETIC = "gpu", "arithmetic"
-IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")
-"""Prefixes of environment variables that change nothing but the logs."""
-
+IGNORED_VARIABLES = ("NCCL_VERSION", "NCCL_DEBUG")  # prefixes of environment variables that change nothing but the logs
 SEED = "seed"
 WORKERS = "workers"
-RENAMED = {
+RENAMED = {  # keys whose short name follows no rule
     "cluster.workers_per_node": WORKERS,
     "offload.enabled": "offload",
     "offload.pin_memory": "offload",
 }
-"""Keys whose short name follows no rule."""
 
 
 def run_label(number: str, settings: str = "") -> str:
@@ -84,8 +80,7 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     completed: dict[str, Any] = dict(config)
     for section, defaults in _defaults().items():
-        present = completed.get(section)
-        if isinstance(present, Mapping) and not defaults.keys() <= present.keys():
+        if isinstance(present := completed.get(section), Mapping):
             completed[section] = {**present, **{name: defaults[name] for name in defaults if name not in present}}
     return completed
 
@@ -126,8 +121,8 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
 
 def training_key(settings: Mapping[str, Any]) -> str:
     """Return a key that ignores the seed and the environment settings."""
-    ignored = {name for name in settings if name == SEED or is_environment_setting(name)}
-    return value_key({name: value for name, value in settings.items() if name not in ignored})
+    kept = {name: value for name, value in settings.items() if name != SEED and not is_environment_setting(name)}
+    return value_key(kept)
 
 
 def value_key(value: Any) -> str:
@@ -178,11 +173,6 @@ def read_environment_settings(record: RunRecord) -> dict[str, Any]:
     if environment and environment.arithmetic:
         found[ARITHMETIC] = environment.arithmetic
     return {GPU: environment.gpu_name if environment else None, **found}
-
-
-def is_distinguishing(name: str, overridden: Collection[str]) -> bool:
-    """Return whether an environment setting may distinguish runs: hardware always, a key only if a user set it."""
-    return is_hardware(name) or name in overridden or name.partition(".")[0] in overridden
 
 
 def knows_hardware(record: RunRecord) -> bool:

@@ -2,13 +2,10 @@
 
 Efficiency = ideal time / real time. The ideal time is that of the fewest workers for the same work per worker. So one
 formula serves strong scaling (constant total work) and weak scaling (constant work per worker).
-
-On CPU, runs with different numbers of threads per worker are not in one series: their speeds show the threads as well.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,15 +13,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP
-from distexp.report.data.repeats import RunGroup, collect, group_by_settings
-from distexp.report.data.run_settings import SEED, WORKERS, format_settings, is_strategy_option, usual_order
+from distexp.report.data.repeats import RunGroup, collect, follows, group_by_settings
+from distexp.report.data.run_settings import SEED, WORKERS, format_settings, is_strategy_option, usual_order, value_key
 from distexp.statistics.noise import Spread, is_within_noise
 
 WORLD = ("nodes", WORKERS)
 THREADS = "cpus_per_worker"
-FORECAST = "forecast"
-"""Kind of a series with one measured point, next to which forecasts are drawn."""
-
+FORECAST = "forecast"  # kind of a series with one measured point, next to which forecasts are drawn
 MAX_TRUSTED_EFFICIENCY = 1.05  # efficiency; more than ideal shows that the baseline was slow
 TOLERANCE = 0.05  # relative difference of equal work; the last step of an epoch may be incomplete
 
@@ -61,14 +56,12 @@ class ScalingSeries:
     @property
     def title(self) -> str:
         """Return the name of the kind of scaling, with what was scaled: ``Weak scaling of the model``."""
-        if self.kind == FORECAST:
-            return "Forecast"
-        if self.kind == "strong":
-            return "Strong scaling"
+        if self.kind in (FORECAST, "strong"):
+            return "Forecast" if self.kind == FORECAST else "Strong scaling"
         what = " and ".join(self.scaled)
         if self.kind == "weak":
             return f"Weak scaling of the {what}" if what else "Weak scaling"
-        return f"{what.capitalize()} scaling" if what else "Mixed scaling"
+        return f"{what.capitalize() or 'Mixed'} scaling"
 
     @property
     def baseline(self) -> ScalingPoint:
@@ -106,7 +99,10 @@ class ScalingSeries:
 
 
 def find_scaling_series(groups: Sequence[RunGroup], varied: Sequence[str]) -> list[ScalingSeries]:
-    """Return the series of configurations, the longest first."""
+    """Return the series of configurations, the longest first.
+
+    On CPU, runs with different numbers of threads per worker are not in one series: their speeds show the threads, too.
+    """
     measured = [group for group in groups if _is_measured(group)]
     names = _configuration_settings(measured, varied)
     several = [
@@ -169,13 +165,8 @@ def _configuration_settings(groups: Sequence[RunGroup], varied: Sequence[str]) -
 
 def _follows_world(groups: Sequence[RunGroup], name: str, choices: Sequence[str]) -> bool:
     """Return whether workers and nodes decide a setting, as in weak scaling. ``choices`` never follow."""
-    values: dict[str, str] = {}
-    for group in groups:
-        key = json.dumps([world_of(group), *(group.setting(other) for other in choices)], default=str)
-        value = json.dumps(group.setting(name), default=str)
-        if values.setdefault(key, value) != value:
-            return False
-    return len(set(values.values())) > 1
+    differs = len({value_key(group.setting(name)) for group in groups}) > 1
+    return differs and follows([group.settings for group in groups], name, (*WORLD, *choices))
 
 
 def _make_series(groups: Sequence[RunGroup], names: Sequence[str]) -> ScalingSeries:
@@ -185,7 +176,7 @@ def _make_series(groups: Sequence[RunGroup], names: Sequence[str]) -> ScalingSer
 
 def _make_points(groups: Sequence[RunGroup]) -> tuple[ScalingPoint, ...]:
     works = works_of(groups)
-    speeds = [_speed(group) for group in groups]
+    speeds = [metric.mean for group in groups if (metric := group.metric(SPEED))]  # All groups are measured.
     times = [count / speed for count, speed in zip(sample_counts(groups), speeds, strict=True)]
     baseline_rate, fewest = works[0] / times[0], world_of(groups[0]).workers
     points = []
@@ -194,12 +185,6 @@ def _make_points(groups: Sequence[RunGroup]) -> tuple[ScalingPoint, ...]:
         efficiency, speedup = rate / world.workers * fewest / baseline_rate, rate / baseline_rate
         points.append(ScalingPoint(group, *world, speed, work, samples_of(group), time, efficiency, speedup))
     return tuple(points)
-
-
-def _speed(group: RunGroup) -> float:
-    speed = group.metric(SPEED)
-    assert speed is not None, "a series has measured groups only"
-    return speed.mean
 
 
 def _kind(points: Sequence[ScalingPoint]) -> str:
@@ -274,17 +259,13 @@ def add_speedup(groups: Sequence[RunGroup]) -> RunGroup | None:
 
     The baseline is the first completed group of a task that other groups have too. Rows of other tasks get no speedup.
     """
-    measured = [group for group in groups if group.completed and group.metric(SPEED)]
-    tasks = Counter(group.task for group in measured)
-    comparable = [group for group in measured if tasks[group.task] > 1]
-    if not comparable:
-        return None
-    baseline = comparable[0]
-    speed = baseline.metric(SPEED)
-    assert speed is not None
-    for row in (row for group in comparable if group.task == baseline.task for row in group.counted_rows):
-        if speed.mean and (own := row.metrics[SPEED]) is not None:
-            row.metrics[SPEEDUP] = own / speed.mean
+    measured = [(group, speed.mean) for group in groups if group.completed and (speed := group.metric(SPEED))]
+    tasks = Counter(group.task for group, _ in measured)
+    baseline, base_speed = next(((group, mean) for group, mean in measured if tasks[group.task] > 1), (None, 0.0))
+    alike = [group for group, _ in measured if baseline is not None and group.task == baseline.task]
+    for row in (row for group in alike for row in group.counted_rows):
+        if base_speed and (own := row.metrics[SPEED]) is not None:
+            row.metrics[SPEEDUP] = own / base_speed
     return baseline
 
 

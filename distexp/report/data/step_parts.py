@@ -11,47 +11,25 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
 from distexp.report.data.rows import Row
 from distexp.report.data.run_settings import global_batch
-from distexp.runs.step_files import PARTS, read_profile_summary
+from distexp.runs.predictions import measured_step_s
+from distexp.runs.step_files import HIDDEN, PARTS, RankStep, read_profile_summary, read_ranks
 from distexp.system.typed_values import matches, number_of, texts_of
+from distexp.tables.columns import cell
 from distexp.tables.text_table import NOT_MEASURED, TextTable
-
-STEP, HIDDEN, WAITING = "step_ms", "hidden_communication_ms", "waiting_ms"
-STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
-"""Titles of the parts by their key in ``metrics.step_breakdown``."""
 
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."
 SLOWEST_NOTE = (
     "Each row shows the slowest rank (without its waiting). The column bottleneck uses the mean of all ranks."
 )
 MAX_ROWS = 32
-DIFFERENT = 0.05
-"""Relative difference from which a profiled step differs from the median of the other steps."""
-
-LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}
-"""Titles of the lanes, in their order."""
-
-TITLES = {
+DIFFERENT = 0.05  # relative difference from which a profiled step differs from the median of the other steps
+LANES = {"compute": "compute", "communication": "communication", "cpu": "CPU"}  # titles of the lanes, in their order
+TITLES = {  # titles of labels that are parts of a step with another name
     "matmul": PARTS["matmul"], "other kernel": PARTS["other_kernels"], "waiting": PARTS["waiting"],
     "data": PARTS["data_wait"],
 }  # fmt: skip
-"""Titles of labels that are parts of a step with another name."""
 
 MAX_SPANS = 2000  # of a lane; a run writes fewer
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """The median profiled step of a rank: the measured parts by key of ``STEP_PARTS``, and hidden communication."""
-
-    rank: int
-    step_ms: float
-    parts: dict[str, float]
-    hidden_ms: float | None
-
-    @property
-    def own_ms(self) -> float:
-        """Return the time without waiting for other ranks."""
-        return self.step_ms - self.parts.get(WAITING, 0.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +48,7 @@ class ProfiledRun:
     @property
     def median_ms(self) -> float | None:
         """Return the median of the steps that were not profiled; None if it is unknown."""
-        median_s = number_of(self.row.record.metrics.step_time_s or {}, "p50")
+        median_s = measured_step_s(self.row.record)
         return 1000 * median_s if median_s else None
 
     @property
@@ -96,18 +74,14 @@ class ProfiledRun:
         return float(size) / steps if size and steps else None
 
     @property
-    def explanation(self) -> dict[str, Any]:
-        """Return ``metrics.explanation`` of the record; empty if there is none."""
-        return self.row.record.metrics.explanation or {}
-
-    @property
     def sentence(self) -> str:
         """Return the sentence about the bottleneck, with the overrides to try; empty if there is none."""
-        sentences = texts_of(self.explanation, "sentence")
+        explanation = self.row.record.metrics.explanation or {}
+        sentences = texts_of(explanation, "sentence")
         if not sentences:
             return ""
-        overrides = [text for text in texts_of(self.explanation, "try") if text not in sentences[0]]
-        larger = [text for text in texts_of(self.explanation, "larger_global_batch") if text in overrides]
+        overrides = [text for text in texts_of(explanation, "try") if text not in sentences[0]]
+        larger = [text for text in texts_of(explanation, "larger_global_batch") if text in overrides]
         tried = f" Try {' or '.join(overrides)}." if overrides else ""
         changing = f" A larger global batch changes the training: {', '.join(larger)}." if larger else ""
         return f"{sentences[0]}{tried}{changing}"
@@ -115,22 +89,10 @@ class ProfiledRun:
 
 def profiled_runs(overview: Overview) -> list[ProfiledRun]:
     """Return the completed runs whose step was profiled, one of each group of repeats."""
-    found = []
-    for group in overview.groups:
-        runs = ((row, tuple(read_ranks(row))) for row in group.counted_rows if group.completed)
-        profiled = next(((row, ranks) for row, ranks in runs if ranks), None)
-        if profiled is not None:
-            found.append(ProfiledRun(group, *profiled))
-    return found
-
-
-def read_ranks(row: Row) -> Iterator[RankStep]:
-    """Yield the median profiled step of each rank; nothing if the run was not profiled."""
-    for entry in row.record.metrics.step_breakdown or ():
-        rank, step = number_of(entry, "rank"), number_of(entry, STEP)
-        if rank is not None and step:
-            parts = {name: value for name in STEP_PARTS if (value := number_of(entry, name)) is not None}
-            yield RankStep(int(rank), step, parts, number_of(entry, HIDDEN))
+    completed = [group for group in overview.groups if group.completed]
+    found = [[ProfiledRun(group, row, read_ranks(row.record)) for row in group.counted_rows] for group in completed]
+    first = (next((run for run in runs if run.ranks), None) for runs in found)
+    return [run for run in first if run is not None]
 
 
 @dataclass(frozen=True)
@@ -179,20 +141,17 @@ def build_step_table(overview: Overview, runs: Sequence[ProfiledRun]) -> TextTab
         ]
     if unit.per_sample:
         columns[unit.title] = [f"{unit.convert(run, step.step_ms):,.3f}" for run, step in shown]
-    for name, title in STEP_PARTS.items():
-        columns[title] = [_percent(step.parts.get(name), step) for _, step in shown]
-    columns["hidden communication"] = [_percent(step.hidden_ms, step) for _, step in shown]
+    for name, title in {**PARTS, HIDDEN: "hidden communication"}.items():
+        shares = [None if (ms := step.parts[name]) is None else 100 * ms / step.step_ms for _, step in shown]
+        columns[title] = [cell(share, ".1f") for share in shares]
     columns["bottleneck"] = [_bottleneck(run) for run, _ in shown]
     table = TextTable.from_columns("Parts of the median profiled step (%)", columns, note, num_labels=len(labels))
     return replace(table, rows=table.rows[:MAX_ROWS])
 
 
-def _percent(value: float | None, step: RankStep) -> str:
-    return NOT_MEASURED if value is None else f"{100 * value / step.step_ms:.1f}"
-
-
 def _bottleneck(run: ProfiledRun) -> str:
-    name, share = texts_of(run.explanation, "loss"), number_of(run.explanation, "share")
+    explanation = run.row.record.metrics.explanation or {}
+    name, share = texts_of(explanation, "loss"), number_of(explanation, "share")
     if not name:
         return NOT_MEASURED
     if name == ["compute"]:
@@ -223,30 +182,24 @@ def read_lanes(run_dir: Path) -> tuple[RankLanes, ...]:
     content = read_profile_summary(run_dir)
     if content is None:
         return ()
-    labels = texts_of(content, "labels")
-    found = [_read_rank(entry, labels) for entry in _list(content.get("ranks")) if isinstance(entry, dict)]
-    return tuple(sorted((lane for lane in found if lane is not None), key=lambda lane: lane.rank))
+    labels, found = texts_of(content, "labels"), []
+    for entry in _dicts(content.get("ranks")):
+        rank, step = number_of(entry, "rank"), number_of(entry, "step_ms")
+        spans = {
+            str(lane.get("name")): tuple(_read_spans(lane.get("spans"), labels)) for lane in _dicts(entry.get("lanes"))
+        }
+        drawn = {title: spans[name] for name, title in LANES.items() if spans.get(name)}
+        if rank is not None and step and drawn:
+            found.append(RankLanes(int(rank), step, drawn))
+    return tuple(sorted(found, key=lambda lane: lane.rank))
 
 
-def _read_rank(entry: dict[str, Any], labels: Sequence[str]) -> RankLanes | None:
-    rank, step = number_of(entry, "rank"), number_of(entry, "step_ms")
-    if rank is None or not step:
-        return None
-    lanes = [lane for lane in _list(entry.get("lanes")) if isinstance(lane, dict)]
-    spans = {
-        title: tuple(_read_spans(lane.get("spans"), labels))
-        for name, title in LANES.items() for lane in lanes if lane.get("name") == name
-    }  # fmt: skip
-    drawn = {title: intervals for title, intervals in spans.items() if intervals}
-    return RankLanes(int(rank), step, drawn) if drawn else None
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def _read_spans(spans: Any, labels: Sequence[str]) -> Iterator[Span]:
-    for span in _list(spans)[:MAX_SPANS]:
+    for span in spans[:MAX_SPANS] if isinstance(spans, list) else ():
         if matches(span, list[float]) and len(span) == 3 and None not in span and 0 <= span[2] < len(labels):
             label = labels[int(span[2])]
             yield Span(float(span[0]), float(span[1]), TITLES.get(label, label))
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -1,25 +1,24 @@
-"""The workshop's results tables, filled from the records.
-
-``workshop.yaml`` describes the tables. A preset chooses one with the key ``exercise``.
-"""
+"""The workshop's results tables, which ``workshop.yaml`` describes. A preset chooses one with the key ``exercise``."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from distexp.report.data.metrics import NOT_OFFLOADED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, collect
 from distexp.report.data.run_settings import format_settings
-from distexp.report.exercises.columns import Layout, Reasons, RowKey, format_row, load_layouts
+from distexp.report.exercises.columns import Layout, RowKey, format_row, load_layouts
 from distexp.tables.text_table import TextTable
 
 PRINTED = "printed in the workshop"
 MAX_SETTINGS = 4  # in the label of a row
 Groups = Sequence[RunGroup]
+Cells = tuple[str, ...]
+TableRow = tuple[Cells, Cells]  # a label for each column of the header, and a cell for each column of the layout
 
 
 def quiz_columns(overview: Overview) -> frozenset[str]:
@@ -31,21 +30,10 @@ def quiz_columns(overview: Overview) -> frozenset[str]:
 
 def exercise_tables(overview: Overview) -> Iterator[TextTable]:
     """Yield the table of every exercise among the runs."""
+    exercises = collect(overview.groups, lambda group: group.rows[0].record.config.get("exercise"))
     for exercise in dict.fromkeys(row.record.config.get("exercise") for row in overview.rows):
-        if exercise is None:
-            continue
-        groups = [group for group in overview.groups if group.rows[0].record.config.get("exercise") == exercise]
-        layout = load_layouts().get(exercise)
-        if layout is not None:
-            yield fill_table(exercise, layout, overview, groups)
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A row of a table: one label for each column of the header, and one cell for each column of the layout."""
-
-    labels: tuple[str, ...]
-    cells: tuple[str, ...]
+        if exercise is not None and (layout := load_layouts().get(exercise)) is not None:
+            yield fill_table(exercise, layout, overview, exercises.get(exercise, []))
 
 
 def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequence[RunGroup]) -> TextTable:
@@ -54,21 +42,21 @@ def fill_table(exercise: str, layout: Layout, overview: Overview, groups: Sequen
     baseline = next((group for key, group in keyed if key == layout.keys[0] and group and group.completed), None)
     counts = Counter(key for key, _ in keyed)
     rows: list[TableRow] = []
-    reasons = Reasons()
+    reasons: dict[str, str] = {}
     for key, group in keyed:
         labels = layout.labels_of(key)
         if group is not None and counts[key] > 1:
             settings = format_settings(group.settings, overview.varied[:MAX_SETTINGS])
             labels = (labels[0] + f", {settings or f'run {group.label}'}", *labels[1:])
-        rows.append(TableRow(labels, format_row(layout.columns, group, baseline, reasons)))
+        rows.append((labels, format_row(layout.columns, group, baseline, reasons)))
         if layout.printed and key == layout.keys[0]:
             cells = tuple(layout.printed.get(column.title, "") for column in layout.columns)
-            rows.append(TableRow((PRINTED, *[""] * (len(layout.label) - 1)), cells))
+            rows.append(((PRINTED, *[""] * (len(layout.label) - 1)), cells))
     notes = (COMPUTED[note](groups) if note in COMPUTED else note for note in layout.notes)
     note = " ".join(filter(None, [describe_scale(groups), *notes]))
     build = _build_transposed if layout.transpose else _build
     table = build(f"{layout.title} ({exercise})", layout, rows)
-    return replace(table, note=note, reasons=reasons.numbered())
+    return replace(table, note=note, reasons=tuple(f"{number} {text}" for text, number in reasons.items()))
 
 
 def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKey, RunGroup | None]]:
@@ -83,8 +71,7 @@ def _assign_rows(layout: Layout, groups: Sequence[RunGroup]) -> list[tuple[RowKe
 
 def _build(title: str, layout: Layout, rows: Sequence[TableRow]) -> TextTable:
     header = (*layout.header, *(column.title for column in layout.columns))
-    texts = tuple((*row.labels, *row.cells) for row in rows)
-    return TextTable(title, header, texts, num_labels=len(layout.header))
+    return TextTable(title, header, tuple(labels + cells for labels, cells in rows), num_labels=len(layout.header))
 
 
 def _build_transposed(title: str, layout: Layout, rows: Sequence[TableRow]) -> TextTable:
@@ -92,8 +79,8 @@ def _build_transposed(title: str, layout: Layout, rows: Sequence[TableRow]) -> T
     has_categories = any(column.category for column in layout.columns)
     corner = ("Category", "Metric") if has_categories else ("Metric",)
     titles = [(column.category, column.title) if has_categories else (column.title,) for column in layout.columns]
-    texts = tuple((*row_title, *(row.cells[n] for row in rows)) for n, row_title in enumerate(titles))
-    return TextTable(title, (*corner, *(row.labels[0] for row in rows)), texts, num_labels=len(corner))
+    texts = tuple((*row_title, *(cells[n] for _, cells in rows)) for n, row_title in enumerate(titles))
+    return TextTable(title, (*corner, *(labels[0] for labels, _ in rows)), texts, num_labels=len(corner))
 
 
 def describe_scale(groups: Groups) -> str:
@@ -120,10 +107,7 @@ def _random_weights(groups: Groups) -> str:
 
 
 def _lowest_memory_by_model(groups: Groups) -> str:
-    """Name the ZeRO stage with the lowest memory for each model: a question of the workshop.
-
-    Without a GPU these are the parts of a worker's memory that are not offloaded.
-    """
+    """Name the ZeRO stage with the lowest memory of each model; without a GPU, of the parts that are not offloaded."""
     names = {"gpu_peak_mib": "peak GPU memory", NOT_OFFLOADED: "memory that a GPU would hold"}
     for metric, digits in (("gpu_peak_mib", 0), (NOT_OFFLOADED, 3)):
         best: dict[str, tuple[float, Any]] = {}
@@ -137,9 +121,8 @@ def _lowest_memory_by_model(groups: Groups) -> str:
     return ""
 
 
-COMPUTED: dict[str, Callable[[Groups], str]] = {
+COMPUTED: dict[str, Callable[[Groups], str]] = {  # notes by their names in `workshop.yaml`
     "speed_with_evaluation": _speed_with_evaluation,
     "random_weights": _random_weights,
     "lowest_memory_by_model": _lowest_memory_by_model,
 }
-"""Notes by their names in ``workshop.yaml``."""

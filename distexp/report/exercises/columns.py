@@ -18,7 +18,7 @@ from distexp.report.data.repeats import RunGroup
 from distexp.report.data.run_settings import format_setting
 from distexp.system.units import MIN_GB
 
-UNITS = {
+UNITS = {  # factors from the unit of the metric, which is MiB for memory
     "": 1.0,
     "GB": 2**20 / 1e9,
     "MB": 2**20 / 1e6,
@@ -27,16 +27,12 @@ UNITS = {
     "milliseconds": 1e3,
     "million": 1e-6,
 }
-"""Factors from the unit of the metric, which is MiB for memory."""
 
+# Units of a cell below 0.1 of the column's unit, with their factor.
 SMALLER_UNITS = {"GB": ("MB", 1e3), "GiB": ("MiB", 1024.0)}
-"""Units of a cell below 0.1 of the column's unit, with their factor."""
+MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")  # ends of the names of metrics that a failed run has too
 
-MEASURED_UNTIL_FAILURE = ("peak_mib", "average_mib")
-"""Ends of the names of metrics that a failed run has too."""
-
-RowKey = tuple[Any, ...]
-"""Values of the settings that identify a row."""
+RowKey = tuple[Any, ...]  # values of the settings that identify a row
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,6 @@ class ExerciseColumn:
         ratio = statistics.fmean(values) / statistics.fmean(others)
         return [1 / ratio if self.inverse else ratio]
 
-    @property
-    def needs_gpu(self) -> bool:
-        """Return whether runs on CPUs have no value."""
-        return self.gpu_0 or self.metric.startswith(("gpu_", "torch_", "predict"))
-
     def _values(self, group: RunGroup) -> list[float]:
         if self.metric == "parameters":
             values = [float(row.record.built.parameters) for row in group.counted_rows if row.record.built][:1]
@@ -86,44 +77,26 @@ class ExerciseColumn:
 
 
 def _first_gpu(group: RunGroup, key: str) -> list[float]:
-    """Return a memory value of the first GPU of the first node, in MiB.
-
-    The first GPU of a run may be any of the machine, as with ``CUDA_VISIBLE_DEVICES``.
-    """
-    of_runs = [
-        [entry for entry in row.record.memory.get("gpu") or [] if entry["node"] == 0] for row in group.counted_rows
-    ]
-    values = [min(entries, key=itemgetter("index")).get(key) for entries in of_runs if entries]
+    """Return a memory value in MiB of the first GPU of the first node. It may be any of the machine."""
+    gpus = [row.record.memory.get("gpu") or [] for row in group.counted_rows]
+    of_node_0 = [[entry for entry in entries if entry["node"] == 0] for entries in gpus]
+    values = [min(entries, key=itemgetter("index")).get(key) for entries in of_node_0 if entries]
     return [value for value in values if value is not None]
 
 
-@dataclass(frozen=True)
-class Reasons:
-    """The reasons why runs of a table failed, each of them once."""
-
-    texts: list[str] = field(default_factory=list)
-
-    def refer(self, text: str) -> str:
-        """Return the number of a reason, as ``[1]``."""
-        if text not in self.texts:
-            self.texts.append(text)
-        return f"[{self.texts.index(text) + 1}]"
-
-    def numbered(self) -> tuple[str, ...]:
-        """Return the reasons with their numbers."""
-        return tuple(f"[{number}] {text}" for number, text in enumerate(self.texts, 1))
-
-
 def format_row(
-    columns: Sequence[ExerciseColumn], group: RunGroup | None, baseline: RunGroup | None, reasons: Reasons
+    columns: Sequence[ExerciseColumn], group: RunGroup | None, baseline: RunGroup | None, reasons: dict[str, str]
 ) -> tuple[str, ...]:
-    """Return the cells of a row. The first cell of a failed run has its status and refers to the reason."""
+    """Return the cells of a row. The first cell of a failed run has its status and the number of its reason.
+
+    ``reasons`` has the numbers, as ``[1]``. New ones are added.
+    """
     if group is None:
         return ("not run", *[""] * (len(columns) - 1))
     if group.completed:
         return tuple(_format_cell(column, group, baseline) for column in columns)
     cells = [_format_failed_cell(column, group) for column in columns]
-    reference = reasons.refer("; ".join(failure_reasons(group.rows[0])))
+    reference = reasons.setdefault("; ".join(failure_reasons(group.rows[0])), f"[{len(reasons) + 1}]")
     return (f"{cells[0] or group.status} {reference}", *(cell or "-" for cell in cells[1:]))
 
 
@@ -133,7 +106,8 @@ def _format_cell(column: ExerciseColumn, group: RunGroup, baseline: RunGroup | N
     values = column.read(group, baseline)
     if values:
         return _format_values(column, values)
-    return "no GPU" if column.needs_gpu and group.setting("device") == "cpu" else "not measured"
+    needs_gpu = column.gpu_0 or column.metric.startswith(("gpu_", "torch_", "predict"))
+    return "no GPU" if needs_gpu and group.setting("device") == "cpu" else "not measured"
 
 
 def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:
@@ -181,10 +155,8 @@ class Layout:
         """Return the labels of a row, one for each column of the header."""
         if self.first_label is not None and key == self.keys[0]:
             return tuple(self.first_label)
-        values = {
-            name: self.texts.get(name, {}).get(value, format_setting(value))
-            for name, value in zip(self.rows, key, strict=True)
-        }
+        texts = {name: self.texts.get(name, {}) for name in self.rows}
+        values = {name: texts[name].get(value, format_setting(value)) for name, value in zip(texts, key, strict=True)}
         return tuple(text.format(**values) for text in self.label)
 
 
@@ -200,7 +172,4 @@ def load_layouts() -> dict[str, Layout]:
 
 def _flatten(columns: list[Any]) -> Iterator[dict[str, Any]]:
     for column in columns:
-        if isinstance(column, list):
-            yield from _flatten(column)
-        else:
-            yield column
+        yield from _flatten(column) if isinstance(column, list) else [column]

@@ -1,49 +1,39 @@
-"""Figures of the report, one module each.
+"""Figures of the report. To add one, write a module with ``build_NAME(overview, traces) -> Figure | None``.
 
-To add a figure:
-
-1. Data: take what it shows from the ``Overview`` (settings and metrics of all runs) or from the ``RunTrace`` list
-   (``metrics.jsonl`` and ``memory/*.csv`` of a few runs). To add a metric, see ``distexp.report.data.metrics``.
-2. Chart: write a module here with a function ``build_NAME(overview, traces) -> Figure | None``. Draw it with altair,
-   with the colors of ``theme``. Return None if the runs have no data for it.
-3. Registration: add the function to ``FIGURES`` below. The figure is then in ``report.html``, ``results.md`` and
-   ``plots/NAME.png``.
+1. Data: settings and metrics of all runs are in the ``Overview``, and ``metrics.jsonl`` and ``memory/*.csv`` of a few
+   runs in the ``RunTrace`` list. Return None if the runs have no data. A metric: ``distexp.report.data.metrics``.
+2. Chart: draw it with altair, with the colors of ``base``.
+3. Registration: add the function to ``FIGURES``. Then it is in ``report.html``, ``results.md`` and ``plots/``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from distexp.report.data.overview import Overview
+from distexp.report.figures import memory_figures
 from distexp.report.figures.base import Figure
 from distexp.report.figures.losses import build_losses
-from distexp.report.figures.memory_figures import (
-    build_cpu_memory,
-    build_gpu_memory,
-    build_memory_parts,
-    build_peak_parts,
-    build_predicted_memory,
-)
 from distexp.report.figures.scaling_figure import build_scaling
 from distexp.report.figures.step_figures import build_step_breakdown, build_step_timeline, build_step_times
 from distexp.report.figures.tradeoff import build_energy_throughput, build_memory_throughput
 from distexp.report.traces import RunTrace
 
-FIGURES = (
+FIGURES = (  # all figures, in their order in the report
     build_memory_throughput,
     build_energy_throughput,
     build_step_breakdown,
     build_step_timeline,
-    build_memory_parts,
-    build_peak_parts,
-    build_predicted_memory,
+    memory_figures.build_memory_parts,
+    memory_figures.build_peak_parts,
+    memory_figures.build_predicted_memory,
     build_scaling,
-    build_gpu_memory,
-    build_cpu_memory,
+    partial(memory_figures.build_memory_trace, kind="gpu"),
+    partial(memory_figures.build_memory_trace, kind="cpu"),
     build_losses,
     build_step_times,
 )
-"""All figures, in their order in the report."""
 
 
 def build_figures(overview: Overview, traces: Sequence[RunTrace]) -> list[Figure]:

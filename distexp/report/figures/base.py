@@ -98,15 +98,12 @@ def _drawable(content: Any) -> Any:
 
 
 def _without_legends(spec: dict[str, Any]) -> dict[str, Any]:
-    layers = [
-        {**layer, "encoding": {channel: _without_legend(field) for channel, field in layer["encoding"].items()}}
-        for layer in spec["layer"]
-    ]
-    return {**spec, "layer": layers}
+    def without_legend(field: Any) -> Any:
+        return {**field, "legend": None} if isinstance(field, dict) and "legend" in field else field
 
-
-def _without_legend(field: Any) -> Any:
-    return {**field, "legend": None} if isinstance(field, dict) and "legend" in field else field
+    layers = spec["layer"]
+    encodings = [{name: without_legend(field) for name, field in layer["encoding"].items()} for layer in layers]
+    return {**spec, "layer": [{**layer, "encoding": one} for layer, one in zip(layers, encodings, strict=True)]}
 
 
 def _with_title(panel: Panel) -> alt.LayerChart:

@@ -9,21 +9,16 @@ from typing import Any
 
 import altair as alt
 
-FEW_BARS = 8
-"""So few bars have their settings as labels."""
-
+FEW_BARS = 8  # so few bars have their settings as labels
+# Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line.
 LONGEST_LINE = 28
-"""Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line."""
-
 LINE_HEIGHT = 14  # pixels of a line of a label
+# Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one.
 CHART_WIDTHS = (220, 420, 800, 100_000)
-"""Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one."""
-
 LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
 MARK = 6.0  # pixels from the center of a mark to its border, at most
 Row = dict[str, Any]
-Range = tuple[float, float]
-"""Lowest and highest value of an axis."""
+Range = tuple[float, float]  # lowest and highest value of an axis
 
 
 def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:
@@ -60,13 +55,9 @@ class Frame:
 
     def pixels(self, row: Row) -> tuple[float, float]:
         """Return the position of a row, from the upper left corner."""
-        across, up = _fraction(row["cost"], self.x), _fraction(row["speed"], self.y)
+        (left, right), (bottom, top) = self.x, self.y
+        across, up = (row["cost"] - left) / (right - left), (row["speed"] - bottom) / (top - bottom)
         return self.width * across, self.height * (1 - up)
-
-
-def _fraction(value: float, ends: Range) -> float:
-    low, high = ends
-    return (value - low) / (high - low)
 
 
 @dataclass(frozen=True)
@@ -132,15 +123,12 @@ def _places_in(
     taken = [Box(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in centers]
     for point, (x, y) in zip(points, centers, strict=False):
         boxes = {place: place.box(x, y, point["run"]) for place in PLACES}
-        free = [place for place, box in boxes.items() if _is_free(box, taken, frame)]
+        inside = {place: box for place, box in boxes.items() if box.left >= 0 and box.right <= frame.width}
+        free = [place for place, box in inside.items() if not any(map(box.overlaps, taken))]
         if free:
             best = min(free, key=lambda place: any(map(boxes[place].overlaps, lines)))
             taken.append(boxes[best])
             yield point, best
-
-
-def _is_free(box: Box, taken: Sequence[Box], frame: Frame) -> bool:
-    return box.left >= 0 and box.right <= frame.width and not any(map(box.overlaps, taken))
 
 
 def _step_boxes(frame: Frame, line: Sequence[Row]) -> Iterator[Box]:

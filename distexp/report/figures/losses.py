@@ -87,10 +87,8 @@ def draw_together(curves: Sequence[LossCurve]) -> alt.LayerChart:
     }
     rows = [row for curve in curves for row in _rows(curve, curve.training)]
     rings = [row for curve in curves for row in _rows(curve, curve.evaluation)]
-    layers = [alt.Chart(inline_data(rows)).mark_line().encode(**encoding)]
-    if rings:
-        layers.append(_rings(rings).encode(**encoding, shape=_ring_shape()))
-    return alt.layer(*layers).add_params(picked).properties(height=SINGLE_HEIGHT)
+    lines = alt.Chart(inline_data(rows)).mark_line().encode(**encoding)
+    return alt.layer(lines, *_rings(rings, encoding)).add_params(picked).properties(height=SINGLE_HEIGHT)
 
 
 def draw_apart(curves: Sequence[LossCurve]) -> Iterator[Panel]:
@@ -130,10 +128,8 @@ def _draw_difference(curve: LossCurve, baseline: LossCurve, limit: float) -> alt
     encoding = {"x": _step_axis(), "y": y, "tooltip": tooltip}
     training = _percent_rows(curve.name, relative_differences(curve.training, baseline.training))
     evaluation = _percent_rows(curve.name, relative_differences(curve.evaluation, baseline.evaluation))
-    layers = [_lines(training, TRAINING, ONE).encode(**encoding)]
-    if evaluation:
-        layers.append(_rings(evaluation).encode(**encoding, shape=_ring_shape()))
-    return alt.layer(*layers).properties(height=PANEL_HEIGHT)
+    lines = _lines(training, TRAINING, ONE).encode(**encoding)
+    return alt.layer(lines, *_rings(evaluation, encoding)).properties(height=PANEL_HEIGHT)
 
 
 def _percent_rows(run: str, differences: Losses) -> Rows:
@@ -142,8 +138,7 @@ def _percent_rows(run: str, differences: Losses) -> Rows:
 
 def _draw_run(curve: LossCurve, curves: Sequence[LossCurve], kinds: Sequence[str]) -> Iterator[alt.Chart]:
     yield _lines(_rows(curve, curve.training), TRAINING, kinds).encode(**_axes(curves))
-    if curve.evaluation:
-        yield _rings(_rows(curve, curve.evaluation)).encode(**_axes(curves), shape=_ring_shape())
+    yield from _rings(_rows(curve, curve.evaluation), _axes(curves))
 
 
 def _rows(curve: LossCurve, losses: Losses) -> Rows:
@@ -168,10 +163,11 @@ def _lines(rows: Rows, kind: str, kinds: Sequence[str]) -> alt.Chart:
     return alt.Chart(marked).mark_line().encode(color=alt.Color("kind:N", scale=scale, legend=legend))
 
 
-def _rings(rows: Rows) -> alt.Chart:
-    marked = inline_data([{**row, "kind": EVALUATION} for row in rows])
-    return alt.Chart(marked).mark_point(filled=False, size=70, strokeWidth=2, color=color(COLORS[EVALUATION]))
-
-
-def _ring_shape() -> alt.Shape:
-    return alt.Shape("kind:N", scale=alt.Scale(domain=[EVALUATION], range=["circle"]), legend=alt.Legend(title=None))
+def _rings(rows: Rows, encoding: dict[str, Any]) -> Iterator[alt.Chart]:
+    """Yield the layer of the evaluations, if there are any."""
+    scale = alt.Scale(domain=[EVALUATION], range=["circle"])
+    shape = alt.Shape("kind:N", scale=scale, legend=alt.Legend(title=None))
+    if rows:
+        chart = alt.Chart(inline_data([{**row, "kind": EVALUATION} for row in rows]))
+        marks = chart.mark_point(filled=False, size=70, strokeWidth=2, color=color(COLORS[EVALUATION]))
+        yield marks.encode(**encoding, shape=shape)

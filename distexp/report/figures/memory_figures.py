@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,17 +23,7 @@ from distexp.report.data.memory_by_part import (
 from distexp.report.data.metrics import PARTS
 from distexp.report.data.overview import Overview
 from distexp.report.data.run_settings import run_label
-from distexp.report.figures.base import (
-    MAX_COLORS,
-    PHASES,
-    Figure,
-    LegendEntry,
-    Panel,
-    color,
-    color_by,
-    describe_selection,
-    inline_data,
-)
+from distexp.report.figures import base
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.memory_trace import CPU
@@ -42,13 +32,11 @@ from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
 
 MAX_BARS = 24
 BAR_HEIGHT = 26  # pixels
-COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}
-"""Colors of the parts by title."""
-
+COLORS = {title: f"c{n}" for n, title in enumerate(PARTS.values(), start=1)}  # colors of the parts by title
 MAX_PEAK_BARS = 16  # each with a predicted one
 PEAK_BAR_HEIGHT = 24  # pixels
 PREDICTED_OPACITY = 0.55
-PEAK_COLORS = {title: f"c{n}" if n <= MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
+PEAK_COLORS = {title: f"c{n}" if n <= base.MAX_COLORS else "muted" for n, title in enumerate(TITLES.values(), start=1)}
 PEAK_COLORS |= {TITLES["other_mib"]: "phase-setup", TITLES["reserve_mib"]: "line", TITLES["context_mib"]: "muted"}
 PREDICTED_HEIGHT = 190  # pixels
 PREDICTED_CAPTION = (
@@ -60,15 +48,16 @@ DEVICES = {"gpu": "GPU", "cpu": "CPU"}
 MEMORY_LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
 
 
-def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no run measured its parts."""
     table = build_parts_table(overview)
     if table is None:
         return None
-    panels = (Panel("", _draw_memory_parts(overview)),)
-    caption = "One worker, without Python and libraries."
-    legend = tuple(LegendEntry(title, shade, "bar") for title, shade in COLORS.items())
-    return Figure("memory_parts", "Memory by part", panels, caption, tables=(table,), legend=legend)
+    legend = tuple(base.LegendEntry(title, shade, "bar") for title, shade in COLORS.items())
+    return base.Figure(
+        "memory_parts", "Memory by part", (base.Panel("", _draw_memory_parts(overview)),),
+        "One worker, without Python and libraries.", tables=(table,), legend=legend,
+    )  # fmt: skip
 
 
 def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
@@ -81,16 +70,16 @@ def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
         for order, (name, title) in enumerate(PARTS.items()) if (value := group.metric(name))
     ]  # fmt: skip
     names = list(dict.fromkeys(row["run"] for row in rows))
-    bars = alt.Chart(inline_data(rows)).mark_bar().encode(
+    bars = alt.Chart(base.inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("run:N", sort=names, title=None, axis=label_axis(names)),
-        color=color_by("part:N", COLORS), order="order:Q",
+        color=base.color_by("part:N", COLORS), order="order:Q",
         tooltip=["run:N", "settings:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.3f")],
     )  # fmt: skip
     return alt.layer(bars).properties(height=bar_height(names, BAR_HEIGHT) * len(names))
 
 
-def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if the memory of no step was recorded."""
     found = measured_peaks(overview)
     if not found:
@@ -99,10 +88,10 @@ def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
     titles = [
         title for name, title in TITLES.items() if any(peak.parts.get(name) for run in shown for peak in run.peaks)
     ]
-    return Figure(
-        "peak_parts", "GPU memory by part at the peak", (Panel("", _draw_peak_parts(overview, shown, titles)),),
+    return base.Figure(
+        "peak_parts", "GPU memory by part at the peak", (base.Panel("", _draw_peak_parts(overview, shown, titles)),),
         " ".join(_describe(found)), tables=(build_peaks_table(overview, found),),
-        legend=tuple(LegendEntry(title, PEAK_COLORS[title], "bar") for title in titles),
+        legend=tuple(base.LegendEntry(title, PEAK_COLORS[title], "bar") for title in titles),
     )  # fmt: skip
 
 
@@ -123,10 +112,10 @@ def _draw_peak_parts(overview: Overview, shown: Sequence[GroupPeaks], titles: Se
     ]  # fmt: skip
     bars = list(dict.fromkeys(row["bar"] for row in rows))
     axis = label_axis(labels, "split(datum.label, '|')[1]")
-    parts = alt.Chart(inline_data(rows)).mark_bar().encode(
+    parts = alt.Chart(base.inline_data(rows)).mark_bar().encode(
         x=alt.X("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=6)),
         y=alt.Y("bar:N", sort=bars, title=None, axis=axis, scale=alt.Scale(paddingInner=0.15)),
-        color=color_by("part:N", {title: PEAK_COLORS[title] for title in titles}),
+        color=base.color_by("part:N", {title: PEAK_COLORS[title] for title in titles}),
         opacity=alt.condition("datum.kind === 'predicted'", alt.value(PREDICTED_OPACITY), alt.value(1)),
         order="order:Q",
         tooltip=["run:N", "settings:N", "kind:N", "phase:N", "part:N",
@@ -145,87 +134,64 @@ def _rows(overview: Overview, peaks: GroupPeaks, peak: Peak, label: str) -> Iter
             }  # fmt: skip
 
 
-def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no run was predicted."""
     table = build_predictions_table(overview)
     if table is None:
         return None
     drawn = [trace for trace in traces if trace.predicted]
-    parts = list(dict.fromkeys(part for trace in drawn for part in _parts(trace.predicted)))
-    panels = tuple(Panel(trace.name, _draw_prediction(trace.predicted, parts)) for trace in drawn)
-    caption = f"{PREDICTED_CAPTION} {describe_selection(overview, drawn)}".strip() if drawn else ""
-    legend = tuple(LegendEntry(_prediction_title(part), _shade(part), "bar") for part in parts)
-    return Figure(
+    parts = [part for trace in drawn for part, mib in trace.predicted.items() if part != PHASE and any(mib)]
+    colors = {part: PEAK_COLORS.get(TITLES.get(f"{part}_mib", ""), "muted") for part in parts}
+    panels = tuple(base.Panel(trace.name, _draw_prediction(trace.predicted, colors)) for trace in drawn)
+    caption = f"{PREDICTED_CAPTION} {base.describe_selection(overview, drawn)}".strip() if drawn else ""
+    legend = tuple(base.LegendEntry(part.replace("_", " "), shade, "bar") for part, shade in colors.items())
+    return base.Figure(
         "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,), legend=legend
     )
 
 
-def _shade(part: str) -> str:
-    return PEAK_COLORS.get(TITLES.get(f"{part}_mib", ""), "muted")
-
-
-def _parts(curve: Curve) -> list[str]:
-    return [name for name, values in curve.items() if name != PHASE and any(values)]
-
-
-def _prediction_title(part: str) -> str:
-    return part.replace("_", " ")
-
-
-def _draw_prediction(curve: Curve, parts: Sequence[str]) -> alt.LayerChart:
+def _draw_prediction(curve: Curve, colors: Mapping[str, str]) -> alt.LayerChart:
     last = max(1, len(curve[PHASE]) - 1)
     rows: list[dict[str, Any]] = [
-        {"position": round(100 * n / last, 2), "phase": phase, "part": _prediction_title(part), "order": order,
+        {"position": round(100 * n / last, 2), "phase": phase, "part": part.replace("_", " "), "order": order,
          "mib": curve[part][n]}
-        for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(parts) if part in curve
+        for n, phase in enumerate(curve[PHASE]) for order, part in enumerate(colors) if part in curve
     ]  # fmt: skip
     x = alt.X("position:Q", title="part of the step (%)", scale=alt.Scale(domain=[0, 100]), axis=alt.Axis(grid=False))
-    areas = alt.Chart(inline_data(rows)).mark_area(opacity=0.85).encode(
+    areas = alt.Chart(base.inline_data(rows)).mark_area(opacity=0.85).encode(
         x=x, y=alt.Y("mib:Q", title="MiB", stack="zero", axis=alt.Axis(tickCount=5)), order="order:Q",
-        color=color_by("part:N", {_prediction_title(part): _shade(part) for part in parts}),
+        color=base.color_by("part:N", {part.replace("_", " "): shade for part, shade in colors.items()}),
         tooltip=["phase:N", "part:N", alt.Tooltip("mib:Q", title="MiB", format=",.0f")],
     )  # fmt: skip
     changes: list[dict[str, Any]] = [
         {"position": round(100 * n / last, 2), "phase": after}
         for n, (before, after) in enumerate(pairwise(curve[PHASE]), start=1) if before != after
     ]  # fmt: skip
-    lines = alt.Chart(inline_data(changes)).mark_rule(strokeDash=[4, 3], color=color("muted"))
+    lines = alt.Chart(base.inline_data(changes)).mark_rule(strokeDash=[4, 3], color=base.color("muted"))
     return alt.layer(areas, lines.encode(x=x, tooltip=["phase:N"])).properties(height=PREDICTED_HEIGHT)
 
 
-def build_gpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
-    """Build the figure of GPU memory; None if it was not sampled."""
-    return _build(overview, traces, "gpu")
-
-
-def build_cpu_memory(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
-    """Build the figure of CPU memory; None if it was not sampled."""
-    return _build(overview, traces, "cpu")
-
-
-def _build(overview: Overview, traces: Sequence[RunTrace], kind: str) -> Figure | None:
+def build_memory_trace(overview: Overview, traces: Sequence[RunTrace], *, kind: str) -> base.Figure | None:
+    """Build the figure of ``gpu`` or ``cpu`` memory over time; None if it was not sampled."""
     sampled = [trace for trace in traces if trace.curves(kind)]
     if not sampled:
         return None
     nodes = sorted({curve.node for trace in sampled for curve in trace.curves(kind)})
-    phases = [
-        phase for phase in PHASES if any(phase == interval.phase for trace in sampled for interval in trace.phases)
-    ]
+    recorded = {interval.phase for trace in sampled for interval in trace.phases}
+    phases = [phase for phase in base.PHASES if phase in recorded]
     highest = max(mib for trace in sampled for curve in trace.curves(kind) for _, mib in curve.points)
-    panels = tuple(Panel(_memory_title(trace), _draw_memory(trace, kind, highest, nodes, phases)) for trace in sampled)
+    titles = [trace.name + ("" if trace.row.completed else f": {trace.row.record.status}") for trace in sampled]
+    charts = [_draw_memory(trace, kind, highest, nodes, phases) for trace in sampled]
+    panels = tuple(map(base.Panel, titles, charts))
     shades = " Shades: phases of the run. White: its processes start or end." if phases else ""
-    caption = f"Line: {MEMORY_LINES[kind]}.{shades} {describe_selection(overview, traces)}".strip()
+    caption = f"Line: {MEMORY_LINES[kind]}.{shades} {base.describe_selection(overview, traces)}".strip()
     sentences = (*_highest_peak(sampled, kind), *_uneven_nodes(sampled, kind))
     title = f"{DEVICES[kind]} memory over time"
-    lines = [LegendEntry(f"node {node}", f"c{n % MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
-    areas = [LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
-    return Figure(
+    lines = [base.LegendEntry(f"node {node}", f"c{n % base.MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
+    areas = [base.LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
+    return base.Figure(
         f"{kind}_memory", title, panels, caption, sentences, legend=(*(lines if len(lines) > 1 else ()), *areas)
     )
-
-
-def _memory_title(trace: RunTrace) -> str:
-    return trace.name if trace.row.completed else f"{trace.name}: {trace.row.record.status}"
 
 
 def _draw_memory(
@@ -244,7 +210,7 @@ def _draw_memory(
     domain = [f"node {node}" for node in nodes]
     legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke") if len(nodes) > 1 else None
     tooltip = ["node:N", alt.Tooltip("seconds:Q", format=".1f"), alt.Tooltip("mib:Q", title="MiB", format=",.0f")]
-    line = alt.Chart(inline_data(rows)).mark_line(strokeWidth=1.8, clip=True)
+    line = alt.Chart(base.inline_data(rows)).mark_line(strokeWidth=1.8, clip=True)
     lines = line.encode(x=x, y=y, tooltip=tooltip,
                         color=alt.Color("node:N", scale=alt.Scale(domain=domain), legend=legend))  # fmt: skip
     shades = [_shades(trace, phases)] if phases else []  # Vega cannot draw an empty list of colors.
@@ -252,13 +218,10 @@ def _draw_memory(
 
 
 def _shades(trace: RunTrace, phases: Sequence[str]) -> alt.Chart:
-    rows = [
-        {"phase": interval.phase, "begin": interval.begin_s, "end": interval.end_s}
-        for interval in trace.phases
-        if interval.phase in phases
-    ]
-    scale = alt.Scale(domain=list(phases), range=[color(f"phase-{phase}") for phase in phases])
-    areas = alt.Chart(inline_data(rows)).mark_rect(opacity=0.17)
+    drawn = [one for one in trace.phases if one.phase in phases]
+    rows: list[dict[str, Any]] = [{"phase": one.phase, "begin": one.begin_s, "end": one.end_s} for one in drawn]
+    scale = alt.Scale(domain=list(phases), range=[base.color(f"phase-{phase}") for phase in phases])
+    areas = alt.Chart(base.inline_data(rows)).mark_rect(opacity=0.17)
     return areas.encode(
         x=alt.X("begin:Q", title="time (s)"), x2="end:Q",
         fill=alt.Fill("phase:N", scale=scale, legend=alt.Legend(title=None, direction="horizontal")),

@@ -38,21 +38,17 @@ def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | No
         return None
     ordered = sorted([*overview.series, *added], key=lambda series: KINDS.index(series.kind))
     titles = dict.fromkeys(series.title for series in ordered)
-    panels = tuple(
-        panel for title in titles for panel in _panels([series for series in ordered if series.title == title], curves)
-    )
+    alike = [[series for series in ordered if series.title == title] for title in titles]
+    panels = tuple(panel for series in alike for panel in _panels(series, curves))
     built = (build_scaling_table(overview), build_nodes_table(overview), build_forecast_table(forecasts))
     known = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
     sentences = [text for series in known for text in _describe(series)]
-    caption = _caption(overview, has_forecasts=bool(curves)) if panels else ""
-    tables = tuple(table for table in built if table)
-    return Figure("scaling", "Scaling", panels, caption, tuple(sentences[:MAX_SENTENCES]), tables)
-
-
-def _caption(overview: Overview, *, has_forecasts: bool) -> str:
     mixed = dict.fromkeys(series.title for series in overview.series if series.kind == "mixed")
-    forecast = ["Dashed with rings: forecast, in the band of its interval."] if has_forecasts else []
-    return " ".join(["Dashed gray line: ideal.", *forecast, *(f"{title}: {NOT_CONSTANT}." for title in mixed)])
+    forecast = ["Dashed with rings: forecast, in the band of its interval."] if curves else []
+    caption = " ".join(["Dashed gray line: ideal.", *forecast, *(f"{title}: {NOT_CONSTANT}." for title in mixed)])
+    tables = tuple(table for table in built if table)
+    sentences = sentences[:MAX_SENTENCES]
+    return Figure("scaling", "Scaling", panels, caption if panels else "", tuple(sentences), tables)
 
 
 def _describe(series: ScalingSeries) -> Iterator[str]:
@@ -205,6 +201,9 @@ def build_scaling_table(overview: Overview) -> TextTable | None:
 
 
 def _columns(overview: Overview) -> dict[str, Read]:
+    def work_of(series: ScalingSeries) -> float:
+        return series.baseline.work / series.baseline.workers
+
     memory = memory_metric(overview) or ""
     average = {"gpu_peak_mib": "gpu_training_average_mib", "cpu_peak_mib": "cpu_training_average_mib"}.get(memory, "")
     peak_title = MEMORIES.get(memory, "memory")
@@ -215,7 +214,7 @@ def _columns(overview: Overview) -> dict[str, Read]:
         "samples per worker": lambda series, point: (
             "-" if point.samples is None else f"{point.samples / point.workers:,.0f}"
         ),
-        "relative work per worker": lambda series, point: f"{_relative_work(series, point):.2f}",
+        "relative work per worker": lambda series, point: f"{point.work / point.workers / work_of(series):.2f}",
         "time (s)": lambda series, point: "-" if point.samples is None else f"{point.time:,.2f}",
         "samples/s": lambda series, point: f"{point.speed:,.1f}",
         "speedup": lambda series, point: f"{point.speedup:.2f}",
@@ -225,11 +224,6 @@ def _columns(overview: Overview) -> dict[str, Read]:
         "communication (%)": lambda series, point: _metric(point, COMMUNICATION),
         "not overlapped (%)": lambda series, point: _metric(point, EXPOSED),
     }
-
-
-def _relative_work(series: ScalingSeries, point: ScalingPoint) -> float:
-    first = series.baseline
-    return point.work / point.workers / (first.work / first.workers)
 
 
 def _metric(point: ScalingPoint, name: str) -> str:

@@ -5,55 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import altair as alt
 
 from distexp.config.overrides import join_first
+from distexp.report.data import step_parts
 from distexp.report.data.overview import Overview
 from distexp.report.data.run_settings import run_label
-from distexp.report.data.step_parts import (
-    STEP_PARTS,
-    ProfiledRun,
-    RankLanes,
-    RankStep,
-    bar_unit,
-    build_step_table,
-    profiled_runs,
-    read_ranks,
-)
-from distexp.report.figures.base import (
-    Figure,
-    LegendEntry,
-    Panel,
-    Rows,
-    color,
-    color_by,
-    describe_selection,
-    inline_data,
-    inline_table,
-)
+from distexp.report.figures import base
 from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
-from distexp.runs.step_files import PARTS
+from distexp.runs.step_files import PARTS, RankStep, read_ranks
 
 MAX_BARS = 24
 MAX_SENTENCES = 8
 ROOM = 1.2  # of the axis, relative to the longest bar: for its label
 MAX_RANKS = 8  # of all panels together: each has up to 1,200 marks
 LANE_HEIGHT = 20  # pixels
-KNOWN = {
+KNOWN = {  # Colors of labels. Those of parts are as in the figure of where the step goes.
     PARTS["matmul"]: "c1", PARTS["other_kernels"]: "c2", PARTS["optimizer"]: "c7", PARTS["waiting"]: "c4",
     PARTS["data_wait"]: "c6",
     "forward": "phase-setup", "backward": "phase-save",
 }  # fmt: skip
-"""Colors of labels. Those of parts are as in the figure of where the step goes."""
 
+# Colors of all other labels, such as the collectives.
 OTHERS = ("c3", "c5", "c8", "phase-search", "phase-warmup", "phase-eval")
-"""Colors of all other labels, such as the collectives."""
-
-ZOOM = "wheel![event.ctrlKey]"
-"""Zoom with Ctrl only: without it the wheel scrolls the page."""
+ZOOM = "wheel![event.ctrlKey]"  # zoom with Ctrl only: without it the wheel scrolls the page
 
 
 @dataclass(frozen=True)
@@ -61,31 +40,30 @@ class Bar:
     """A bar with its label: the step of a rank."""
 
     label: str
-    run: ProfiledRun
+    run: step_parts.ProfiledRun
     step: RankStep
 
 
-def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no run was profiled."""
-    runs = profiled_runs(overview)
+    runs = step_parts.profiled_runs(overview)
     if not runs:
         return None
     bars = _name_bars(overview, runs)
-    return Figure(
-        "step_breakdown", "Where the step goes", (Panel("", _draw_breakdown(overview, runs, bars[:MAX_BARS])),),
-        " ".join(_describe_breakdown(runs, len(bars))),
-        tuple(_explain(overview, runs)),
-        (build_step_table(overview, runs),),
-        tuple(LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
+    shown = bars[:MAX_BARS]
+    # Vega cannot draw an empty list of colors, as of a record whose parts are all 0.
+    panels = (base.Panel("", _draw_breakdown(overview, runs, shown)),) if _colors(shown) else ()
+    return base.Figure(
+        "step_breakdown", "Where the step goes", panels, " ".join(_describe_breakdown(runs, len(bars))),
+        tuple(_explain(overview, runs)), (step_parts.build_step_table(overview, runs),),
+        tuple(base.LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
     )  # fmt: skip
 
 
-def _describe_breakdown(runs: Sequence[ProfiledRun], count: int) -> Iterator[str]:
-    if len(runs) == 1:
-        yield "A bar is the median profiled step of a rank."
-    else:
-        yield "A bar is the median profiled step of a run's slowest rank."
-    unit = bar_unit(runs)
+def _describe_breakdown(runs: Sequence[step_parts.ProfiledRun], count: int) -> Iterator[str]:
+    whose = "a rank" if len(runs) == 1 else "a run's slowest rank"
+    yield f"A bar is the median profiled step of {whose}."
+    unit = step_parts.bar_unit(runs)
     if unit.per_sample:
         yield "Times are per sample, because the global batch sizes differ."
     yield "The parts add up to the step. Communication that runs behind computation is not drawn."
@@ -103,7 +81,7 @@ def _describe_breakdown(runs: Sequence[ProfiledRun], count: int) -> Iterator[str
         yield f"Drawn: {MAX_BARS} of {count}."
 
 
-def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
+def _explain(overview: Overview, runs: Sequence[step_parts.ProfiledRun]) -> Iterator[str]:
     explained = [run for run in runs if run.sentence]
     for run in explained[:MAX_SENTENCES]:
         yield f"R{overview.describe(run.group)[1:]}: {run.sentence}"
@@ -111,23 +89,23 @@ def _explain(overview: Overview, runs: Sequence[ProfiledRun]) -> Iterator[str]:
         yield f"{len(explained) - MAX_SENTENCES} more are in the records (metrics.explanation)."
 
 
-def _name_bars(overview: Overview, runs: Sequence[ProfiledRun]) -> list[Bar]:
+def _name_bars(overview: Overview, runs: Sequence[step_parts.ProfiledRun]) -> list[Bar]:
     if len(runs) == 1:
         return [Bar(f"rank {step.rank}", runs[0], step) for step in runs[0].ranks]
-    if len(runs) > FEW_BARS:
-        return [Bar(run_label(run.row.label), run, run.slowest) for run in runs]
-    return [Bar(overview.describe(run.group, run.row.label), run, run.slowest) for run in runs]
+    few = len(runs) <= FEW_BARS
+    labels = [overview.describe(run.group, run.row.label) if few else run_label(run.row.label) for run in runs]
+    return [Bar(label, run, run.slowest) for label, run in zip(labels, runs, strict=True)]
 
 
-def _draw_breakdown(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> alt.LayerChart:
-    unit = bar_unit(runs)
+def _draw_breakdown(overview: Overview, runs: Sequence[step_parts.ProfiledRun], bars: Sequence[Bar]) -> alt.LayerChart:
+    unit = step_parts.bar_unit(runs)
     names = [bar.label for bar in bars]
     lengths = [unit.convert(bar.run, bar.step.step_ms) for bar in bars]
     y = alt.Y("bar:N", sort=names, title=None, axis=label_axis(names), scale=alt.Scale(paddingInner=0.25))
     x = alt.X("ms:Q", title=unit.title, stack="zero", axis=alt.Axis(tickCount=6),
               scale=alt.Scale(domain=[0, ROOM * max(lengths)], nice=False))  # fmt: skip
-    parts = alt.Chart(inline_data(list(_parts(overview, runs, bars)))).mark_bar().encode(
-        x=x, y=y, color=color_by("part:N", _colors(bars)), order="order:Q",
+    parts = alt.Chart(base.inline_data(list(_parts(overview, runs, bars)))).mark_bar().encode(
+        x=x, y=y, color=base.color_by("part:N", _colors(bars)), order="order:Q",
         tooltip=["run:N", "rank:Q", "settings:N", "part:N",
                  alt.Tooltip("ms:Q", title=unit.title, format=",.3~f"),
                  alt.Tooltip("share:Q", title="of the step", format=".1%")],
@@ -135,30 +113,32 @@ def _draw_breakdown(overview: Overview, runs: Sequence[ProfiledRun], bars: Seque
     totals = [
         {"bar": name, "ms": length, "text": f"{length:,.3g}"} for name, length in zip(names, lengths, strict=True)
     ]
-    labels = alt.Chart(inline_data(totals)).mark_text(align="left", dx=5).encode(x="ms:Q", y=y, text="text:N")
+    labels = alt.Chart(base.inline_data(totals)).mark_text(align="left", dx=5).encode(x="ms:Q", y=y, text="text:N")
     return alt.layer(parts, labels).properties(height=bar_height(names, 30) * len(bars))
 
 
 def _colors(bars: Sequence[Bar]) -> dict[str, str]:
     return {
-        title: f"c{n}" for n, (name, title) in enumerate(STEP_PARTS.items(), start=1)
-        if any(bar.step.parts.get(name) for bar in bars)
+        title: f"c{n}" for n, (name, title) in enumerate(PARTS.items(), start=1)
+        if any(bar.step.parts[name] for bar in bars)
     }  # fmt: skip
 
 
-def _parts(overview: Overview, runs: Sequence[ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
-    unit = bar_unit(runs)
+def _parts(overview: Overview, runs: Sequence[step_parts.ProfiledRun], bars: Sequence[Bar]) -> Iterator[dict[str, Any]]:
+    unit = step_parts.bar_unit(runs)
     for bar in bars:
-        for order, (part, milliseconds) in enumerate(bar.step.parts.items()):
+        settings = overview.format_settings(bar.run.group)
+        measured = [(title, ms) for name, title in PARTS.items() if (ms := bar.step.parts[name]) is not None]
+        for order, (title, milliseconds) in enumerate(measured):
             yield {
                 "bar": bar.label, "run": bar.run.row.label, "rank": bar.step.rank,
-                "settings": overview.format_settings(bar.run.group), "part": STEP_PARTS[part], "order": order,
+                "settings": settings, "part": title, "order": order,
                 "ms": float(f"{unit.convert(bar.run, milliseconds):.5g}"),
                 "share": round(milliseconds / bar.step.step_ms, 4),
             }  # fmt: skip
 
 
-def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no run has the lanes of a step."""
     drawn = [trace for trace in traces if trace.lanes]
     if not drawn:
@@ -166,19 +146,19 @@ def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> Figur
     chosen = [(trace, choose_ranks(trace, max(1, MAX_RANKS // len(drawn)))) for trace in drawn]
     colors = assign_colors(rank for _, ranks in chosen for rank in ranks)
     panels = tuple(
-        Panel(trace.name, _draw_timeline(ranks, colors, f"zoom_{n}"), trace.profiles)
+        base.Panel(trace.name, _draw_timeline(ranks, colors, f"zoom_{n}"), trace.profiles)
         for n, (trace, ranks) in enumerate(chosen)
     )
-    legend = tuple(LegendEntry(label, shade, "bar") for label, shade in colors.items())
+    legend = tuple(base.LegendEntry(label, shade, "bar") for label, shade in colors.items())
     caption = " ".join(_describe_timeline(chosen))
-    return Figure("step_timeline", "Timeline of one step", panels, caption, legend=legend, is_wide=True)
+    return base.Figure("step_timeline", "Timeline of one step", panels, caption, legend=legend, is_wide=True)
 
 
-def choose_ranks(trace: RunTrace, limit: int) -> list[RankLanes]:
+def choose_ranks(trace: RunTrace, limit: int) -> list[step_parts.RankLanes]:
     """Return the ranks to draw: all, or the slowest and the fastest one without waiting, then the first ones."""
     if len(trace.lanes) <= limit:
         return list(trace.lanes)
-    own = {times.rank: times.own_ms for times in read_ranks(trace.row)}
+    own = {times.rank: times.own_ms for times in read_ranks(trace.row.record)}
     by_time = sorted(trace.lanes, key=lambda lane: own.get(lane.rank, 0.0), reverse=True)
     first = [by_time[0].rank, by_time[-1].rank] if own else []
     order = dict.fromkeys([*first, *(lane.rank for lane in trace.lanes)])
@@ -186,51 +166,47 @@ def choose_ranks(trace: RunTrace, limit: int) -> list[RankLanes]:
     return [lane for lane in trace.lanes if lane.rank in kept]
 
 
-def assign_colors(ranks: Iterator[RankLanes]) -> dict[str, str]:
+def assign_colors(ranks: Iterator[step_parts.RankLanes]) -> dict[str, str]:
     """Return the color of each label: the known ones in their order, then the collectives and others."""
     labels = {span.label for rank in ranks for spans in rank.lanes.values() for span in spans}
     others = {label: OTHERS[n % len(OTHERS)] for n, label in enumerate(sorted(labels - set(KNOWN)))}
     return {label: shade for label, shade in KNOWN.items() if label in labels} | others
 
 
-def _describe_timeline(chosen: Sequence[tuple[RunTrace, Sequence[RankLanes]]]) -> Iterator[str]:
+def _describe_timeline(chosen: Sequence[tuple[RunTrace, Sequence[step_parts.RankLanes]]]) -> Iterator[str]:
     yield "The median profiled step of each rank, from its start. Ctrl and the wheel zoom, a drag moves, a double"
     yield "click resets. This step includes the overhead of the profiler."
     if any(len(ranks) < len(trace.lanes) for trace, ranks in chosen):
         yield "Not all ranks are drawn, but the slowest one of each run is."
 
 
-def _draw_timeline(ranks: Sequence[RankLanes], colors: dict[str, str], zoom_name: str) -> alt.LayerChart:
-    lanes = {f"rank {rank.rank} {title}": spans for rank in ranks for title, spans in rank.lanes.items()}
+def _draw_timeline(ranks: Sequence[step_parts.RankLanes], colors: dict[str, str], zoom_name: str) -> alt.LayerChart:
+    lanes: dict[str, Sequence[step_parts.Span]] = {}
+    for n, rank in enumerate(ranks):
+        if n:
+            lanes[" " * n] = ()  # an empty lane between two ranks; names of a scale are unique
+        lanes |= {f"rank {rank.rank} {title}": spans for title, spans in rank.lanes.items()}
     rows = (
         (lane, round(span.begin_ms, 3), round(span.end_ms, 3), span.label) for lane, spans in lanes.items()
         for span in spans
     )  # fmt: skip
-    names = list(_with_gaps(ranks))
+    names = list(lanes)
     end = max(rank.step_ms for rank in ranks)
     zoom = alt.selection_interval(name=zoom_name, bind="scales", encodings=["x"], zoom=ZOOM)
-    data = inline_table(("lane", "begin", "end", "label"), rows)
+    data = base.inline_table(("lane", "begin", "end", "label"), rows)
     x = alt.X("begin:Q", title="time in the step (ms)", scale=alt.Scale(domain=[0, end], nice=False),
               axis=alt.Axis(tickCount=8))  # fmt: skip
     y = alt.Y("lane:N", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, grid=False),
               scale=alt.Scale(domain=names, paddingInner=0.2))  # fmt: skip
     spans = alt.Chart(data).transform_calculate(ms="datum.end - datum.begin").mark_bar(clip=True).encode(
-        x=x, x2="end:Q", y=y, color=color_by("label:N", colors),
+        x=x, x2="end:Q", y=y, color=base.color_by("label:N", colors),
         tooltip=["lane:N", "label:N", alt.Tooltip("begin:Q", title="start (ms)", format=",.3f"),
                  alt.Tooltip("ms:Q", title="duration (ms)", format=",.3f")],
     ).add_params(zoom)  # fmt: skip
     return alt.layer(spans).properties(height=LANE_HEIGHT * len(names))
 
 
-def _with_gaps(ranks: Sequence[RankLanes]) -> Iterator[str]:
-    """Yield the names of the lanes, and an empty lane between two ranks."""
-    for n, rank in enumerate(ranks):
-        if n:
-            yield " " * n  # names of a scale are unique
-        yield from (f"rank {rank.rank} {title}" for title in rank.lanes)
-
-
-def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
+def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> base.Figure | None:
     """Build the figure; None if no step time was measured."""
     ticks = [
         {"run": trace.name, "ms": round(1000 * entry["step_time_s"], 3)}
@@ -242,15 +218,12 @@ def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> Figure |
     ]  # fmt: skip
     if not ticks and not quantiles:
         return None
-    caption = f"{_describe_marks(traces)} {describe_selection(overview, traces)}".strip()
-    panels = (Panel("", _draw_times(traces, ticks, quantiles)),)
-    return Figure("step_times", "Step times", panels, caption, tuple(_data_wait(traces)))
-
-
-def _describe_marks(traces: Sequence[RunTrace]) -> str:
     counts = sorted({trace.row.settings.get("log_every") or 1 for trace in traces})
     thin = "one step" if counts == [1] else f"mean of {join_first(map(str, counts))} steps (train.log_every)"
-    return f"Dot: median. Bar: up to the 90th percentile. Each thin line: {thin}. The first steps are left out."
+    marks = f"Dot: median. Bar: up to the 90th percentile. Each thin line: {thin}. The first steps are left out."
+    caption = f"{marks} {base.describe_selection(overview, traces)}".strip()
+    panels = (base.Panel("", _draw_times(traces, ticks, quantiles)),)
+    return base.Figure("step_times", "Step times", panels, caption, tuple(_data_wait(traces)))
 
 
 def _measured(trace: RunTrace) -> list[dict[str, Any]]:
@@ -266,14 +239,14 @@ def _measured(trace: RunTrace) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _draw_times(traces: Sequence[RunTrace], ticks: Rows, quantiles: Rows) -> alt.LayerChart:
+def _draw_times(traces: Sequence[RunTrace], ticks: base.Rows, quantiles: base.Rows) -> alt.LayerChart:
     names = [trace.name for trace in traces]
     # One line per setting: a phone has no room for them in one line.
     labels = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False)
     lines = max(name.count(", ") + 1 for name in names)
     y = alt.Y("run:N", sort=names, title=None, axis=labels)
     x = alt.X("ms:Q", title="step time (ms)", scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=6))
-    thin = alt.Chart(inline_data(ticks)).mark_tick(thickness=1.5, opacity=0.45, size=16).encode(
+    thin = alt.Chart(base.inline_data(ticks)).mark_tick(thickness=1.5, opacity=0.45, size=16).encode(
         x=x, y=y, color=alt.Color("run:N", scale=alt.Scale(domain=names), legend=None),
         tooltip=["run:N", alt.Tooltip("ms:Q", format=",.2f")],
     )  # fmt: skip
@@ -281,24 +254,24 @@ def _draw_times(traces: Sequence[RunTrace], ticks: Rows, quantiles: Rows) -> alt
     return alt.layer(*marks).properties(height=max(34, 14 * lines + 10) * len(names))
 
 
-def _quantile_marks(quantiles: Rows, y: alt.Y) -> list[alt.Chart]:
+def _quantile_marks(quantiles: base.Rows, y: alt.Y) -> list[alt.Chart]:
     tooltip = ["run:N", *(alt.Tooltip(f"{key}:Q", title=f"{key} ms", format=",.2f") for key in ("p50", "p90", "max"))]
-    base = alt.Chart(inline_data(quantiles)).encode(y=y, tooltip=tooltip)
-    ink = {"color": color("ink"), "opacity": 1}
+    chart = alt.Chart(base.inline_data(quantiles)).encode(y=y, tooltip=tooltip)
+    ink = {"color": base.color("ink"), "opacity": 1}
     return [
-        base.mark_rule(strokeWidth=2, color=color("ink")).encode(x=alt.X("p50:Q"), x2="p90:Q"),
-        base.mark_point(filled=True, size=70, **ink).encode(x="p50:Q"),
-        base.mark_point(shape="stroke", angle=90, size=160, strokeWidth=2, **ink).encode(x="p90:Q"),
+        chart.mark_rule(strokeWidth=2, color=base.color("ink")).encode(x=alt.X("p50:Q"), x2="p90:Q"),
+        chart.mark_point(filled=True, size=70, **ink).encode(x="p50:Q"),
+        chart.mark_point(shape="stroke", angle=90, size=160, strokeWidth=2, **ink).encode(x="p90:Q"),
     ]
 
 
 def _data_wait(traces: Sequence[RunTrace]) -> Iterator[str]:
     """Name the run that waited longest for data, relative to its runtime."""
-    waits = []
-    for trace in traces:
-        metrics = trace.row.record.metrics
-        if metrics.data_wait_s is not None and metrics.train_runtime:
-            waits.append((metrics.data_wait_s / metrics.train_runtime, trace))
+    waits = [
+        (metrics.data_wait_s / metrics.train_runtime, row.label)
+        for row, metrics in ((trace.row, trace.row.record.metrics) for trace in traces)
+        if metrics.data_wait_s is not None and metrics.train_runtime
+    ]
     if waits:
-        share, slowest = max(waits, key=lambda pair: pair[0])
-        yield f"Longest wait for data: {share:.1%} of the runtime, run {slowest.row.label}."
+        share, slowest = max(waits, key=itemgetter(0))
+        yield f"Longest wait for data: {share:.1%} of the runtime, run {slowest}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -29,18 +29,7 @@ SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"
 FRONT = "Pareto front"
 FRONT_DASH = [5, 4]
 LEGEND_COLUMNS = alt.ExprRef("width < 420 ? 2 : 4")
-OFFLOADS = (False, True, "pinned")
-"""Values of ``offload``. The first one that was run is the baseline."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The horizontal axis: a metric of which less is better."""
-
-    metric: str
-    title: str
-    unit: str
-    number_format: str
+OFFLOADS = (False, True, "pinned")  # Values of `offload`. The first one that was run is the baseline.
 
 
 @dataclass(frozen=True)
@@ -48,7 +37,10 @@ class Tradeoff:
     """The runs of a chart of a cost against throughput; the failed ones are crosses on the axis of the cost."""
 
     overview: Overview
-    cost: Cost
+    cost: str  # metric of which less is better
+    title: str
+    unit: str
+    number_format: str
     failed: tuple[RunGroup, ...] = ()
 
     @property
@@ -56,21 +48,27 @@ class Tradeoff:
         """Return the completed groups whose cost and speed were measured."""
         return [
             group for group in self.overview.groups
-            if group.completed and group.metric(self.cost.metric) and group.metric(SPEED)
+            if group.completed and group.metric(self.cost) and group.metric(SPEED)
         ]  # fmt: skip
 
     @property
     def fronts(self) -> list[list[RunGroup]]:
         """Return the Pareto fronts that are lines: a front of one run is a point."""
-        return [front for front in pareto_fronts(self.overview, self.cost.metric) if len(front) > 1]
+        return [front for front in pareto_fronts(self.overview, self.cost) if len(front) > 1]
 
     @property
     def has_labels(self) -> bool:
         """Return whether the points are few enough for labels."""
         return len(self.groups) <= MAX_LABELS
 
-    def describe(self, cheaper: str) -> Iterator[str]:
-        """Yield how to read the marks; ``cheaper`` is the adjective for a lower cost."""
+    def build(self, name: str, title: str, cheaper: str, *notes: str) -> Figure | None:
+        """Build the figure; None if there are no points. ``cheaper`` is the adjective for a lower cost."""
+        chart = self._draw()
+        caption = " ".join([*self._describe(cheaper), *notes])
+        return None if chart is None else Figure(name, title, (Panel("", chart),), caption)
+
+    def _describe(self, cheaper: str) -> Iterator[str]:
+        """Yield how to read the marks."""
         if self.fronts:
             yield f"Pareto front: no other run is both {cheaper} and faster."
             if any(speed.noise is not None for group in self.groups if (speed := group.metric(SPEED))):
@@ -78,9 +76,9 @@ class Tradeoff:
         if self.has_labels:
             yield "The numbers are those of the runs in the table. If there is no room, some are left out."
 
-    def draw(self) -> alt.LayerChart | None:
+    def _draw(self) -> alt.LayerChart | None:
         """Draw the chart; None if there are no points."""
-        channels = _Channels(self.overview, self.cost.metric)
+        channels = _Channels(self.overview, self.cost)
         points = [channels.point(group) for group in self.groups]
         if not points:
             return None
@@ -91,27 +89,21 @@ class Tradeoff:
         margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
         fastest = max(row["speed"] for row in rows)
         frame = Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
-        x, y = self._axes(frame)
+        scales = [alt.Scale(domain=list(ends), nice=False, zero=False) for ends in (frame.x, frame.y)]
+        title = f"{self.title} ({self.unit})"
+        x = alt.X("cost:Q", title=title, scale=scales[0], axis=alt.Axis(tickCount=8))
+        y = alt.Y("speed:Q", title="samples/s", scale=scales[1])
         front = [
             {**channels.point(group), "front": n, "line": FRONT}
             for n, groups in enumerate(self.fronts) for group in groups
         ]  # fmt: skip
         layers: list[Any] = [_front_line(front, x, y)] if front else []
-        layers.append(self._marks(points, **channels.encodings(points), x=x, y=y))
+        size, opacity = (25, 0.5) if len(points) > CROWD else (90, 0.9)
+        marks = alt.Chart(inline_data(points)).mark_point(filled=True, size=size, opacity=opacity, strokeWidth=0)
+        layers.append(marks.encode(tooltip=self._tooltip(), **channels.encodings(points), x=x, y=y))
         if self.has_labels:
             layers += _labels(points, failed, front, frame, x=x, y=y)
         return alt.layer(*layers, *self._crosses(failed, x, y)).properties(height=HEIGHT)
-
-    def _axes(self, frame: Frame) -> tuple[alt.X, alt.Y]:
-        scales = [alt.Scale(domain=list(ends), nice=False, zero=False) for ends in (frame.x, frame.y)]
-        title = f"{self.cost.title} ({self.cost.unit})"
-        x = alt.X("cost:Q", title=title, scale=scales[0], axis=alt.Axis(tickCount=8))
-        return x, alt.Y("speed:Q", title="samples/s", scale=scales[1])
-
-    def _marks(self, points: Rows, **encodings: Any) -> alt.Chart:
-        size, opacity = (25, 0.5) if len(points) > CROWD else (90, 0.9)
-        marks = alt.Chart(inline_data(points)).mark_point(filled=True, size=size, opacity=opacity, strokeWidth=0)
-        return marks.encode(tooltip=self._tooltip(), **encodings)
 
     def _crosses(self, failed: Rows, x: alt.X, y: alt.Y) -> list[Any]:
         if not failed:
@@ -125,7 +117,7 @@ class Tradeoff:
     def _tooltip(self) -> list[alt.Tooltip]:
         return [
             alt.Tooltip("run:N"), alt.Tooltip("settings:N"), alt.Tooltip("status:N"),
-            alt.Tooltip("cost:Q", title=self.cost.unit, format=self.cost.number_format),
+            alt.Tooltip("cost:Q", title=self.unit, format=self.number_format),
             alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
         ]  # fmt: skip
 
@@ -150,14 +142,14 @@ class _Channels:
     """The two settings shown as color and shape: the first ones with few enough values."""
 
     def __init__(self, overview: Overview, cost: str) -> None:
-        def count(name: str) -> int:
-            return len({format_setting(group.setting(name)) for group in overview.groups})
+        def find(most: int, taken: str | None = None) -> str | None:
+            values = {
+                name: {format_setting(group.setting(name)) for group in overview.groups} for name in overview.varied
+            }
+            return next((name for name, found in values.items() if name != taken and 2 <= len(found) <= most), None)
 
-        self.overview = overview
-        self.cost = cost
-        self.color = next((name for name in overview.varied if 2 <= count(name) <= MAX_COLORS), None)
-        others = (name for name in overview.varied if name != self.color and 2 <= count(name) <= len(SHAPES))
-        self.shape = next(others, None)
+        self.overview, self.cost, self.color = overview, cost, find(MAX_COLORS)
+        self.shape = find(len(SHAPES), self.color)
 
     def point(self, group: RunGroup) -> dict[str, Any]:
         """Return the data of a point."""
@@ -180,9 +172,8 @@ class _Channels:
             ("shape", self.shape, alt.Shape, {"range": SHAPES}),
         ):
             if setting:
-                domain = list(dict.fromkeys(point[channel] for point in points))
+                scale = alt.Scale(domain=list(dict.fromkeys(point[channel] for point in points)), **options)
                 legend = alt.Legend(title=setting, direction="horizontal", columns=LEGEND_COLUMNS)
-                scale = alt.Scale(domain=domain, **options)
                 found[channel] = encode(f"{channel}:N", scale=scale, legend=legend)
         return found
 
@@ -192,37 +183,27 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     memory = memory_metric(overview)
     if memory is None:
         return None
-    tradeoff = Tradeoff(overview, Cost(memory, MEMORIES[memory], "MiB", ",.0f"), _out_of_memory(overview, memory))
-    chart = tradeoff.draw()
-    if chart is None:
-        return None
+    failed = [group for group in overview.groups if "oom" in group.status and not group.completed]
+    out_of_memory = tuple(group for group in failed if group.metric(memory))
+    tradeoff = Tradeoff(overview, memory, MEMORIES[memory], "MiB", ",.0f", out_of_memory)
     offload = build_offload_table(overview, memory)
-    crosses = ["Red crosses: runs out of memory, at their peak."] if tradeoff.failed else []
-    caption = " ".join([*tradeoff.describe("smaller"), *crosses])
-    tables = (offload,) if offload else ()
-    return Figure("memory_throughput", "Memory against throughput", (Panel("", chart),), caption, tables=tables)
-
-
-def _out_of_memory(overview: Overview, memory: str) -> tuple[RunGroup, ...]:
-    return tuple(
-        group for group in overview.groups if "oom" in group.status and not group.completed and group.metric(memory)
-    )
+    crosses = ["Red crosses: runs out of memory, at their peak."] if out_of_memory else []
+    figure = tradeoff.build("memory_throughput", "Memory against throughput", "smaller", *crosses)
+    return figure and replace(figure, tables=(offload,) if offload else ())
 
 
 def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no energy was measured."""
-    tradeoff = Tradeoff(overview, Cost(ENERGY, "energy per sample", "J", ",.3~f"))
-    chart = tradeoff.draw()
-    if chart is None:
-        return None
-    caption = " ".join(tradeoff.describe("more economical"))
-    return Figure("energy_throughput", "Energy against throughput", (Panel("", chart),), caption)
+    tradeoff = Tradeoff(overview, ENERGY, "energy per sample", "J", ",.3~f")
+    return tradeoff.build("energy_throughput", "Energy against throughput", "more economical")
 
 
 def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
     """Compare runs that differ only in ``offload``; None if there are none."""
     names = [name for name in overview.varied if name not in ("offload", SEED)]
     memories = dict.fromkeys((memory, "cpu_peak_mib"))
+    alike = group_by_settings(overview.groups, names).values()
+    ordered = [sorted(groups, key=lambda group: OFFLOADS.index(group.setting("offload"))) for groups in alike]
     rows = tuple(
         (
             *(format_setting(group.setting(name), MAX_LENGTH) for name in names),
@@ -230,7 +211,8 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
             _time(baseline, group),
             *(_memory(baseline, group, name) for name in memories),
         )
-        for baseline, *others in _by_offload(overview.groups, names)
+        for baseline, *others in ordered
+        if others and others[-1].setting("offload") != baseline.setting("offload")
         for group in others
     )
     if not rows:
@@ -239,22 +221,13 @@ def build_offload_table(overview: Overview, memory: str) -> TextTable | None:
     return TextTable("Effect of offloading", header, rows)
 
 
-def _by_offload(groups: Sequence[RunGroup], names: Sequence[str]) -> list[list[RunGroup]]:
-    members = group_by_settings(groups, names).values()
-    alike = (sorted(similar, key=lambda group: OFFLOADS.index(group.setting("offload"))) for similar in members)
-    return [similar for similar in alike if similar[0].setting("offload") != similar[-1].setting("offload")]
-
-
 def _time(baseline: RunGroup, group: RunGroup) -> str:
-    if not group.completed:
-        return group.status
-    if not baseline.completed:
-        return f"{baseline.status} without it"
+    if not (group.completed and baseline.completed):
+        return f"{baseline.status} without it" if group.completed else group.status
     before, after = baseline.metric(SPEED), group.metric(SPEED)
     if not (before and after and after.mean):
         return "-"
-    noise = " (within noise)" if is_within_noise(before, after) else ""
-    return f"{before.mean / after.mean:.2f}x{noise}"
+    return f"{before.mean / after.mean:.2f}x{' (within noise)' if is_within_noise(before, after) else ''}"
 
 
 def _memory(baseline: RunGroup, group: RunGroup, name: str) -> str:

@@ -11,7 +11,6 @@ from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import vl_convert
 from jinja2 import Environment, StrictUndefined
@@ -34,8 +33,13 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
     notes = [*skipped, *failure_notes(overview.rows)]
     remarks = list(explain_cpu_speeds(overview))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((PAGE_FILES / "page.html").read_text())
-    text = template.render(
+    charts = [(figure, n) for figure in figures for n in range(len(figure.panels))]
+    data = {
+        "runs": run_table(overview, path.parent),
+        "configurations": configurations(overview),
+        "charts": {f"{figure.name}-{n}": figure.panel_spec(n) for figure, n in charts},
+    }
+    text = environment.from_string((PAGE_FILES / "page.html").read_text()).render(
         title=join_first(dict.fromkeys(row.record.run.name for row in overview.rows), 3),
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         tiles=list(build_tiles(overview)),
@@ -54,17 +58,9 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
         table_library=compress(read_table_library(".js")),
         chart_library=compress(bundle_chart_library()),
         script=escape_closing_tags((PAGE_FILES / "page.js").read_text()),
-        data=compress(to_json(_page_data(overview, figures, path.parent))),
+        data=compress(json.dumps(nan_to_none(data), separators=(",", ":"), allow_nan=False)),
     )
     path.write_text(text)
-
-
-def _page_data(overview: Overview, figures: Sequence[Figure], directory: Path) -> dict[str, Any]:
-    return {
-        "runs": run_table(overview, directory),
-        "configurations": configurations(overview),
-        "charts": {f"{figure.name}-{n}": figure.panel_spec(n) for figure in figures for n in range(len(figure.panels))},
-    }
 
 
 @cache
@@ -92,11 +88,6 @@ def compress(text: str) -> str:
 def escape_closing_tags(code: str) -> Markup:
     """Escape the tags that would end a script or style element early."""
     return Markup(code.replace("</script", "<\\/script").replace("</style", "<\\/style"))
-
-
-def to_json(content: Any) -> str:
-    """Return compact JSON; NaN and infinity become null."""
-    return json.dumps(nan_to_none(content), separators=(",", ":"), allow_nan=False)
 
 
 def write_markdown(overview: Overview, figures: Sequence[Figure], path: Path) -> None:

@@ -39,30 +39,25 @@ MAX_CHARACTERS = 48  # of a setting
 def configurations(overview: Overview) -> dict[str, Any]:
     """Return all keys of configuration, build and environment.
 
-    A key with one value for all runs is in ``shared``. A key in ``differing`` lists each value once, and for each run
-    the index of its value.
+    A key of ``differing`` lists each value once, and for each run the index of its value. Other keys are ``shared``.
     """
     rows = [_compared(row) for row in overview.rows]
     shared: dict[str, Any] = {}
     differing: dict[str, Any] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         texts = [row.get(key, "-") for row in rows]
-        kinds = list(dict.fromkeys(texts))
-        if len(kinds) == 1:
-            shared[key] = kinds[0]
+        indices = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+        if len(indices) == 1:
+            shared[key] = texts[0]
         else:
-            indices = {text: index for index, text in enumerate(kinds)}
-            differing[key] = {"values": kinds, "indices": [indices[text] for text in texts]}
+            differing[key] = {"values": list(indices), "indices": [indices[text] for text in texts]}
     names = {row.label: overview.format_settings(group) for group in overview.groups for row in group.rows}
     runs = [[row.label, names[row.label]] for row in overview.rows]
     return {"shared": shared, "differing": differing, "runs": runs, "opened": list(first_pair(overview))}
 
 
 def first_pair(overview: Overview) -> tuple[int, int]:
-    """Return the positions of the two runs to compare first: the baseline and another completed one.
-
-    Without two completed runs, they are those that got furthest.
-    """
+    """Return which two runs to compare first: the baseline and another completed one, or those that got furthest."""
     baseline = overview.baseline.rows if overview.baseline else ()
 
     def preference(position: int) -> tuple[bool, bool, bool]:
@@ -85,19 +80,16 @@ def _compared(row: Row) -> dict[str, str]:
 def provenance_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
     """Yield the tables. The last column of each row lists its runs."""
     yield _count_kinds("Machines", ("hosts", "GPU", "GPU memory (MiB)", "CPU cores"), rows, _machine)
-    yield _count_kinds(
-        "Versions", VERSIONS, rows,
-        lambda row: tuple(str(getattr(row.record.environment, name, None) or "-") for name in VERSIONS),
-    )  # fmt: skip
+    yield _count_kinds("Versions", VERSIONS, rows, lambda row: tuple(
+        str(getattr(row.record.environment, name, None) or "-") for name in VERSIONS
+    ))  # fmt: skip
     changed = {True: "yes", False: "no", None: "unknown"}
-    yield _count_kinds(
-        "Code", ("git commit", "uncommitted changes"), rows,
-        lambda row: (row.record.run.git_sha or "unknown", changed[row.record.run.git_dirty]),
-    )  # fmt: skip
+    yield _count_kinds("Code", ("git commit", "uncommitted changes"), rows, lambda row: (
+        row.record.run.git_sha or "unknown", changed[row.record.run.git_dirty]
+    ))  # fmt: skip
     shown = tuple(
         (row.label, copyable_command(run.overrides), (run.started_at or "-")[:19].replace("T", " "))
-        for row in rows[:MAX_COMMANDS]
-        for run in [row.record.run]
+        for row, run in ((row, row.record.run) for row in rows[:MAX_COMMANDS])
     )
     more = len(rows) - MAX_COMMANDS
     note = f"{more} more runs are in results.csv, column overrides." if more > 0 else ""
@@ -135,17 +127,17 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
         *(_metric_column(overview, metric) for metric in metrics),
         {"title": "files", "kind": "files"},
     ]
-
-    def cells(row: Row) -> list[Any]:
-        return [
+    rows = [
+        [
             int(row.label) if numbered else row.label,
             *(_setting_cell(row.settings.get(name)) for name in overview.varied),
             [row.record.status, "" if row.completed else failure_reason(row)],
             *(_metric_cell(row.metrics[metric.name], metric) for metric in metrics),
             _links(row, directory),
         ]
-
-    return {"columns": columns, "rows": [cells(row) for row in overview.rows]}
+        for row in overview.rows
+    ]
+    return {"columns": columns, "rows": rows}
 
 
 def _setting_column(overview: Overview, name: str) -> dict[str, Any]:
@@ -165,14 +157,11 @@ def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
     title = metric.title.replace("-\n", "").replace("\n", " ")
     column = {"title": title, "kind": "number", "digits": _digits(metric)}
     of_group = {id(row): overview.mark(metric.name, group) for group in overview.groups for row in group.rows}
-    marks = [DISTURBED_MARK if _is_disturbed(row, metric) else of_group[id(row)] for row in overview.rows]
+    # The repeats of a disturbed run may be undisturbed.
+    speeds = [row for row in overview.rows if metric.name in (SPEED, SPEEDUP, EFFICIENCY)]
+    disturbed = {id(row) for row in speeds if row.metrics[metric.name] is not None and row.disturbance is not None}
+    marks = [DISTURBED_MARK if id(row) in disturbed else of_group[id(row)] for row in overview.rows]
     return column | {"marks": marks} if any(marks) else column
-
-
-def _is_disturbed(row: Row, metric: Metric) -> bool:
-    """Return whether a metric is the speed of a disturbed run, whose repeats may be undisturbed."""
-    is_speed = metric.name in (SPEED, SPEEDUP, EFFICIENCY) and row.metrics[metric.name] is not None
-    return is_speed and row.disturbance is not None
 
 
 def _digits(metric: Metric) -> int:
@@ -212,16 +201,13 @@ def build_tiles(overview: Overview) -> Iterator[Tile]:
     others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
     value = f"{statuses['completed']:,} of {len(overview.rows):,}"
     yield Tile("completed runs", value, others or "no failures", "bad" if FAILURES & set(statuses) else "")
-    labels = [group.label for group in overview.groups if group.disturbance]
-    if labels:
+    if labels := [group.label for group in overview.groups if group.disturbance]:
         yield Tile("disturbed", name_runs(labels), "not ranked by speed", "bad")
     if not are_trials(overview.rows):  # The winner of a search is in choose.json.
         yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
-    memory = memory_metric(overview)
-    if memory and not are_trials(overview.rows):
-        yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
-    totals = list(energy_totals(overview.rows))
-    if totals:
+        if memory := memory_metric(overview):
+            yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
+    if totals := list(energy_totals(overview.rows)):
         yield Tile("total energy and cost", totals[0], ", ".join(totals[1:]))
     scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
     yield from _efficiency_tiles(scaled)
@@ -238,9 +224,8 @@ def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
             equal = [point for point in trusted if point is not best and _is_equal_efficiency(best, point)]
             parts.append(f"{len(equal)} more equal within the noise" if equal else "")
         yield Tile("efficiency at the most workers", f"{last.efficiency:.0%}", ", ".join(filter(None, parts)))
-    for series in [series for series in scaled if not series.is_trusted][:1]:
-        highest = max(point.efficiency for point in series.points)
-        group = series.baseline.group
+    if doubtful := next((series for series in scaled if not series.is_trusted), None):
+        highest, group = max(point.efficiency for point in doubtful.points), doubtful.baseline.group
         detail = f"{highest:.0%} relative to run {group.label}. {explain_slow_baseline(group)}"
         yield Tile("efficiency", "do not trust the baseline", detail, "bad")
 

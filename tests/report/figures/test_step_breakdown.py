@@ -9,7 +9,6 @@ import pytest
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
-from distexp.report.data.step_parts import STEP_PARTS
 from distexp.report.figures.base import Figure
 from distexp.report.figures.labels import LINE_HEIGHT, bar_height, label_axis
 from distexp.report.figures.step_figures import build_step_breakdown
@@ -17,8 +16,10 @@ from distexp.report.overview_table import summarize
 from distexp.runs.attempts import NO_RECORD
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPTS, RECORD
+from distexp.runs.step_files import PARTS
 from tests.helpers.records import invalid, record, write
 
+STEP_PARTS = {f"{name}_ms": title for name, title in PARTS.items()}
 OWN = dict(zip(STEP_PARTS, (40.0, 20.0, 10.0, 0.0, 8.0, 2.0, 15.0, 5.0), strict=True))
 
 
@@ -67,6 +68,13 @@ def test_a_single_run_has_a_bar_for_each_rank(tmp_path: Path) -> None:
     ]
     assert cells[1]["hidden communication"] == "30.0"
     assert [entry.label for entry in drawn.legend] == list(STEP_PARTS.values())
+
+
+def test_a_record_whose_parts_are_all_zero_has_no_chart(tmp_path: Path) -> None:
+    nothing = breakdown(0, **dict.fromkeys(STEP_PARTS, 0.0))
+    drawn = figure(tmp_path, profiled(0, nothing))
+    assert not drawn.panels
+    assert drawn.tables
 
 
 def test_runs_are_compared_by_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
