@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from distexp.console.sweep_table import count_states
 from distexp.exceptions import run_until_pipe_closes
 from distexp.runs.run_dir import COMMAND, OUTPUTS
-from distexp.status import PLAIN_WIDTH, read_folder
+from distexp.status import make_wide_console, read_folder
 from distexp.system.files import read_or_none
 from distexp.system.typed_values import texts_of
 from distexp.tables.columns import empty_table
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         started = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         runs = read_folder(file.parent).runs
         table.add_row(*map(Text, (str(file.parent), started, count_states(runs) or "none started", _command(file))))
-    Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH, emoji=False).print(table)
+    make_wide_console().print(table)
     if len(files) > len(shown):
         print(f"{len(files) - len(shown)} older ones: distexp ls -n {len(files)}")
     return 0

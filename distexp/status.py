@@ -77,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"distexp: {error}", file=sys.stderr)
         return 2
-    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if has_width else 160, emoji=False)
+    console = make_wide_console()
     found = read_folder(directory)
     if not found.runs:
         print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)

@@ -195,8 +195,9 @@ def local_state(run: ExistingRun) -> RunState:
 def dead_launcher(run: ExistingRun) -> int | None:
     """Return the process id of a run's launcher if it died on this machine without a record, and its agent too."""
     launcher = attempts.read_launcher_process(run.directory)
-    died = launcher is not None and launcher.is_local and not (run.directory / RECORD).exists()
-    return launcher.pid if died and local_state(run).state == "no record" else None
+    if launcher is None or not launcher.is_local or (run.directory / RECORD).exists():
+        return None
+    return launcher.pid if local_state(run).state == "no record" else None
 
 
 def last_activity(directory: Path) -> float:
