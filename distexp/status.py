@@ -92,6 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if options.watch and any(run.state in FAILURES for run in found.runs) else 0
 
 
+def make_wide_console() -> Console:
+    """Return a console as wide as the terminal, or as COLUMNS; without both, wide enough for paths."""
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if has_width else 160, emoji=False)
+
+
 def _follow_queue(launcher: Launcher, directory: Path, console: Console) -> int:
     try:
         launcher.follow(directory, console)
