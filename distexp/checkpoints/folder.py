@@ -20,12 +20,10 @@ from distexp.runs.run_dir import CHECKPOINTS
 from distexp.system.files import flush_names, move_into_place, write_json
 
 MANIFEST = "manifest.json"
-KEEP = 2
-"""Number of checkpoints that a run keeps."""
+KEEP = 2  # number of checkpoints that a run keeps
 
 NAME = re.compile(r"step-(\d{8,})")
-CHUNK = 1 << 22
-"""Bytes to read at once."""
+CHUNK = 1 << 22  # bytes to read at once
 
 Checksums = dict[str, tuple[int, int]]
 """Size in bytes and CRC-32 of each file; the keys are paths relative to the checkpoint."""

@@ -24,8 +24,7 @@ from distexp.system import seeding
 from distexp.system.restricted_loading import weights_only_loading
 from distexp.training.inputs import TrainingInputs
 
-MODEL = "engine"
-"""The subfolder of a checkpoint that DistributedModel.save writes."""
+MODEL = "engine"  # the subfolder of a checkpoint that DistributedModel.save writes
 
 OPTIMIZER = "train.optimizer"
 
@@ -221,8 +220,7 @@ def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.pt"
 
 
-Settings = dict[str, Any]
-"""Values by their dotted keys."""
+Settings = dict[str, Any]  # values by their dotted keys
 
 SECTIONS = ("model", "dataset", "precision", "train")
 

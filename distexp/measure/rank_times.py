@@ -21,8 +21,7 @@ from distexp.runs.step_files import StepTime, write_step_times
 from distexp.runs.texts import print_despite_full_disk, write_despite_full_disk
 from distexp.strategies.optimizer import ReadTensors
 
-MAX_STEPS = 4096
-"""The latest ordinary steps that are kept."""
+MAX_STEPS = 4096  # the latest ordinary steps that are kept
 
 
 class RankTimesWatch(Watcher):

@@ -68,11 +68,8 @@ def _product(amount: float | None, factor: float | None) -> float | None:
 Curve = Sequence[tuple[float, float]]
 """(Unix time in s, energy in J from an arbitrary start) of each sample. Between two samples, energy grows linearly."""
 
-Span = tuple[float, float]
-"""Start and end in Unix seconds; the end may be infinite."""
-
-MAX_GAP = 2
-"""Spacings of samples that may be missing at an end of an interval."""
+Span = tuple[float, float]  # start and end in Unix seconds; the end may be infinite
+MAX_GAP = 2  # spacings of samples that may be missing at an end of an interval
 
 
 def counter_curve(samples: Sequence[MemorySample]) -> Curve:

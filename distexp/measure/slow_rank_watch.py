@@ -46,8 +46,7 @@ COLLECTIVES = (
 )
 """Methods of a process group that ``torch.distributed`` calls. Without ``async_op`` they return no ``Work``."""
 
-MAX_STEPS = 256
-"""The latest steps that are kept."""
+MAX_STEPS = 256  # the latest steps that are kept
 
 
 class SlowRankWatch:
@@ -216,8 +215,7 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
         yield from _differentiable(value)
 
 
-SCHEDSTAT = "/proc/thread-self/schedstat"
-"""Statistics of the scheduler about the thread that opens the file."""
+SCHEDSTAT = "/proc/thread-self/schedstat"  # statistics of the scheduler about the thread that opens the file
 
 
 class SchedulerDelay:

@@ -17,8 +17,7 @@ from distexp.runs.memory_trace import GPU, MemorySample, group_by_device, read_m
 MIN_STEPS, MIN_STEPS_CPU = 8, 30
 """Watched steps that a comparison of ranks needs. Other programs disturb CPUs for many steps at a time."""
 
-SLOWER, SLOWER_CPU = 0.05, 0.1
-"""A straggler's own time is longer than that of the others by this fraction of it."""
+SLOWER, SLOWER_CPU = 0.05, 0.1  # a straggler's own time is longer than that of the others by this fraction of it
 
 MIN_EXCESS_S, MIN_EXCESS_CPU_S = 0.003, 0.001
 """And by so many seconds a step. Rank 0 also writes the log, which takes less than 1 ms.
@@ -27,8 +26,7 @@ On a GPU the difference is larger if the CPUs launch kernels too slowly: they ta
 the rank that is ahead waits. Two H200s with steps of 8 ms had a difference of 2.4 ms.
 """
 
-SIGNIFICANT = 2.33
-"""And the difference is beyond the noise of the steps: standard normal quantile for one error in 100."""
+SIGNIFICANT = 2.33  # and the difference is beyond the noise of the steps: standard normal quantile for one error in 100
 
 MIN_EFFECT = 0.5
 """And its median is at least this fraction of its spread over the steps.
@@ -43,8 +41,7 @@ SECTION_STEPS = 20
 OVERSUBSCRIBED = 0.05
 """Cores are oversubscribed if a rank is ready to run, but without a core, during this fraction of its own time."""
 
-MAD_OF_NORMAL = 1.4826
-"""Standard deviation of a normal distribution, in median absolute deviations."""
+MAD_OF_NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
 
 
 @dataclass(frozen=True)
@@ -186,20 +183,11 @@ SLOWDOWNS = {
 }
 """Bits of nvml.h that mean a problem of the GPU, with what they mean."""
 
-POWER_CAP = 0x04
-"""The power limit reduces the clocks, which is usual for a GPU with much to do."""
-
-MIN_SHARE = 0.1
-"""Share of the samples of the training in which a slowdown counts."""
-
-POWER_CAP_MORE = 0.2
-"""Share of the samples by which the power limit acts more often than on the other GPUs."""
-
-LOWER_CLOCK = 0.03
-"""Fraction by which the clock is lower than that of the other GPUs."""
-
-OTHER_MIB = 256.0
-"""Memory of other processes that counts. A display or a monitor takes less."""
+POWER_CAP = 0x04  # the power limit reduces the clocks, which is usual for a GPU with much to do
+MIN_SHARE = 0.1  # share of the samples of the training in which a slowdown counts
+POWER_CAP_MORE = 0.2  # share of the samples by which the power limit acts more often than on the other GPUs
+LOWER_CLOCK = 0.03  # fraction by which the clock is lower than that of the other GPUs
+OTHER_MIB = 256.0  # Memory of other processes that counts. A display or a monitor takes less.
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from distexp.measure.clock import synchronize
 
-SIZES = tuple(4**power * 1024 for power in range(12))
-"""Bytes: 1 KiB to 4 GiB."""
+SIZES = tuple(4**power * 1024 for power in range(12))  # bytes: 1 KiB to 4 GiB
 
 TIME_LIMIT_S = 10.0
 """Time for one size of one collective. Slow links get fewer rounds; the result contains their number."""
@@ -194,8 +193,7 @@ OPERATIONS: dict[str, tuple[Callable[[int, Group, torch.device], Prepared], Call
 }
 
 
-COPY_BYTES, COPY_ROUNDS = 2**30, 5
-"""Size and number of the copies in each direction."""
+COPY_BYTES, COPY_ROUNDS = 2**30, 5  # size and number of the copies in each direction
 
 
 def measure_host_copies(device: torch.device) -> dict[str, float]:

@@ -208,11 +208,8 @@ def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int |
 # stores it in the cache directory, and later runs read it. The highest of all measurements is kept, because a busy or
 # hot machine measures too little.
 
-SIZE_GPU, SIZE_CPU = 8192, 512
-"""Rows and columns of the matrices."""
-
-ROUND_S = 0.05
-"""Approximate time of a round."""
+SIZE_GPU, SIZE_CPU = 8192, 512  # rows and columns of the matrices
+ROUND_S = 0.05  # approximate time of a round
 
 ROUNDS = 7
 

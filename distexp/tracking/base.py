@@ -20,8 +20,7 @@ from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_non
 ARTIFACTS = (RECORD, SPEC, METRICS, EVENTS, DS_CONFIG, f"{MEMORY}/*.csv")
 """Patterns of files that a tracker stores, relative to the run directory."""
 
-FINISH_TIMEOUT_S = 60.0
-"""Time for a tracker to write summary and files after the run."""
+FINISH_TIMEOUT_S = 60.0  # time for a tracker to write summary and files after the run
 
 
 class Tracker(Protocol):

@@ -12,8 +12,7 @@ from distexp.runs.run_dir import TENSORBOARD
 from distexp.runs.spec import RunSpec
 from distexp.tracking.base import flat_config, run_name
 
-MAX_PARAM_LENGTH = 500
-"""Characters that every store of MLflow accepts."""
+MAX_PARAM_LENGTH = 500  # characters that every store of MLflow accepts
 
 
 class TensorBoard:

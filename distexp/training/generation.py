@@ -26,8 +26,7 @@ from distexp.models.introspection import max_positions, supports_logits_to_keep
 from distexp.models.objective import get_logits
 from distexp.strategies.base import EvaluableModel
 
-PAD_MULTIPLE = 64
-"""Sequences are padded to a multiple of it, so that the shapes of the forward passes repeat."""
+PAD_MULTIPLE = 64  # sequences are padded to a multiple of it, so that the shapes of the forward passes repeat
 
 
 def check_has_references(data: TaskData) -> None:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
     from distexp.training.metrics_logger import MetricsLogger
 
-ModelFactory = Callable[[], "Blueprint"]
-"""Returns the model before it is distributed."""
+ModelFactory = Callable[[], "Blueprint"]  # returns the model before it is distributed
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,8 @@ from distexp.system.processes import die_with_parent, end_at_once
 from distexp.worker.__main__ import run_worker
 from distexp.worker.preload import own_modules, preload
 
-GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL for the workers that are left after a failure."""
-
-POLL_S = 0.5
-"""Time between two looks at the workers if no signal arrives."""
+GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for the workers that are left after a failure
+POLL_S = 0.5  # time between two looks at the workers if no signal arrives
 
 WAITED = {signal.SIGCHLD, signal.SIGTERM}
 """Signals that are blocked once there are workers, so that the group handles them one after the other."""

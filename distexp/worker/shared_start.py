@@ -27,8 +27,7 @@ from distexp.system.processes import NOTICE_SIGNAL, die_with_parent, end_at_once
 from distexp.worker.group import run_group, set_torchrun_defaults
 from distexp.worker.preload import preload
 
-MAX_PRINTED = 1 << 20
-"""Most bytes of the output of the imports that the log of a run gets."""
+MAX_PRINTED = 1 << 20  # most bytes of the output of the imports that the log of a run gets
 
 
 def main() -> int:

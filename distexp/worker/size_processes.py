@@ -45,17 +45,10 @@ from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.size_trial import SizeSearch, SizeTrials, config_of_round, micro_batches_per_step
 
 POLL_S = 0.05
-LONGEST = timedelta(days=1)
-"""Timeout for a message of another rank. The agents end a run that hangs earlier."""
-
-MEMORY_CODE = 77
-"""Exit code of a process that ran out of memory."""
-
-SAVED = "whole saves MiB"
-"""Key of the store: ``SizeSearch.whole_saves_mib``."""
-
-LATE = "late"
-"""Key of a store: rank 0 ended the round after the deadline."""
+LONGEST = timedelta(days=1)  # Timeout for a message of another rank. The agents end a run that hangs earlier.
+MEMORY_CODE = 77  # exit code of a process that ran out of memory
+SAVED = "whole saves MiB"  # key of the store: ``SizeSearch.whole_saves_mib``
+LATE = "late"  # key of a store: rank 0 ended the round after the deadline
 
 
 @dataclass(frozen=True)

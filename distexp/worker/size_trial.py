@@ -30,8 +30,7 @@ from distexp.system.seeding import seed_everything
 from distexp.system.units import MIB
 
 WARMUP_STEPS, TIMED_STEPS = 2, 3
-MAX_WARMUP_STEPS = 20
-"""Steps until the optimizer has its states. The loss scaling of fp16 may skip the first updates."""
+MAX_WARMUP_STEPS = 20  # Steps until the optimizer has its states. The loss scaling of fp16 may skip the first updates.
 
 
 def micro_batches_per_step(config: Config, size: int) -> int:
@@ -169,17 +168,13 @@ def config_of_round(config: Config, size: int) -> Config:
 # faster.
 
 
-MIN_GAIN = 0.01
-"""Relative gain in speed below which a size counts as no faster."""
+MIN_GAIN = 0.01  # relative gain in speed below which a size counts as no faster
 
 PATIENCE = 2
 """Sizes in a row without a gain after which the eager search ends. One may be a slow moment of the machine."""
 
-FIRST_COMPILED = 4
-"""Largest first size of a compiled model. Its memory predicts that of the others."""
-
-USABLE_SHARE = 0.95
-"""Fraction of the memory that a size may need. The rest is for fragmentation."""
+FIRST_COMPILED = 4  # Largest first size of a compiled model. Its memory predicts that of the others.
+USABLE_SHARE = 0.95  # Fraction of the memory that a size may need. The rest is for fragmentation.
 
 
 def ladder(sizes: Sequence[int]) -> list[int]:
@@ -191,8 +186,7 @@ def ladder(sizes: Sequence[int]) -> list[int]:
     return rungs
 
 
-UNTRIED_SHARE = 0.7
-"""Fraction of the memory that a size may need which is chosen without a trial."""
+UNTRIED_SHARE = 0.7  # fraction of the memory that a size may need which is chosen without a trial
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,7 @@ def _total_mib(sizes: Sequence[int | None]) -> float | None:
 # What may slow a GPU down: reduced clocks, memory errors, and its PCIe link.
 
 
-RARE_STRIDE = 20
-"""Memory errors and the PCIe link are read in one of so many samples, because they change rarely."""
+RARE_STRIDE = 20  # memory errors and the PCIe link are read in one of so many samples, because they change rarely
 
 CLOCK_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 """Names of one function of NVML, the newer one first."""

@@ -153,8 +153,7 @@ def _read_stat(pid: int) -> _Stat | None:
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-PSS_SHARE = 0.01
-"""Share of one core's time that PSS readings may cost."""
+PSS_SHARE = 0.01  # share of one core's time that PSS readings may cost
 
 
 @dataclass(frozen=True)

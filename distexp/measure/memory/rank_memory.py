@@ -194,8 +194,7 @@ def allocator_peaks(device: torch.device, rank: int) -> dict[str, Any]:
 # What is in GPU memory when an allocation fails, for ``error.memory`` of a record.
 
 
-MAX_TENSORS = 8
-"""Kinds of tensors that the record lists, the largest first."""
+MAX_TENSORS = 8  # kinds of tensors that the record lists, the largest first
 
 REST, UNKNOWN = "rest", "unknown"
 """Activations and temporaries, which only a recorded step separates; and all memory while there is no model."""
@@ -267,8 +266,7 @@ class OutOfMemoryWatch(Watcher):
             print(f"note: the memory is not described: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-_watches: list[OutOfMemoryWatch] = []
-"""The watch of the latest training of this process."""
+_watches: list[OutOfMemoryWatch] = []  # the watch of the latest training of this process
 
 
 def _observe(device: int, requested: int, total: int, free: int) -> None:

@@ -27,14 +27,9 @@ from distexp.system.cgroups import cpu_count, usable_memory
 from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
 from distexp.system.units import MIB
 
-SAMPLING_SHARE = 0.1
-"""Share of one core's time that sampling may cost."""
-
-COST_WINDOW = 3
-"""Samples whose minimum is the cost of a sample."""
-
-STOP_TIMEOUT_S = 5.0
-"""How long the end of a run waits for the last sample."""
+SAMPLING_SHARE = 0.1  # share of one core's time that sampling may cost
+COST_WINDOW = 3  # samples whose minimum is the cost of a sample
+STOP_TIMEOUT_S = 5.0  # how long the end of a run waits for the last sample
 
 
 class Sampler:

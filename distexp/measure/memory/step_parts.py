@@ -15,15 +15,11 @@ PARTS = ("parameters", "gradients", "optimizer_states", "activations", "logits",
 """What a block of memory is for, as in ``predicted.parts`` of a record."""
 
 FORWARD, BACKWARD, OPTIMIZER, END = "forward", "backward", "optimizer", "end"
-PHASES = (FORWARD, BACKWARD, OPTIMIZER)
-"""Parts of a step, each with its own peak."""
+PHASES = (FORWARD, BACKWARD, OPTIMIZER)  # parts of a step, each with its own peak
 
 COMMUNICATION = "communication"
-MIN_BLOCK = 512
-"""Bytes to which torch's allocator rounds a request."""
-
-MIN_ODD_FACTOR = 64
-"""A vocabulary must have such an odd factor, so that a size that it divides belongs to logits."""
+MIN_BLOCK = 512  # bytes to which torch's allocator rounds a request
+MIN_ODD_FACTOR = 64  # a vocabulary must have such an odd factor, so that a size that it divides belongs to logits
 
 GENERIC = re.compile(
     r"/torch/(?!distributed/(fsdp|algorithms|distributed_c10d|_functional_collectives))|/deepspeed/utils/"
@@ -33,8 +29,7 @@ GENERIC = re.compile(
 COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/|/distexp/strategies/ddp_reduction\.py|/deepspeed/(runtime/(zero|comm)|comm)/"
 )
-COMPUTING_FILES = re.compile(r"/deepspeed/runtime/zero/linear\.py")
-"""Code of ZeRO that computes layers."""
+COMPUTING_FILES = re.compile(r"/deepspeed/runtime/zero/linear\.py")  # code of ZeRO that computes layers
 
 COMPUTING_FUNCTIONS = re.compile(r"norm|overflow|inf_or_nan")
 """Functions of ZeRO whose tensors are the gradients' norms and checks."""

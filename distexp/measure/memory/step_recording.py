@@ -32,11 +32,8 @@ from distexp.system.cgroups import NvmlUnavailableError, nvml_session
 from distexp.system.torch_internals.tensors import around_backward, start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 
-MAX_ENTRIES = 2_000_000
-"""Allocations and frees that are kept; a step has some ten thousand."""
-
-ALLOCATED = "active_allocated"
-"""State of a block in use, in torch's snapshots."""
+MAX_ENTRIES = 2_000_000  # allocations and frees that are kept; a step has some ten thousand
+ALLOCATED = "active_allocated"  # state of a block in use, in torch's snapshots
 
 
 class StepRecording:

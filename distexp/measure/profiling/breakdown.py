@@ -168,17 +168,10 @@ def _overlaps(when: Interval, window: Interval) -> bool:
 # Removal of the profiler's overhead from the parts of a step.
 
 
-SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")
-"""Parts that grow because the profiler slows down the CPU."""
-
-DATA_WAIT = "data_wait_ms"
-"""Part that grows too, because the CPU collates and copies batches."""
-
-WITHOUT_CORE = "without_core_ms"
-"""Time inside the parts of a CPU. It is scaled with them."""
-
-SIMILAR = 1.05
-"""Largest ratio of the sizes of two steps whose kernels take equally long."""
+SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")  # parts that grow because the profiler slows down the CPU
+DATA_WAIT = "data_wait_ms"  # part that grows too, because the CPU collates and copies batches
+WITHOUT_CORE = "without_core_ms"  # Time inside the parts of a CPU. It is scaled with them.
+SIMILAR = 1.05  # largest ratio of the sizes of two steps whose kernels take equally long
 
 
 class StepSizes:
@@ -248,8 +241,7 @@ def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
 # ranks are in several groups, as with ``hybrid_shard``.
 
 
-Key = tuple[str, str]
-"""Kind of a collective, and the ranks of its process group; empty: unknown."""
+Key = tuple[str, str]  # kind of a collective, and the ranks of its process group; empty: unknown
 Durations = Mapping[Key, Sequence[float]]
 """Durations of the collectives of a rank in seconds, in the order of their starts."""
 

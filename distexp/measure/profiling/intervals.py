@@ -11,8 +11,7 @@ from typing import Any
 
 from distexp.config import TrainConfig
 
-Interval = tuple[float, float]
-"""Start and end in seconds."""
+Interval = tuple[float, float]  # start and end in seconds
 
 
 def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
@@ -230,8 +229,7 @@ def combine_shares(ranks: Sequence[CommunicationShares | str], window: ProfileWi
     }
 
 
-WARMUP_STEPS = 1
-"""Steps before the profiled ones; they contain the start-up cost of the profiler."""
+WARMUP_STEPS = 1  # steps before the profiled ones; they contain the start-up cost of the profiler
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from distexp.measure.slow_rank_watch import SchedulerDelay
 from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER
 from distexp.system.torch_internals.collectives import FSDPUnitSize
 
-Place = tuple[str, int]
-"""Phase and number of the micro-batch."""
+Place = tuple[str, int]  # phase and number of the micro-batch
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ def _split_at_gaps(events: Sequence[Interval], count: int) -> list[Interval]:
 # Waits of the CPU for the GPU. The rest of a step is the work of the CPU, such as launching kernels.
 
 
-LONG_LAUNCH_S = 200e-6
-"""A launch that takes longer waits for a free place in the queue of the GPU."""
+LONG_LAUNCH_S = 200e-6  # a launch that takes longer waits for a free place in the queue of the GPU
 
 
 def waits_for_gpu(trace: Trace) -> list[Interval]:

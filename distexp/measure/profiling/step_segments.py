@@ -40,8 +40,7 @@ from distexp.measure.profiling.phases import (
 from distexp.runs.step_files import FORWARD, OPTIMIZER, Collective, Item, Segment
 from distexp.system.torch_internals.collectives import FSDPUnitSize, has_several_groups
 
-CHUNKS = 24
-"""Segments of a pass without collectives, so that a forecast can insert some."""
+CHUNKS = 24  # segments of a pass without collectives, so that a forecast can insert some
 QUEUE_GAP_S = 10e-6
 """Longest time that a GPU needs to start a kernel that is in its queue. It counts as part of the kernel."""
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
@@ -76,8 +75,7 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
     return _fewer_micro_batches([item for _, item in ordered])
 
 
-Launched = tuple[float, Collective]
-"""Time of the launch on the CPU, and the collective."""
+Launched = tuple[float, Collective]  # time of the launch on the CPU, and the collective
 
 
 def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
@@ -222,10 +220,8 @@ def _fewer_micro_batches(items: Sequence[Item]) -> tuple[Item, ...]:
 # Lanes of one step for a picture: computation, collectives, and the CPU.
 
 
-MAX_SPANS = 400
-"""Most spans of a lane. With more, the step is divided into so many cells, each with its longest label."""
-GAP = 0.002
-"""Spans are merged if the gap between them is a smaller fraction of the step."""
+MAX_SPANS = 400  # Most spans of a lane. With more, the step is divided into so many cells, each with its longest label.
+GAP = 0.002  # spans are merged if the gap between them is a smaller fraction of the step
 
 Spans = list[tuple[Interval, str]]
 Layers = Sequence[tuple[str, Sequence[Interval]]]
