@@ -64,7 +64,6 @@ def _product(amount: float | None, factor: float | None) -> float | None:
 
 # Energy over time of one device, from the samples of a memory trace.
 
-
 Curve = Sequence[tuple[float, float]]
 """(Unix time in s, energy in J from an arbitrary start) of each sample. Between two samples, energy grows linearly."""
 
@@ -184,7 +183,6 @@ def _idle_power(samples: Samples, first_event_s: float | None) -> float | None:
 
 
 # Energy of CPU packages, read with RAPL, and the part of it that one process tree used.
-
 
 POWERCAP = Path("/sys/class/powercap")
 """Folder of the RAPL domains. The kernel uses the name ``intel-rapl`` for AMD too."""

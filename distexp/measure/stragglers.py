@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from distexp.measure.memory.sampler import TRAINING_PHASES, known_values
 from distexp.runs.events import phase_intervals, read_phase_events
 from distexp.runs.memory_trace import GPU, MemorySample, group_by_device, read_memory_trace
 
@@ -172,9 +173,6 @@ def _data_wait(rank: RankTimes, others: Sequence[RankTimes], excess_s: float) ->
 
 # Evidence of slow GPUs, from the memory traces: clocks, memory errors, PCIe link, other processes.
 
-
-TRAINING = frozenset({"warmup", "train"})
-
 SLOWDOWNS = {
     0x08: "the hardware reduces its clocks (power or temperature)",
     0x20: "the driver reduces its clocks because it is too hot",
@@ -204,7 +202,7 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
 
     The n-th GPU of a trace belongs to the n-th rank of the node.
     """
-    training = phase_intervals(read_phase_events(events), TRAINING)
+    training = phase_intervals(read_phase_events(events), TRAINING_PHASES)
     samples: dict[int, list[MemorySample]] = {}
     for node, path in enumerate(traces):
         try:
@@ -233,10 +231,10 @@ def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
         share = _share_of_reason(samples, bit, without=0x40 | 0x80 if bit == 0x08 else 0)
         if share is not None and share >= MIN_SHARE:
             yield f"{text}, in {share:.0%} of the samples"
-    errors = _known(samples, lambda sample: sample.ecc_errors)
+    errors = known_values(samples, lambda sample: sample.ecc_errors)
     if errors and errors[-1] > errors[0]:
         yield f"it had {errors[-1] - errors[0]:.0f} uncorrected memory errors during the training"
-    others = max(_known(samples, lambda sample: sample.other_mib), default=0.0)
+    others = max(known_values(samples, lambda sample: sample.other_mib), default=0.0)
     if others >= OTHER_MIB:
         yield f"other processes held {others:,.0f} MiB of it"
 
@@ -259,20 +257,16 @@ def _differences(samples: Sequence[MemorySample], others: Sequence[Sequence[Memo
 
 
 def _mean_clock(samples: Sequence[MemorySample]) -> float | None:
-    clocks = _known(samples, lambda sample: sample.sm_clock_mhz)
+    clocks = known_values(samples, lambda sample: sample.sm_clock_mhz)
     return statistics.fmean(clocks) if clocks else None
 
 
 def _best_rate(samples: Sequence[MemorySample]) -> float | None:
     """Return the highest rate of the PCIe link in percent. It is lower while the link saves power."""
-    return max(_known(samples, lambda sample: sample.pcie_pct), default=None)
+    return max(known_values(samples, lambda sample: sample.pcie_pct), default=None)
 
 
 def _share_of_reason(samples: Sequence[MemorySample], bit: int, *, without: int = 0) -> float | None:
     """Return the share of the samples that have a bit and none of the bits of ``without``."""
-    reasons = [int(mask) for mask in _known(samples, lambda sample: sample.clock_reasons)]
+    reasons = [int(mask) for mask in known_values(samples, lambda sample: sample.clock_reasons)]
     return sum(bool(mask & bit) and not mask & without for mask in reasons) / len(reasons) if reasons else None
-
-
-def _known(samples: Sequence[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:
-    return [known for sample in samples if (known := value(sample)) is not None]

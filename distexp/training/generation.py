@@ -138,7 +138,6 @@ def _round_up(length: int) -> int:
 # Why not a library: ``evaluate`` downloads its metric from the Hub, and torchmetrics follows SQuAD 2.0, whose F1 of
 # two empty texts is 1 instead of 0.
 
-
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)  # only ASCII, as in the official script
 

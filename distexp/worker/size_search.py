@@ -121,7 +121,6 @@ def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> Micr
 # The key is a hash of what determines speed and memory: the GPU, the number of workers, the versions, and the
 # configuration without what only changes the numbers in the tensors.
 
-
 FORMAT = 1
 
 SECTIONS = ("model", "dataset", "strategy", "ddp", "fsdp", "deepspeed", "offload", "precision", "train")

@@ -167,7 +167,6 @@ def config_of_round(config: Config, size: int) -> Config:
 # each size, so the search jumps from one small size to the largest that should fit, and then goes down while that is
 # faster.
 
-
 MIN_GAIN = 0.01  # relative gain in speed below which a size counts as no faster
 
 PATIENCE = 2

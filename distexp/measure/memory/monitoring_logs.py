@@ -25,9 +25,7 @@ _DEVICE_NAMES = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "gpu_serial", "
 def read_memory_log(path: Path) -> MemoryTrace:
     """Read a memory trace of distexp, or a log of nvidia-smi or psrecord.
 
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The format is unknown, or there are no samples; the message contains path and expected formats.
+    Raises OSError if it cannot be read, and ValueError if the format is unknown or there are no samples.
     """
     lines, notes = memory_trace.read_whole_lines(path)
     filled = [line for line in lines if line.strip()]
@@ -36,11 +34,7 @@ def read_memory_log(path: Path) -> MemoryTrace:
     first = filled[0].strip()
     if memory_trace.is_memory_trace(filled[0]):
         trace = memory_trace.read_memory_trace(path)
-    elif (
-        first.startswith("elapsed_time,")
-        or (first.startswith("#") and "Real" in first)
-        or _floats(first.split(), minimum=4)
-    ):
+    elif first.startswith("elapsed_time,") or re.match("#.*Real", first) or _floats(first.split(), minimum=4):
         trace = _read_psrecord(path, lines, notes)
     elif "memory.used" in first or _STAMP.match(first):
         trace = _read_nvidia_smi(path, lines, notes)
@@ -54,10 +48,9 @@ def read_memory_log(path: Path) -> MemoryTrace:
 def _floats(cells: Sequence[str], minimum: int) -> list[float] | None:
     """Return the cells as numbers, or None if one is not a number or there are too few."""
     try:
-        numbers = [float(cell) for cell in cells]
+        return [float(cell) for cell in cells] if len(cells) >= minimum else None
     except ValueError:
         return None
-    return numbers if len(numbers) >= minimum else None
 
 
 def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
@@ -70,13 +63,18 @@ def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> Memory
         real, minimum = 2, 4
         rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
         rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
-    samples, bad = [], []
-    for number, cells in rows:
-        numbers = _floats(cells, minimum)
-        if numbers is None:
-            bad.append(number)
-        else:
-            samples.append(MemorySample(numbers[0], "", CPU, 0, numbers[real], source="psrecord"))
+    numbers = {number: _floats(cells, minimum) for number, cells in rows}
+    samples = {
+        number: None if row is None else MemorySample(row[0], "", CPU, 0, row[real], source="psrecord")
+        for number, row in numbers.items()
+    }
+    return _make_trace(path, samples, notes)
+
+
+def _make_trace(path: Path, lines: Mapping[int, MemorySample | None], notes: list[str]) -> MemoryTrace:
+    """Return the samples of some lines by their numbers, with a note on the lines that have none."""
+    bad = [number for number, sample in lines.items() if sample is None]
+    samples = [sample for sample in lines.values() if sample is not None]
     return MemoryTrace(samples, notes + memory_trace.bad_lines_note(path, bad))
 
 
@@ -95,14 +93,8 @@ def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Memo
     if not any(name in columns for name in ("index", *_DEVICE_NAMES)):
         notes.append(f"{path}: no index column: all lines count as one GPU")
     devices: dict[str, int] = {}
-    samples, bad = [], []
-    for number, cells in rows:
-        sample = _gpu_sample(cells, columns, devices) if len(cells) == width else None
-        if sample is None:
-            bad.append(number)
-        else:
-            samples.append(sample)
-    return MemoryTrace(samples, notes + memory_trace.bad_lines_note(path, bad))
+    samples = {n: _gpu_sample(cells, columns, devices) if len(cells) == width else None for n, cells in rows}
+    return _make_trace(path, samples, notes)
 
 
 def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, int]:

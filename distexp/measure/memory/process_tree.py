@@ -70,21 +70,16 @@ class ProcessTree:
 
     def read(self) -> TreeReading:
         """Read all processes that are alive."""
-        before, self._members = self._members, {}
-        for pid in self._find(before):
-            stat = _read_stat(pid)
-            if stat is not None and stat.alive:
-                self._members[pid] = stat
+        before = self._members
+        found = {pid: _read_stat(pid) for pid in self._find(before)}
+        self._members = {pid: stat for pid, stat in found.items() if stat is not None and stat.alive}
         ticks = sum(
             stat.cpu_ticks - (before[pid].cpu_ticks if _is_same(before.get(pid), stat) else 0)
             for pid, stat in self._members.items()
         )
         compilers = {pid for pid, stat in self._members.items() if stat.compiles}
-        return TreeReading(
-            pids=frozenset(self._members),
-            memory=self._memory.read(self._members, compilers),
-            cpu_s=ticks / TICKS_PER_S,
-        )
+        memory = self._memory.read(self._members, compilers)
+        return TreeReading(frozenset(self._members), memory, cpu_s=ticks / TICKS_PER_S)
 
     def _find(self, known: dict[int, _Stat]) -> list[int]:
         """Return the known pids that are alive, and all descendants of them and of the root."""
@@ -94,10 +89,9 @@ class ProcessTree:
         found |= dict.fromkeys(self._added)
         to_search = [self.root_pid, *found]
         while to_search:
-            for child in self._children(to_search.pop()):
-                if child not in found:
-                    found[child] = None
-                    to_search.append(child)
+            new = dict.fromkeys(child for child in self._children(to_search.pop()) if child not in found)
+            found |= new
+            to_search += new
         return list(found)
 
     def _may_have_grown(self) -> bool:
@@ -149,7 +143,6 @@ def _read_stat(pid: int) -> _Stat | None:
 # every 0.5 s would cost 12 % of a core. So PSS is limited to ``PSS_SHARE`` of a core. In between, each process counts
 # its last PSS plus the growth of its private memory, from the counts in statm (0.4 ms with the search for processes). A
 # change of shared memory, or a new process, appears in the next PSS reading: after 100 times its CPU time (6 s above).
-
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -204,21 +197,13 @@ class PssReader:
                 self._read_pss(counts)
             used, sources = {pid: pss for pid, (pss, _) in self._last.items()}, sorted(self._sources)
         else:
-            used = {pid: self._estimate(pid, private) for pid, (_, private) in counts.items()}
+            # A new process counts nothing: it may share all its memory with its parent. Its RSS would be a false peak.
+            grown = {pid: (*self._last[pid], private) for pid, (_, private) in counts.items() if pid in self._last}
+            used = {pid: max(pss + private - before, 0) for pid, (pss, before, private) in grown.items()}
             sources = [*sorted(self._sources), "delta"]
         apart = [used[pid] for pid in compilers if pid in used]
         rest = sum(used.values()) + self._held - sum(apart)
         return TreeMemory(rest / MIB, "+".join(sources), sum(apart) / MIB if apart else None)
-
-    def _estimate(self, pid: int, private: int) -> int:
-        """Return the bytes of a process since the last PSS reading; 0 for a new process.
-
-        A new process may share all its memory with its parent. Its RSS would show a peak that never existed.
-        """
-        if pid not in self._last:
-            return 0
-        used, before = self._last[pid]
-        return max(used + private - before, 0)
 
     def _read_pss(self, counts: dict[int, tuple[int, int]]) -> None:
         self._last, self._sources = {}, set()

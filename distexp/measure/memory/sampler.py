@@ -8,13 +8,11 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean
-from types import TracebackType
+from statistics import fmean, multimode
 from typing import Any
 
 from distexp.measure.memory.gpu_reader import GpuReader
@@ -62,6 +60,7 @@ class Sampler:
         self._gpu_indices = tuple(gpu_indices)
         self._tail = PhaseTail(events or path.parent.parent / EVENTS)
         self._tree = ProcessTree(self.root_pid)
+        self.include = self._tree.include
         self._gpus: GpuReader | None = None
         self._cpu_energy = CpuEnergyReader()
         self._total_mib: float | None = None
@@ -75,17 +74,11 @@ class Sampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             self._warn("stop", f"the last sample takes more than {STOP_TIMEOUT_S:.0f} s and is skipped")
-
-    def include(self, member: int, forked_from: int, others: Sequence[int] = ()) -> None:
-        """Add a process that is no descendant of the root; see ``ProcessTree.include``."""
-        self._tree.include(member, forked_from, others)
 
     def _run(self) -> None:
         try:
@@ -144,25 +137,20 @@ class Sampler:
         tree = self._tree.read()
         elapsed = None if self._read_at is None else clock - self._read_at
         self._read_at = clock
-        cpu_j = self._cpu_energy.read(tree.cpu_s)
-        if tree.memory is not None and "rss" in tree.memory.source:
-            self._warn(
-                "rss",
-                "PSS is not readable for every process; RSS is used instead and counts shared pages several times "
-                "(column source)",
-            )
-        yield MemorySample(
-            unix_time_s=now,
-            phase=phase,
-            kind=CPU,
-            index=0,
-            used_mib=tree.memory.mib if tree.memory else None,
+        sample = MemorySample(
+            *(now, phase, CPU, 0),
+            used_mib=None,
             total_mib=self._total_mib,
             utilization_pct=100 * tree.cpu_s / elapsed / self.cores if elapsed else None,
-            energy_j=cpu_j,
-            source=tree.memory.source if tree.memory else "",
-            compiler_mib=tree.memory.compiler_mib if tree.memory else None,
+            energy_j=self._cpu_energy.read(tree.cpu_s),
         )
+        if (memory := tree.memory) is None:
+            yield sample
+        else:
+            if "rss" in memory.source:
+                how = "RSS is used instead and counts shared pages several times (column source)"
+                self._warn("rss", f"PSS is not readable for every process; {how}")
+            yield replace(sample, used_mib=memory.mib, source=memory.source, compiler_mib=memory.compiler_mib)
         for index in self._gpu_indices:
             empty = MemorySample(now, phase, GPU, index, used_mib=None)
             yield empty if self._gpus is None else self._gpus.read(empty, tree.pids)
@@ -182,13 +170,11 @@ class Sampler:
 
 # Memory and utilization of a run, computed from its memory traces for the record.
 
-
 Entry = dict[str, Any]
 PROFILING_PHASE, SEARCH_PHASE = "profile", "search"
 """Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen."""
 
-TRAINING_PHASES = frozenset({"warmup", "train"})
-"""Phases of the training steps. Before them a run may be small for most of its time."""
+TRAINING_PHASES = frozenset({"warmup", "train"})  # Before them a run may be small for most of its time.
 
 
 @dataclass(frozen=True)
@@ -203,13 +189,9 @@ class Statistics:
     def of(cls, values: Iterable[float]) -> Statistics | None:
         """Return the statistics of some values, or None if there are none."""
         known = list(values)
-        if not known:
-            return None
         # PSS and psrecord report fractions of a MiB, which hardly repeat. Without rounding, each would be a mode.
-        counts = Counter(math.floor(value + 0.5) for value in known)
-        most = max(counts.values())
-        modes = tuple(sorted(value for value, count in counts.items() if count == most))
-        return cls(max(known), sum(known) / len(known), modes)
+        modes = tuple(sorted(multimode(math.floor(value + 0.5) for value in known)))
+        return cls(max(known), sum(known) / len(known), modes) if known else None
 
 
 @dataclass
@@ -279,9 +261,8 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
         counted = list(takewhile(lambda sample: sample.phase != PROFILING_PHASE, not_searching))
     else:
         counted = _counted_on_cpu(samples)
-    statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
     steps = [sample for sample in counted if sample.phase in TRAINING_PHASES]
-    training = Statistics.of(_known(steps, lambda sample: sample.used_mib))
+    statistics, training = (Statistics.of(known_values(of, lambda s: s.used_mib)) for of in (counted, steps))
     entry: Entry = {
         "peak_mib": statistics.peak if statistics else None,
         "average_mib": statistics.average if statistics else None,
@@ -290,9 +271,9 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
         "training_mode_mib": training.modes[0] if training else None,
     }
     if kind == GPU:
-        entry["job_peak_mib"] = max(_known(counted, lambda sample: sample.job_mib), default=None)
+        entry["job_peak_mib"] = max(known_values(counted, lambda sample: sample.job_mib), default=None)
     else:
-        entry["compiler_peak_mib"] = max(_known(counted, lambda sample: sample.compiler_mib), default=None)
+        entry["compiler_peak_mib"] = max(known_values(counted, lambda sample: sample.compiler_mib), default=None)
     entry["phases"] = _by_phase(samples, lambda sample: sample.used_mib, max)
     sources = {source: None for sample in samples for source in sample.source.split("+") if source}
     entry["source"] = "+".join(sources) or None
@@ -312,14 +293,15 @@ def _counted_on_cpu(samples: Sequence[MemorySample]) -> list[MemorySample]:
 
 def _utilization(samples: Sequence[MemorySample]) -> Entry:
     counted = [sample for sample in samples if sample.phase not in (SEARCH_PHASE, PROFILING_PHASE)]
-    values = _known(counted, lambda sample: sample.utilization_pct)
+    values = known_values(counted, lambda sample: sample.utilization_pct)
     return {
         "average_pct": fmean(values) if values else None,
         "phases": _by_phase(samples, lambda sample: sample.utilization_pct, fmean),
     }
 
 
-def _known(samples: Iterable[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:
+def known_values(samples: Iterable[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:
+    """Return a value of the samples that have it."""
     return [known for known in map(value, samples) if known is not None]
 
 
@@ -329,9 +311,6 @@ def _by_phase(
     combine: Callable[[Sequence[float]], float],
 ) -> dict[str, float]:
     """Return one value per phase, in the order of the phases."""
-    phases: dict[str, list[float]] = {}
-    for sample in samples:
-        known = value(sample)
-        if known is not None and sample.phase:
-            phases.setdefault(sample.phase, []).append(known)
-    return {phase: combine(values) for phase, values in phases.items()}
+    phases = dict.fromkeys(sample.phase for sample in samples if sample.phase)
+    values = {phase: known_values((s for s in samples if s.phase == phase), value) for phase in phases}
+    return {phase: combine(known) for phase, known in values.items() if known}

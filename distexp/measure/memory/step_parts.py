@@ -160,10 +160,9 @@ class _Follower:
                 if left.by_autograd and left.part is None:
                     left.part = "gradients"
         self.phase = mark.phase
-        for address in mark.gradients:
-            block = self.alive.get(address)
-            if block is not None and block.part in (None, COMMUNICATION):
-                block.part = "gradients"
+        for address in mark.gradients & self.alive.keys():
+            if self.alive[address].part in (None, COMMUNICATION):
+                self.alive[address].part = "gradients"
 
 
 def phase_peaks(step: RecordedStep) -> dict[str, Counter[str]]:
@@ -201,11 +200,8 @@ def is_logits(size: int, step: RecordedStep) -> bool:
     """Return whether a size is a multiple of the vocabulary, in 2 or 4 bytes, and not that of a weight."""
     if not step.knows_logits or step.vocabulary is None:
         return False
-    for item in (2, 4):
-        elements, rest = divmod(size, item)
-        if not rest and elements in step.weight_sizes:
-            return False
-    return size > 0 and size % (2 * step.vocabulary) == 0
+    is_weight = any(size % item == 0 and size // item in step.weight_sizes for item in (2, 4))
+    return not is_weight and size > 0 and size % (2 * step.vocabulary) == 0
 
 
 def is_communication(frames: Sequence[Frame]) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from distexp.system.torch_internals.tensors import around_backward, start_memory
 from distexp.system.units import MIB
 
 MAX_ENTRIES = 2_000_000  # allocations and frees that are kept; a step has some ten thousand
-ALLOCATED = "active_allocated"  # state of a block in use, in torch's snapshots
 
 
 class StepRecording:
@@ -52,7 +52,7 @@ class StepRecording:
         self._read: ReadTensors | None = None
         self._markers: list[Tensor] = []
         self._marks: list[Mark] = []
-        self._start: dict[int, tuple[int, int]] = {}  # size and requested size of each block, by address
+        self._start: list[UsedBlock] = []
         self._known: dict[int, str] = {}
         self._weight_sizes: frozenset[int] = frozenset()
         self._vocabulary: int | None = None
@@ -62,7 +62,7 @@ class StepRecording:
         """Record from now on."""
         self._read, tensors = read, read()
         segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        self._start = blocks_in_use(segments, self._index)
+        self._start = used_blocks(segments, self._index)
         self._known = known_parts(tensors, self._start)
         self._vocabulary = tensors.vocabulary
         self._weight_sizes = frozenset(
@@ -82,8 +82,7 @@ class StepRecording:
     def start_update(self) -> None:
         """Mark the end of the backward pass."""
         assert self._read is not None
-        gradients = frozenset(storage_sizes(_on_gpu(self._read().gradients)))
-        self._mark(OPTIMIZER, gradients)
+        self._mark(OPTIMIZER, frozenset(storage_sizes(_on_gpu(self._read().gradients))))
 
     def finish(self) -> list[dict[str, Any]]:
         """End the recording; return the parts at the peak of each phase, in MiB."""
@@ -91,13 +90,11 @@ class StepRecording:
         self._stack.close()
         changes = changes_of(stop_memory_history(self._index))
         self._markers = []
-        start = {address: size for address, (size, _) in self._start.items()}
+        start = {block.address: block.size for block in self._start}
         step = RecordedStep(start, self._known, changes, self._marks, self._vocabulary, self._weight_sizes)
-        context = self._context()
+        context = self._context() if step.knows_logits else {"logits_mib": None, **self._context()}
         return [
-            entry_of(phase, parts, self.allocated[phase], self.reserved[phase])
-            | {"logits_mib": parts["logits"] / MIB if step.knows_logits else None}
-            | context
+            entry_of(phase, parts, self.allocated[phase], self.reserved[phase]) | context
             for phase, parts in phase_peaks(step).items()
         ]
 
@@ -154,15 +151,25 @@ def entry_of(phase: str, parts: Mapping[str, int], allocated: int, reserved: int
     }
 
 
-def blocks_in_use(segments: Iterable[Mapping[str, Any]], device: int) -> dict[int, tuple[int, int]]:
-    """Return the size and the requested size of each block in use, by address, from a snapshot of torch."""
-    return {
-        block["address"]: (block["size"], block.get("requested_size") or block["size"])
+@dataclass(frozen=True)
+class UsedBlock:
+    """A block of memory in use. Its frames are the Python stack of its allocation, if that was recorded."""
+
+    address: int
+    size: int
+    frames: tuple[Frame, ...] = ()
+    requested: int = 0
+
+
+def used_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[UsedBlock]:
+    """Return the blocks in use in a snapshot of torch."""
+    return [
+        UsedBlock(block["address"], block["size"], frames_of(block), block.get("requested_size") or block["size"])
         for segment in segments
         if segment["device"] == device
         for block in segment["blocks"]
-        if block["state"] == ALLOCATED
-    }
+        if block["state"] == "active_allocated"
+    ]
 
 
 def changes_of(entries: Iterable[Mapping[str, Any]]) -> list[Change]:
@@ -179,23 +186,23 @@ def frames_of(entry: Mapping[str, Any]) -> tuple[Frame, ...]:
     return tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ())
 
 
-def known_parts(tensors: ModelTensors, blocks: Mapping[int, tuple[int, int]]) -> dict[int, str]:
+def known_parts(tensors: ModelTensors, blocks: Iterable[UsedBlock]) -> dict[int, str]:
     """Return the part of each block that has tensors of the model, by address."""
     known: dict[int, str] = {}
-    parts: Sequence[tuple[str, Sequence[Tensor]]] = (
-        ("parameters", (*tensors.parameters, *tensors.buffers)),
-        ("optimizer_states", tensors.optimizer_states),
-        ("gradients", tensors.gradients),
-        (COMMUNICATION, tensors.communication),
-    )
-    for part, members in parts:
+    parts: dict[str, Sequence[Tensor]] = {  # the first one counts if tensors share a block
+        "parameters": (*tensors.parameters, *tensors.buffers),
+        "optimizer_states": tensors.optimizer_states,
+        "gradients": tensors.gradients,
+        COMMUNICATION: tensors.communication,
+    }
+    for part, members in parts.items():
         for address in storage_sizes(_on_gpu(members)):
             known.setdefault(address, part)
     buckets = Counter(tensors.bucket_sizes)
-    for address, (_, requested) in blocks.items():
-        if address not in known and buckets[requested] > 0:
-            known[address] = COMMUNICATION
-            buckets[requested] -= 1
+    for block in blocks:
+        if block.address not in known and buckets[block.requested] > 0:
+            known[block.address] = COMMUNICATION
+            buckets[block.requested] -= 1
     return known
 
 
@@ -203,15 +210,11 @@ def _on_gpu(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     return (tensor for tensor in tensors if tensor.device.type == "cuda")
 
 
-PROCESS, WHOLE_GPU = "process", "gpu"
-"""What NVML counted: this process, or all of the GPU because NVML does not list this process.
-
-In a container NVML lists no processes, or those of the host's numbers.
-"""
-
-
 def process_memory(uuid: object) -> tuple[int, str] | None:
-    """Return the bytes that this process uses on a GPU, and what was counted; None if NVML does not report it."""
+    """Return the bytes that this process uses on a GPU, and what was counted; None if NVML does not report it.
+
+    ``gpu`` counts all of the GPU: in a container NVML lists no processes, or those of the host's numbers.
+    """
     try:
         with nvml_session() as nvml:
             return _read(nvml, f"GPU-{str(uuid).removeprefix('GPU-')}")
@@ -225,9 +228,9 @@ def _read(nvml: Any, uuid: str) -> tuple[int, str] | None:
         listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         own = [process.usedGpuMemory for process in listed if process.pid == os.getpid()]
         if own and own[0] is not None:
-            return int(own[0]), PROCESS
+            return int(own[0]), "process"
         version = {"version": nvml.nvmlMemory_v2} if hasattr(nvml, "nvmlMemory_v2") else {}
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle, **version).used), WHOLE_GPU
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, **version).used), "gpu"
     except nvml.NVMLError:
         return None
 

@@ -167,7 +167,6 @@ def _overlaps(when: Interval, window: Interval) -> bool:
 
 # Removal of the profiler's overhead from the parts of a step.
 
-
 SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")  # parts that grow because the profiler slows down the CPU
 DATA_WAIT = "data_wait_ms"  # part that grows too, because the CPU collates and copies batches
 WITHOUT_CORE = "without_core_ms"  # Time inside the parts of a CPU. It is scaled with them.
@@ -239,7 +238,6 @@ def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
 #
 # The profiler does not record the process group of gloo's collectives. So nothing is known about the waiting if such
 # ranks are in several groups, as with ``hybrid_shard``.
-
 
 Key = tuple[str, str]  # kind of a collective, and the ranks of its process group; empty: unknown
 Durations = Mapping[Key, Sequence[float]]

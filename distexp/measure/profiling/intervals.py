@@ -78,7 +78,6 @@ def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interva
 
 # Categories of kernels, operators and collectives, from their names in a profiler trace.
 
-
 MATMUL, OTHER_KERNEL = "matmul", "other kernel"
 
 NCCL = re.compile(r"\b[nr]ccl\w*?Kernel(?:_([A-Za-z]+))?")

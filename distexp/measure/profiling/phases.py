@@ -79,7 +79,6 @@ def _split_at_gaps(events: Sequence[Interval], count: int) -> list[Interval]:
 
 # Waits of the CPU for the GPU. The rest of a step is the work of the CPU, such as launching kernels.
 
-
 LONG_LAUNCH_S = 200e-6  # a launch that takes longer waits for a free place in the queue of the GPU
 
 
@@ -129,7 +128,6 @@ class CoreWaits:
 # The collectives of FSDP from the annotations of its hooks, which a profile has with any number of workers.
 #
 # With one worker FSDP gathers and reduces nothing. Then its hooks show where it would.
-
 
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
 

@@ -219,7 +219,6 @@ def _fewer_micro_batches(items: Sequence[Item]) -> tuple[Item, ...]:
 
 # Lanes of one step for a picture: computation, collectives, and the CPU.
 
-
 MAX_SPANS = 400  # Most spans of a lane. With more, the step is divided into so many cells, each with its longest label.
 GAP = 0.002  # spans are merged if the gap between them is a smaller fraction of the step
 
