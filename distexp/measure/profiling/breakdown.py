@@ -21,6 +21,7 @@ from distexp.measure.profiling.intervals import (
     clip,
     intersect,
     merge,
+    partition,
     subtract,
     total_length,
 )
@@ -50,11 +51,10 @@ class StepParts:
 
     def to_json(self, rank: int, *, on_gpu: bool) -> dict[str, Any]:
         """Return the entry of ``metrics.step_breakdown``. Without a GPU nothing is known about launches."""
-        entry = {f"{name}_ms": self.milliseconds(name) for name in PARTS}
         return {
             "rank": rank,
             "step_ms": 1000 * self.duration,
-            **entry,
+            **{f"{name}_ms": self.milliseconds(name) for name in PARTS},
             **({} if on_gpu else {"launch_idle_ms": None}),
             "hidden_communication_ms": 1000 * self.hidden_communication_s,
             "launches": self.launches,
@@ -85,16 +85,9 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
     """Return the parts of one step of a rank."""
     running = [one for one in collectives if _overlaps((one.wait[0], one.transfer[1]), window)]
     layers = _gpu_layers(trace, window, running) if trace.on_gpu else _cpu_layers(trace, window, running)
-    parts: dict[str, list[Interval]] = {name: [] for name in PARTS}
-    left = [window]
-    for name, intervals in layers:
-        covered = merge(clip(intervals, window))
-        parts[name] += intersect(left, covered)
-        left = subtract(left, covered)
-    idle = _idle_parts(trace, left) if trace.on_gpu else (("host", interval) for interval in left)
-    for name, interval in idle:
-        parts[name].append(interval)
-    merged = {name: merge(intervals) for name, intervals in parts.items()}
+    spans, left = partition(window, layers)
+    spans += _idle_spans(trace, left) if trace.on_gpu else ((interval, "host") for interval in left)
+    merged = {name: merge(interval for interval, label in spans if label == name) for name in PARTS}
     busy = total_length(merge(clip((when for one in running for when in (one.wait, one.transfer)), window)))
     exposed = total_length(merged["exposed_communication"]) + total_length(merged["waiting"])
     launched = [one for one in trace.kernels if one.category != COPY and window[0] <= one.when[0] < window[1]]
@@ -142,23 +135,20 @@ def _communication_layers(collectives: Sequence[Transfer]) -> Layers:
     yield "waiting", [collective.wait for collective in collectives]
 
 
-def _idle_parts(trace: Trace, idle: Sequence[Interval]) -> Iterator[tuple[str, Interval]]:
-    """Yield the part of each interval in which the GPU was idle."""
+def _idle_spans(trace: Trace, idle: Sequence[Interval]) -> Iterator[tuple[Interval, str]]:
+    """Yield each interval in which the GPU was idle, with its part of the step."""
     data, optimizer = merge(trace.data), merge(trace.optimizer)
-    for interval in intersect(idle, data):
-        yield "data_wait", interval
+    yield from ((interval, "data_wait") for interval in intersect(idle, data))
     events = sorted(trace.device_events, key=lambda event: event.when[0])
     starts = [event.when[0] for event in events]
     for gap in subtract(idle, data):
         position = bisect_right(starts, gap[0])
-        following = events[position] if position < len(events) else None
-        if following is not None and following.launch is not None and following.launch[1] <= gap[0]:
-            yield "other_kernels", gap  # The kernel was in the queue: the GPU needs this time to start it.
+        launch = events[position].launch if position < len(events) else None
+        if launch is not None and launch[1] <= gap[0]:
+            yield gap, "other_kernels"  # The kernel was in the queue: the GPU needs this time to start it.
             continue
-        for part in intersect([gap], optimizer):
-            yield ("optimizer" if part[1] - part[0] >= LONG_GAP_S else "launch_idle"), part
-        for part in subtract([gap], optimizer):
-            yield ("host" if part[1] - part[0] >= LONG_GAP_S else "launch_idle"), part
+        for cause, parts in (("optimizer", intersect([gap], optimizer)), ("host", subtract([gap], optimizer))):
+            yield from ((part, cause if part[1] - part[0] >= LONG_GAP_S else "launch_idle") for part in parts)
 
 
 def _overlaps(when: Interval, window: Interval) -> bool:
@@ -169,7 +159,6 @@ def _overlaps(when: Interval, window: Interval) -> bool:
 
 SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")  # parts that grow because the profiler slows down the CPU
 DATA_WAIT = "data_wait_ms"  # part that grows too, because the CPU collates and copies batches
-WITHOUT_CORE = "without_core_ms"  # Time inside the parts of a CPU. It is scaled with them.
 SIMILAR = 1.05  # largest ratio of the sizes of two steps whose kernels take equally long
 
 
@@ -225,9 +214,9 @@ def remove_overhead(
 def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
     """Return an entry whose parts add up to a median step. They still have the shares of the profiled step."""
     profiled_ms = entry["step_ms"]
-    keys = (*(f"{name}_ms" for name in (*PARTS, HIDDEN)), WITHOUT_CORE)
-    times = {key: entry.get(key) for key in keys}
-    scaled = {name: time * median_ms / profiled_ms for name, time in times.items() if time is not None}
+    # The time without a core is inside the parts of a CPU, so it is scaled with them.
+    keys = (*(f"{name}_ms" for name in (*PARTS, HIDDEN)), "without_core_ms")
+    scaled = {key: entry[key] * median_ms / profiled_ms for key in keys if entry.get(key) is not None}
     return {**entry, **scaled, "step_ms": median_ms, "profiled_step_ms": profiled_ms, "includes_overhead": True}
 
 

@@ -1,4 +1,4 @@
-"""Reader of a profiler trace in Chrome's JSON format.
+"""Reader of a profiler trace in Chrome's JSON format, and the share of communication.
 
 The category of an event (``kernel``, ``user_annotation``) separates kernels from annotations on the same timeline.
 """
@@ -6,10 +6,11 @@ The category of an event (``kernel``, ``user_annotation``) separates kernels fro
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from distexp.measure.profiling.intervals import (
@@ -18,11 +19,15 @@ from distexp.measure.profiling.intervals import (
     MATMUL,
     OTHER_KERNEL,
     Interval,
-    Timeline,
+    ProfileWindow,
+    clip,
     collective_kind,
     kernel_category,
+    merge,
     nccl_kind,
     operator_category,
+    subtract,
+    total_length,
 )
 from distexp.system.torch_internals.annotations import DATA, OPTIMIZER
 
@@ -108,18 +113,6 @@ def read_trace(path: Path, *, on_gpu: bool) -> Trace:
     return _build_trace(events, on_gpu=on_gpu)
 
 
-def timeline_of(trace: Trace) -> Timeline:
-    """Return what the share of communication is computed from.
-
-    Copies between host and GPU are neither communication nor computation.
-    """
-    collectives: dict[str, list[Interval]] = {}
-    for collective in trace.collectives:
-        collectives.setdefault(collective.kind, []).append(collective.when)
-    kernels = [kernel.when for kernel in trace.kernels if kernel.category != COPY]
-    return Timeline(len(trace.steps), trace.window, collectives, kernels if trace.on_gpu else None)
-
-
 class _Event:
     """An event; ``name`` is the category of a kernel or operator, or the kind of a collective."""
 
@@ -150,7 +143,6 @@ DTYPE_BYTES = {
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
 }
 """Bytes of an element, by the names of torch's data types in a trace."""
-ALL_REDUCE = "all_reduce"
 _KEPT_ARGUMENTS = (
     *("correlation", "Collective name", "Process Group Ranks"),
     *("Group size", "In msg nelems", "Out msg nelems", "dtype"),
@@ -204,37 +196,32 @@ def _parse_operator(name: str, raw: dict[str, Any]) -> _Event | None:
 
 
 def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
-    steps = sorted((event for event in events if event.kind == STEP), key=lambda event: event.when)
-    launches = {event.correlation: event.when for event in events if event.kind == LAUNCH}
+    by_kind: defaultdict[str, list[_Event]] = defaultdict(list)
+    for event in events:
+        by_kind[event.kind].append(event)
+    times = {kind: [event.when for event in by_kind[kind]] for kind in (DATA, OPTIMIZER, BACKWARD_EVENT)}
+    steps = sorted(by_kind[STEP], key=lambda event: event.when)
+    launches = {event.correlation: event.when for event in by_kind[LAUNCH]}
     training_thread = steps[0].thread
-    operators = [event for event in events if event.kind == OPERATOR and event.thread == training_thread]
+    operators = [event for event in by_kind[OPERATOR] if event.thread == training_thread]
     # On a GPU the traces of gloo are those of collectives between hosts. They do not occupy the GPU.
-    collectives = [event for event in events if event.kind == COLLECTIVE and event.correlated == on_gpu]
-    calls = sorted((event.name, event.when) for event in events if event.kind == CALL)
+    collectives = [event for event in by_kind[COLLECTIVE] if event.correlated == on_gpu]
+    calls = sorted((event.name, event.when) for event in by_kind[CALL])
     if not on_gpu:
         _name_as_called(collectives, calls)
     return Trace(
         on_gpu=on_gpu,
         steps=[event.when for event in steps],
         collectives=[
-            TraceCollective(
-                event.when, launches.get(event.correlation), event.name, event.group, event.size, event.ranks
-            )
-            for event in collectives
+            TraceCollective(e.when, launches.get(e.correlation), e.name, e.group, e.size, e.ranks) for e in collectives
         ],
-        kernels=[
-            Kernel(event.when, launches.get(event.correlation), event.name)
-            for event in events
-            if event.kind == KERNEL and on_gpu
-        ],
+        kernels=[Kernel(e.when, launches.get(e.correlation), e.name) for e in by_kind[KERNEL] if on_gpu],
         operators={name: [event.when for event in operators if event.name == name] for name in (MATMUL, OTHER_KERNEL)},
-        data=[event.when for event in events if event.kind == DATA],
-        optimizer=[event.when for event in events if event.kind == OPTIMIZER],
-        backward=[event.when for event in events if event.kind == BACKWARD_EVENT],
+        data=times[DATA],
+        optimizer=times[OPTIMIZER],
+        backward=times[BACKWARD_EVENT],
         calls=calls,
-        synchronizations=[
-            event.when for event in events if event.kind == SYNCHRONIZE and event.thread == training_thread
-        ],
+        synchronizations=[event.when for event in by_kind[SYNCHRONIZE] if event.thread == training_thread],
     )
 
 
@@ -243,7 +230,76 @@ def _name_as_called(collectives: Iterable[_Event], calls: Iterable[tuple[str, In
 
     It executes them in the order of the calls.
     """
-    called = deque(sorted((when[0], kind) for kind, when in calls if kind in (ALL_REDUCE, "reduce_scatter")))
+    called = deque(sorted((when[0], kind) for kind, when in calls if kind in ("all_reduce", "reduce_scatter")))
     for event in sorted(collectives, key=lambda event: event.when):
-        if event.name == ALL_REDUCE and called and called[0][0] <= event.when[0]:
+        if event.name == "all_reduce" and called and called[0][0] <= event.when[0]:
             event.name = called.popleft()[1]
+
+
+# Share of communication in the profiled steps.
+
+
+@dataclass(frozen=True)
+class CommunicationShares:
+    """Communication of one rank."""
+
+    step_s: float  # duration of a profiled step
+    share: float  # of that time with at least one collective running or waiting, 0 to 1
+    exposed_share: float | None  # the part without any compute kernel; None on the CPU
+    by_collective: dict[str, float]  # seconds per step; overlapping kinds count in each
+
+
+def communication_shares(trace: Trace) -> CommunicationShares:
+    """Return the share of its steps that a rank spent on communication.
+
+    Copies between host and GPU are neither communication nor computation. Raises ValueError if the steps have no
+    duration.
+    """
+    (start, end), steps = trace.window, len(trace.steps)
+    if end <= start:
+        raise ValueError(f"no duration to compute a share of: {steps} steps from {start} s to {end} s")
+    times: dict[str, list[Interval]] = {}
+    for collective in sorted(trace.collectives, key=lambda collective: collective.kind):
+        times.setdefault(collective.kind, []).append(collective.when)
+    kinds = {kind: merge(clip(intervals, trace.window)) for kind, intervals in times.items()}
+    running = merge(interval for intervals in kinds.values() for interval in intervals)
+    computing = merge(clip((kernel.when for kernel in trace.kernels if kernel.category != COPY), trace.window))
+    return CommunicationShares(
+        step_s=(end - start) / steps,
+        share=total_length(running) / (end - start),
+        exposed_share=total_length(subtract(running, computing)) / (end - start) if trace.on_gpu else None,
+        by_collective={kind: total_length(intervals) / steps for kind, intervals in kinds.items() if intervals},
+    )
+
+
+def combine_shares(ranks: Sequence[CommunicationShares | str], window: ProfileWindow | None) -> dict[str, Any]:
+    """Combine the shares of all ranks; if any rank has none, the values are None and a note gives the reason.
+
+    ``first_step``, counted from 1, is the profiler's warm-up: the first step that counts in no other metric.
+    """
+    known = [result for result in ranks if isinstance(result, CommunicationShares)]
+    errors = list(dict.fromkeys(result for result in ranks if isinstance(result, str)))
+    entry: dict[str, Any] = {
+        "share": None,
+        "exposed_share": None,
+        "profiled_steps": window.steps if window else 0,
+        "first_step": window.steps_before + 1 if window else None,
+        "step_s": None,
+        "by_collective": {},
+        "ranks": [],
+        "note": "; ".join(errors) or None,
+    }
+    if errors:
+        return entry
+    exposed = [shares.exposed_share for shares in known if shares.exposed_share is not None]
+    kinds = sorted({kind for shares in known for kind in shares.by_collective})
+    return entry | {
+        "share": fmean(shares.share for shares in known),
+        "exposed_share": fmean(exposed) if exposed else None,
+        "step_s": fmean(shares.step_s for shares in known),
+        "by_collective": {kind: fmean(shares.by_collective.get(kind, 0.0) for shares in known) for kind in kinds},
+        "ranks": [
+            {"rank": rank, "share": shares.share, "exposed_share": shares.exposed_share}
+            for rank, shares in enumerate(known)
+        ],
+    }

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.measure.profiling.chrome_trace import Trace
-from distexp.measure.profiling.intervals import ProfileWindow, combine_shares
+from distexp.measure.profiling.chrome_trace import Trace, combine_shares
+from distexp.measure.profiling.intervals import ProfileWindow
 from distexp.measure.profiling.phases import CoreWaits, cpu_busy_ms
 from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, RankSummary, items_of, lanes_of
 from distexp.models.transforms import find_units
@@ -71,8 +71,7 @@ class StepAnalysis:
             if errors or isinstance(median, str):
                 print_despite_full_disk(f"note: the parts of the profiled step are unknown: {'; '.join(errors)}")
             else:
-                self._write_step_model(trace, median, ranks)
-                self._write_lanes([lanes for _, lanes in known], len(trace.steps))
+                self._write(trace, median, ranks, [lanes for _, lanes in known])
         return None if errors else [entry for entry, _ in known]
 
     def _own_parts(self, trace: Trace, median: MedianStep) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -85,11 +84,20 @@ class StepAnalysis:
         }
         return entry, lanes_of(trace, median.parts, median.transfers, rank)
 
-    def _write_step_model(self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary]) -> None:
-        """Write the median step of this rank for a forecast. The training is finished, so an error is only printed."""
-        error = result_or_error(lambda: write_step_model(self.context.run_dir, self._step_model(trace, median, ranks)))
+    def _write(
+        self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary], lanes: Sequence[dict[str, Any]]
+    ) -> None:
+        """Write the median step of this rank for a forecast, and the lanes of all ranks.
+
+        The training is finished, so an error is only printed.
+        """
+        folder = self.context.run_dir
+        error = result_or_error(lambda: write_step_model(folder, self._step_model(trace, median, ranks)))
         if error is not None:
             print_despite_full_disk(f"note: no forecast is possible from this run: {error}")
+        error = result_or_error(lambda: write_profile_summary(folder, lanes, len(trace.steps)))
+        if error is not None:
+            print_despite_full_disk(f"note: the report has no timeline of this run, which cannot be written: {error}")
 
     def _step_model(self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary]) -> StepModel:
         sizes, context = read_model_sizes(self.module), self.context
@@ -107,12 +115,6 @@ class StepAnalysis:
             group_elements=sizes.groups,
             modules=sizes.modules,
         )
-
-    def _write_lanes(self, lanes: Sequence[dict[str, Any]], steps: int) -> None:
-        try:
-            write_profile_summary(self.context.run_dir, lanes, steps)
-        except OSError as error:
-            print_despite_full_disk(f"note: the report has no timeline of this run, which cannot be written: {error}")
 
 
 def result_or_error(measure: Callable[[], T]) -> T | str:
@@ -175,11 +177,9 @@ def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     positions = {id(parameter): position for position, parameter in enumerate(trained)}
     for module in model.modules():
-        own = tuple(
-            positions[id(parameter)] for parameter in module.parameters(recurse=False) if parameter.requires_grad
-        )
-        if own:
-            yield own
+        own = module.parameters(recurse=False)
+        if found := tuple(positions[id(parameter)] for parameter in own if parameter.requires_grad):
+            yield found
 
 
 def _bucket_elements(module: nn.Module) -> list[int]:

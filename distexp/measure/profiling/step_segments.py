@@ -17,17 +17,22 @@ from distexp.measure.profiling.breakdown import (
     split_step,
     step_windows,
 )
-from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace, TraceCollective, timeline_of
+from distexp.measure.profiling.chrome_trace import (
+    FSDP_HOOK,
+    CommunicationShares,
+    Kernel,
+    Trace,
+    TraceCollective,
+    communication_shares,
+)
 from distexp.measure.profiling.intervals import (
     MATMUL,
     OTHER_KERNEL,
-    CommunicationShares,
     Interval,
+    Spans,
     clip,
-    communication_shares,
-    intersect,
     merge,
-    subtract,
+    partition,
     total_length,
 )
 from distexp.measure.profiling.phases import (
@@ -44,6 +49,7 @@ CHUNKS = 24  # segments of a pass without collectives, so that a forecast can in
 QUEUE_GAP_S = 10e-6
 """Longest time that a GPU needs to start a kernel that is in its queue. It counts as part of the kernel."""
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+Launched = tuple[float, Collective]  # time of the launch on the CPU, and the collective
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,6 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
     return _fewer_micro_batches([item for _, item in ordered])
 
 
-Launched = tuple[float, Collective]  # time of the launch on the CPU, and the collective
-
-
 def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
     """Return the collectives of the step, by their launch on the CPU."""
     hooks = collectives_of_hooks(step.trace.calls, step.units, phases)
@@ -86,13 +89,13 @@ def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
     found = sorted(step.trace.collectives, key=lambda one: one.when)
     starts = [one.launch[0] if one.launch else None for one in found]
     launches = _launches_with_gloo(step.trace, found) if None in starts else starts
-    observed = [
-        (when or one.when[0], _observed(one.kind, one.bytes, one.ranks or step.workers, transfer.transfer))
-        for when, one, transfer in zip(launches, found, step.median.transfers, strict=True)
-    ]
+    observed = []
+    for launch, one, split in zip(launches, found, step.median.transfers, strict=True):
+        transfer_s, ranks = split.transfer[1] - split.transfer[0], one.ranks or step.workers
+        collective = Collective(one.kind, one.bytes, ranks, "all", FORWARD, 0, transfer_s=transfer_s)
+        observed.append((launch or one.when[0], collective))
     first, last = phases.window
-    inside = [(when, one) for when, one in observed if first <= when < last]
-    return _with_sizes_of_hooks(inside, hooks)
+    return _with_sizes_of_hooks([timed for timed in observed if first <= timed[0] < last], hooks)
 
 
 def _launches_with_gloo(trace: Trace, collectives: Sequence[TraceCollective]) -> list[float | None]:
@@ -103,10 +106,6 @@ def _launches_with_gloo(trace: Trace, collectives: Sequence[TraceCollective]) ->
         position = bisect_right(calls, one.when[0]) - 1
         found.append(calls.pop(position) if position >= 0 else None)
     return found
-
-
-def _observed(kind: str, size: int | None, ranks: int, transfer: Interval) -> Collective:
-    return Collective(kind, size, ranks, "all", FORWARD, 0, transfer_s=transfer[1] - transfer[0])
 
 
 def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[HookCollective]) -> Iterator[Launched]:
@@ -222,7 +221,6 @@ def _fewer_micro_batches(items: Sequence[Item]) -> tuple[Item, ...]:
 MAX_SPANS = 400  # Most spans of a lane. With more, the step is divided into so many cells, each with its longest label.
 GAP = 0.002  # spans are merged if the gap between them is a smaller fraction of the step
 
-Spans = list[tuple[Interval, str]]
 Layers = Sequence[tuple[str, Sequence[Interval]]]
 
 
@@ -252,13 +250,8 @@ def lanes_of(trace: Trace, step: StepParts, collectives: Sequence[Transfer], ran
 
 
 def _paint(window: Interval, layers: Layers) -> Spans:
-    """Return disjoint spans in the order of time. Where layers overlap, the first one counts."""
-    left, spans = [window], []
-    for label, intervals in layers:
-        covered = merge(clip(intervals, window))
-        spans += [(interval, label) for interval in intersect(left, covered)]
-        left = subtract(left, covered)
-    joined = _join(sorted(spans), GAP * (window[1] - window[0]))
+    """Return disjoint spans in the order of time."""
+    joined = _join(sorted(partition(window, layers)[0]), GAP * (window[1] - window[0]))
     return joined if len(joined) <= MAX_SPANS else _rasterize(joined, window)
 
 
@@ -305,7 +298,7 @@ class RankSummary:
         """Return the summary of a trace."""
         durations = [end - start for start, end in step_windows(trace)]
         collectives = durations_of(trace.collectives, several_groups=has_several_groups())
-        return cls(communication_shares(timeline_of(trace)), durations, collectives)
+        return cls(communication_shares(trace), durations, collectives)
 
 
 @dataclass(frozen=True)
