@@ -70,10 +70,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints that ``train.resume=folder`` may mean, newest first.
-
-    The folder is a checkpoint, a run directory, or its ``checkpoints`` folder.
-    """
+    """Return the checkpoints in a folder, newest first: itself, or those of a run or its ``checkpoints`` folder."""
     if step_of(folder) is not None:
         return [folder] if folder.is_dir() else []
     return list_checkpoints(folder.parent if folder.name == CHECKPOINTS else folder)
@@ -143,10 +140,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def publish(run_dir: Path, step: int) -> None:
-    """Rename the finished checkpoint of a step, then delete old ones.
-
-    The newest two up to this step stay. Later ones are left from an attempt that found them damaged; they are deleted.
-    """
+    """Rename the finished checkpoint of a step. Keep two up to this step, and no later ones, which are damaged."""
     target = checkpoint_dir(run_dir, step)
     move_into_place(tmp_dir(run_dir, step), target)
     flush_names(target.parent)

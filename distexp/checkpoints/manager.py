@@ -118,10 +118,7 @@ class CheckpointManager:
         seeding.restore_rng(_read_state(folder, self.context.rank)["rng_state"], self.context.device)
 
     def _newest_valid_of(self, folder: Path) -> tuple[Path, CheckpointMeta] | None:
-        """Return the newest valid checkpoint that ``train.resume=folder`` may mean.
-
-        If a run still trains there, it may delete the checkpoints of the list. Then the list is read again.
-        """
+        """Return the newest valid checkpoint of a folder. If a run trains there, the list may change: read it again."""
         known: list[Path] = []
         while (listed := gather_to_all(disk.candidates(folder))[0]) != known:
             known = listed

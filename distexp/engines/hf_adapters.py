@@ -167,10 +167,7 @@ class DeepSpeedAdapter(HFAdapter):
         return ds_initialization.build_optimizer_for(model, self.config, self.context)
 
     def start(self, trainer: Any) -> None:
-        """Restore the fp32 masters and observe DeepSpeed's step.
-
-        The Trainer runs that step in its backward pass, before any callback.
-        """
+        """Restore the fp32 masters, and observe DeepSpeed's step, which the Trainer runs in its backward pass."""
         engine = trainer.model_wrapped
         repair_16_bits(engine)
         if self.masters is not None:

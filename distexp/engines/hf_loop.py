@@ -81,10 +81,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return loss
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-        """Return this rank's contribution to the mean loss.
-
-        The Trainer corrects for the averaging of gradients over the ranks.
-        """
+        """Return this rank's part of the mean loss. The Trainer corrects for the averaging of gradients over ranks."""
         batch = Batch({}, labels, num_samples=0, num_targets=0, num_tokens=0)  # loss_sum reads only the labels
         loss = loss_sum(self.task, outputs, batch) / num_items_in_batch
         self.contributions.append(partial_metrics(self.task, outputs, batch, loss, num_items_in_batch))
@@ -241,10 +238,7 @@ ENGINE = "hf_trainer"
 
 
 def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.Module]) -> Built:
-    """Return what was built, read from the live objects, for a strategy of this name.
-
-    Raises RuntimeError if FSDP did not shard all ``units``, which should be separate units.
-    """
+    """Return what was built, read from the live objects. Raises RuntimeError if FSDP did not shard all ``units``."""
     wrapped = trainer.model_wrapped
     if type(wrapped).__name__ == "DeepSpeedEngine":
         return describe_deepspeed(wrapped, trainer=ENGINE)

@@ -66,11 +66,7 @@ def quantiles(durations: Sequence[float]) -> dict[str, float] | None:
     if not durations:
         return None
     ordered = torch.tensor(durations, dtype=torch.float64)
-    return {
-        "p50": ordered.quantile(0.5).item(),
-        "p90": ordered.quantile(0.9).item(),
-        "max": ordered.max().item(),
-    }
+    return {"p50": ordered.quantile(0.5).item(), "p90": ordered.quantile(0.9).item(), "max": ordered.max().item()}
 
 
 def speed_error(durations: list[float]) -> dict[str, float] | None:

@@ -170,10 +170,7 @@ def _sum_or_none(values: Sequence[float | None]) -> float | None:
 
 
 def _idle_power(samples: Samples, first_event_s: float | None) -> float | None:
-    """Return the lowest power of a GPU before the first phase, while its memory is as in the first sample.
-
-    The lowest, because the power that NVML reports may include the end of an earlier program.
-    """
+    """Return the lowest power of a GPU before it is used: the others may include the end of an earlier program."""
     idle = [
         sample.power_w for sample in samples
         if sample.power_w is not None and sample.used_mib == samples[0].used_mib
@@ -198,10 +195,7 @@ BUSY_FIELDS = slice(0, 3), slice(5, 8)
 
 
 class PackageCounter:
-    """Energy counter of one CPU package, which restarts at 0 after its maximum.
-
-    Raises OSError if it cannot be read, which most kernels allow only to root, and ValueError if it has no number.
-    """
+    """Energy counter of one CPU package, which restarts at 0 after its maximum. Raises OSError or ValueError."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"

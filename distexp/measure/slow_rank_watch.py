@@ -94,10 +94,7 @@ class SlowRankWatch:
         self._delay_s = self._read_delay()
 
     def end_step(self, *, measured: bool) -> None:
-        """Keep the waits of the step that has ended, if it was watched.
-
-        Call it before the clock marks the end of the step. So the whole cost of watching is in the watched step.
-        """
+        """Keep the waits of a watched step that has ended. Call it before the clock marks the end of the step."""
         if self.watching and measured:
             if not self.on_gpu:
                 self._without_core_s[self.steps] = without_core = self._read_delay() - self._delay_s
@@ -108,10 +105,7 @@ class SlowRankWatch:
         self.steps += measured
 
     def waits_s(self) -> dict[int, float]:
-        """Return the seconds of waiting of each watched step, by its number among the measured ones.
-
-        On a GPU the device must be synchronized.
-        """
+        """Return the seconds of waiting of each watched step, by its number. On a GPU, synchronize it before."""
         self.stop()
         self._read_finished()
         return self._waits_s

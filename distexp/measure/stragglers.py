@@ -95,10 +95,7 @@ def step_times(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
 
 
 def find_stragglers(ranks: Sequence[RankTimes]) -> list[dict[str, Any]] | None:
-    """Return ``metrics.stragglers`` of the record, the slowest first; None if too few steps were watched.
-
-    Each rank is compared with the median of the others in the same steps.
-    """
+    """Return ``metrics.stragglers``, the slowest first, compared with the median of the others; None: too few steps."""
     steps = min((len(rank.own_s) for rank in ranks), default=0)
     if len(ranks) < 2 or steps < (MIN_STEPS_CPU if ranks[0].on_cpu else MIN_STEPS):
         return None
@@ -198,10 +195,7 @@ class GpuEvidence:
 
 
 def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: int) -> dict[int, GpuEvidence]:
-    """Return the evidence for the GPU of each rank. Nodes without a readable trace have none.
-
-    The n-th GPU of a trace belongs to the n-th rank of the node.
-    """
+    """Return the evidence for the GPU of each rank: the n-th GPU of a trace belongs to the n-th rank of the node."""
     training = phase_intervals(read_phase_events(events), TRAINING_PHASES)
     samples: dict[int, list[MemorySample]] = {}
     for node, path in enumerate(traces):

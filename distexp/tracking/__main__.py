@@ -39,10 +39,7 @@ def main() -> None:
 
 
 def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str]:
-    """Log steps and evaluations as they are written, then the summary and the files; return messages for the user.
-
-    The run has ended if ``over`` is set or the file of ``tracker_end_path`` exists.
-    """
+    """Log all steps and evaluations until ``over`` or the end file is set, then the summary; return messages."""
     metrics, events = Tail(directory / METRICS), Tail(directory / EVENTS)
     step = 0
     while True:

@@ -182,10 +182,7 @@ def _check_positions(model: nn.Module, config: Config) -> None:
 
 
 def weights_key(model: ModelConfig, data: TaskData) -> str | None:
-    """Return what random weights depend on; None: the weights are read, or made by custom code.
-
-    The attention has no weights of its own, so ``kernels=fast`` shares them with ``kernels=reference``.
-    """
+    """Return what random weights depend on; None: they are read, or made by custom code. Attention has none."""
     if model.init != "random" or not model._target_.startswith("distexp."):
         return None
     return json.dumps([asdict(replace(model, attention="auto")), data.num_classes], sort_keys=True)
@@ -197,10 +194,7 @@ MAX_EPOCHS = 10  # Epochs whose batches are compared. More would take time and f
 
 
 def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> Tensor:
-    """Return the indices of the micro-batches of all ranks, shape (micro-batches, samples).
-
-    As in ``ShardedBatchSampler``, an index from the number of samples on is a padding sample, without targets.
-    """
+    """Return the micro-batches of all ranks, shape (micro-batches, samples). Larger indices are padding samples."""
     train = config.train
     sharding = BatchSharding(0, config.cluster.world_size, train.micro_batch, train.gradient_accumulation_steps)
     lengths = lengths_of(samples) if config.dataset.bucketing else None
@@ -211,10 +205,7 @@ def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> 
 
 
 def max_targets(config: Config, data: TaskData) -> dict[int, int]:
-    """Return the largest number of targets of a micro-batch of training and evaluation, by its number of samples.
-
-    A kind whose targets are not known before the samples are read is left out.
-    """
+    """Return the most targets of a micro-batch by its number of samples, for the sets whose targets are known."""
     found: dict[int, int] = {}
     for rows, targets in _micro_batch_targets(config, data):
         summed = torch.from_numpy(np.concatenate([targets, np.zeros_like(targets)]))[rows].sum(dim=1)

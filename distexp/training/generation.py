@@ -118,11 +118,7 @@ class GreedyGenerator:
         if supports_logits_to_keep(self.model.module):
             inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
         batch = Batch(
-            inputs=inputs,
-            labels=torch.full_like(ids, IGNORE),
-            num_samples=len(ids),
-            num_targets=0,
-            num_tokens=0,
+            inputs=inputs, labels=torch.full_like(ids, IGNORE), num_samples=len(ids), num_targets=0, num_tokens=0
         )
         logits = get_logits(self.model.forward(batch))
         following = logits[torch.arange(len(ids), device=self.device), last]

@@ -38,10 +38,7 @@ class LossHistory:
         self._targets.append(targets)
 
     def reduce(self) -> None:
-        """Sum the contributions since the last call over the ranks.
-
-        Raises ConfigError if a step has no target, and DivergedError if a loss is NaN or infinite.
-        """
+        """Sum the latest contributions over the ranks; raise DivergedError, or ConfigError if a step has no target."""
         if not self._contributions:
             return
         losses, accuracies = sum_over_ranks(torch.stack(self._contributions, dim=1)).tolist()
@@ -64,10 +61,7 @@ class LossHistory:
 
     @staticmethod
     def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
-        """Raise ConfigError if no label of a source, such as ``step 5``, counts towards a loss.
-
-        The hint is what the user can set instead of correcting the data.
-        """
+        """Raise ConfigError if no label of a source counts; the hint is what to set instead of correcting the data."""
         if not targets:
             raise ConfigError(
                 f"{source} has no target: all its labels are {IGNORE}. Leave such samples out of the dataset, or {hint}"

@@ -45,10 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
-    """Run one rank, and end this process with code 0, or 1 after an error.
-
-    If an agent has launched the worker, the launcher writes the record.
-    """
+    """Run one rank and exit with 0, or 1 after an error. The launcher, if there is one, writes the record."""
     started = time.time()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     redirect_output(log_path(run_dir, node, rank))

@@ -95,10 +95,7 @@ class WorkerGroup:
         self._running[pid] = rank
 
     def wait(self) -> int:
-        """Wait for all workers; stop the others after the first failure. Return 0 if all of them ended well, else 1.
-
-        After SIGTERM, stop all workers and end this process by the same signal.
-        """
+        """Wait for all workers, and stop the others after a failure or SIGTERM. Return 0 if all of them ended well."""
         while self._running:
             received = signal.sigtimedwait(WAITED, POLL_S)
             self._reap()

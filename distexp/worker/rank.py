@@ -147,10 +147,7 @@ def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events)
 def run_trainer(
     config: Config, data: TaskData, context: Context, inputs: TrainingInputs
 ) -> tuple[EvaluableModel, Built]:
-    """Train with the trainer of the engine; return the trained model and what was built.
-
-    Raises ConfigError if a custom trainer returned something else.
-    """
+    """Train; return the model and what was built. Raises ConfigError if a custom trainer returned something else."""
     build = partial(build_model, config, data, context)
     try:
         returned = load_trainer(config).train(build, config, context, inputs)
@@ -216,10 +213,7 @@ def add_answers(
     logger: MetricsLogger,
     context: Context,
 ) -> None:
-    """Add exact match and F1 to the record, and write the answers in the format of SQuAD's script.
-
-    It runs after everything that is timed.
-    """
+    """Add exact match and F1, and write the answers in SQuAD's format. Call it after everything that is timed."""
     logger.events.set_phase("eval")
     max_new_tokens = record.config["dataset"]["answer_tokens"]
     # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
@@ -245,10 +239,7 @@ def rank_environment(device: torch.device) -> Environment:
 
 
 def add_flops(record: RunRecord, config: Config, data: TaskData, logger: MetricsLogger) -> None:
-    """Add FLOPs and utilization to the record of a finished training. Only rank 0 needs them.
-
-    A custom model may not run without memory. Then the reason is printed, and the metrics are None.
-    """
+    """Add FLOPs and utilization on rank 0, unless a custom model cannot run without memory; then print why."""
     metrics, speed = record.metrics, record.metrics.train_samples_per_second
     if speed is None:
         return

@@ -215,10 +215,7 @@ def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]
 
 
 def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
-    """Return the MiB of the fp32 gradients that ``train.fused_update`` does not collect in a single micro-batch.
-
-    If the largest size is not the whole batch of a worker, nothing is saved.
-    """
+    """Return the MiB of the fp32 gradients that ``train.fused_update`` saves if a step is a single micro-batch."""
     collects = config.train.fused_update and config.train.compute_weights == "step"
     if not collects or largest != samples_per_worker(config):
         return 0.0

@@ -23,10 +23,7 @@ _DEVICE_NAMES = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "gpu_serial", "
 
 
 def read_memory_log(path: Path) -> MemoryTrace:
-    """Read a memory trace of distexp, or a log of nvidia-smi or psrecord.
-
-    Raises OSError if it cannot be read, and ValueError if the format is unknown or there are no samples.
-    """
+    """Read a memory trace of distexp, or a log of nvidia-smi or psrecord; raise ValueError for anything else."""
     lines, notes = memory_trace.read_whole_lines(path)
     filled = [line for line in lines if line.strip()]
     if not filled:

@@ -42,10 +42,7 @@ class _Stat:
 
 
 class ProcessTree:
-    """The descendants of ``root_pid``, without that process itself.
-
-    A process that was found once is followed until it ends, even if its parent dies and it leaves the tree.
-    """
+    """The descendants of ``root_pid``. One that was found is followed until it ends, even if it leaves the tree."""
 
     def __init__(self, root_pid: int) -> None:
         self.root_pid = root_pid
@@ -258,10 +255,7 @@ def read_proc(name: str) -> bytes:
 
 
 class CostLimit:
-    """Limits repeated work of one thread to a share of one core's time, such as 0.1.
-
-    The cost is the minimum of ``window`` repetitions, so that one slow repetition counts as noise.
-    """
+    """Limits repeated work of one thread to a share of one core. Its cost is the minimum of ``window`` repetitions."""
 
     def __init__(self, share: float, window: int = 1) -> None:
         self.share = share

@@ -26,7 +26,7 @@ from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
 from distexp.system.units import MIB
 
 SAMPLING_SHARE = 0.1  # share of one core's time that sampling may cost
-COST_WINDOW = 3  # samples whose minimum is the cost of a sample
+COST_WINDOW = 3  # samples whose minimum is the cost of a sample, because a slow one is noise
 STOP_TIMEOUT_S = 5.0  # how long the end of a run waits for the last sample
 
 
@@ -248,10 +248,7 @@ def _samples(path: Path, events: Path | None, notes: list[str]) -> list[MemorySa
 
 
 def join_phases(samples: Iterable[MemorySample], events: Sequence[PhaseEvent]) -> list[MemorySample]:
-    """Return the samples with their phases by time.
-
-    An event may reach the disk after the sample that it covers. A sample before the first event keeps its phase.
-    """
+    """Return the samples with their phases by time: an event may reach the disk after the sample that it covers."""
     return [replace(sample, phase=phase_at(events, sample.unix_time_s) or sample.phase) for sample in samples]
 
 

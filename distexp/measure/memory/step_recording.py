@@ -247,10 +247,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class SavedTensorCounter:
-    """Counter of the bytes that the forward passes of a module save for their backward passes.
-
-    Parameters do not count, also if they are gathered for the forward pass only.
-    """
+    """Counter of the bytes that forward passes save for backward passes, without parameters, also gathered ones."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0  # most bytes that one forward pass saved

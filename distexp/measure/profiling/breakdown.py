@@ -237,10 +237,7 @@ ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scat
 
 
 def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool = False) -> dict[Key, list[float]]:
-    """Return the durations of the collectives in which all ranks wait for each other.
-
-    If the rank is in several process groups, collectives of unknown groups are left out.
-    """
+    """Return the durations of the collectives in which all ranks of a known group wait for each other."""
     found: dict[Key, list[float]] = {}
     for collective in sorted(collectives, key=lambda collective: collective.when):
         if collective.kind not in ONE_SIDED and (collective.group or not several_groups):

@@ -226,10 +226,7 @@ def _build_trace(events: list[_Event], *, on_gpu: bool) -> Trace:
 
 
 def _name_as_called(collectives: Iterable[_Event], calls: Iterable[tuple[str, Interval]]) -> None:
-    """Give collectives of gloo the kind that was called: gloo executes a reduce-scatter as an all-reduce.
-
-    It executes them in the order of the calls.
-    """
+    """Give collectives of gloo the kind that was called, in that order: it reduce-scatters by an all-reduce."""
     called = deque(sorted((when[0], kind) for kind, when in calls if kind in ("all_reduce", "reduce_scatter")))
     for event in sorted(collectives, key=lambda event: event.when):
         if event.name == "all_reduce" and called and called[0][0] <= event.when[0]:

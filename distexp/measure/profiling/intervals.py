@@ -72,7 +72,7 @@ def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interva
 
 
 def partition(window: Interval, layers: Iterable[tuple[str, Iterable[Interval]]]) -> tuple[Spans, list[Interval]]:
-    """Return the spans of a window that layers of intervals cover, and the rest. If layers overlap, the first counts."""
+    """Return the spans of a window that layers cover, and the rest. If layers overlap, the first one counts."""
     left, spans = [window], []
     for label, intervals in layers:
         covered = merge(clip(intervals, window))

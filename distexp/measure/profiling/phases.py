@@ -98,10 +98,7 @@ def cpu_busy_ms(trace: Trace, position: int) -> float | None:
 
 
 class CoreWaits:
-    """Time without a core in each profiled step, of the training thread: other threads may wait longer.
-
-    It is not measured on a GPU, because the time of the CPU is no part of a step.
-    """
+    """Time without a core of the training thread in each profiled step. On a GPU, this time is no part of a step."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._scheduler = SchedulerDelay() if enabled else None

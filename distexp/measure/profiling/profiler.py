@@ -73,10 +73,7 @@ class StepProfiler(Watcher):
         self.window = self.window_of(done)
 
     def start_steps(self, phase: str) -> None:
-        """Start the profiler if its phase starts; the next step is its warm-up.
-
-        If it runs, discard the measurement, because other work is between the profiled steps.
-        """
+        """Start the profiler if its phase starts. If it runs, discard the measurement: other work interrupted it."""
         if phase == PROFILE and self._profile is None:
             synchronize(self.context.device)
             before = time.perf_counter()

@@ -48,10 +48,7 @@ class StepAnalysis:
     core_waits: CoreWaits  # time without a core in each profiled step
 
     def run(self, trace: Trace | str) -> ProfileResult:
-        """Return the communication and the parts of the median step of all ranks. A collective.
-
-        Rank 0 writes the lanes of all ranks, and its own step for a forecast, into the run directory.
-        """
+        """Return the results of all ranks; a collective. Rank 0 writes the lanes of all ranks and its own step."""
         ranks = gather_to_all(trace if isinstance(trace, str) else result_or_error(lambda: RankSummary.of(trace)))
         communication = combine_shares([rank if isinstance(rank, str) else rank.shares for rank in ranks], self.window)
         known = [summary for summary in ranks if isinstance(summary, RankSummary)]
@@ -87,10 +84,7 @@ class StepAnalysis:
     def _write(
         self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary], lanes: Sequence[dict[str, Any]]
     ) -> None:
-        """Write the median step of this rank for a forecast, and the lanes of all ranks.
-
-        The training is finished, so an error is only printed.
-        """
+        """Write the own step and the lanes of all ranks. The training is finished, so an error is only printed."""
         folder = self.context.run_dir
         error = result_or_error(lambda: write_step_model(folder, self._step_model(trace, median, ranks)))
         if error is not None:
@@ -118,10 +112,7 @@ class StepAnalysis:
 
 
 def result_or_error(measure: Callable[[], T]) -> T | str:
-    """Return a result, or the error as text.
-
-    An exception of one rank would leave the other ranks in the next collective, and the training is finished.
-    """
+    """Return a result, or the error as text: an exception would leave the other ranks in the next collective."""
     try:
         return measure()
     except Exception as error:

@@ -64,10 +64,7 @@ class ProfiledStep:
 
 
 def items_of(step: ProfiledStep) -> tuple[Item, ...]:
-    """Return the segments and collectives of a step, in the order of their launches.
-
-    Of more than three micro-batches it has the first, the last, and the one of the others with the median duration.
-    """
+    """Return segments and collectives by their launches, of at most three micro-batches: first, median and last."""
     trace, window = step.trace, step.trace.steps[step.median.position]
     of_fsdp = f"{FSDP_HOOK}post_backward_reduce"
     hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(of_fsdp)]
