@@ -20,11 +20,8 @@ from distexp.system.units import MIB
 T = TypeVar("T")
 
 
-Store: TypeAlias = Any
-"""A store of torch, with ``set``, ``get``, ``add``, ``check`` and ``wait``. The stubs of torch do not export it."""
-
-HANG_MARGIN = timedelta(minutes=5)
-"""Time that the agents have to detect a hang and to save the stacks, before collectives fail."""
+Store: TypeAlias = Any  # a store of torch, which its stubs do not export
+HANG_MARGIN = timedelta(minutes=5)  # time of the agents to find a hang and save the stacks before collectives fail
 
 
 def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:

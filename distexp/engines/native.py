@@ -14,8 +14,8 @@ from distexp.runs.record_sections import Built
 from distexp.strategies.base import FUSED_ADAMW, DistributedModel, EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
+# Imported once for all workers of a node. Optimizers and DDP import torch._dynamo at their first use.
 PRELOAD = ("torch._dynamo", "torch.profiler", "distexp.checkpoints.manager")
-"""Imported once for all workers of a node. Optimizers and DDP import torch._dynamo at their first use."""
 
 
 class Native:

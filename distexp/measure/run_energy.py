@@ -107,8 +107,7 @@ def _interpolate(curve: Curve, time_s: float) -> float:
     return before[1] + slope * (time_s - before[0])
 
 
-TRAINING = frozenset({"train"})
-"""Phase of the steps that count for the speed: after the warm-up, without evaluation and saving."""
+TRAINING = frozenset({"train"})  # the steps that count for the speed, without warm-up, evaluation and saving
 
 Samples = list[MemorySample]
 
@@ -181,17 +180,13 @@ def _idle_power(samples: Samples, first_event_s: float | None) -> float | None:
 
 # Energy of CPU packages, read with RAPL, and the part of it that one process tree used.
 
-POWERCAP = Path("/sys/class/powercap")
-"""Folder of the RAPL domains. The kernel uses the name ``intel-rapl`` for AMD too."""
+POWERCAP = Path("/sys/class/powercap")  # RAPL domains; the kernel uses the name ``intel-rapl`` for AMD too
 
 STAT = Path("/proc/stat")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-TOP_LEVEL = re.compile(r"intel-rapl:\d+")
-"""Folders of the domains that contain others. Cores and graphics, ``intel-rapl:0:1``, are part of a package."""
-
-BUSY_FIELDS = slice(0, 3), slice(5, 8)
-"""Fields of ``/proc/stat`` with CPU time in use: user, nice, system; irq, softirq, steal (proc(5))."""
+TOP_LEVEL = re.compile(r"intel-rapl:\d+")  # packages; their cores and graphics are ``intel-rapl:0:1``
+BUSY_FIELDS = slice(0, 3), slice(5, 8)  # of ``/proc/stat``: user, nice, system; irq, softirq, steal (proc(5))
 
 
 class PackageCounter:

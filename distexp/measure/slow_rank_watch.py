@@ -32,20 +32,17 @@ from distexp.distributed.context import Context
 from distexp.measure.watcher import Method, MethodReplacements
 from distexp.system.torch_internals.tensors import queue_backward_callback
 
+# On a GPU one of 2 steps is watched until step 32, then one of 8. FSDP waits 50 times a step, and each time costs some
+# microseconds of the CPU.
 GPU_STRIDES = ((32, 2), (math.inf, 8))
-"""On a GPU one of 2 steps is watched until step 32, then one of 8.
 
-FSDP waits 50 times a step, and each time costs some microseconds of the CPU.
-"""
-
+# Methods of a process group that ``torch.distributed`` calls. Without ``async_op`` they return no ``Work``.
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"),
     *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "gather", "scatter"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
 )
-"""Methods of a process group that ``torch.distributed`` calls. Without ``async_op`` they return no ``Work``."""
-
 MAX_STEPS = 256  # the latest steps that are kept
 
 

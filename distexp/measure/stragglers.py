@@ -15,33 +15,23 @@ from distexp.measure.memory.sampler import TRAINING_PHASES, known_values
 from distexp.runs.events import phase_intervals, read_phase_events
 from distexp.runs.memory_trace import GPU, MemorySample, group_by_device, read_memory_trace
 
-MIN_STEPS, MIN_STEPS_CPU = 8, 30
-"""Watched steps that a comparison of ranks needs. Other programs disturb CPUs for many steps at a time."""
-
+MIN_STEPS, MIN_STEPS_CPU = 8, 30  # watched steps to compare ranks; other programs disturb CPUs for many steps
 SLOWER, SLOWER_CPU = 0.05, 0.1  # a straggler's own time is longer than that of the others by this fraction of it
 
+# And by so many seconds a step. Rank 0 also writes the log, which takes less than 1 ms. On a GPU the difference is
+# larger if the CPUs launch kernels too slowly: they take turns at being ahead, and the GPU of the rank that is ahead
+# waits. Two H200s with steps of 8 ms had a difference of 2.4 ms.
 MIN_EXCESS_S, MIN_EXCESS_CPU_S = 0.003, 0.001
-"""And by so many seconds a step. Rank 0 also writes the log, which takes less than 1 ms.
-
-On a GPU the difference is larger if the CPUs launch kernels too slowly: they take turns at being ahead, and the GPU of
-the rank that is ahead waits. Two H200s with steps of 8 ms had a difference of 2.4 ms.
-"""
 
 SIGNIFICANT = 2.33  # and the difference is beyond the noise of the steps: standard normal quantile for one error in 100
 
+# And its median is at least this fraction of its spread over the steps. With many steps, the test of significance finds
+# small differences too. A disturbance has them, with a large spread.
 MIN_EFFECT = 0.5
-"""And its median is at least this fraction of its spread over the steps.
+# And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many.
+MAX_SECTIONS, SECTION_STEPS = 4, 20
 
-With many steps, the test of significance finds small differences too. A disturbance has them, with a large spread.
-"""
-
-MAX_SECTIONS = 4
-SECTION_STEPS = 20
-"""And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many."""
-
-OVERSUBSCRIBED = 0.05
-"""Cores are oversubscribed if a rank is ready to run, but without a core, during this fraction of its own time."""
-
+OVERSUBSCRIBED = 0.05  # fraction of its own time in which a rank is ready, but has no core
 MAD_OF_NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
 
 

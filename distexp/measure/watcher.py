@@ -13,8 +13,7 @@ from torch import nn
 from distexp.strategies.optimizer import ReadTensors
 from distexp.system.torch_internals.compilation import CompileEvent, compile_counters, on_compilation
 
-PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"
-"""Phases of the steps. Only those of ``train`` count for the speed."""
+PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"  # phases; only ``train`` counts for the speed
 
 
 class Step(NamedTuple):

@@ -18,9 +18,7 @@ from torch import Tensor
 from distexp.measure.clock import synchronize
 
 SIZES = tuple(4**power * 1024 for power in range(12))  # bytes: 1 KiB to 4 GiB
-
-TIME_LIMIT_S = 10.0
-"""Time for one size of one collective. Slow links get fewer rounds; the result contains their number."""
+TIME_LIMIT_S = 10.0  # for one size of one collective; slow links get fewer rounds, and the result has their number
 
 Operation = Callable[[], object]
 

@@ -17,9 +17,7 @@ from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_tree, start_module
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
 
-ARTIFACTS = (RECORD, SPEC, METRICS, EVENTS, DS_CONFIG, f"{MEMORY}/*.csv")
-"""Patterns of files that a tracker stores, relative to the run directory."""
-
+ARTIFACTS = (RECORD, SPEC, METRICS, EVENTS, DS_CONFIG, f"{MEMORY}/*.csv")  # files that a tracker stores
 FINISH_TIMEOUT_S = 60.0  # time for a tracker to write summary and files after the run
 
 

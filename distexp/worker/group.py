@@ -26,9 +26,7 @@ from distexp.worker.preload import own_modules, preload
 
 GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for the workers that are left after a failure
 POLL_S = 0.5  # time between two looks at the workers if no signal arrives
-
-WAITED = {signal.SIGCHLD, signal.SIGTERM}
-"""Signals that are blocked once there are workers, so that the group handles them one after the other."""
+WAITED = {signal.SIGCHLD, signal.SIGTERM}  # blocked once there are workers, to handle one after the other
 
 
 def main() -> int:

@@ -17,11 +17,9 @@ from distexp.config import Config
 from distexp.system.environment_variables import variable_set
 from distexp.system.files import PACKAGE
 
+# Module whose ``import_compiler`` is called ahead of the workers, if a run compiles. It hashes the sources of torch and
+# triton too: 1 to 3 seconds in each worker, also if the compiled code is in the cache.
 COMPILER = "distexp.system.torch_internals.compilation"
-"""Module whose ``import_compiler`` is called ahead of the workers, if a run compiles.
-
-It hashes the sources of torch and triton too: 1 to 3 seconds in each worker, also if the compiled code is in the cache.
-"""
 
 
 def own_modules(config: Config) -> list[str]:

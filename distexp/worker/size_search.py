@@ -122,23 +122,23 @@ def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> Micr
 # configuration without what only changes the numbers in the tensors.
 
 FORMAT = 1
-
-SECTIONS = ("model", "dataset", "strategy", "ddp", "fsdp", "deepspeed", "offload", "precision", "train")
-
+# Sections on which neither the speed nor the memory of a step depends, other than by keys of the other sections.
+OTHER_SECTIONS = frozenset(
+    {
+        *("engine", "kernels", "measure", "tracker", "preflight", "plan", "choose", "forecast", "scale", "scaling"),
+        *("sweep", "cluster"),  # of the cluster, only CLUSTER_KEYS count
+    }
+)
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device", "cpus_per_worker", "gpu_memory_limit_gb")
-
+# Keys of ``train`` on which neither the speed nor the memory of a step depends. The time limit is part of the key,
+# because a search with more time may find a faster size.
 SAME_SPEED = (
     *("num_epochs", "max_steps", "learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size"),
     *("gamma", "warmup_steps", "measure_after_step", "profile_steps", "log_every", "seed", "on_nan", "resume"),
     *("checkpoint_every", "save_model", "score_answers", "eval_batch_size", "gradient_accumulation_steps"),
 )
-"""Keys of ``train`` on which neither the speed nor the memory of a step depends.
-
-The time limit is part of the key, because a search with more time may find a faster size.
-"""
-
+# Facts of the machine, as in the record.
 FACTS = ("python", "torch", "cuda", "transformers", "deepspeed", "gpu_name", "gpu_total_mib", "cpu_count")
-"""Facts of the machine, as in the record."""
 
 
 def stored_path(config: Config) -> Path:
@@ -149,7 +149,7 @@ def stored_path(config: Config) -> Path:
 
 def _key(config: Config) -> dict[str, Any]:
     content = asdict(config)
-    key = {section: content[section] for section in SECTIONS}
+    key = {name: keys for name, keys in content.items() if isinstance(keys, dict) and name not in OTHER_SECTIONS}
     for name in SAME_SPEED:
         del key["train"][name]
     environment = asdict(make_environment(on_gpu=config.cluster.device == "cuda"))

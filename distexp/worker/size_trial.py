@@ -168,10 +168,7 @@ def config_of_round(config: Config, size: int) -> Config:
 # faster.
 
 MIN_GAIN = 0.01  # relative gain in speed below which a size counts as no faster
-
-PATIENCE = 2
-"""Sizes in a row without a gain after which the eager search ends. One may be a slow moment of the machine."""
-
+PATIENCE = 2  # sizes in a row without a gain that end the eager search; one may be a slow moment of the machine
 FIRST_COMPILED = 4  # Largest first size of a compiled model. Its memory predicts that of the others.
 USABLE_SHARE = 0.95  # Fraction of the memory that a size may need. The rest is for fragmentation.
 

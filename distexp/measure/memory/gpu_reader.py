@@ -107,8 +107,8 @@ def _total_mib(sizes: Sequence[int | None]) -> float | None:
 
 RARE_STRIDE = 20  # memory errors and the PCIe link are read in one of so many samples, because they change rarely
 
+# names of one function of NVML, the newer one first
 CLOCK_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-"""Names of one function of NVML, the newer one first."""
 
 
 class Conditions(NamedTuple):

@@ -171,8 +171,8 @@ class Sampler:
 # Memory and utilization of a run, computed from its memory traces for the record.
 
 Entry = dict[str, Any]
+# Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen.
 PROFILING_PHASE, SEARCH_PHASE = "profile", "search"
-"""Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen."""
 
 TRAINING_PHASES = frozenset({"warmup", "train"})  # Before them a run may be small for most of its time.
 

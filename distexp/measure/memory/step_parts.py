@@ -30,18 +30,14 @@ COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/|/distexp/strategies/ddp_reduction\.py|/deepspeed/(runtime/(zero|comm)|comm)/"
 )
 COMPUTING_FILES = re.compile(r"/deepspeed/runtime/zero/linear\.py")  # code of ZeRO that computes layers
-
-COMPUTING_FUNCTIONS = re.compile(r"norm|overflow|inf_or_nan")
-"""Functions of ZeRO whose tensors are the gradients' norms and checks."""
+COMPUTING_FUNCTIONS = re.compile(r"norm|overflow|inf_or_nan")  # norms and checks of gradients in ZeRO
 
 ZERO_FILES = re.compile(r"/deepspeed/runtime/zero/stage")
-ZERO_GRADIENTS = re.compile(r"step|_prepare_fp32_grad_for_sub_group")
-"""Functions of ZeRO that copy the gradients to fp32 for the update."""
+ZERO_GRADIENTS = re.compile(r"step|_prepare_fp32_grad_for_sub_group")  # functions that copy the gradients to fp32
 
 REDUCING_FUNCTIONS = re.compile(r"reduce|all_gather")
 ENGINE_FILE = re.compile(r"/deepspeed/runtime/engine\.py")
-CHECKPOINT_FILE = re.compile(r"/torch/utils/checkpoint\.py")
-"""Code that computes a forward pass again, in the backward pass."""
+CHECKPOINT_FILE = re.compile(r"/torch/utils/checkpoint\.py")  # code that computes a forward pass again
 
 
 @dataclass(frozen=True)

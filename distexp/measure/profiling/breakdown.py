@@ -27,8 +27,7 @@ from distexp.measure.profiling.intervals import (
 )
 from distexp.runs.step_files import HIDDEN, PARTS
 
-LONG_GAP_S = 1e-3
-"""A longer idle time without a launch is work of the CPU. A shorter one is the time to launch a kernel."""
+LONG_GAP_S = 1e-3  # A longer idle time without a launch is work of the CPU. A shorter one is the time of a launch.
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
     return StepParts(window, merged, max(0.0, busy - exposed), launches if trace.on_gpu else None)
 
 
-Layers = Iterator[tuple[str, list[Interval]]]
-"""Parts with their intervals; an instant belongs to the first layer that covers it."""
+Layers = Iterator[tuple[str, list[Interval]]]  # parts with their intervals, for ``partition``
 
 
 def _gpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> Layers:
@@ -229,11 +227,10 @@ def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
 # ranks are in several groups, as with ``hybrid_shard``.
 
 Key = tuple[str, str]  # kind of a collective, and the ranks of its process group; empty: unknown
-Durations = Mapping[Key, Sequence[float]]
-"""Durations of the collectives of a rank in seconds, in the order of their starts."""
+Durations = Mapping[Key, Sequence[float]]  # seconds of a rank's collectives, in the order of their starts
 
+# Kinds in which a rank may end before another has started.
 ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scatter")
-"""Kinds in which a rank may end before another has started."""
 
 
 def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool = False) -> dict[Key, list[float]]:

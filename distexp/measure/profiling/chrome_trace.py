@@ -33,8 +33,7 @@ from distexp.system.torch_internals.annotations import DATA, OPTIMIZER
 
 STEP = "ProfilerStep#"
 COPY = "copy"
-TORCH_OPTIMIZER = "Optimizer.step#"
-"""Annotation of every optimizer of torch. It is inside OPTIMIZER, except with trainers that have their own loop."""
+TORCH_OPTIMIZER = "Optimizer.step#"  # of every optimizer of torch, inside OPTIMIZER except with other trainers
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from distexp.runs.run_dir import profile_trace_path
 from distexp.strategies.optimizer import ReadTensors
 from distexp.system.torch_internals.annotations import activate_annotations
 
-DETACH = "TEARDOWN_CUPTI"
-"""Variable that makes the profiler detach CUPTI from the process when it stops. CUPTI slows down later launches."""
+DETACH = "TEARDOWN_CUPTI"  # Detach CUPTI from the process when the profiler stops, because it slows down launches.
 
 
 class StepProfiler(Watcher):

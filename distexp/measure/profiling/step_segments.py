@@ -46,8 +46,7 @@ from distexp.runs.step_files import FORWARD, OPTIMIZER, Collective, Item, Segmen
 from distexp.system.torch_internals.collectives import FSDPUnitSize, has_several_groups
 
 CHUNKS = 24  # segments of a pass without collectives, so that a forecast can insert some
-QUEUE_GAP_S = 10e-6
-"""Longest time that a GPU needs to start a kernel that is in its queue. It counts as part of the kernel."""
+QUEUE_GAP_S = 10e-6  # longest time until a kernel in the queue starts; it counts as part of the kernel
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 Launched = tuple[float, Collective]  # time of the launch on the CPU, and the collective
 
