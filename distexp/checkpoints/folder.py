@@ -25,8 +25,7 @@ KEEP = 2  # number of checkpoints that a run keeps
 NAME = re.compile(r"step-(\d{8,})")
 CHUNK = 1 << 22  # bytes to read at once
 
-Checksums = dict[str, tuple[int, int]]
-"""Size in bytes and CRC-32 of each file; the keys are paths relative to the checkpoint."""
+Checksums = dict[str, tuple[int, int]]  # bytes and CRC-32 of each file, by its path in the checkpoint
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,6 @@ from distexp.training.inputs import TrainingInputs
 
 MODEL = "engine"  # the subfolder of a checkpoint that DistributedModel.save writes
 
-OPTIMIZER = "train.optimizer"
-
 
 class CheckpointManager:
     """The checkpoints of one training; every public method is a collective."""
@@ -81,8 +79,8 @@ class CheckpointManager:
         message = f"{position}: the run can be resumed from the checkpoint of that step"
         self.logger.stopped = RunError("Preempted", message, phase)
 
-    def resume(self) -> int | None:
-        """Load the newest valid checkpoint of this run, else of ``train.resume``; return its step, None without one.
+    def resume(self) -> None:
+        """Load the newest valid checkpoint of this run, else of ``train.resume``, if there is one.
 
         Raises ConfigError if ``train.resume`` has no valid checkpoint, one of a different training, or one that
         contains code.
@@ -94,19 +92,17 @@ class CheckpointManager:
                 raise ConfigError(f"train.resume={self.train.resume} has no valid checkpoint: choose another folder")
             self._check_compatible(*found)
         if found is None:
-            return None
+            return
         folder, meta = found
         self._note(f"resuming from step {meta.step} of {folder}")
         with weights_only_loading(folder), _deletion_explained(folder):
             self._restore(folder, meta)
-        changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
-        for change in changes:
+        self.logger.changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
+        for change in self.logger.changes:
             self._note(change)
-        self.logger.changes = changes
-        if changes:
-            self.logger.events.emit(changes=changes)
+        if self.logger.changes:
+            self.logger.events.emit(changes=self.logger.changes)
         self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
-        return meta.step
 
     def _restore(self, folder: Path, meta: CheckpointMeta) -> None:
         self.model.load(folder / MODEL)
@@ -130,9 +126,8 @@ class CheckpointManager:
         """Return the first valid checkpoint and log the ones skipped. Each rank checks a part of the files."""
         for folder in gather_to_all(candidates)[0]:
             manifest = disk.read_manifest(folder)
-            problem = (
-                self._find_problem(folder, *manifest, own=own) if manifest else "manifest.json is missing or invalid"
-            )
+            missing = "manifest.json is missing or invalid"
+            problem = self._find_problem(folder, *manifest, own=own) if manifest else missing
             problems = [text for text in gather_to_all(problem) if text]
             if not problems and manifest is not None:
                 return folder, manifest[0]
@@ -147,15 +142,12 @@ class CheckpointManager:
 
     def _check_compatible(self, folder: Path, saved: CheckpointMeta) -> None:
         """Raise ConfigError if a checkpoint does not fit this training."""
-        current = self._meta(saved.step)
-        wrong = [
-            f"{name} is {getattr(saved, name)} instead of {getattr(current, name)}"
-            for name in ("checkpoint_format", "parameters", "global_batch", "steps_per_epoch")
-            if getattr(saved, name) != getattr(current, name)
-        ]
-        optimizer = (disk.read_settings(folder) or {}).get(OPTIMIZER, self.train.optimizer)
+        old, new = vars(saved), vars(self._meta(saved.step))
+        names = ["checkpoint_format", "parameters", "global_batch", "steps_per_epoch"]
+        wrong = [f"{name} is {old[name]} instead of {new[name]}" for name in names if old[name] != new[name]]
+        optimizer = (disk.read_settings(folder) or {}).get("train.optimizer", self.train.optimizer)
         if optimizer != self.train.optimizer:  # Its states are others.
-            wrong.append(f"{OPTIMIZER} is {optimizer} instead of {self.train.optimizer}")
+            wrong.append(f"train.optimizer is {optimizer} instead of {self.train.optimizer}")
         if wrong:
             raise ConfigError(
                 f"train.resume={self.train.resume} is a checkpoint of a different training ({'; '.join(wrong)}): "
@@ -217,10 +209,9 @@ def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.pt"
 
 
-Settings = dict[str, Any]  # values by their dotted keys
-
 SECTIONS = ("model", "dataset", "precision", "train")
 
+# Keys of these sections that do not change the training.
 UNRELATED = frozenset(
     {
         *("model.keys", "model.init", "model.path"),  # the weights are those of the checkpoint
@@ -230,11 +221,10 @@ UNRELATED = frozenset(
         *("train.global_batch_size", "train.micro_batch_search_s"),  # micro-batch and accumulation show a change
     }
 )
-"""Keys of these sections that do not change the training."""
 
 
-def training_settings(config: Config) -> Settings:
-    """Return the settings of a training that its checkpoints contain."""
+def training_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of a training that its checkpoints contain, by their dotted keys."""
     content = asdict(config)
     pairs = flatten({section: content[section] for section in SECTIONS})
     return {key: value for key, value in pairs if key not in UNRELATED}
@@ -244,8 +234,5 @@ def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> It
     """Yield a text for each setting that differs, with the old and the new value."""
     for key, value in current.items():
         if key in saved and saved[key] != value:
-            yield f"{key} was {_format(saved[key])} in the checkpoint and is {_format(value)} in this run"
-
-
-def _format(value: Any) -> str:
-    return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+            old, new = ("null" if one is None else repr(one) for one in (saved[key], value))
+            yield f"{key} was {old} in the checkpoint and is {new} in this run"

@@ -1,7 +1,4 @@
-"""Adapters that configure ``transformers.Trainer`` for one strategy each.
-
-A strategy names its adapter in ``Strategy.hf_adapter``.
-"""
+"""Adapters that configure ``transformers.Trainer``, one for each strategy, which names it in ``hf_adapter``."""
 
 from __future__ import annotations
 
@@ -103,13 +100,8 @@ class FSDPAdapter(HFAdapter):
     def initialize(self, blueprint: Blueprint) -> None:
         """Initialize the weights, and find the blocks to shard."""
         super().initialize(blueprint)
-        blocks = find_blocks(
-            self.model,
-            self.config.fsdp.wrap,
-            needed_for="strategy=fsdp with engine=hf_trainer",
-            alternative="engine=native",
-        )
-        self.units = [block for _, block in blocks]
+        names = {"needed_for": "strategy=fsdp with engine=hf_trainer", "alternative": "engine=native"}
+        self.units = [block for _, block in find_blocks(self.model, self.config.fsdp.wrap, **names)]
 
     def arguments(self) -> dict[str, Any]:
         """Return mesh, sharding and the class names of the blocks."""
@@ -130,9 +122,7 @@ class FSDPAdapter(HFAdapter):
         """Set the dtype of reductions and the offload; let accelerate shard on a CPU too."""
         plugin: dict[str, Any] = arguments.fsdp_plugin_args
         if self.precision != "fp32":
-            plugin["mixed_precision_policy"] = MixedPrecisionPolicy(
-                param_dtype=DTYPES[self.precision], reduce_dtype=torch.float32
-            )
+            plugin["mixed_precision_policy"] = MixedPrecisionPolicy(DTYPES[self.precision], reduce_dtype=torch.float32)
         if self.config.offload.enabled:
             plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=self.config.offload.pin_memory)
         if self.context.device.type == "cpu":

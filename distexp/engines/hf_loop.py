@@ -70,8 +70,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Return the optimizer of the native loop, over the Trainer's model."""
         if self.optimizer is None:
-            self.own_optimizer = self.adapter.build_optimizer(self.model if model is None else model)
-            self.optimizer = self.own_optimizer
+            self.optimizer = self.own_optimizer = self.adapter.build_optimizer(self.model if model is None else model)
         return self.optimizer
 
     def training_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
@@ -142,8 +141,8 @@ class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         """Record the step."""
         trainer = self.trainer
         assert trainer.step is not None
-        total = torch.stack(trainer.contributions).sum(dim=0)
-        self.inputs.logger.record_step(trainer.step, total, torch.as_tensor(trainer.gradient_norm), self.learning_rate)
+        total, norm = torch.stack(trainer.contributions).sum(dim=0), torch.as_tensor(trainer.gradient_norm)
+        self.inputs.logger.record_step(trainer.step, total, norm, self.learning_rate)
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Evaluate, and record the epoch."""
@@ -172,9 +171,16 @@ class HFEvaluableModel:
         return self.trainer.adapter.weights(self.module)
 
     def describe(self) -> Built:
-        """Return what was built."""
-        trainer = self.trainer
-        return describe(trainer, trainer.config.strategy.name, trainer.unwrapped, trainer.adapter.units)
+        """Return what was built, read from the live objects. Raises RuntimeError if FSDP did not shard all units."""
+        trainer, wrapped, engine = self.trainer, self.module, "hf_trainer"
+        if type(wrapped).__name__ == "DeepSpeedEngine":
+            return describe_deepspeed(wrapped, trainer=engine)
+        distribution = _distribution(wrapped, trainer.unwrapped, trainer.adapter.units)
+        # accelerate replaces ``forward`` if it casts, and keeps the original in this attribute.
+        casts = "_original_forward" in vars(trainer.unwrapped)
+        autocast_dtype = DTYPES[trainer.accelerator.mixed_precision] if casts else None
+        optimizer, strategy = innermost_optimizer(trainer.optimizer), trainer.config.strategy.name
+        return describe_torch(wrapped, optimizer, distribution, autocast_dtype, strategy=strategy, engine=engine)
 
 
 class StepLoader:
@@ -191,13 +197,12 @@ class StepLoader:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[StepData]:
-        logger = self.inputs.logger
-        remaining_steps = self.inputs.plan.steps_of(self.epoch, logger.steps)
-        return self.inputs.training.iter_steps(self.epoch, remaining_steps)
+        remaining = self.inputs.plan.steps_of(self.epoch, self.inputs.logger.steps)
+        return self.inputs.training.iter_steps(self.epoch, remaining)
 
 
+# Environment variables of ``accelerate launch``, or of an earlier training in this process; they change a run.
 CONFLICTING_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""Environment variables of ``accelerate launch``, or of an earlier training in this process; they change a run."""
 
 
 def training_arguments(config: Config, context: Context, total_steps: int, adapter: HFAdapter) -> TrainingArguments:
@@ -232,22 +237,6 @@ def training_arguments(config: Config, context: Context, total_steps: int, adapt
         )
     adapter.configure_arguments(arguments)
     return arguments
-
-
-ENGINE = "hf_trainer"
-
-
-def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.Module]) -> Built:
-    """Return what was built, read from the live objects. Raises RuntimeError if FSDP did not shard all ``units``."""
-    wrapped = trainer.model_wrapped
-    if type(wrapped).__name__ == "DeepSpeedEngine":
-        return describe_deepspeed(wrapped, trainer=ENGINE)
-    distribution = _distribution(wrapped, model, units)
-    # accelerate replaces ``forward`` if it casts, and keeps the original in this attribute.
-    casts = "_original_forward" in vars(model)
-    autocast_dtype = DTYPES[trainer.accelerator.mixed_precision] if casts else None
-    optimizer = innermost_optimizer(trainer.optimizer)
-    return describe_torch(wrapped, optimizer, distribution, autocast_dtype, strategy=strategy, engine=ENGINE)
 
 
 def _distribution(wrapped: nn.Module, model: nn.Module, units: Sequence[nn.Module]) -> Distribution:

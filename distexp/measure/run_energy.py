@@ -32,8 +32,8 @@ def energy_entry(
         "gpu_j_training": energy.gpu_training,
         "cpu_j_training": energy.cpu_training,
         "idle_w": energy.idle_w,
-        "j_per_sample": _ratio(training_j, samples),
-        "j_per_token": _ratio(training_j, tokens),
+        "j_per_sample": training_j / samples if training_j is not None and samples else None,
+        "j_per_token": training_j / tokens if training_j is not None and tokens else None,
         "kwh": kwh,
         "gpu_hours": gpu_hours,
         "co2e_g": _product(kwh, cluster.gco2_per_kwh),
@@ -52,10 +52,6 @@ def _kwh(energy: TraceEnergy, *, on_gpus: bool) -> float | None:
         return None
     known = [joules for joules in (gpu, energy.cpu) if joules is not None]
     return sum(known) / 3.6e6 if known else None
-
-
-def _ratio(joules: float | None, count: int | None) -> float | None:
-    return joules / count if joules is not None and count else None
 
 
 def _product(amount: float | None, factor: float | None) -> float | None:
@@ -89,10 +85,8 @@ def power_curve(samples: Sequence[MemorySample]) -> Curve:
 
 def energy_in(curve: Curve, span: Span) -> float | None:
     """Return the joules in an interval, or None if samples are missing at an end of it."""
-    if len(curve) < 2:
-        return None
-    begin, end = span[0], min(span[1], curve[-1][0]) if math.isinf(span[1]) else span[1]
-    if end <= begin != span[1]:  # The interval starts after the last sample.
+    begin, end = span[0], curve[-1][0] if math.isinf(span[1]) and curve else span[1]
+    if len(curve) < 2 or end <= begin != span[1]:  # The interval starts after the last sample.
         return None
     spacing = (curve[-1][0] - curve[0][0]) / (len(curve) - 1)
     if curve[0][0] - begin > MAX_GAP * spacing or end - curve[-1][0] > MAX_GAP * spacing:
@@ -106,8 +100,6 @@ def _interpolate(curve: Curve, time_s: float) -> float:
     slope = (after[1] - before[1]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
     return before[1] + slope * (time_s - before[0])
 
-
-TRAINING = frozenset({"train"})  # the steps that count for the speed, without warm-up, evaluation and saving
 
 Samples = list[MemorySample]
 
@@ -131,17 +123,16 @@ def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:
         nodes = [group_by_device(read_memory_trace(path).samples) for path in traces]
     except (OSError, ValueError):
         return TraceEnergy()
-    gpus = _devices(nodes, GPU)
-    cpus = _devices(nodes, CPU)
+    gpus, cpus = _devices(nodes, GPU), _devices(nodes, CPU)
     phase_events = read_phase_events(events)
-    training = phase_intervals(phase_events, TRAINING)
+    training = phase_intervals(phase_events, frozenset({"train"}))  # the steps that count for the speed
     first_event_s = phase_events[0].unix_time_s if phase_events else None
     return TraceEnergy(
-        gpu=_sum_or_none(_whole_run(gpus, counter_curve)),
-        gpu_by_power=_sum_or_none(_whole_run(gpus, power_curve)),
-        gpu_training=_sum_or_none(_energies(gpus, training, lambda gpu: counter_curve(gpu) or power_curve(gpu))),
-        cpu=_sum_or_none(_whole_run(cpus, counter_curve)),
-        cpu_training=_sum_or_none(_energies(cpus, training, counter_curve)),
+        gpu=_energy(gpus, counter_curve),
+        gpu_by_power=_energy(gpus, power_curve),
+        gpu_training=_energy(gpus, lambda gpu: counter_curve(gpu) or power_curve(gpu), training),
+        cpu=_energy(cpus, counter_curve),
+        cpu_training=_energy(cpus, counter_curve, training),
         idle_w=_sum_or_none([_idle_power(samples, first_event_s) for samples in gpus]),
     )
 
@@ -152,15 +143,15 @@ def _devices(nodes: Sequence[dict[tuple[str, int], Samples]], kind: str) -> list
     return [samples for devices in by_node for samples in devices] if all(by_node) else []
 
 
-def _whole_run(devices: Sequence[Samples], curve_of: Callable[[Samples], Curve]) -> list[float | None]:
-    return [energy_in(curve_of(samples), (samples[0].unix_time_s, samples[-1].unix_time_s)) for samples in devices]
-
-
-def _energies(
-    devices: Sequence[Samples], spans: Sequence[Span], curve_of: Callable[[Samples], Curve]
-) -> list[float | None]:
-    curves = [curve_of(samples) for samples in devices]
-    return [energy_in(curve, span) for curve in curves for span in spans]
+def _energy(
+    devices: Sequence[Samples], curve_of: Callable[[Samples], Curve], spans: Sequence[Span] | None = None
+) -> float | None:
+    """Return the joules of some devices in some intervals; by default in the whole run."""
+    values: list[float | None] = []
+    for samples in devices:
+        curve, whole = curve_of(samples), (samples[0].unix_time_s, samples[-1].unix_time_s)
+        values += [energy_in(curve, span) for span in ([whole] if spans is None else spans)]
+    return _sum_or_none(values)
 
 
 def _sum_or_none(values: Sequence[float | None]) -> float | None:
@@ -219,11 +210,7 @@ class CpuEnergyReader:
         self._tree_j = 0.0
 
     def read(self, cpu_s: float) -> float | None:
-        """Return the joules of the process tree since the first reading; None if they cannot be read.
-
-        The tree gets its fraction of the CPU time that was in use, over each interval. ``cpu_s`` is its CPU time since
-        the last call.
-        """
+        """Return the joules of the tree since the first reading, given its CPU time since the last one."""
         if not self._counters:
             return None
         try:

@@ -14,6 +14,7 @@ from typing import Any
 from distexp.measure.memory.sampler import TRAINING_PHASES, known_values
 from distexp.runs.events import phase_intervals, read_phase_events
 from distexp.runs.memory_trace import GPU, MemorySample, group_by_device, read_memory_trace
+from distexp.system.typed_values import mean_or_none
 
 MIN_STEPS, MIN_STEPS_CPU = 8, 30  # watched steps to compare ranks; other programs disturb CPUs for many steps
 SLOWER, SLOWER_CPU = 0.05, 0.1  # a straggler's own time is longer than that of the others by this fraction of it
@@ -141,33 +142,29 @@ def signed_rank_score(differences: Sequence[float]) -> float:
 def _load(rank: RankTimes, own_s: float) -> str:
     """Return that cores are oversubscribed, if the rank was without one."""
     lost = statistics.median(rank.without_core_s) if rank.without_core_s else 0.0
-    if lost < OVERSUBSCRIBED * own_s:
-        return ""
-    return (
-        f"; cores are oversubscribed: it also waits {1000 * lost:,.1f} ms a step for a core, so other programs may be "
-        "the cause"
+    found = (
+        f"; cores are oversubscribed: it also waits {1000 * lost:,.1f} ms a step for a core, so other programs may be"
     )
+    return "" if lost < OVERSUBSCRIBED * own_s else f"{found} the cause"
 
 
 def _data_wait(rank: RankTimes, others: Sequence[RankTimes], excess_s: float) -> str:
     """Return that the rank waits for its data, if this is most of its excess."""
     own = statistics.median(rank.data_wait_s)
     usual = statistics.median(statistics.median(other.data_wait_s) for other in others)
-    if own - usual < excess_s / 2:
-        return ""
-    return f"; it waits {1000 * own:,.1f} ms for its data, the others {1000 * usual:,.1f} ms"
+    found = f"; it waits {1000 * own:,.1f} ms for its data, the others {1000 * usual:,.1f} ms"
+    return "" if own - usual < excess_s / 2 else found
 
 
 # Evidence of slow GPUs, from the memory traces: clocks, memory errors, PCIe link, other processes.
 
+# Bits of nvml.h that mean a problem of the GPU, with what they mean.
 SLOWDOWNS = {
     0x08: "the hardware reduces its clocks (power or temperature)",
     0x20: "the driver reduces its clocks because it is too hot",
     0x40: "the hardware reduces its clocks because it is too hot",
     0x80: "the power supply reduces its clocks",
 }
-"""Bits of nvml.h that mean a problem of the GPU, with what they mean."""
-
 POWER_CAP = 0x04  # the power limit reduces the clocks, which is usual for a GPU with much to do
 MIN_SHARE = 0.1  # share of the samples of the training in which a slowdown counts
 POWER_CAP_MORE = 0.2  # share of the samples by which the power limit acts more often than on the other GPUs
@@ -199,14 +196,11 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
                 sample for sample in device if any(begin <= sample.unix_time_s < end for begin, end in training)
             ]
     known = {rank: taken for rank, taken in samples.items() if taken}
-    return {
-        rank: GpuEvidence(
-            taken[0].index,
-            list(_problems(taken)),
-            list(_differences(taken, [other for number, other in known.items() if number != rank])),
-        )
-        for rank, taken in known.items()
-    }
+    evidence = {}
+    for rank, taken in known.items():
+        others = [other for number, other in known.items() if number != rank]
+        evidence[rank] = GpuEvidence(taken[0].index, list(_problems(taken)), list(_differences(taken, others)))
+    return evidence
 
 
 def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
@@ -229,25 +223,16 @@ def _differences(samples: Sequence[MemorySample], others: Sequence[Sequence[Memo
         own, known = measure(samples), [value for other in others if (value := measure(other)) is not None]
         return (math.nan, math.nan) if own is None or not known else (own, statistics.median(known))
 
-    clock, usual = compare(_mean_clock)
+    clock, usual = compare(lambda taken: mean_or_none(known_values(taken, lambda sample: sample.sm_clock_mhz)))
     if clock < (1 - LOWER_CLOCK) * usual:
         yield f"its SM clock is {clock:,.0f} MHz, that of the others {usual:,.0f} MHz"
     share, usual = compare(lambda taken: _share_of_reason(taken, POWER_CAP))
     if share - usual >= POWER_CAP_MORE:
         yield f"its power limit reduces its clocks in {share:.0%} of the samples, in {usual:.0%} on the others"
-    rate, usual = compare(_best_rate)
+    # The highest rate counts, because it is lower while the link saves power.
+    rate, usual = compare(lambda taken: max(known_values(taken, lambda sample: sample.pcie_pct), default=None))
     if rate < usual:
         yield f"its PCIe link has {rate:.0f}% of its maximum rate, that of the others {usual:.0f}%"
-
-
-def _mean_clock(samples: Sequence[MemorySample]) -> float | None:
-    clocks = known_values(samples, lambda sample: sample.sm_clock_mhz)
-    return statistics.fmean(clocks) if clocks else None
-
-
-def _best_rate(samples: Sequence[MemorySample]) -> float | None:
-    """Return the highest rate of the PCIe link in percent. It is lower while the link saves power."""
-    return max(known_values(samples, lambda sample: sample.pcie_pct), default=None)
 
 
 def _share_of_reason(samples: Sequence[MemorySample], bit: int, *, without: int = 0) -> float | None:

@@ -48,21 +48,15 @@ class Measurement:
 
 
 def make_groups(rank: int, nodes: int, per_node: int) -> list[Group]:
-    """Create the groups to measure; every rank must call this.
-
-    They are all ranks, the ranks of each node, and one rank per node. The last two exist only if there are several
-    nodes with several ranks each.
-    """
+    """Create the groups to measure, on every rank: all ranks and, if they differ, those of a node and one per node."""
     world = list(range(nodes * per_node))
     members = [("all", world)]
     if nodes > 1 and per_node > 1:
         members += [(f"node {node}", world[node * per_node : (node + 1) * per_node]) for node in range(nodes)]
         members.append(("across nodes", world[::per_node]))
-    groups = []
-    for name, ranks in members:
-        group = dist.new_group(ranks)
-        groups.append(Group(name, ranks, group if rank in ranks else None))
-    return groups
+    groups = [dist.new_group(ranks) for _, ranks in members]
+    pairs = zip(members, groups, strict=True)
+    return [Group(name, ranks, group if rank in ranks else None) for (name, ranks), group in pairs]
 
 
 def measure(group: Group, device: torch.device, *, max_bytes: int, warmup: int, rounds: int) -> Iterator[Measurement]:
@@ -127,10 +121,9 @@ def _position(group: Group) -> int:
 
 
 def _all_reduce(elements: int, group: Group, device: torch.device) -> Prepared:
-    buffer = torch.full((elements,), _position(group) + 1.0, device=device)
+    buffer, ranks = torch.full((elements,), _position(group) + 1.0, device=device), len(group.ranks)
 
     def check() -> bool:
-        ranks = len(group.ranks)
         correct = _is_filled(buffer, ranks * (ranks + 1) / 2)
         buffer.zero_()  # repeated sums must not overflow
         return correct
@@ -150,14 +143,11 @@ def _all_gather(elements: int, group: Group, device: torch.device) -> Prepared:
 
 
 def _reduce_scatter(elements: int, group: Group, device: torch.device) -> Prepared:
-    part = elements // len(group.ranks)
-    source = torch.full((elements,), _position(group) + 1.0, device=device)
-    target = torch.empty(part, device=device)
     ranks = len(group.ranks)
-    return (
-        lambda: dist.reduce_scatter_tensor(target, source, group=group.process_group),
-        lambda: _is_filled(target, ranks * (ranks + 1) / 2),
-    )
+    source = torch.full((elements,), _position(group) + 1.0, device=device)
+    target = torch.empty(elements // ranks, device=device)
+    run = partial(dist.reduce_scatter_tensor, target, source, group=group.process_group)
+    return run, lambda: _is_filled(target, ranks * (ranks + 1) / 2)
 
 
 def _send_receive(elements: int, group: Group, device: torch.device) -> Prepared:
@@ -168,11 +158,9 @@ def _send_receive(elements: int, group: Group, device: torch.device) -> Prepared
     target = torch.empty(elements, device=device)
 
     def run() -> None:
-        operations = [
-            dist.P2POp(dist.isend, source, next_rank, group.process_group),
-            dist.P2POp(dist.irecv, target, previous_rank, group.process_group),
-        ]
-        for work in dist.batch_isend_irecv(operations):
+        send = dist.P2POp(dist.isend, source, next_rank, group.process_group)
+        receive = dist.P2POp(dist.irecv, target, previous_rank, group.process_group)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
     return run, lambda: _is_filled(target, (position - 1) % len(ranks) + 1.0)

@@ -59,9 +59,7 @@ def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
 
     The curves are those of ``forecast.preflight``, else of the run's own preflight, else those that preflights stored
     on this machine.
-
-    Raises:
-        ConfigError: The record cannot be read, ``forecast.preflight`` has no preflight, or the network is unknown.
+    Raises ConfigError if one of them cannot be read, or if the network is unknown.
     """
     try:
         record = RunRecord.read(run_dir / RECORD)
@@ -90,11 +88,9 @@ def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
 
 def machine_of(environment: Environment | None, network: Network | None = None) -> MachineCurves:
     """Return what is known about the machine of a run, with the curves that preflights stored on this machine."""
-    gpu_name = environment.gpu_name if environment else None
-    hostname = environment.hostname if environment else None
-    return MachineCurves(
-        tuple(stored_points(gpu_name, hostname)), intra_node_link(gpu_name), network or usual_network(gpu_name)
-    )
+    gpu_name, hostname = (environment.gpu_name, environment.hostname) if environment else (None, None)
+    points = tuple(stored_points(gpu_name, hostname))
+    return MachineCurves(points, intra_node_link(gpu_name), network or usual_network(gpu_name))
 
 
 def points_of_preflight(result: Mapping[str, Any]) -> list[CurvePoint]:
@@ -119,9 +115,7 @@ def simulates_nodes(result: Mapping[str, Any]) -> bool:
 def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> Path:
     """Store curves for later forecasts; return the file. Points of other layouts are kept.
 
-    Raises:
-        ConfigError: This user has no cache directory.
-        OSError: The file cannot be written.
+    Raises ConfigError if this user has no cache directory, and OSError if the file cannot be written.
     """
     new = {(point.kind, point.ranks, point.nodes) for point in points}
     kept = [point for point in stored_points(gpu_name, hostname) if (point.kind, point.ranks, point.nodes) not in new]
@@ -180,9 +174,9 @@ class Network:
 
     def describe(self, workers_per_node: int) -> str:
         """Return the network as an option, with the cards that so many workers use."""
-        if facts().networks[self.name].cards is None:
-            return f"forecast.network={self.name}, one card per worker"
-        return f"forecast.network={self.name}, {format_count(self._cards_of(workers_per_node), 'card')} per node"
+        cards = f"{format_count(self._cards_of(workers_per_node), 'card')} per node"
+        is_known = facts().networks[self.name].cards is not None
+        return f"forecast.network={self.name}, {cards if is_known else 'one card per worker'}"
 
     def uses_upper_level(self, nodes: int) -> bool:
         """Return whether collectives over so many nodes go through the upper level of the network."""

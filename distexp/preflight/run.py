@@ -19,6 +19,7 @@ import torch.distributed as dist
 from distexp.config import ConfigError, PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
+from distexp.measure.stragglers import SLOWDOWNS
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies, time_rounds
 from distexp.preflight.machine import points_of_preflight, simulates_nodes, store_points
 from distexp.runs.run_dir import PREFLIGHT
@@ -37,11 +38,8 @@ class PreflightError(RuntimeError):
 def run_preflight(options: PreflightConfig, context: Context, precision: str) -> None:
     """Measure the machine, write ``preflight.json`` and print a table; every rank must call this.
 
-    The process groups are destroyed, GPU memory is released and the allocator's peaks are reset. The matrix ceiling is
-    stored for later runs.
-
-    Raises:
-        PreflightError: a GPU has a problem, a result is wrong, or the bandwidth is below the threshold.
+    The process groups are destroyed, GPU memory is released and the allocator's peaks are reset. Raises PreflightError
+    if a GPU has a problem, a result is wrong, or the bandwidth is below the threshold.
     """
     result = _measure_all(options, context, precision)
     if context.device.type == "cuda":
@@ -115,9 +113,10 @@ def _measure_groups(options: PreflightConfig, context: Context, max_bytes: int) 
 def find_problems(result: Mapping[str, Any]) -> list[str]:
     """Return one message for each reason not to train on this machine, from the content of ``preflight.json``."""
     problems = list(result["complaints"])
-    for one in result["measurements"]:
-        if not one["correct"]:
-            problems.append(f"{one['operation']} over {one['group']} returned wrong values at {one['bytes']} bytes")
+    wrong = (one for one in result["measurements"] if not one["correct"])
+    problems += (
+        f"{one['operation']} over {one['group']} returned wrong values at {one['bytes']} bytes" for one in wrong
+    )
     threshold = result["min_busbw_gbps"]
     reduces = [one for one in result["measurements"] if one["operation"] == "all_reduce" and one["group"] == "all"]
     if threshold is not None and reduces:
@@ -162,13 +161,6 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 # Health of a GPU as NVML reports it: memory in use, memory errors, reduced clocks.
 
-THROTTLE_REASONS = {
-    "nvmlClocksThrottleReasonHwSlowdown": "the hardware reduces its clocks (power or temperature)",
-    "nvmlClocksThrottleReasonHwThermalSlowdown": "the hardware reduces its clocks because it is too hot",
-    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply reduces its clocks",
-    "nvmlClocksThrottleReasonSwThermalSlowdown": "the driver reduces its clocks because it is too hot",
-}
-
 
 def gpu_problems(index: int) -> list[str]:
     """Return one message for each problem of a GPU of NVML. Call it before this process allocates GPU memory."""
@@ -189,9 +181,7 @@ def _find_problems(nvml: Any, index: int) -> Iterator[str]:
     if errors:
         yield f"GPU {index} has {errors} uncorrected memory errors since the last driver load: have it replaced"
     reasons = _read_counter(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    for name, description in THROTTLE_REASONS.items():
-        if reasons & getattr(nvml, name):
-            yield f"GPU {index}: {description}"
+    yield from (f"GPU {index}: {description}" for bit, description in SLOWDOWNS.items() if reasons & bit)
 
 
 def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int | None:
@@ -239,9 +229,7 @@ def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
 def store_ceiling(tflops: float, device: torch.device, precision: str) -> Path:
     """Write the ceiling of a type of device, unless a higher one is stored; return the file.
 
-    Raises:
-        ConfigError: this user has no cache directory.
-        OSError: the file cannot be written.
+    Raises ConfigError if this user has no cache directory, and OSError if the file cannot be written.
     """
     path = _path(device, precision)
     if tflops > (stored_ceiling(device, precision) or 0):

@@ -1,9 +1,8 @@
 """The workers of one node: ``python -m distexp.worker.group RUN_DIR NODE ADDRESS PORT``.
 
 This process imports the libraries once and then forks one worker per GPU. So a node reads torch from the disk once,
-and a run starts in half the CPU time that one interpreter per worker takes. It waits for the workers, stops the others
-after the first failure, and writes down which worker ended first and how. A local run forks this process from one that
-has imported the libraries (``distexp.worker.shared_start``).
+and a run starts in half the CPU time that one interpreter per worker takes. A local run forks this process from one
+that has imported the libraries (``distexp.worker.shared_start``).
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
@@ -62,16 +61,6 @@ def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
     return group.wait()
 
 
-@dataclass(frozen=True)
-class WorkerExit:
-    """How one worker ended."""
-
-    rank: int
-    code: int  # as subprocess: negative for a signal
-    unix_time_s: float
-    stopped: bool  # ended because the group stopped it
-
-
 class WorkerGroup:
     """Forked workers of one node."""
 
@@ -79,7 +68,7 @@ class WorkerGroup:
         self._path = exits
         self._first_rank = first_rank
         self._running: dict[int, int] = {}  # process id: rank
-        self._exits: list[WorkerExit] = []
+        self._exits: list[dict[str, Any]] = []  # how each worker ended; a code is negative for a signal
         self._sent: set[int] = set()  # signals that the group sent to its workers
 
     def start(self, local_rank: int, run_dir: Path) -> None:
@@ -101,26 +90,19 @@ class WorkerGroup:
                 self.stop()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
                 os.kill(os.getpid(), signal.SIGTERM)
-            if any(worker.code for worker in self._exits):
+            if any(worker["code"] for worker in self._exits):
                 self.stop()
-        return int(any(worker.code for worker in self._exits))
+        return int(any(worker["code"] for worker in self._exits))
 
     def stop(self) -> None:
         """End the workers that still run: SIGTERM, and SIGKILL after ``GRACE_S``."""
-        self._send(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        while self._running and time.monotonic() < deadline:
-            signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
-            self._reap()
-        self._send(signal.SIGKILL)
-        while self._running:
-            signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
-            self._reap()
-
-    def _send(self, number: signal.Signals) -> None:
-        for pid in self._running:
-            self._sent.add(number)
-            os.kill(pid, number)
+        for number, deadline in ((signal.SIGTERM, time.monotonic() + GRACE_S), (signal.SIGKILL, float("inf"))):
+            for pid in self._running:
+                self._sent.add(number)
+                os.kill(pid, number)
+            while self._running and time.monotonic() < deadline:
+                signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
+                self._reap()
 
     def _reap(self) -> None:
         while self._running:
@@ -130,9 +112,10 @@ class WorkerGroup:
             code = os.waitstatus_to_exitcode(status)
             # A worker that died by another signal than ours failed by itself, even if it is reaped late.
             stopped = bool(self._sent) and (code >= 0 or -code in self._sent)
-            self._exits.append(WorkerExit(self._running.pop(pid), code, time.time(), stopped))
+            rank = self._running.pop(pid)
+            self._exits.append({"rank": rank, "code": code, "unix_time_s": time.time(), "stopped": stopped})
             try:
-                write_json(self._path, [asdict(worker) for worker in self._exits])
+                write_json(self._path, self._exits)
             except OSError as error:  # A full disk must not keep the group from stopping its workers.
                 print_despite_full_disk(f"{self._path} cannot be written: {error}")
 

@@ -55,7 +55,6 @@ from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
 from distexp.training.watchers import build_watchers
 from distexp.worker.compile_cache import use_compile_cache
-from distexp.worker.size_processes import ModelParts
 from distexp.worker.size_search import find_micro_batch
 
 
@@ -63,13 +62,11 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     """Train, and write the result on rank 0: for the launcher if there is one, otherwise as the record itself."""
     silence_libraries()
     spec = RunSpec.read(run_dir)
-    spec, store = find_micro_batch(spec, run_dir, events, ModelParts(load_data, build_model))
+    spec, store = find_micro_batch(spec, run_dir, events)
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir, store, overhead_mib=load_strategy(spec.config).total_overhead_mib(spec.config))
-    place = (
-        f"{socket.gethostname()}, {context.device}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    )
-    print(f"rank {context.rank} of {context.world_size}: {place}", flush=True)
+    rank, address = f"rank {context.rank} of {context.world_size}", "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    print(f"{rank}: {socket.gethostname()}, {context.device}, rendezvous {address}", flush=True)
     if not launched:
         attempts.register_manual_attempt(spec.run, run_dir)
     if spec.config.preflight.enabled:
@@ -172,7 +169,7 @@ def complete_built(built: Built, config: Config, data: TaskData, module: nn.Modu
 
 
 def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, logger: MetricsLogger) -> RunRecord:
-    """Return the record of a training that has ended. All ranks must call it, and only that of rank 0 is complete."""
+    """Return the record of a training that has ended; a collective. Only that of rank 0 is complete."""
     config = spec.config
     record = RunRecord(
         status="preempted" if logger.stopped else "completed",

@@ -25,11 +25,11 @@ from distexp.strategies.base import load_strategy
 from distexp.system.cache_dir import cache_dir
 from distexp.system.cgroups import usable_memory
 from distexp.system.typed_values import parse_dataclass
-from distexp.worker.size_processes import LONGEST, ModelParts, start_round
+from distexp.worker.size_processes import LONGEST, Round, round_store
 from distexp.worker.size_trial import SizeSearch
 
 
-def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelParts) -> tuple[RunSpec, Store | None]:
+def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events) -> tuple[RunSpec, Store | None]:
     """Return the run with a number as its micro-batch size, and the store to join; None: a new one.
 
     All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing. If no size fits, it raises
@@ -43,7 +43,7 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
     path = stored_path(spec.config)
     search = _share(connection, "stored", read_stored(path, samples_per_worker(spec.config)) if is_rank_0 else None)
     if search is None:
-        search = run_search(spec, run_dir, parts, connection)
+        search = run_search(spec, run_dir, connection)
         if is_rank_0 and search.chosen is not None and search.complete:
             store(search, path)
     if is_rank_0:
@@ -80,20 +80,16 @@ def _savings(config: Config) -> Iterator[str]:
         yield "train.activation_checkpointing=true"
 
 
-def run_search(spec: RunSpec, run_dir: Path, parts: ModelParts, connection: Store) -> MicroBatchSearch:
+def run_search(spec: RunSpec, run_dir: Path, connection: Store) -> MicroBatchSearch:
     """Try sizes until the search is complete or its time is over; the result is the same on all ranks."""
     started = time.monotonic()
     deadline = started + spec.config.train.micro_batch_search_s
     done: SizeSearch | None = None
     while done is None or (done.next_size() is not None and _may_continue(done, connection, deadline)):
-        done = start_round(spec, run_dir, parts, connection, done).run(deadline)
-    return MicroBatchSearch(
-        done.choose(),
-        list(done.tried),
-        time.monotonic() - started,
-        skipped=done.too_large(),
-        complete=done.next_size() is None,
-    )
+        tried = done.tried if done else []
+        done = Round(spec, run_dir, round_store(connection, tried), tried).run(deadline)
+    seconds, complete = time.monotonic() - started, done.next_size() is None
+    return MicroBatchSearch(done.choose(), list(done.tried), seconds, skipped=done.too_large(), complete=complete)
 
 
 def _may_continue(done: SizeSearch, connection: Store, deadline: float) -> bool:

@@ -165,7 +165,7 @@ def run_locally(
     interruption: InterruptedRunError | None = None
     stopped: str | None = None
     agents: list[subprocess.Popen[bytes]] = []
-    with tracked(spec, directory) as tracking, interrupts_raised(), stop_signals_forwarded(directory) as received:
+    with tracked(spec, directory) as messages, interrupts_raised(), stop_signals_forwarded(directory) as received:
         try:
             for node in range(spec.nodes):
                 agents.append(_start_agent(spec, directory, node, shared_start, agent_command))
@@ -181,7 +181,7 @@ def run_locally(
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 codes = shared_start.true_codes(directory, codes)
                 record = finalize_run(spec, directory, codes, started, stopped)
-    screen.show_result(record, directory, tracking.messages)
+    screen.show_result(record, directory, messages)
     if interruption is None and (signals := [*received, *late]):  # They did not stop the run at once.
         interruption = InterruptedRunError(signals[0])
     if interruption is not None:

@@ -23,7 +23,6 @@ from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSe
 from distexp.training.build import build_model, load_data
 from distexp.worker.size_processes import (
     MEMORY_CODE,
-    ModelParts,
     Round,
     SearchError,
     allowed_sizes,
@@ -146,9 +145,7 @@ def conclude(tmp_path: Path, *ends: dict[str, object]) -> SizeSearch:
     """Return what the ranks conclude after size 1 was tried, and their processes have ended."""
     one = TriedSize(1, FITS, 5.0, 100.0, 50.0, 900.0)
     store = Memory(sizes=[1, 2, 4, 8], candidates=1, **{"candidate/0": asdict(one)})
-    return Round(make_spec(*SINGLE, *AUTO), tmp_path, ModelParts(load_data, build_model), store, 0, [])._conclude(
-        [*ends]
-    )
+    return Round(make_spec(*SINGLE, *AUTO), tmp_path, store, [])._conclude([*ends])
 
 
 ENDED_BY_OTHERS = {"code": None}
