@@ -80,11 +80,7 @@ class CheckpointManager:
         self.logger.stopped = RunError("Preempted", message, phase)
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint of this run, else of ``train.resume``, if there is one.
-
-        Raises ConfigError if ``train.resume`` has no valid checkpoint, one of a different training, or one that
-        contains code.
-        """
+        """Load the newest valid checkpoint of this run, or of ``train.resume``; raise ConfigError if that has none."""
         found = self._newest_valid(disk.list_checkpoints(self.context.run_dir), own=True)
         if found is None and self.train.resume is not None:
             found = self._newest_valid_of(Path(self.train.resume))

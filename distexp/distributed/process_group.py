@@ -51,10 +51,8 @@ def sub_store(prefix: str, store: Store) -> Store:
 def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_mib: float = 0.0) -> Context:
     """Initialize the process group from torchrun's environment variables, in a store or a new one.
 
-    CUDA and NCCL usually need ``overhead_mib`` of a GPU, which counts for ``cluster.gpu_memory_limit_gb``.
-
-    Raises:
-        RuntimeError: the number of workers or GPUs differs from the spec.
+    CUDA and NCCL usually need ``overhead_mib`` of a GPU, which counts for ``cluster.gpu_memory_limit_gb``. Raises
+    RuntimeError if the number of workers or GPUs differs from the spec.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -114,11 +112,7 @@ def broadcast_from_rank_0(tensor: Tensor) -> None:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Overwrite the buffers of a module with those of rank 0.
-
-    Each rank computes the running statistics of batch norms from its own samples. DDP broadcasts them before each
-    forward pass, and the other strategies do not.
-    """
+    """Overwrite the buffers with those of rank 0: only DDP keeps the running statistics of batch norms equal."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for buffer in module.buffers():
             broadcast_from_rank_0(buffer)

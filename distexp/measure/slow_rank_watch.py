@@ -210,11 +210,7 @@ SCHEDSTAT = "/proc/thread-self/schedstat"  # statistics of the scheduler about t
 
 
 class SchedulerDelay:
-    """Time that a thread was ready to run without a core. It is that of the thread of the first reading.
-
-    Other programs cause it, so on a CPU it is not part of the own time. The file stays open: it is read twice in each
-    wait.
-    """
+    """Time that the thread of the first reading was ready without a core, because other programs had it."""
 
     def __init__(self, path: str = SCHEDSTAT) -> None:
         self._path = path

@@ -142,10 +142,8 @@ def signed_rank_score(differences: Sequence[float]) -> float:
 def _load(rank: RankTimes, own_s: float) -> str:
     """Return that cores are oversubscribed, if the rank was without one."""
     lost = statistics.median(rank.without_core_s) if rank.without_core_s else 0.0
-    found = (
-        f"; cores are oversubscribed: it also waits {1000 * lost:,.1f} ms a step for a core, so other programs may be"
-    )
-    return "" if lost < OVERSUBSCRIBED * own_s else f"{found} the cause"
+    wait = f"it also waits {1000 * lost:,.1f} ms a step for a core, so other programs may be the cause"
+    return "" if lost < OVERSUBSCRIBED * own_s else f"; cores are oversubscribed: {wait}"
 
 
 def _data_wait(rank: RankTimes, others: Sequence[RankTimes], excess_s: float) -> str:

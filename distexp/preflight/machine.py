@@ -55,11 +55,10 @@ class MachineCurves:
 
 
 def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
-    """Return what is known about the machine of a run.
+    """Return what is known about the machine of a run; raise ConfigError if something cannot be read.
 
     The curves are those of ``forecast.preflight``, else of the run's own preflight, else those that preflights stored
     on this machine.
-    Raises ConfigError if one of them cannot be read, or if the network is unknown.
     """
     try:
         record = RunRecord.read(run_dir / RECORD)

@@ -41,14 +41,11 @@ def check_has_references(data: TaskData) -> None:
 def score_answers(
     model: EvaluableModel, data: ShardedLoader, tokenizer: Tokenizer, max_new_tokens: int, beat: Callable[[], None]
 ) -> tuple[Score, dict[str, str]]:
-    """Generate an answer to each question of the evaluation set, and score them.
+    """Return exact match and F1 of the whole evaluation set, and each answer by the id of its question, on every rank.
 
     An answer has at most ``max_new_tokens``. It also ends at its end token, or if the sequence fills the positions of
-    the model. ``beat`` is called after every token, so that the run does not count as hung.
-
-    Returns:
-        Exact match and F1 over the whole evaluation set, and each answer by the id of its question, on every rank. A
-        question that was too long for the model has no answer, and counts as wrong.
+    the model. A question that was too long for the model has no answer, and counts as wrong. ``beat`` is called after
+    every token, so that the run does not count as hung.
     """
     samples = data.samples
     assert isinstance(samples, QASamples), "check_has_references"
@@ -81,11 +78,7 @@ class GreedyGenerator:
     beat: Callable[[], None]
 
     def generate(self, prompts: Sequence[TokenIds], wanted: Sequence[bool]) -> list[str]:
-        """Return the answer to each prompt; that of an unwanted one is empty.
-
-        Every rank calls it the same number of times, with different prompts. All ranks continue until the last wanted
-        answer of the last rank has ended.
-        """
+        """Return the answer to each prompt, or an empty one if unwanted. All ranks go through the same passes."""
         starts = [len(prompt) for prompt in prompts]
         capacity = _round_up(max(starts) + self.max_new_tokens)
         ids = torch.full((len(prompts), capacity), self.tokenizer.pad_id, device=self.device)
@@ -147,11 +140,7 @@ class Score:
 
 
 def score(answers: Iterable[tuple[str, Sequence[str]]], unanswered: int = 0) -> Score:
-    """Return the mean score of answers; for each, the best of its references counts.
-
-    Further questions without an answer have the score 0, as in the official script. Raises ValueError if there are
-    none.
-    """
+    """Return the mean of the best scores; unanswered questions count as 0. Raises ValueError if there are none."""
     exact, overlap, count = 0.0, 0.0, unanswered
     for answer, references in answers:
         exact += max(exact_match(answer, reference) for reference in references)

@@ -42,9 +42,7 @@ class Evaluation:
 
 
 class MetricsLogger:
-    """The metrics of one training.
-
-    All ranks must call every method, because some methods reduce over the ranks.
+    """The metrics of one training. Every method is a collective, because some reduce over the ranks.
 
     Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
     """
@@ -118,8 +116,9 @@ class MetricsLogger:
         """Record a finished step: loss and accuracy of this rank, shape (2,), and the norm before clipping."""
         phase, next_phase = self._phase(self.steps), self._phase(self.steps + 1)
         self.steps += 1
-        measured, next_measured = phase == TRAIN, next_phase == TRAIN and not self._ends_epoch()
-        step = Step(self.steps, measured, next_measured)
+        ends_epoch = self.steps % self.plan.steps_per_epoch == 0 or self.steps >= self.plan.total_steps
+        measured = phase == TRAIN
+        step = Step(self.steps, measured, next_phase == TRAIN and not ends_epoch)  # an evaluation follows an epoch
         self.watchers.end_step(step)
         self.clock.mark()
         self.watchers.after_step(step)
@@ -212,10 +211,6 @@ class MetricsLogger:
         first = self.window.steps_before if self.window is not None else self.plan.total_steps
         profiled = self.window is not None and first <= done < first + WARMUP_STEPS + self.window.steps
         return PROFILE if profiled else TRAIN
-
-    def _ends_epoch(self) -> bool:
-        """Return whether an evaluation follows the latest step."""
-        return self.steps % self.plan.steps_per_epoch == 0 or self.steps >= self.plan.total_steps
 
     def _set_phase(self, phase: str) -> None:
         self.events.set_phase(phase, step=self.steps, total_steps=self.plan.total_steps)

@@ -170,11 +170,7 @@ class _Rollup:
 
 
 class PssReader:
-    """Reads the memory of processes.
-
-    The memory of ``page_holders`` counts too, without the pages that they alone have. Of the memory of ``file_holders``
-    only the files count, such as libraries.
-    """
+    """Reads the memory of processes; of ``page_holders`` the shared pages count too, of ``file_holders`` the files."""
 
     def __init__(self, page_holders: Sequence[int] = (), file_holders: Sequence[int] = ()) -> None:
         self.page_holders, self.file_holders = page_holders, file_holders
@@ -213,11 +209,7 @@ class PssReader:
         self._held += sum(rollup.files for rollup in files if rollup is not None)
 
     def _read_rollup(self, pid: int) -> _Rollup | None:
-        """Return the PSS of a process; None if it is not readable.
-
-        Its parts are of the same moment. Counts from before would be too small for a process that grows, and all later
-        estimates too large.
-        """
+        """Return the PSS of a process, with parts of one moment, because it may grow; None if it is not readable."""
         if not self._has_rollup:
             return None
         try:

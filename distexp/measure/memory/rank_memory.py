@@ -275,11 +275,7 @@ def running_frames() -> list[FrameType]:
 def describe_blocks(
     blocks: Sequence[UsedBlock], tensors: ModelTensors | None, frames: Sequence[FrameType]
 ) -> dict[str, Any]:
-    """Return the line that runs, the memory by part, and the largest tensors.
-
-    Only a recorded step separates activations and temporaries, so they are ``rest``. Without a model, all memory is
-    ``unknown``.
-    """
+    """Return the line that runs, the memory by part, and the largest tensors. ``rest`` has activations."""
     parts = known_parts(tensors, blocks) if tensors is not None else {}
     others = "unknown" if tensors is None else "rest"
     names = {**dict(_variables(frames)), **(dict(_names(tensors)) if tensors is not None else {})}

@@ -185,15 +185,11 @@ def remove_overhead(
 
     On a GPU, kernels and transfers are as long as without the profiler. So the parts in ``SLOWED`` lose what the
     profiled step takes longer than the median one, in proportion to their size. If they are too small, ``DATA_WAIT``
-    loses the rest. Nothing is removed if the batches of the steps have different sizes: the profiled step may then be
-    longer because it has more work.
+    loses the rest, down to ``data_wait_s``, its median in these steps. Nothing is removed if the batches of the steps
+    have different sizes: the profiled step may then be longer because it has more work.
 
     On a CPU the profiler slows down all parts, and other programs slow down any step. So all parts are scaled: they
     have the shares of the profiled step, and add up to the median one.
-
-    Args:
-        data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter than this.
-        sizes_differ: whether a rank has batches of different sizes.
     """
     if entry["launch_idle_ms"] is None:
         return _scale(entry, 1000 * median_s)
@@ -253,11 +249,7 @@ class Transfer:
 
 
 def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Durations]) -> list[Transfer]:
-    """Divide the collectives of a rank into waiting and transfer, in the order of their starts.
-
-    Ranks of other process groups have other keys in the durations. If ranks of one group have different numbers of
-    collectives, nothing is known about their waiting.
-    """
+    """Divide a rank's collectives into waiting and transfer; no waiting if the ranks of a group have other numbers."""
     shortest = {key: _shortest([times[key] for times in ranks if key in times]) for rank in ranks for key in rank}
     positions: dict[Key, int] = {}
     found: list[Transfer] = []

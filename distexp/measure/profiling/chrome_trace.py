@@ -246,11 +246,7 @@ class CommunicationShares:
 
 
 def communication_shares(trace: Trace) -> CommunicationShares:
-    """Return the share of its steps that a rank spent on communication.
-
-    Copies between host and GPU are neither communication nor computation. Raises ValueError if the steps have no
-    duration.
-    """
+    """Return the share of communication of a rank; a copy is none. Raises ValueError if the steps have no duration."""
     (start, end), steps = trace.window, len(trace.steps)
     if end <= start:
         raise ValueError(f"no duration to compute a share of: {steps} steps from {start} s to {end} s")
