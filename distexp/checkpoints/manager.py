@@ -14,14 +14,12 @@ import torch.distributed as dist
 
 from distexp.checkpoints import folder as disk
 from distexp.checkpoints.folder import CheckpointMeta, Checksums
-from distexp.config import Config, ConfigError
-from distexp.config.fields import flatten
+from distexp.config import Config, ConfigError, fields
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.runs.record_sections import Built, RunError
 from distexp.strategies.base import DistributedModel
-from distexp.system import seeding
-from distexp.system.restricted_loading import weights_only_loading
+from distexp.system import restricted_loading, seeding
 from distexp.training.inputs import TrainingInputs
 
 MODEL = "engine"  # the subfolder of a checkpoint that DistributedModel.save writes
@@ -91,7 +89,7 @@ class CheckpointManager:
             return
         folder, meta = found
         self._note(f"resuming from step {meta.step} of {folder}")
-        with weights_only_loading(folder), _deletion_explained(folder):
+        with restricted_loading.weights_only_loading(folder), _deletion_explained(folder):
             self._restore(folder, meta)
         self.logger.changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
         for change in self.logger.changes:
@@ -222,7 +220,7 @@ UNRELATED = frozenset(
 def training_settings(config: Config) -> dict[str, Any]:
     """Return the settings of a training that its checkpoints contain, by their dotted keys."""
     content = asdict(config)
-    pairs = flatten({section: content[section] for section in SECTIONS})
+    pairs = fields.flatten({section: content[section] for section in SECTIONS})
     return {key: value for key, value in pairs if key not in UNRELATED}
 
 

@@ -21,8 +21,7 @@ from distexp.models.transforms import find_blocks
 from distexp.strategies.communication import mesh_shape, sharding_of
 from distexp.strategies.optimizer import build_optimizer
 from distexp.strategies.torch_model import DTYPES, unsharded_weights
-from distexp.strategies.zero import ds_initialization
-from distexp.strategies.zero.ds_config import uses_autocast
+from distexp.strategies.zero import ds_config, ds_initialization
 from distexp.strategies.zero.ds_initialization import repair_16_bits
 
 
@@ -146,7 +145,7 @@ class DeepSpeedAdapter(HFAdapter):
     @property
     def precision(self) -> str:
         """Return fp32 if DeepSpeed uses autocast; the Trainer must not add its own."""
-        return "fp32" if uses_autocast(self.config) else self.config.precision.name
+        return "fp32" if ds_config.uses_autocast(self.config) else self.config.precision.name
 
     def arguments(self) -> dict[str, Any]:
         """Return the ds_config."""

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from distexp.config import Config
-from distexp.config.custom_code import locate
+from distexp.config import Config, custom_code
 from distexp.data.base import Batch
 from distexp.data.loader import StepData
 from distexp.distributed.context import Context
@@ -22,10 +21,9 @@ from distexp.engines.hf_adapters import HFAdapter
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record_sections import Built
+from distexp.strategies import fsdp_units, torch_model
 from distexp.strategies.base import load_strategy
-from distexp.strategies.fsdp_units import read_distribution
 from distexp.strategies.optimizer import clip_gradients, innermost_optimizer
-from distexp.strategies.torch_model import DTYPES, Distribution, read_ddp_distribution
 from distexp.strategies.torch_model import describe as describe_torch
 from distexp.strategies.zero.ds_initialization import describe as describe_deepspeed
 from distexp.system.seeding import seed_everything
@@ -45,7 +43,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.strategy = load_strategy(config)
         target = self.strategy.own_hf_adapter()
         assert target is not None, "HFTrainer.validate refuses strategies without one"
-        self.adapter: HFAdapter = locate(target)(blueprint, config, context)
+        self.adapter: HFAdapter = custom_code.locate(target)(blueprint, config, context)
         self.step: StepData | None = None
         self.contributions: list[Tensor] = []  # of this rank to loss and accuracy, one for each micro-batch
         self.gradient_norm: Tensor | float | None = None  # of the last step, before clipping
@@ -178,7 +176,7 @@ class HFEvaluableModel:
         distribution = _distribution(wrapped, trainer.unwrapped, trainer.adapter.units)
         # accelerate replaces ``forward`` if it casts, and keeps the original in this attribute.
         casts = "_original_forward" in vars(trainer.unwrapped)
-        autocast_dtype = DTYPES[trainer.accelerator.mixed_precision] if casts else None
+        autocast_dtype = torch_model.DTYPES[trainer.accelerator.mixed_precision] if casts else None
         optimizer, strategy = innermost_optimizer(trainer.optimizer), trainer.config.strategy.name
         return describe_torch(wrapped, optimizer, distribution, autocast_dtype, strategy=strategy, engine=engine)
 
@@ -239,13 +237,13 @@ def training_arguments(config: Config, context: Context, total_steps: int, adapt
     return arguments
 
 
-def _distribution(wrapped: nn.Module, model: nn.Module, units: Sequence[nn.Module]) -> Distribution:
+def _distribution(wrapped: nn.Module, model: nn.Module, units: Sequence[nn.Module]) -> torch_model.Distribution:
     if isinstance(wrapped, DistributedDataParallel):
-        return read_ddp_distribution(wrapped)
+        return torch_model.read_ddp_distribution(wrapped)
     if isinstance(wrapped, FSDPModule):
         missing = [unit for unit in units if not isinstance(unit, FSDPModule)]
         if missing:
             raise RuntimeError(f"FSDP did not shard {len(missing)} of {len(units)} blocks as separate units")
         # accelerate never reshards the root and the last unit after the forward pass; torch does the same by default.
-        return read_distribution(wrapped, units)
-    return Distribution("none" if wrapped is model else type(wrapped).__name__, mesh=[1, 1])
+        return fsdp_units.read_distribution(wrapped, units)
+    return torch_model.Distribution("none" if wrapped is model else type(wrapped).__name__, mesh=[1, 1])

@@ -22,12 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from distexp.config import Config
-from distexp.config.custom_code import locate
+from distexp.config import Config, custom_code
 from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, Workload, to_device
+from distexp.models import introspection, transforms
 from distexp.models.head import adapt_head
-from distexp.models.introspection import count_forward_flops, count_training_flops
-from distexp.models.transforms import transform_blocks
 
 CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]
 """A function that counts the FLOPs of a model on the meta device for its inputs."""
@@ -87,7 +85,7 @@ class FlopCounter:
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
         # A backward pass has two matrix products for each one of the forward pass.
-        return self._rates(count_forward_flops, self._model).scale(3)
+        return self._rates(introspection.count_forward_flops, self._model).scale(3)
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
         """Return the executed FLOPs of a forward and a backward pass."""
@@ -96,10 +94,10 @@ class FlopCounter:
         if model_rates.token and trains_all and not train.activation_checkpointing:
             return model_rates  # unlike that of a convolution, the input of an embedding has no gradient to skip
         model = self._build()
-        transform_blocks(model, replace(self.config, train=replace(train, compile=None)))
+        transforms.transform_blocks(model, replace(self.config, train=replace(train, compile=None)))
         # A compiled block is one operation, so it is recomputed to its end.
         with set_checkpoint_early_stop(train.compiled != "blocks"):
-            return self._rates(count_training_flops, model)
+            return self._rates(introspection.count_training_flops, model)
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -109,7 +107,7 @@ class FlopCounter:
         # Flex attention does not run without memory, and a chunked loss computes the same products as the full one.
         model_config = replace(self.config.model, attention="auto")
         with torch.device("meta"):
-            model: nn.Module = locate(model_config._target_)(model_config, self.data.num_classes).eval()
+            model: nn.Module = custom_code.locate(model_config._target_)(model_config, self.data.num_classes).eval()
         adapt_head(model, replace(self.config.train, loss="full"))
         return model
 

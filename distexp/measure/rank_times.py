@@ -12,9 +12,8 @@ from torch import nn
 
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.measure.clock import quantiles
+from distexp.measure import clock, slow_rank_watch
 from distexp.measure.profiling.profiler import StepProfiler
-from distexp.measure.slow_rank_watch import SlowRankWatch
 from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
 from distexp.measure.watcher import TRAIN, MeasuredSteps, Step, Watcher
 from distexp.runs.step_files import StepTime, write_step_times
@@ -35,7 +34,7 @@ class RankTimesWatch(Watcher):
 
     def __init__(self, context: Context, profiler: StepProfiler, *, enabled: bool) -> None:
         self.context, self.profiler = context, profiler
-        self.waits = SlowRankWatch(context, enabled=enabled)
+        self.waits = slow_rank_watch.SlowRankWatch(context, enabled=enabled)
         self._ordinary: deque[tuple[int, bool]] = deque(maxlen=MAX_STEPS)  # number of the step, and whether watched
         self._follows_step = self._was_watched = False
 
@@ -85,7 +84,7 @@ class RankTimesWatch(Watcher):
             save_step_times(self.context.run_dir, self.context.rank, ordinary)
         return RankTimes(
             self.context.rank,
-            quantiles(durations) or {},
+            clock.quantiles(durations) or {},
             own_s=[durations[step] - wait_s for step, wait_s in waits.items()],
             durations_s=[durations[step] for step in waits],
             data_wait_s=[steps.data_waits_s[step] for step in waits],

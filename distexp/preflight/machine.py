@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distexp.config import ConfigError
-from distexp.config.overrides import format_count
-from distexp.config.sections import ForecastConfig
+from distexp.config import ConfigError, overrides, sections
 from distexp.hardware.facts import Latency, Link, facts, intra_node_link
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Environment
@@ -54,7 +52,7 @@ class MachineCurves:
         return sorted({(point.ranks, point.nodes) for point in self.points if point.kind == kind})
 
 
-def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
+def load_machine(run_dir: Path, options: sections.ForecastConfig) -> MachineCurves:
     """Return what is known about the machine of a run; raise ConfigError if something cannot be read.
 
     The curves are those of ``forecast.preflight``, else of the run's own preflight, else those that preflights stored
@@ -173,7 +171,7 @@ class Network:
 
     def describe(self, workers_per_node: int) -> str:
         """Return the network as an option, with the cards that so many workers use."""
-        cards = f"{format_count(self._cards_of(workers_per_node), 'card')} per node"
+        cards = f"{overrides.format_count(self._cards_of(workers_per_node), 'card')} per node"
         is_known = facts().networks[self.name].cards is not None
         return f"forecast.network={self.name}, {cards if is_known else 'one card per worker'}"
 

@@ -23,9 +23,8 @@ from distexp.measure.stragglers import SLOWDOWNS
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies, time_rounds
 from distexp.preflight.machine import points_of_preflight, simulates_nodes, store_points
 from distexp.runs.run_dir import PREFLIGHT
+from distexp.system import cgroups, files
 from distexp.system.cache_dir import cache_dir
-from distexp.system.cgroups import BUSY_MIB, NvmlUnavailableError, nvml_session, visible_gpus
-from distexp.system.files import read_or_none, write_json
 from distexp.system.units import GIB, MIB, format_tflops
 
 MAX_BYTES_CPU, MAX_BYTES_GPU = 64 * MIB, 4 * GIB
@@ -46,7 +45,7 @@ def run_preflight(options: PreflightConfig, context: Context, precision: str) ->
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if context.rank == 0:
-        write_json(context.run_dir / PREFLIGHT, result)
+        files.write_json(context.run_dir / PREFLIGHT, result)
         print_table(result)
         _store(result, context.device, precision)
     problems = find_problems(result)
@@ -71,7 +70,7 @@ def _store(result: Mapping[str, Any], device: torch.device, precision: str) -> N
 def _measure_all(options: PreflightConfig, context: Context, precision: str) -> dict[str, Any]:
     """Return the content of ``preflight.json``, the same on all ranks."""
     on_gpu = context.device.type == "cuda"
-    problems = gpu_problems(visible_gpus()[context.local_rank].index) if on_gpu else []
+    problems = gpu_problems(cgroups.visible_gpus()[context.local_rank].index) if on_gpu else []
     max_bytes = options.max_bytes or (MAX_BYTES_GPU if on_gpu else MAX_BYTES_CPU)
     measurements = _measure_groups(options, context, max_bytes) if context.world_size > 1 else []
     dist.barrier()
@@ -165,16 +164,16 @@ def print_table(result: Mapping[str, Any]) -> None:
 def gpu_problems(index: int) -> list[str]:
     """Return one message for each problem of a GPU of NVML. Call it before this process allocates GPU memory."""
     try:
-        with nvml_session() as nvml:
+        with cgroups.nvml_session() as nvml:
             return list(_find_problems(nvml, index))
-    except NvmlUnavailableError as error:
+    except cgroups.NvmlUnavailableError as error:
         return [f"the health of GPU {index} cannot be checked: NVML reports {error}"]
 
 
 def _find_problems(nvml: Any, index: int) -> Iterator[str]:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     used = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB
-    if used > BUSY_MIB:
+    if used > cgroups.BUSY_MIB:
         yield f"GPU {index} has {used:,.0f} MiB in use before the run: another process uses it"
     kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     errors = _read_counter(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kind)
@@ -234,14 +233,14 @@ def store_ceiling(tflops: float, device: torch.device, precision: str) -> Path:
     path = _path(device, precision)
     if tflops > (stored_ceiling(device, precision) or 0):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"tflops": tflops})
+        files.write_json(path, {"tflops": tflops})
     return path
 
 
 def stored_ceiling(device: torch.device, precision: str) -> float | None:
     """Return the ceiling that a preflight stored for this type of device, in TFLOP/s; None if there is none."""
     try:
-        tflops = read_or_none(_path(device, precision), "tflops")
+        tflops = files.read_or_none(_path(device, precision), "tflops")
     except ConfigError:
         return None
     return float(tflops) if isinstance(tflops, int | float) and tflops > 0 else None

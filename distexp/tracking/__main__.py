@@ -11,8 +11,7 @@ from distexp.config.custom_code import check_members, check_returned, locate
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, RECORD, tracker_end_path
 from distexp.runs.spec import RunSpec
-from distexp.system.files import Tail
-from distexp.system.processes import die_with_parent
+from distexp.system import files, processes
 from distexp.tracking.base import Tracker, evaluation_values, find_artifacts, step_values, summary_values
 
 POLL_S = 0.5
@@ -23,7 +22,7 @@ def main() -> None:
     directory, over = Path(sys.argv[1]), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: over.set())  # the parent process has died
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-    die_with_parent(signal.SIGTERM)
+    processes.die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(directory)
     name = spec.config.tracker.name
     try:
@@ -40,7 +39,7 @@ def main() -> None:
 
 def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str]:
     """Log all steps and evaluations until ``over`` or the end file is set, then the summary; return messages."""
-    metrics, events = Tail(directory / METRICS), Tail(directory / EVENTS)
+    metrics, events = files.Tail(directory / METRICS), files.Tail(directory / EVENTS)
     step = 0
     while True:
         last = over.wait(POLL_S) or tracker_end_path(directory).exists()

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distexp.config import Config, ConfigError, ModelConfig
+from distexp.config import Config, ConfigError, ModelConfig, model_checks
 from distexp.config.custom_code import PAGE, check_returned, locate
-from distexp.config.model_checks import check_samples_per_rank, loads_from_source, weights_source, weights_source_key
+from distexp.data import text
 from distexp.data.base import (
     MODEL_INPUTS,
     LabelsForHead,
@@ -26,25 +26,11 @@ from distexp.data.base import (
 )
 from distexp.data.image_cache import cache_images
 from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
-from distexp.data.text import (
-    PackedSamples,
-    RightPadding,
-    TextCollate,
-    TokenSamples,
-    pack_training_set,
-    pad_to_batch,
-    sample_lengths,
-    sequence_length,
-)
 from distexp.distributed.context import Context
+from distexp.models import head, hf, introspection, transforms
 from distexp.models.blueprint import Blueprint
-from distexp.models.head import adapt_head
-from distexp.models.hf import check_exportable, read_config
-from distexp.models.introspection import check_forward_arguments, check_packing, learned_positions
-from distexp.models.transforms import MODEL_SCOPES, transform_blocks, use_fp32_batch_norms
 from distexp.strategies.zero.ds_initialization import wrapper_casts_weights
-from distexp.training.generation import check_has_references
-from distexp.training.inputs import StepPlan
+from distexp.training import generation, inputs
 
 
 def load_data(config: Config, context: Context) -> TaskData:
@@ -60,17 +46,17 @@ def load_data(config: Config, context: Context) -> TaskData:
     if config.dataset.cache in ("cpu", "gpu"):
         data = cache_images(data, config.dataset.cache, context.device)
     if config.dataset.packing:
-        data = pack_training_set(data, sequence_length(config.dataset, config.model), config.train.seed)
+        data = text.pack_training_set(data, text.sequence_length(config.dataset, config.model), config.train.seed)
     if config.dataset.bucketing:
-        data = pad_to_batch(data, sequence_length(config.dataset, config.model))
-    if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, TextCollate):
-        data = replace(data, collate=RightPadding(data.collate))
+        data = text.pad_to_batch(data, text.sequence_length(config.dataset, config.model))
+    if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, text.TextCollate):
+        data = replace(data, collate=text.RightPadding(data.collate))
     if config.train.logits == "targets":
         data = _keep_targets(config, data)
     if config.train.loss == "chunked":
         data = replace(data, collate=LabelsForHead(data.collate))
     if config.train.score_answers:
-        check_has_references(data)
+        generation.check_has_references(data)
     if context.rank == 0:
         for note in data.notes:
             print(f"note: {note}", flush=True)
@@ -79,11 +65,11 @@ def load_data(config: Config, context: Context) -> TaskData:
 
 def _source_errors(model: ModelConfig) -> list[str]:
     """Return the errors of the model's own source, if its tokenizer is from there. So a user sees both at once."""
-    source = weights_source(model)
-    if not source or model.tokenizer != "auto" or not loads_from_source(model):
+    source = model_checks.weights_source(model)
+    if not source or model.tokenizer != "auto" or not model_checks.loads_from_source(model):
         return []
     try:
-        read_config(f"model.{weights_source_key(model)}", source)
+        hf.read_config(f"model.{model_checks.weights_source_key(model)}", source)
     except ConfigError as error:
         return error.errors
     return []
@@ -96,7 +82,7 @@ def _keep_targets(config: Config, data: TaskData) -> TaskData:
     batches keep as many tokens as the one with the most targets. During the search for a micro-batch size, the batches
     are not known yet.
     """
-    known = config.train.compiled in MODEL_SCOPES and config.train.micro_batch_size != "auto"
+    known = config.train.compiled in transforms.MODEL_SCOPES and config.train.micro_batch_size != "auto"
     fixed = max_targets(config, data) if known else {}
     return replace(data, collate=TargetTokens(data.collate, bool(config.train.compile), fixed))
 
@@ -107,7 +93,7 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
     unit = "rows" if config.dataset.packing else "samples"
     if data.evaluation is data.train:  # Each loader sets the epoch of its own object.
         data = replace(data, evaluation=copy(data.evaluation))
-    error = check_samples_per_rank(
+    error = model_checks.check_samples_per_rank(
         len(data.train), context.world_size, train.micro_batch, global_batch=train.global_batch_size, unit=unit
     )
     if error:
@@ -125,7 +111,7 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
             seed=train.seed,
             shuffle=samples is data.train,
             num_workers=config.dataset.num_workers,
-            lengths=sample_lengths(samples) if config.dataset.bucketing and samples is data.train else None,
+            lengths=text.sample_lengths(samples) if config.dataset.bucketing and samples is data.train else None,
         )
         for samples, sharding in zip((data.train, data.evaluation), shardings, strict=True)
     )
@@ -158,22 +144,22 @@ def build_model(
         weights_key=weights_key(config.model, data),
     )
     if config.dataset._target_.startswith("distexp."):
-        check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
+        introspection.check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
     if config.model.task == "causal_lm":
         _check_positions(blueprint.model, config)
     if config.dataset.packing:
-        check_packing(blueprint.model)
+        introspection.check_packing(blueprint.model)
     if config.train.save_model:
-        check_exportable(blueprint.model)
-    adapt_head(blueprint.model, config.train)
+        hf.check_exportable(blueprint.model)
+    head.adapt_head(blueprint.model, config.train)
     if wrapper_casts_weights(config):
-        use_fp32_batch_norms(blueprint.model)
-    transform_blocks(blueprint.model, config)
+        transforms.use_fp32_batch_norms(blueprint.model)
+    transforms.transform_blocks(blueprint.model, config)
     return blueprint
 
 
 def _check_positions(model: nn.Module, config: Config) -> None:
-    limit, length = learned_positions(model), config.dataset.max_length
+    limit, length = introspection.learned_positions(model), config.dataset.max_length
     if limit is not None and length is not None and length > limit:
         raise ConfigError(
             f"dataset.max_length={length} exceeds the {limit} positions of model.name={config.model.name}: use "
@@ -199,7 +185,7 @@ def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> 
     sharding = BatchSharding(0, config.cluster.world_size, train.micro_batch, train.gradient_accumulation_steps)
     lengths = lengths_of(samples) if config.dataset.bucketing else None
     sampler = ShardedBatchSampler(len(samples), sharding, seed=train.seed, shuffle=True, lengths=lengths)
-    plan = StepPlan(train, sampler.steps_per_epoch)
+    plan = inputs.StepPlan(train, sampler.steps_per_epoch)
     used = [sampler.global_batches(epoch)[: len(plan.steps_of(epoch, 0))] for epoch in list(plan.epochs(0))[:epochs]]
     return torch.cat(used).view(-1, train.micro_batch)
 
@@ -228,7 +214,7 @@ def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tenso
 
 def _has_prompts(samples: Samples) -> bool:
     """Return whether the targets of samples are known. Those of other samples may be fewer than their tokens."""
-    return isinstance(samples.samples if isinstance(samples, PackedSamples) else samples, TokenSamples)
+    return isinstance(samples.samples if isinstance(samples, text.PackedSamples) else samples, text.TokenSamples)
 
 
 def lengths_of(samples: Samples) -> NDArray[np.int64] | None:
@@ -242,7 +228,7 @@ def token_counts(samples: Samples) -> tuple[NDArray[np.int64] | None, NDArray[np
 
     The first token of a sample is never a target. Without prompts, all other tokens may be targets.
     """
-    if isinstance(samples, PackedSamples):
+    if isinstance(samples, text.PackedSamples):
         lengths, targets = token_counts(samples.samples)
         if lengths is None or targets is None:
             return None, None
@@ -251,7 +237,7 @@ def token_counts(samples: Samples) -> tuple[NDArray[np.int64] | None, NDArray[np
     lengths = lengths_of(samples)
     if lengths is None:
         return None, None
-    prompts = samples.prompt_lengths if isinstance(samples, TokenSamples) else np.ones_like(lengths)
+    prompts = samples.prompt_lengths if isinstance(samples, text.TokenSamples) else np.ones_like(lengths)
     return lengths, lengths - np.maximum(prompts, 1)
 
 

@@ -22,8 +22,7 @@ from distexp.data.loader import ShardedLoader
 from distexp.data.qa import QASamples
 from distexp.data.tokenization import TokenIds, Tokenizer
 from distexp.distributed.process_group import broadcast_buffers, gather_to_all, sum_over_ranks
-from distexp.models.introspection import max_positions, supports_logits_to_keep
-from distexp.models.objective import get_logits
+from distexp.models import introspection, objective
 from distexp.strategies.base import EvaluableModel
 
 PAD_MULTIPLE = 64  # sequences are padded to a multiple of it, so that the shapes of the forward passes repeat
@@ -84,7 +83,7 @@ class GreedyGenerator:
         ids = torch.full((len(prompts), capacity), self.tokenizer.pad_id, device=self.device)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-        limit = max_positions(self.model.module) or capacity
+        limit = introspection.max_positions(self.model.module) or capacity
         lengths = torch.tensor(starts, device=self.device)
         unfinished = torch.tensor(wanted, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
@@ -108,12 +107,12 @@ class GreedyGenerator:
         """Return the most likely next token of each row, of those that the tokenizer has, shape (rows,)."""
         mask = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).long()
         inputs, last = {"input_ids": ids, "attention_mask": mask}, lengths - 1
-        if supports_logits_to_keep(self.model.module):
+        if introspection.supports_logits_to_keep(self.model.module):
             inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
         batch = Batch(
             inputs=inputs, labels=torch.full_like(ids, IGNORE), num_samples=len(ids), num_targets=0, num_tokens=0
         )
-        logits = get_logits(self.model.forward(batch))
+        logits = objective.get_logits(self.model.forward(batch))
         following = logits[torch.arange(len(ids), device=self.device), last]
         return following[:, : self.tokenizer.size].argmax(dim=-1)
 

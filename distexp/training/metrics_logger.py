@@ -19,15 +19,12 @@ from distexp.distributed.context import Context
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
 from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
 from distexp.measure.watcher import PROFILE, TRAIN, WARMUP, MeasuredSteps, Step, Watcher
+from distexp.runs import record_sections, run_dir, run_state
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
-from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import METRICS
-from distexp.runs.run_state import Heartbeat
 from distexp.strategies.optimizer import read_model_tensors
 from distexp.system.files import append_line
-from distexp.training.inputs import StepPlan
-from distexp.training.step_metrics import LossHistory, StepCounts, TotalCounts
+from distexp.training import inputs, step_metrics
 from distexp.training.watchers import Watchers
 
 
@@ -47,11 +44,11 @@ class MetricsLogger:
     Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
     """
 
-    def __init__(self, plan: StepPlan, context: Context, events: Events, watchers: Sequence[Watcher]) -> None:
+    def __init__(self, plan: inputs.StepPlan, context: Context, events: Events, watchers: Sequence[Watcher]) -> None:
         self.plan, self.context, self.events, self.watchers = plan, context, events, Watchers(watchers)
-        self.clock, self.counts = StepClock(context.device), StepCounts()
-        self.history = LossHistory(allows_nan=plan.train.on_nan == "record")
-        self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
+        self.clock, self.counts = StepClock(context.device), step_metrics.StepCounts()
+        self.history = step_metrics.LossHistory(allows_nan=plan.train.on_nan == "record")
+        self.heartbeat = run_state.Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.memory: dict[str, Any] = {}  # what the watchers add to that section of the record, after ``finish``
         self.measured_work = Workload()  # of all ranks, after ``finish``
@@ -61,10 +58,10 @@ class MetricsLogger:
         self.data_wait_s = 0.0
         self.resumed_at = 0  # the step that this attempt resumed from
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
-        self.stopped: RunError | None = None  # why the training ended before its last step
+        self.stopped: record_sections.RunError | None = None  # why the training ended before its last step
         self.logged = 0  # last step written to metrics.jsonl
         self.has_warned = False  # that a step had no gradient
-        self.path = context.run_dir / METRICS
+        self.path = context.run_dir / run_dir.METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
 
     def state(self) -> dict[str, Any]:
@@ -196,7 +193,7 @@ class MetricsLogger:
         self.metrics = self.watchers.add_summaries(steps, metrics, self.memory)
         return self.metrics
 
-    def _add_speed(self, durations: list[float], totals: TotalCounts) -> None:
+    def _add_speed(self, durations: list[float], totals: step_metrics.TotalCounts) -> None:
         metrics, seconds = self.metrics, sum(durations)
         metrics.step_time_s, metrics.speed_error = quantiles(durations), speed_error(durations)
         if durations:

@@ -26,16 +26,14 @@ from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import allocator_path, error_path, log_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import ERROR_TYPE, FULL_BYTES, free_bytes, full_disk_message, is_full_disk, release_reserve
-from distexp.system.environment_variables import captured_environment
-from distexp.system.files import write_json
-from distexp.system.processes import die_with_parent, end_at_once
+from distexp.system import environment_variables, files, processes
 
 USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one rank that torchrun has started."""
-    captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
+    environment_variables.captured_environment()  # before torch and DeepSpeed set some of these variables
     parser = argparse.ArgumentParser("distexp.worker", usage=USAGE, description="Run one rank of a run.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     options = parser.parse_args(arguments)
@@ -49,7 +47,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     started = time.time()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     redirect_output(log_path(run_dir, node, rank))
-    die_with_parent()
+    processes.die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
     events = None
@@ -70,7 +68,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
             os._exit(1)
     # Everything is written, and every rank knows. An orderly exit aborts now and then, on threads that gloo's and
     # DDP's static objects still hold.
-    end_at_once(0)
+    processes.end_at_once(0)
 
 
 def redirect_output(path: Path, mode: str = "w") -> None:
@@ -118,7 +116,7 @@ def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:
     if torch is not None and torch.cuda.is_initialized():
         from distexp.measure.memory.rank_memory import allocator_peaks
 
-        write_json(allocator_path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
+        files.write_json(allocator_path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from typing import Any
 from distexp.runs.run_dir import worker_exits_path
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import print_despite_full_disk
-from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment
-from distexp.system.files import write_json
-from distexp.system.processes import die_with_parent, end_at_once
+from distexp.system import environment_variables, files, processes
 from distexp.worker.__main__ import run_worker
 from distexp.worker.preload import own_modules, preload
 
@@ -30,16 +28,16 @@ WAITED = {signal.SIGCHLD, signal.SIGTERM}  # blocked once there are workers, to 
 
 def main() -> int:
     """Run the workers of a node; return 0 if all of them ended well, else 1."""
-    captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
+    environment_variables.captured_environment()  # before torch and DeepSpeed set some of these variables
     set_torchrun_defaults()
-    die_with_parent()
+    processes.die_with_parent()
     run_dir, node, address, port = sys.argv[1:]
     return run_group(Path(run_dir).absolute(), int(node), address, int(port))
 
 
 def set_torchrun_defaults() -> None:
     """Set the variables that torchrun sets for workers, except those that the user has set."""
-    for name, value in TORCHRUN_DEFAULTS.items():
+    for name, value in environment_variables.TORCHRUN_DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
@@ -115,10 +113,10 @@ class WorkerGroup:
             rank = self._running.pop(pid)
             self._exits.append({"rank": rank, "code": code, "unix_time_s": time.time(), "stopped": stopped})
             try:
-                write_json(self._path, self._exits)
+                files.write_json(self._path, self._exits)
             except OSError as error:  # A full disk must not keep the group from stopping its workers.
                 print_despite_full_disk(f"{self._path} cannot be written: {error}")
 
 
 if __name__ == "__main__":
-    end_at_once(main())
+    processes.end_at_once(main())

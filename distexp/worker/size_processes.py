@@ -29,16 +29,12 @@ from distexp.config.model_checks import divisors, samples_per_worker
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, join, open_store, sub_store
+from distexp.runs import run_state, texts
 from distexp.runs.run_dir import search_log_path
-from distexp.runs.run_state import record_progress
 from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TriedSize
-from distexp.runs.texts import out_of_memory_status
 from distexp.strategies.base import load_strategy
-from distexp.system.processes import die_with_parent
-from distexp.system.seeding import seed_everything
-from distexp.system.typed_values import parse_dataclass
-from distexp.system.units import MIB
+from distexp.system import processes, seeding, typed_values, units
 from distexp.training.build import build_model, load_data
 from distexp.worker.__main__ import redirect_output
 from distexp.worker.compile_cache import use_compile_cache
@@ -103,7 +99,7 @@ class Round:
 
     def _candidates(self) -> list[TriedSize]:
         stored = (self.store.get(f"candidate/{number}") for number in range(self.store.add("candidates", 0)))
-        return [parse_dataclass(TriedSize, json.loads(candidate)) for candidate in stored]
+        return [typed_values.parse_dataclass(TriedSize, json.loads(candidate)) for candidate in stored]
 
     def _wait(self, pid: int, deadline: float) -> int | None:
         """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
@@ -128,7 +124,7 @@ class Round:
     def _run_process(self, parent: int, folder: Path) -> NoReturn:
         code = 1
         try:
-            die_with_parent(parent=parent)
+            processes.die_with_parent(parent=parent)
             node, rank = int(os.environ["GROUP_RANK"]), int(os.environ["RANK"])
             redirect_output(search_log_path(self.run_dir, node, rank), mode="a")
             store = round_store(open_store(self.spec, is_forked=True), self.tried)
@@ -139,7 +135,7 @@ class Round:
             code = 0
         except BaseException as error:
             traceback.print_exception(error)
-            is_full = out_of_memory_status(type(error).__name__, str(error)) is not None
+            is_full = texts.out_of_memory_status(type(error).__name__, str(error)) is not None
             code = MEMORY_CODE if is_full else 1
             content = {"code": code, "time": time.time(), "type": type(error).__name__, "message": str(error)}
             content["errors"] = error.errors if isinstance(error, ConfigError) else None
@@ -154,7 +150,7 @@ class Round:
         torch.set_num_threads(config.cluster.cpus_per_worker or 1)
         if config.train.compile:
             use_compile_cache()
-        seed_everything(config.train.seed)
+        seeding.seed_everything(config.train.seed)
         data = load_data(config, context)
         blueprint = build_model(config, data, context)
         sizes = allowed_sizes(config, data, blueprint.model)
@@ -174,7 +170,7 @@ class Round:
             candidate = trials.measure(size)
             search = replace(search, tried=[*search.tried, candidate])
             if context.rank == 0:
-                record_progress(self.run_dir)
+                run_state.record_progress(self.run_dir)
                 number = len(search.tried) - len(self.tried) - 1
                 store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
                 store.add("candidates", 1)  # after it is stored, so that every rank can read all that count
@@ -198,7 +194,7 @@ def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
     collects = config.train.fused_update and config.train.compute_weights == "step"
     if not collects or largest != samples_per_worker(config):
         return 0.0
-    return 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / MIB
+    return 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / units.MIB
 
 
 def round_store(connection: Store, tried: Sequence[TriedSize]) -> Store:

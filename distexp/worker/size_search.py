@@ -22,11 +22,9 @@ from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import MicroBatchSearch, describe_search
 from distexp.strategies.base import load_strategy
+from distexp.system import cgroups, typed_values
 from distexp.system.cache_dir import cache_dir
-from distexp.system.cgroups import usable_memory
-from distexp.system.typed_values import parse_dataclass
-from distexp.worker.size_processes import LONGEST, Round, round_store
-from distexp.worker.size_trial import SizeSearch
+from distexp.worker import size_processes, size_trial
 
 
 def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events) -> tuple[RunSpec, Store | None]:
@@ -84,22 +82,22 @@ def run_search(spec: RunSpec, run_dir: Path, connection: Store) -> MicroBatchSea
     """Try sizes until the search is complete or its time is over; the result is the same on all ranks."""
     started = time.monotonic()
     deadline = started + spec.config.train.micro_batch_search_s
-    done: SizeSearch | None = None
+    done: size_trial.SizeSearch | None = None
     while done is None or (done.next_size() is not None and _may_continue(done, connection, deadline)):
         tried = done.tried if done else []
-        done = Round(spec, run_dir, round_store(connection, tried), tried).run(deadline)
+        done = size_processes.Round(spec, run_dir, size_processes.round_store(connection, tried), tried).run(deadline)
     seconds, complete = time.monotonic() - started, done.next_size() is None
     return MicroBatchSearch(done.choose(), list(done.tried), seconds, skipped=done.too_large(), complete=complete)
 
 
-def _may_continue(done: SizeSearch, connection: Store, deadline: float) -> bool:
+def _may_continue(done: size_trial.SizeSearch, connection: Store, deadline: float) -> bool:
     """Return whether there is no result, or rank 0 has time for another round; the same on all ranks."""
     if done.choose() is None:
         return True
     key = f"has-time/{len(done.tried)}"
     if os.environ["RANK"] == "0":
         connection.set(key, str(int(time.monotonic() < deadline)))
-    connection.wait([key], LONGEST)
+    connection.wait([key], size_processes.LONGEST)
     return bool(connection.get(key) == b"1")
 
 
@@ -107,9 +105,9 @@ def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> Micr
     """Return rank 0's search on all ranks."""
     if os.environ["RANK"] == "0":
         connection.set(key, json.dumps(asdict(search)) if search else "")
-    connection.wait([key], LONGEST)
+    connection.wait([key], size_processes.LONGEST)
     content = connection.get(key)
-    return parse_dataclass(MicroBatchSearch, json.loads(content)) if content else None
+    return typed_values.parse_dataclass(MicroBatchSearch, json.loads(content)) if content else None
 
 
 # Results of earlier searches, in the cache of distexp: ``micro-batch/KEY.json``.
@@ -151,7 +149,7 @@ def _key(config: Config) -> dict[str, Any]:
     environment = asdict(make_environment(on_gpu=config.cluster.device == "cuda"))
     machine = {name: environment[name] for name in FACTS}
     if config.cluster.device == "cpu":
-        machine["memory"] = usable_memory()
+        machine["memory"] = cgroups.usable_memory()
     cluster = {name: content["cluster"][name] for name in CLUSTER_KEYS}
     return {**key, "cluster": cluster, "machine": machine, "format": FORMAT}
 

@@ -12,8 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from distexp.config import Config
-from distexp.config.model_checks import samples_per_worker, with_micro_batch
+from distexp.config import Config, model_checks
 from distexp.data.base import Batch, Samples, TaskData, to_device
 from distexp.data.loader import PaddedDataset, StepData
 from distexp.data.text import sample_lengths
@@ -25,8 +24,7 @@ from distexp.runs.step_files import FITS, TOO_LARGE, TriedSize
 from distexp.statistics.noise import MemoryLine
 from distexp.strategies.base import DistributedModel, load_strategy
 from distexp.strategies.optimizer import read_model_tensors
-from distexp.system.cgroups import usable_memory
-from distexp.system.seeding import seed_everything
+from distexp.system import cgroups, seeding
 from distexp.system.units import MIB
 
 WARMUP_STEPS, TIMED_STEPS = 2, 3
@@ -35,7 +33,7 @@ MAX_WARMUP_STEPS = 20  # Steps until the optimizer has its states. The loss scal
 
 def micro_batches_per_step(config: Config, size: int) -> int:
     """Return the micro-batches of a measured step: two show the time of both kinds, if there are two."""
-    return min(2, samples_per_worker(config) // size)
+    return min(2, model_checks.samples_per_worker(config) // size)
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class SizeTrials:
     def __init__(self, config: Config, blueprint: Blueprint, data: TaskData, context: Context) -> None:
         self.config, self.data, self.context = config, data, context
         self.model: DistributedModel = load_strategy(config).setup(blueprint, config, context)
-        seed_everything(config.train.seed + context.rank)  # as before a training
+        seeding.seed_everything(config.train.seed + context.rank)  # as before a training
         self.longest = longest_first(data.train)
         optimizer = getattr(self.model, "optimizer", getattr(self.model.module, "optimizer", None))
         self.tensors = partial(read_model_tensors, self.model.module, optimizer)
@@ -64,7 +62,7 @@ class SizeTrials:
     def measure(self, size: int) -> TriedSize:
         """Run some steps of a size; return the result over all ranks. A collective."""
         config, device = self.config, self.context.device
-        micro_batches = samples_per_worker(config) // size
+        micro_batches = model_checks.samples_per_worker(config) // size
         step = self._load_step(size, micro_batches_per_step(config, size))
         self.model.module.train()
         if device.type == "cuda":
@@ -115,7 +113,7 @@ class SizeTrials:
             return usable_bytes(device) / MIB
         workers = self.context.workers_per_node
         available = memory_mib(device) + psutil.virtual_memory().available / workers / MIB
-        return min(available, usable_memory() / workers / MIB)
+        return min(available, cgroups.usable_memory() / workers / MIB)
 
 
 def other_inputs(step: StepData, micro_batches: int) -> Tensor:
@@ -137,7 +135,7 @@ def combine(size: int, config: Config, ranks: list[tuple[float, float, float, fl
     """Return the result of a size from those of all ranks: seconds, peak, base and usable memory."""
     seconds, peaks, bases, usable = zip(*ranks, strict=True)
     fits = all(peak <= limit * USABLE_SHARE for peak, limit in zip(peaks, usable, strict=True))
-    speed = samples_per_worker(config) * config.cluster.world_size / max(seconds)
+    speed = model_checks.samples_per_worker(config) * config.cluster.world_size / max(seconds)
     return TriedSize(size, FITS if fits else TOO_LARGE, speed, max(peaks), max(bases), min(usable))
 
 
@@ -157,7 +155,7 @@ def memory_mib(device: torch.device) -> float:
 
 def config_of_round(config: Config, size: int) -> Config:
     """Return the configuration with which the model of some trials is built."""
-    return with_micro_batch(config, size, micro_batches_per_step(config, size))
+    return model_checks.with_micro_batch(config, size, micro_batches_per_step(config, size))
 
 
 # Which size the search tries next, and which one it chooses. The same results give the same answer on all ranks.

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distexp.runs.memory_trace import MemorySample
-from distexp.system.cgroups import nvml_session
-from distexp.system.units import MIB
+from distexp.system import cgroups, units
 
 
 class GpuReader:
@@ -23,7 +22,7 @@ class GpuReader:
         self._refused: set[str] = set()
         self._lists_our_pids = False
         self._session = ExitStack()
-        self._nvml: Any = self._session.enter_context(nvml_session())
+        self._nvml: Any = self._session.enter_context(cgroups.nvml_session())
         self._handles = {
             index: self._query(f"handle of GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in indices
         }
@@ -48,8 +47,8 @@ class GpuReader:
             millijoules = self._query(f"energy of GPU {index}", "nvmlDeviceGetTotalEnergyConsumption", handle)
         return replace(
             empty,
-            used_mib=None if memory is None else memory.used / MIB,
-            total_mib=None if memory is None else memory.total / MIB,
+            used_mib=None if memory is None else memory.used / units.MIB,
+            total_mib=None if memory is None else memory.total / units.MIB,
             utilization_pct=None if busy is None else float(busy.gpu),
             power_w=None if milliwatts is None else milliwatts / 1000,
             job_mib=job_mib,
@@ -100,7 +99,7 @@ class GpuReader:
 
 
 def _total_mib(sizes: Sequence[int | None]) -> float | None:
-    return None if None in sizes else float(sum(filter(None, sizes))) / MIB
+    return None if None in sizes else float(sum(filter(None, sizes))) / units.MIB
 
 
 # What may slow a GPU down: reduced clocks, memory errors, and its PCIe link.

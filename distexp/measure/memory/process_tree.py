@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from distexp.system.processes import descendants
-from distexp.system.units import MIB
+from distexp.system import processes, units
 
 COMPILER = re.compile(
     rb"ninja|nvcc|cicc|ptxas|fatbinary|cudafe\+\+|nvlink|hipcc|cc1(plus)?|collect2|lto1|as|ld(\.\w+)?|lld"
@@ -105,7 +104,7 @@ class ProcessTree:
 
     def _children(self, pid: int) -> Iterator[int]:
         if not self._kernel_lists_children:
-            yield from (child.pid for child in descendants(pid, recursive=False))
+            yield from (child.pid for child in processes.descendants(pid, recursive=False))
             return
         with suppress(FileNotFoundError, ProcessLookupError):
             for thread in os.listdir(f"/proc/{pid}/task"):  # The kernel lists them per thread that started them.
@@ -196,7 +195,7 @@ class PssReader:
             sources = [*sorted(self._sources), "delta"]
         apart = [used[pid] for pid in compilers if pid in used]
         rest = sum(used.values()) + self._held - sum(apart)
-        return TreeMemory(rest / MIB, "+".join(sources), sum(apart) / MIB if apart else None)
+        return TreeMemory(rest / units.MIB, "+".join(sources), sum(apart) / units.MIB if apart else None)
 
     def _read_pss(self, counts: dict[int, tuple[int, int]]) -> None:
         self._last, self._sources = {}, set()

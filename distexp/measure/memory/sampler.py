@@ -15,15 +15,12 @@ from pathlib import Path
 from statistics import fmean, multimode
 from typing import Any
 
-from distexp.measure.memory.gpu_reader import GpuReader
-from distexp.measure.memory.process_tree import CostLimit, ProcessTree
+from distexp.measure.memory import gpu_reader, process_tree
 from distexp.measure.run_energy import CpuEnergyReader
 from distexp.runs.events import PhaseEvent, PhaseTail, phase_at, read_phase_events
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTraceWriter, group_by_device, read_memory_trace
 from distexp.runs.run_dir import EVENTS, memory_trace_path
-from distexp.system.cgroups import cpu_count, usable_memory
-from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
-from distexp.system.units import MIB
+from distexp.system import cgroups, typed_values, units
 
 SAMPLING_SHARE = 0.1  # share of one core's time that sampling may cost
 COST_WINDOW = 3  # samples whose minimum is the cost of a sample, because a slow one is noise
@@ -56,16 +53,16 @@ class Sampler:
         self.path = path
         self.interval_s = interval_s
         self.root_pid = os.getpid() if root_pid is None else root_pid
-        self.cores = cores or cpu_count()
+        self.cores = cores or cgroups.cpu_count()
         self._gpu_indices = tuple(gpu_indices)
         self._tail = PhaseTail(events or path.parent.parent / EVENTS)
-        self._tree = ProcessTree(self.root_pid)
+        self._tree = process_tree.ProcessTree(self.root_pid)
         self.include = self._tree.include
-        self._gpus: GpuReader | None = None
+        self._gpus: gpu_reader.GpuReader | None = None
         self._cpu_energy = CpuEnergyReader()
         self._total_mib: float | None = None
         self._read_at: float | None = None
-        self._limit = CostLimit(SAMPLING_SHARE, COST_WINDOW)
+        self._limit = process_tree.CostLimit(SAMPLING_SHARE, COST_WINDOW)
         self._warned: set[str] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
@@ -98,13 +95,13 @@ class Sampler:
 
     def _open_sources(self) -> None:
         try:
-            self._total_mib = usable_memory(self.root_pid) / MIB
+            self._total_mib = cgroups.usable_memory(self.root_pid) / units.MIB
         except (OSError, ValueError, IndexError) as error:
             self._warn("limit", f"the memory of the machine is unknown ({error}); total_mib is left empty")
         if not self._gpu_indices:
             return
         try:
-            self._gpus = GpuReader(self._gpu_indices, lambda text: self._warn(text, text))
+            self._gpus = gpu_reader.GpuReader(self._gpu_indices, lambda text: self._warn(text, text))
         except Exception as error:  # any: a broken driver must not stop the run
             self._warn("nvml", f"NVML is not available ({error}); the values of the GPUs are left empty")
 
@@ -283,7 +280,7 @@ def _counted_on_cpu(samples: Sequence[MemorySample]) -> list[MemorySample]:
     A sample before the first phase counts only if no phase has memory: while processes start, memory that they share
     may count several times. A phase may have samples without memory, of processes that have ended.
     """
-    counted = [sample for sample in samples if sample.phase not in UNCOUNTED_CPU_PHASES]
+    counted = [sample for sample in samples if sample.phase not in typed_values.UNCOUNTED_CPU_PHASES]
     in_phases = [sample for sample in counted if sample.phase]
     return in_phases if any(sample.used_mib is not None for sample in in_phases) else counted
 

@@ -14,20 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from distexp.measure.memory.step_parts import (
-    BACKWARD,
-    COMMUNICATION,
-    END,
-    FORWARD,
-    OPTIMIZER,
-    PARTS,
-    PHASES,
-    Change,
-    Frame,
-    Mark,
-    RecordedStep,
-    phase_peaks,
-)
+from distexp.measure.memory import step_parts
 from distexp.strategies.optimizer import ModelTensors, ReadTensors
 from distexp.system.cgroups import NvmlUnavailableError, nvml_session
 from distexp.system.torch_internals.tensors import around_backward, start_memory_history, stop_memory_history
@@ -51,7 +38,7 @@ class StepRecording:
         self._stack = ExitStack()
         self._read: ReadTensors | None = None
         self._markers: list[Tensor] = []
-        self._marks: list[Mark] = []
+        self._marks: list[step_parts.Mark] = []
         self._start: list[UsedBlock] = []
         self._known: dict[int, str] = {}
         self._weight_sizes: frozenset[int] = frozenset()
@@ -77,25 +64,25 @@ class StepRecording:
 
     def start_forward(self) -> None:
         """Mark the start of a micro-batch."""
-        self._mark(FORWARD)
+        self._mark(step_parts.FORWARD)
 
     def start_update(self) -> None:
         """Mark the end of the backward pass."""
         assert self._read is not None
-        self._mark(OPTIMIZER, frozenset(storage_sizes(_on_gpu(self._read().gradients))))
+        self._mark(step_parts.OPTIMIZER, frozenset(storage_sizes(_on_gpu(self._read().gradients))))
 
     def finish(self) -> list[dict[str, Any]]:
         """End the recording; return the parts at the peak of each phase, in MiB."""
-        self._mark(END)
+        self._mark(step_parts.END)
         self._stack.close()
         changes = changes_of(stop_memory_history(self._index))
         self._markers = []
         start = {block.address: block.size for block in self._start}
-        step = RecordedStep(start, self._known, changes, self._marks, self._vocabulary, self._weight_sizes)
+        step = step_parts.RecordedStep(start, self._known, changes, self._marks, self._vocabulary, self._weight_sizes)
         context = self._context() if step.knows_logits else {"logits_mib": None, **self._context()}
         return [
             entry_of(phase, parts, self.allocated[phase], self.reserved[phase]) | context
-            for phase, parts in phase_peaks(step).items()
+            for phase, parts in step_parts.phase_peaks(step).items()
         ]
 
     def cancel(self) -> None:
@@ -107,7 +94,7 @@ class StepRecording:
     def _in_backward(self) -> Iterator[None]:
         """Mark the start of a backward pass. Recomputation may run others inside of it."""
         if not self._backward_depth:
-            self._mark(BACKWARD)
+            self._mark(step_parts.BACKWARD)
         self._backward_depth += 1
         try:
             yield
@@ -116,7 +103,7 @@ class StepRecording:
 
     def _mark(self, phase: str, gradients: frozenset[int] = frozenset()) -> None:
         statistics = torch.cuda.memory_stats(self.device)
-        if self.phase in PHASES:  # the peaks of the phase that ends
+        if self.phase in step_parts.PHASES:  # the peaks of the phase that ends
             for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
                 peaks[self.phase] = max(peaks[self.phase], statistics[f"{key}.all.peak"])
         self.keep_peaks()
@@ -124,7 +111,7 @@ class StepRecording:
         self.phase = phase
         marker = torch.empty(1, dtype=torch.uint8, device=self.device)
         self._markers.append(marker)
-        self._marks.append(Mark(marker.untyped_storage().data_ptr(), phase, gradients))
+        self._marks.append(step_parts.Mark(marker.untyped_storage().data_ptr(), phase, gradients))
 
     def _context(self) -> dict[str, Any]:
         """Return the memory that NVML reports beyond torch's reserved memory, and what NVML counted."""
@@ -144,7 +131,7 @@ def entry_of(phase: str, parts: Mapping[str, int], allocated: int, reserved: int
     """Return the entry of a phase in MiB. ``other_mib`` is what the parts miss, mostly the allocator's rounding."""
     return {
         "phase": phase,
-        **{f"{part}_mib": parts.get(part, 0) / MIB for part in PARTS},
+        **{f"{part}_mib": parts.get(part, 0) / MIB for part in step_parts.PARTS},
         "other_mib": (allocated - sum(parts.values())) / MIB,
         "allocated_mib": allocated / MIB,
         "reserve_mib": (reserved - allocated) / MIB,
@@ -157,7 +144,7 @@ class UsedBlock:
 
     address: int
     size: int
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[step_parts.Frame, ...] = ()
     requested: int = 0
 
 
@@ -172,18 +159,20 @@ def used_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[Used
     ]
 
 
-def changes_of(entries: Iterable[Mapping[str, Any]]) -> list[Change]:
+def changes_of(entries: Iterable[Mapping[str, Any]]) -> list[step_parts.Change]:
     """Return the allocations and frees of a memory history of torch."""
     return [
-        Change(entry["addr"], entry["size"], entry["action"] == "free_requested", frames_of(entry))
+        step_parts.Change(entry["addr"], entry["size"], entry["action"] == "free_requested", frames_of(entry))
         for entry in entries
         if entry["action"] in ("alloc", "free_requested")
     ]
 
 
-def frames_of(entry: Mapping[str, Any]) -> tuple[Frame, ...]:
+def frames_of(entry: Mapping[str, Any]) -> tuple[step_parts.Frame, ...]:
     """Return the Python stack of an allocation, the innermost call first; empty if none was recorded."""
-    return tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ())
+    return tuple(
+        step_parts.Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ()
+    )
 
 
 def known_parts(tensors: ModelTensors, blocks: Iterable[UsedBlock]) -> dict[int, str]:
@@ -193,7 +182,7 @@ def known_parts(tensors: ModelTensors, blocks: Iterable[UsedBlock]) -> dict[int,
         "parameters": (*tensors.parameters, *tensors.buffers),
         "optimizer_states": tensors.optimizer_states,
         "gradients": tensors.gradients,
-        COMMUNICATION: tensors.communication,
+        step_parts.COMMUNICATION: tensors.communication,
     }
     for part, members in parts.items():
         for address in storage_sizes(_on_gpu(members)):
@@ -201,7 +190,7 @@ def known_parts(tensors: ModelTensors, blocks: Iterable[UsedBlock]) -> dict[int,
     buckets = Counter(tensors.bucket_sizes)
     for block in blocks:
         if block.address not in known and buckets[block.requested] > 0:
-            known[block.address] = COMMUNICATION
+            known[block.address] = step_parts.COMMUNICATION
             buckets[block.requested] -= 1
     return known
 

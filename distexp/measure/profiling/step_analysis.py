@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
+from distexp.measure.profiling import intervals, phases
 from distexp.measure.profiling.chrome_trace import Trace, combine_shares
-from distexp.measure.profiling.intervals import ProfileWindow
-from distexp.measure.profiling.phases import CoreWaits, cpu_busy_ms
 from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, RankSummary, items_of, lanes_of
 from distexp.models.transforms import find_units
 from distexp.runs.step_files import Parameters, StepModel, write_profile_summary, write_step_model
@@ -42,10 +41,10 @@ class StepAnalysis:
     """Analysis of the profiled steps of one rank."""
 
     context: Context
-    window: ProfileWindow | None  # the profiled steps; None if no step could be profiled
+    window: intervals.ProfileWindow | None  # the profiled steps; None if no step could be profiled
     module: nn.Module | None  # the distributed model, whose sizes a forecast needs
     micro_batches: int  # micro-batches of a step
-    core_waits: CoreWaits  # time without a core in each profiled step
+    core_waits: phases.CoreWaits  # time without a core in each profiled step
 
     def run(self, trace: Trace | str) -> ProfileResult:
         """Return the results of all ranks; a collective. Rank 0 writes the lanes of all ranks and its own step."""
@@ -76,7 +75,7 @@ class StepAnalysis:
         rank = self.context.rank
         entry = {
             **median.parts.to_json(rank, on_gpu=trace.on_gpu),
-            "cpu_busy_ms": cpu_busy_ms(trace, median.position),
+            "cpu_busy_ms": phases.cpu_busy_ms(trace, median.position),
             "without_core_ms": self.core_waits.milliseconds(median.position),
         }
         return entry, lanes_of(trace, median.parts, median.transfers, rank)

@@ -8,23 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from distexp.measure.profiling.breakdown import (
-    Durations,
-    StepParts,
-    Transfer,
-    durations_of,
-    split_collectives,
-    split_step,
-    step_windows,
-)
-from distexp.measure.profiling.chrome_trace import (
-    FSDP_HOOK,
-    CommunicationShares,
-    Kernel,
-    Trace,
-    TraceCollective,
-    communication_shares,
-)
+from distexp.measure.profiling import breakdown, chrome_trace
 from distexp.measure.profiling.intervals import (
     MATMUL,
     OTHER_KERNEL,
@@ -55,7 +39,7 @@ Launched = tuple[float, Collective]  # time of the launch on the CPU, and the co
 class ProfiledStep:
     """One step of a rank."""
 
-    trace: Trace  # events of the rank
+    trace: chrome_trace.Trace  # events of the rank
     median: MedianStep  # position and parts of the step, and the collectives of the rank in the order of their starts
     workers: int  # number of workers
     micro_batches: int  # micro-batches of a step
@@ -65,7 +49,7 @@ class ProfiledStep:
 def items_of(step: ProfiledStep) -> tuple[Item, ...]:
     """Return segments and collectives by their launches, of at most three micro-batches: first, median and last."""
     trace, window = step.trace, step.trace.steps[step.median.position]
-    of_fsdp = f"{FSDP_HOOK}post_backward_reduce"
+    of_fsdp = f"{chrome_trace.FSDP_HOOK}post_backward_reduce"
     hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(of_fsdp)]
     phases = find_phases(window, trace.backward, trace.optimizer, micro_batches=step.micro_batches, hooks=hooks)
     collectives: list[tuple[float, Item]] = []
@@ -94,9 +78,11 @@ def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
     return _with_sizes_of_hooks([timed for timed in observed if first <= timed[0] < last], hooks)
 
 
-def _launches_with_gloo(trace: Trace, collectives: Sequence[TraceCollective]) -> list[float | None]:
+def _launches_with_gloo(
+    trace: chrome_trace.Trace, collectives: Sequence[chrome_trace.TraceCollective]
+) -> list[float | None]:
     """Return when the CPU called each collective: in the last call before a thread of gloo starts it."""
-    calls = sorted(when[0] for name, when in trace.calls if not name.startswith(FSDP_HOOK))
+    calls = sorted(when[0] for name, when in trace.calls if not name.startswith(chrome_trace.FSDP_HOOK))
     found: list[float | None] = []
     for one in collectives:
         position = bisect_right(calls, one.when[0]) - 1
@@ -111,7 +97,11 @@ def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[HookCollectiv
         yield hook.when, Collective(hook.kind, hook.bytes, 1, "shard", FORWARD, 0)
     sharded = {hook.kind for hook in hooks}
     for name, when in step.trace.calls:
-        if not name.startswith(FSDP_HOOK) and first <= when[0] < last and name not in (*sharded, "barrier"):
+        if (
+            not name.startswith(chrome_trace.FSDP_HOOK)
+            and first <= when[0] < last
+            and name not in (*sharded, "barrier")
+        ):
             yield when[0], Collective(name, None, 1, "all", FORWARD, 0)
 
 
@@ -160,12 +150,12 @@ def _chunks(start: float, end: float, longest: float) -> Iterator[float]:
     yield from (start + i * (end - start) / count for i in range(count))
 
 
-def _launch(kernel: Kernel) -> Interval:
+def _launch(kernel: chrome_trace.Kernel) -> Interval:
     assert kernel.launch is not None
     return kernel.launch
 
 
-def _durations(trace: Trace) -> dict[int, float]:
+def _durations(trace: chrome_trace.Trace) -> dict[int, float]:
     """Return the time that each kernel occupies the GPU, by its identity.
 
     Time at which several kernels run counts once. The start of a kernel that is in the queue counts as part of it.
@@ -175,14 +165,14 @@ def _durations(trace: Trace) -> dict[int, float]:
     for event in sorted(trace.device_events, key=lambda event: event.when):
         start, end = event.when
         queued = event.launch is not None and event.launch[1] <= busy and start - busy <= QUEUE_GAP_S
-        if isinstance(event, Kernel):
+        if isinstance(event, chrome_trace.Kernel):
             found[id(event)] = max(0.0, end - max(busy, start)) + (max(0.0, start - busy) if queued else 0.0)
             busy = max(busy, end)
     return found
 
 
 def _segment(
-    when: Interval, kernels: Sequence[Kernel], durations: Mapping[int, float], waits: Sequence[Interval]
+    when: Interval, kernels: Sequence[chrome_trace.Kernel], durations: Mapping[int, float], waits: Sequence[Interval]
 ) -> Segment:
     """Return the segment of a time of the CPU, without its place in the step."""
     host = _busy(when[0], when[1], waits)
@@ -220,7 +210,9 @@ GAP = 0.002  # spans are merged if the gap between them is a smaller fraction of
 Layers = Sequence[tuple[str, Sequence[Interval]]]
 
 
-def lanes_of(trace: Trace, step: StepParts, collectives: Sequence[Transfer], rank: int) -> dict[str, Any]:
+def lanes_of(
+    trace: chrome_trace.Trace, step: breakdown.StepParts, collectives: Sequence[breakdown.Transfer], rank: int
+) -> dict[str, Any]:
     """Return the entry of a rank in ``profile/summary.json``, with labels as text."""
     kinds, start = sorted({one.kind for one in collectives}), step.window[0]
     compute = (("matmul", MATMUL), ("other_kernels", OTHER_KERNEL), ("optimizer", "optimizer"))
@@ -285,16 +277,16 @@ def _rasterize(spans: Spans, window: Interval) -> Spans:
 class RankSummary:
     """What the other ranks need to know of the trace of a rank."""
 
-    shares: CommunicationShares
+    shares: chrome_trace.CommunicationShares
     step_s: list[float]  # duration of each profiled step
-    collectives: Durations
+    collectives: breakdown.Durations
 
     @classmethod
-    def of(cls, trace: Trace) -> RankSummary:
+    def of(cls, trace: chrome_trace.Trace) -> RankSummary:
         """Return the summary of a trace."""
-        durations = [end - start for start, end in step_windows(trace)]
-        collectives = durations_of(trace.collectives, several_groups=has_several_groups())
-        return cls(communication_shares(trace), durations, collectives)
+        durations = [end - start for start, end in breakdown.step_windows(trace)]
+        collectives = breakdown.durations_of(trace.collectives, several_groups=has_several_groups())
+        return cls(chrome_trace.communication_shares(trace), durations, collectives)
 
 
 @dataclass(frozen=True)
@@ -302,15 +294,15 @@ class MedianStep:
     """The profiled step of a rank whose duration is the median, as a mean over the ranks."""
 
     position: int  # number of the step in the trace, the same for all ranks
-    transfers: list[Transfer]  # collectives of the trace, with the waiting for other ranks
-    parts: StepParts  # parts of the step
+    transfers: list[breakdown.Transfer]  # collectives of the trace, with the waiting for other ranks
+    parts: breakdown.StepParts  # parts of the step
 
     @classmethod
-    def of(cls, trace: Trace, ranks: Sequence[RankSummary]) -> MedianStep:
+    def of(cls, trace: chrome_trace.Trace, ranks: Sequence[RankSummary]) -> MedianStep:
         """Return the median step of a rank. Raises ValueError if the ranks have different numbers of steps."""
         if len({len(rank.step_s) for rank in ranks}) > 1:
             raise ValueError("the ranks have different numbers of profiled steps")
         totals = [sum(durations) for durations in zip(*(rank.step_s for rank in ranks), strict=True)]
         position = sorted(range(len(totals)), key=lambda number: totals[number])[(len(totals) - 1) // 2]
-        transfers = split_collectives(trace.collectives, [rank.collectives for rank in ranks])
-        return cls(position, transfers, split_step(trace, step_windows(trace)[position], transfers))
+        transfers = breakdown.split_collectives(trace.collectives, [rank.collectives for rank in ranks])
+        return cls(position, transfers, breakdown.split_step(trace, breakdown.step_windows(trace)[position], transfers))
