@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.run_dir import CHECKPOINTS
-from distexp.system.files import flush_names, move_into_place, write_json
+from distexp.system.files import flush_names, move_into_place, read_or_none, write_json
 
 MANIFEST = "manifest.json"
 KEEP = 2  # number of checkpoints that a run keeps
@@ -64,8 +64,8 @@ def step_of(folder: Path) -> int | None:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first; they may be damaged."""
-    found = [(step, path) for path in checkpoints_root(run_dir).glob("step-*") if (step := step_of(path)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = {path: step for path in checkpoints_root(run_dir).glob("step-*") if (step := step_of(path)) is not None}
+    return sorted(found, key=lambda path: found[path], reverse=True)
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -97,13 +97,10 @@ def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
         return None
 
 
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the training that wrote a checkpoint; None if it has none."""
-    try:
-        settings = json.loads((folder / MANIFEST).read_text())["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return settings if isinstance(settings, dict) else None
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the training that wrote a checkpoint; empty if it has none."""
+    settings = read_or_none(folder / MANIFEST, "settings")
+    return settings if isinstance(settings, dict) else {}
 
 
 def find_damage(folder: Path, checksums: Checksums) -> str | None:
@@ -143,9 +140,9 @@ def publish(run_dir: Path, step: int) -> None:
     target = checkpoint_dir(run_dir, step)
     move_into_place(tmp_dir(run_dir, step), target)
     flush_names(target.parent)
-    known = [(number, path) for path in list_checkpoints(run_dir) if (number := step_of(path)) is not None]
-    kept = [path for number, path in known if number <= step][:KEEP]
-    for _, path in known:
+    known = list_checkpoints(run_dir)
+    kept = [path for path in known if (step_of(path) or 0) <= step][:KEEP]
+    for path in known:
         if path not in kept:
             shutil.rmtree(path)
 

@@ -91,7 +91,7 @@ class CheckpointManager:
         self._note(f"resuming from step {meta.step} of {folder}")
         with restricted_loading.weights_only_loading(folder), _deletion_explained(folder):
             self._restore(folder, meta)
-        self.logger.changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
+        self.logger.changes = list(describe_changes(disk.read_settings(folder), self.settings))
         for change in self.logger.changes:
             self._note(change)
         if self.logger.changes:
@@ -139,7 +139,7 @@ class CheckpointManager:
         old, new = vars(saved), vars(self._meta(saved.step))
         names = ["checkpoint_format", "parameters", "global_batch", "steps_per_epoch"]
         wrong = [f"{name} is {old[name]} instead of {new[name]}" for name in names if old[name] != new[name]]
-        optimizer = (disk.read_settings(folder) or {}).get("train.optimizer", self.train.optimizer)
+        optimizer = disk.read_settings(folder).get("train.optimizer", self.train.optimizer)
         if optimizer != self.train.optimizer:  # Its states are others.
             wrong.append(f"train.optimizer is {optimizer} instead of {self.train.optimizer}")
         if wrong:

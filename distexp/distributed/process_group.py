@@ -15,7 +15,7 @@ from distexp.config import ConfigError
 from distexp.distributed.context import Context
 from distexp.runs.spec import RunSpec
 from distexp.system.torch_internals.collectives import set_default_timeout
-from distexp.system.units import MIB
+from distexp.system.units import GIB, MIB
 
 T = TypeVar("T")
 
@@ -83,15 +83,7 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
         rank=-1 if store is None else rank,
         world_size=-1 if store is None else world_size,
     )
-    return Context(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        workers_per_node=per_node,
-        nodes=world_size // per_node,
-        device=device,
-        run_dir=run_dir,
-    )
+    return Context(rank, world_size, local_rank, per_node, world_size // per_node, device, run_dir)
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:
@@ -127,9 +119,6 @@ def gather_to_all(value: T) -> list[T]:
     return gathered
 
 
-GB = 1 << 30
-
-
 def limit_memory(device: torch.device, limit_gb: float, overhead_mib: float) -> None:
     """Limit torch's memory on a GPU, so that a training that needs more runs out of memory.
 
@@ -143,15 +132,15 @@ def limit_memory(device: torch.device, limit_gb: float, overhead_mib: float) -> 
 
 def allowed_bytes(limit_gb: float, used: int, total: int) -> int:
     """Return the bytes that torch may take of a GPU, of which ``used`` bytes are for others."""
-    limit = int(limit_gb * GB)
+    limit = int(limit_gb * GIB)
     if limit > total:
         raise ConfigError(
-            f"cluster.gpu_memory_limit_gb={limit_gb:g} is more than this GPU has ({total / GB:.1f} GB): leave it out"
+            f"cluster.gpu_memory_limit_gb={limit_gb:g} is more than this GPU has ({total / GIB:.1f} GB): leave it out"
         )
     if limit <= used:
         raise ConfigError(
-            f"cluster.gpu_memory_limit_gb={limit_gb:g}, but CUDA, NCCL and other programs need {used / GB:.1f} GB of "
-            f"this GPU: set it to more than {used / GB:.1f}"
+            f"cluster.gpu_memory_limit_gb={limit_gb:g}, but CUDA, NCCL and other programs need {used / GIB:.1f} GB of "
+            f"this GPU: set it to more than {used / GIB:.1f}"
         )
     return limit - used
 

@@ -58,8 +58,6 @@ def _product(amount: float | None, factor: float | None) -> float | None:
     return None if amount is None or factor is None else amount * factor
 
 
-# Energy over time of one device, from the samples of a memory trace.
-
 Curve = Sequence[tuple[float, float]]
 """(Unix time in s, energy in J from an arbitrary start) of each sample. Between two samples, energy grows linearly."""
 
@@ -168,8 +166,6 @@ def _idle_power(samples: Samples, first_event_s: float | None) -> float | None:
     ]  # fmt: skip
     return min(idle, default=None)
 
-
-# Energy of CPU packages, read with RAPL, and the part of it that one process tree used.
 
 POWERCAP = Path("/sys/class/powercap")  # RAPL domains; the kernel uses the name ``intel-rapl`` for AMD too
 

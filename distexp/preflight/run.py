@@ -158,9 +158,6 @@ def print_table(result: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-# Health of a GPU as NVML reports it: memory in use, memory errors, reduced clocks.
-
-
 def gpu_problems(index: int) -> list[str]:
     """Return one message for each problem of a GPU of NVML. Call it before this process allocates GPU memory."""
     try:
@@ -192,7 +189,6 @@ def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int |
 
 
 # The matrix ceiling: the TFLOP/s of a large matrix product, which no training exceeds.
-#
 # It is below the peak of the datasheet, because the clocks of a GPU depend on power and temperature. The preflight
 # stores it in the cache directory, and later runs read it. The highest of all measurements is kept, because a busy or
 # hot machine measures too little.

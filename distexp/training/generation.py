@@ -122,7 +122,6 @@ def _round_up(length: int) -> int:
 
 
 # Exact match and F1 of SQuAD v1.1, identical to its official evaluation script.
-#
 # Why not a library: ``evaluate`` downloads its metric from the Hub, and torchmetrics follows SQuAD 2.0, whose F1 of
 # two empty texts is 1 instead of 0.
 

@@ -111,7 +111,6 @@ def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> Micr
 
 
 # Results of earlier searches, in the cache of distexp: ``micro-batch/KEY.json``.
-#
 # The key is a hash of what determines speed and memory: the GPU, the number of workers, the versions, and the
 # configuration without what only changes the numbers in the tensors.
 

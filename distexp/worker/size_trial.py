@@ -125,10 +125,8 @@ def other_inputs(step: StepData, micro_batches: int) -> Tensor:
 
 def longest_first(samples: Samples) -> list[int]:
     """Return the indices of the samples, the longest first. The order of images stays."""
-    if len(samples) == 0 or "input_ids" not in samples[0]:
-        return list(range(len(samples)))
-    order: list[int] = (-sample_lengths(samples)).argsort(kind="stable").tolist()
-    return order
+    has_lengths = len(samples) > 0 and "input_ids" in samples[0]
+    return (-sample_lengths(samples)).argsort(kind="stable").tolist() if has_lengths else list(range(len(samples)))
 
 
 def combine(size: int, config: Config, ranks: list[tuple[float, float, float, float]]) -> TriedSize:
@@ -159,7 +157,6 @@ def config_of_round(config: Config, size: int) -> Config:
 
 
 # Which size the search tries next, and which one it chooses. The same results give the same answer on all ranks.
-#
 # The sizes are the divisors of the samples of a step on each worker. In eager mode they are tried in ascending order,
 # by doubling, until the next size does not fit or the speed no longer rises. A compiled model costs a compilation for
 # each size, so the search jumps from one small size to the largest that should fit, and then goes down while that is
@@ -211,14 +208,13 @@ class SizeSearch:
 
     def too_large(self) -> int | None:
         """Return the smallest size that was not tried because it needs more memory than there is; None if none."""
-        tried = {candidate.micro_batch_size for candidate in self.tried}
-        open_sizes = [size for size in self.sizes if size not in tried and size < self._bound()]
-        return next((size for size in open_sizes if not self._should_fit(size)), None)
+        untried = [size for size in self.sizes if self._is_new(size) and size < self._bound()]
+        return next((size for size in untried if not self._should_fit(size)), None)
 
     def _next_eager(self) -> int | None:
-        fitting = self._fitting()
         if not self.tried:
             return self.sizes[0]
+        fitting = self._fitting()
         before, last = fitting[:-PATIENCE], fitting[-PATIENCE:]
         enough = max(map(_speed, before), default=0.0) * (1 + MIN_GAIN)
         has_plateau = bool(before) and all(_speed(candidate) < enough for candidate in last)
@@ -234,8 +230,7 @@ class SizeSearch:
     def _next_compiled(self) -> int | None:
         fitting, bound = self._fitting(), self._bound()
         if not fitting:
-            smaller = [size for size in self.sizes if size <= FIRST_COMPILED and size < bound]
-            return max(smaller, default=None)
+            return max((size for size in self.sizes if size <= FIRST_COMPILED and size < bound), default=None)
         largest = max(candidate.micro_batch_size for candidate in fitting)
         if above := [size for size in self.sizes if size > largest and self._may_try(size)]:
             return max(above)
@@ -250,13 +245,13 @@ class SizeSearch:
 
     def _bound(self) -> float:
         """Return the smallest size that did not fit, or infinity."""
-        return min(
-            (candidate.micro_batch_size for candidate in self.tried if candidate.outcome != FITS), default=float("inf")
-        )
+        return min((one.micro_batch_size for one in self.tried if one.outcome != FITS), default=float("inf"))
+
+    def _is_new(self, size: int) -> bool:
+        return all(candidate.micro_batch_size != size for candidate in self.tried)
 
     def _may_try(self, size: int) -> bool:
-        is_new = all(candidate.micro_batch_size != size for candidate in self.tried)
-        return is_new and size < self._bound() and self._should_fit(size)
+        return self._is_new(size) and size < self._bound() and self._should_fit(size)
 
     def _should_fit(self, size: int) -> bool:
         """Return whether a size should fit, if memory grows linearly. Growth is never slower than that.
@@ -278,11 +273,8 @@ class SizeSearch:
         return larger and needed is not None and usable is not None and needed <= usable * UNTRIED_SHARE
 
     def _predicted_mib(self, size: int) -> float | None:
-        known = sorted(
-            (candidate.micro_batch_size, candidate.peak_mib, candidate.base_mib or 0.0)
-            for candidate in self._fitting()
-            if candidate.peak_mib is not None
-        )
+        measured = ((one.micro_batch_size, one.peak_mib, one.base_mib or 0.0) for one in self._fitting())
+        known = sorted((size, peak, base) for size, peak, base in measured if peak is not None)
         if not known:
             return None
         last, peak, base = known[-1]

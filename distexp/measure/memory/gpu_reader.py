@@ -102,8 +102,6 @@ def _total_mib(sizes: Sequence[int | None]) -> float | None:
     return None if None in sizes else float(sum(filter(None, sizes))) / units.MIB
 
 
-# What may slow a GPU down: reduced clocks, memory errors, and its PCIe link.
-
 RARE_STRIDE = 20  # memory errors and the PCIe link are read in one of so many samples, because they change rarely
 
 # names of one function of NVML, the newer one first

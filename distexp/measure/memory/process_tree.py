@@ -133,7 +133,6 @@ def _read_stat(pid: int) -> _Stat | None:
 # Memory of a group of processes: the PSS (proportional set size). A page that n processes map counts 1/n in each of
 # them, so the sum over a tree counts it once. Pages shared with other processes count in part, and files in a tmpfs
 # that no process maps do not count.
-#
 # The kernel walks all page tables to compute PSS. For eight processes that import torch and hold 256 MiB each (2 cores,
 # Linux 6.18), it takes 57 ms of CPU time, also with psutil, and 2 ms more with psutil's search for children. A sample
 # every 0.5 s would cost 12 % of a core. So PSS is limited to ``PSS_SHARE`` of a core. In between, each process counts

@@ -188,8 +188,6 @@ def allocator_peaks(device: torch.device, rank: int) -> dict[str, Any]:
     }
 
 
-# What is in GPU memory when an allocation fails, for ``error.memory`` of a record.
-
 MAX_TENSORS = 8  # kinds of tensors that the record lists, the largest first
 
 

@@ -165,8 +165,6 @@ class Sampler:
             print(f"memory sampler: {text}", file=sys.stderr, flush=True)
 
 
-# Memory and utilization of a run, computed from its memory traces for the record.
-
 Entry = dict[str, Any]
 # Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen.
 PROFILING_PHASE, SEARCH_PHASE = "profile", "search"

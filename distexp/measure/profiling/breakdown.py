@@ -153,8 +153,6 @@ def _overlaps(when: Interval, window: Interval) -> bool:
     return when[0] < window[1] and when[1] > window[0]
 
 
-# Removal of the profiler's overhead from the parts of a step.
-
 SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")  # parts that grow because the profiler slows down the CPU
 DATA_WAIT = "data_wait_ms"  # part that grows too, because the CPU collates and copies batches
 SIMILAR = 1.05  # largest ratio of the sizes of two steps whose kernels take equally long
@@ -215,10 +213,8 @@ def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
 
 
 # Waiting for the slowest rank in collectives.
-#
 # A collective ends on all ranks at the same time. So the rank with the shortest duration started last, and the others
 # waited for it. No clock is compared between machines, only durations.
-#
 # The profiler does not record the process group of gloo's collectives. So nothing is known about the waiting if such
 # ranks are in several groups, as with ``hybrid_shard``.
 

@@ -232,9 +232,6 @@ def _name_as_called(collectives: Iterable[_Event], calls: Iterable[tuple[str, In
             event.name = called.popleft()[1]
 
 
-# Share of communication in the profiled steps.
-
-
 @dataclass(frozen=True)
 class CommunicationShares:
     """Communication of one rank."""

@@ -81,8 +81,6 @@ def partition(window: Interval, layers: Iterable[tuple[str, Iterable[Interval]]]
     return spans, left
 
 
-# Categories of kernels, operators and collectives, from their names in a profiler trace.
-
 MATMUL, OTHER_KERNEL = "matmul", "other kernel"
 
 NCCL = re.compile(r"\b[nr]ccl\w*?Kernel(?:_([A-Za-z]+))?")

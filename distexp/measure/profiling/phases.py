@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Trace
 from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
@@ -67,10 +67,7 @@ def find_phases(
 
 def _split_at_gaps(events: Sequence[Interval], count: int) -> list[Interval]:
     """Return start and end of some groups of sorted events, which the longest gaps separate."""
-    ends, latest = [], float("-inf")
-    for _, end in events:
-        latest = max(latest, end)
-        ends.append(latest)
+    ends = list(accumulate((end for _, end in events), max))
     gaps = [(events[i][0] - ends[i - 1], i) for i in range(1, len(events))]
     starts = sorted(i for gap, i in sorted(gaps)[::-1][: max(0, count - 1)] if gap > 0)
     edges = [0, *starts, len(events)]
@@ -123,13 +120,10 @@ class CoreWaits:
 
 
 # The collectives of FSDP from the annotations of its hooks, which a profile has with any number of workers.
-#
 # With one worker FSDP gathers and reduces nothing. Then its hooks show where it would.
 
-ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
-
+# FSDP::pre_forward (layers.0), FSDP::backward_prefetch for layers.1, FSDP::pre_forward of the root.
 HOOK = re.compile(rf"{FSDP_HOOK}(\w+)(?: \(([^)]*)\)| for ([^\[]*?))?(?: \[.*\])?$")
-"""FSDP::pre_forward (layers.0), FSDP::backward_prefetch for layers.1, FSDP::pre_forward of the root."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +144,9 @@ def collectives_of_hooks(
     parsed = [(when, m[1], m[2] or m[3] or "") for when, name in hooks if (m := HOOK.match(name))]
     known = [(when, hook, units[unit]) for when, hook, unit in parsed if unit in units]
     reducing = [(when, unit) for when, hook, unit in known if hook == "post_backward_reduce"]
-    reduced = [HookCollective(when, REDUCE_SCATTER, unit.reduced_bytes) for when, unit in reducing]
+    reduced = [HookCollective(when, "reduce_scatter", unit.reduced_bytes) for when, unit in reducing]
     if any(hook == "all_gather" for _, hook, _ in parsed):  # several workers
-        gathered = [HookCollective(when, ALL_GATHER, u.gathered_bytes) for when, h, u in known if h == "all_gather"]
+        gathered = [HookCollective(when, "all_gather", u.gathered_bytes) for when, h, u in known if h == "all_gather"]
     else:
         gathered = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
     return sorted([*gathered, *reduced], key=lambda collective: collective.when)
@@ -174,7 +168,7 @@ def _gathers(
     for when, hook, unit in hooks:
         if hook in ("pre_forward", "pre_backward", "backward_prefetch") and unit not in present:
             present.add(unit)
-            found.append(HookCollective(when, ALL_GATHER, units[unit].gathered_bytes))
+            found.append(HookCollective(when, "all_gather", units[unit].gathered_bytes))
         elif frees(hook, units[unit], when):
             present.discard(unit)
     return found

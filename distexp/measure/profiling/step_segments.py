@@ -270,9 +270,6 @@ def _rasterize(spans: Spans, window: Interval) -> Spans:
     return _join(painted, width / 2)
 
 
-# What the ranks need to know of each other's traces to find the parts of a step.
-
-
 @dataclass(frozen=True)
 class RankSummary:
     """What the other ranks need to know of the trace of a rank."""
