@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from distexp.config import Config, custom_code
-from distexp.data import image_cache, loader, tokenization
+from distexp.data import image_cache
 from distexp.data.base import TaskData
+from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join
 from distexp.engines.base import load_trainer
@@ -107,7 +108,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     data = load_data(config, context)
     inputs = make_inputs(spec, data, context, events)
     logger = inputs.logger
-    model, built = run_trainer(config, data, context, inputs)
+    model, built = run_trainer(config, data, inputs)
     complete_built(built, config, data, model.module)
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
     is_finished = logger.stopped is None
@@ -116,7 +117,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
         hf.save_model(model.weights(), model_factory(config, data), data, context.run_dir, context.rank)
     record = make_record(spec, built, data, context, logger)
     if config.train.score_answers and is_finished:
-        add_answers(record, model, inputs.evaluation, data.tokenizer, logger=logger, context=context)
+        add_answers(record, model, inputs, data.tokenizer)
     return record
 
 
@@ -129,13 +130,11 @@ def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events)
     return TrainingInputs(training, evaluation, plan, logger, spec.run.id)
 
 
-def run_trainer(
-    config: Config, data: TaskData, context: Context, inputs: TrainingInputs
-) -> tuple[EvaluableModel, Built]:
+def run_trainer(config: Config, data: TaskData, inputs: TrainingInputs) -> tuple[EvaluableModel, Built]:
     """Train; return the model and what was built. Raises ConfigError if a custom trainer returned something else."""
-    build = partial(build_model, config, data, context)
+    context = inputs.logger.context
     try:
-        returned = load_trainer(config).train(build, config, context, inputs)
+        returned = load_trainer(config).train(partial(build_model, config, data, context), config, context, inputs)
     except BaseException:
         with suppress(Exception):  # A broken device must not hide the error.
             inputs.logger.watchers.stop()
@@ -189,26 +188,19 @@ def print_graph_skips(metrics: Metrics) -> None:
         )
 
 
-def add_answers(
-    record: RunRecord,
-    model: EvaluableModel,
-    evaluation: loader.ShardedLoader,
-    tokenizer: tokenization.Tokenizer,
-    *,
-    logger: MetricsLogger,
-    context: Context,
-) -> None:
+def add_answers(record: RunRecord, model: EvaluableModel, inputs: TrainingInputs, tokenizer: Tokenizer) -> None:
     """Add exact match and F1, and write the answers in SQuAD's format. Call it after everything that is timed."""
+    logger = inputs.logger
     logger.events.set_phase("eval")
     max_new_tokens = record.config["dataset"]["answer_tokens"]
     # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
     eager = record.config["train"]["compile"] in transforms.MODEL_SCOPES
     with torch.compiler.set_stance("force_eager" if eager else "default"):
-        found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
+        found, answers = score_answers(model, inputs.evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
     logger.events.emit(exact_match=found.exact_match, f1=found.f1)
-    if context.rank == 0:
-        files.write_json(context.run_dir / PREDICTIONS, answers)
+    if logger.context.rank == 0:
+        files.write_json(logger.context.run_dir / PREDICTIONS, answers)
 
 
 def rank_environment(device: torch.device) -> Environment:
