@@ -1,7 +1,7 @@
-"""Checkpoints on disk: ``checkpoints/step-00000010/`` in a run directory.
+"""Checkpoints on disk: ``checkpoints/step-00000010/`` in a run directory. This module needs no torch.
 
 A checkpoint is written to ``.step-00000010.tmp`` and renamed when all ranks have written. Its manifest holds the size
-and the CRC-32 of each file, so that a damaged checkpoint is detected before it is loaded. This module needs no torch.
+and the CRC-32 of each file, so that a damaged checkpoint is detected before it is loaded.
 """
 
 from __future__ import annotations

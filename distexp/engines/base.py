@@ -1,7 +1,6 @@
-"""The Trainer protocol, which every option of the group ``engine`` implements.
+"""The Trainer protocol of the config group ``engine``. To add one, add a file here and a YAML in conf/engine.
 
-The launcher asks a trainer for errors. It has no torch, so a trainer imports torch only inside ``train``. To add one,
-add one file here and one YAML in conf/engine.
+The launcher asks a trainer for errors. It has no torch, so a trainer imports torch only inside ``train``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Floating point operations (FLOPs) of training.
 
-*Model FLOPs* are those of the algorithm: forward and backward pass of the samples without padding, as in appendix B of
-the PaLM paper (arXiv:2204.02311). Attention counts all pairs of tokens of a sample. They do not depend on padding,
-packing, kernels, activation checkpointing or strategy. The output head counts the tokens that ``train.logits`` selects.
+*Model FLOPs* are those of the algorithm, as in appendix B of the PaLM paper (arXiv:2204.02311): of the samples without
+padding, with all pairs of tokens of a sample in the attention. They do not depend on padding, packing, kernels,
+activation checkpointing or strategy. The output head counts the tokens that ``train.logits`` selects.
 
 *Executed FLOPs* are those of the matrix products that run: with padding, and with what activation checkpointing
-recomputes, but without the blocks that flex attention skips. Other attention kernels may skip or recompute pairs too,
-which is not known and not counted.
+recomputes, but without the blocks that flex attention skips. What other attention kernels skip is not known.
 
-torch counts the operations of an eager copy of the model without memory, because it cannot look into compiled code. See
-also ``distexp.models.introspection``, which counts those of a forward pass, and ``distexp.resolve.resources``.
+torch counts the operations of an eager copy of the model without memory, because it cannot look into compiled code.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -77,11 +76,14 @@ class RankTimesWatch(Watcher):
     def _own_times(self, steps: MeasuredSteps) -> RankTimes:
         durations, on_cpu = steps.durations_s, self.context.device.type == "cpu"
         waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
-        ordinary = [
-            StepTime(step, durations[step], watched) for step, watched in self._ordinary if step < len(durations)
-        ]
+        known = [(step, watched) for step, watched in self._ordinary if step < len(durations)]
+        ordinary = [StepTime(step, durations[step], watched) for step, watched in known]
         if self.waits.enabled:
-            save_step_times(self.context.run_dir, self.context.rank, ordinary)
+            rank, folder = self.context.rank, self.context.run_dir
+            try:
+                write_despite_full_disk(folder, lambda: write_step_times(folder, rank, ordinary))
+            except OSError as error:  # The training is finished, so it is only printed.
+                print_despite_full_disk(f"note: the step times of rank {rank} cannot be written: {error}")
         return RankTimes(
             self.context.rank,
             clock.quantiles(durations) or {},
@@ -94,14 +96,6 @@ class RankTimesWatch(Watcher):
             on_cpu=on_cpu,
             includes_cpu_work=on_cpu,
         )
-
-
-def save_step_times(run_dir: Path, rank: int, steps: Sequence[StepTime]) -> None:
-    """Write the steps of a rank. The training is finished, so an error is only printed."""
-    try:
-        write_despite_full_disk(run_dir, lambda: write_step_times(run_dir, rank, steps))
-    except OSError as error:
-        print_despite_full_disk(f"note: the step times of rank {rank} cannot be written: {error}")
 
 
 def _median_s(steps: Sequence[StepTime], *, watched: bool) -> float | None:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
 from distexp.measure.watcher import Method, MethodReplacements
@@ -76,7 +75,7 @@ class SlowRankWatch:
 
     def follow(self, module: nn.Module) -> None:
         """Follow the backward passes of a module, if it is DDP. Call it once, before the training."""
-        if self.enabled and isinstance(module, DistributedDataParallel):
+        if self.enabled and isinstance(module, nn.parallel.DistributedDataParallel):
             module.register_forward_hook(self._after_forward)
 
     def start_step(self, *, measured: bool) -> None:
@@ -150,11 +149,8 @@ class SlowRankWatch:
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         tensor = next(_differentiable(output), None) if self.watching else None
         if tensor is not None:
-            tensor.register_hook(self._at_start_of_backward)  # type: ignore[no-untyped-call]
-
-    def _at_start_of_backward(self, gradient: Tensor) -> None:
-        # Callbacks run after the last gradient, in the order of this queue. DDP adds its own later.
-        queue_backward_callback(self._before_reduction)
+            # Callbacks run after the last gradient, in the order of this queue. DDP adds its own later.
+            tensor.register_hook(lambda _: queue_backward_callback(self._before_reduction))  # type: ignore[no-untyped-call]
 
     def _before_reduction(self) -> None:
         if not self._nested:
@@ -236,9 +232,7 @@ class SchedulerDelay:
             self._file = os.open(self._path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
         content = os.pread(self._file, 128, 0)
-        times = [
-            int(number) for number in content.split()
-        ]  # on a core, ready without a core (both ns), times on a core
+        times = list(map(int, content.split()))  # on a core, ready without a core (both ns), times on a core
         if len(times) != 3 or not any(times):  # A kernel without these statistics writes zeros.
             raise ValueError(f"content {content!r}")
         return times[1]

@@ -1,7 +1,6 @@
 """What is known about the communication of a machine: measured curves, and links.
 
-The preflight stores its curves in the cache directory, one file per type of device. Each layout (number of workers and
-nodes) is kept, and a new measurement replaces an earlier one of the same layout.
+The preflight stores its curves in the cache directory: one file per type of device, with the latest of each layout.
 """
 
 from __future__ import annotations

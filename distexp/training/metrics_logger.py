@@ -1,7 +1,4 @@
-"""Training metrics: the per-step log and the final summary.
-
-Rank 0 writes one line to ``metrics.jsonl`` every ``train.log_every`` steps.
-"""
+"""Training metrics: a line of ``metrics.jsonl`` every ``train.log_every`` steps, and the final summary."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The watchers of a training: all measurements that accompany its steps.
-
-To add a metric that is measured during the training, add a watcher to ``build_watchers``.
-"""
+"""The watchers of a training: all measurements that accompany its steps. Add a new one to ``build_watchers``."""
 
 from __future__ import annotations
 

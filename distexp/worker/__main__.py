@@ -1,7 +1,6 @@
 """One rank of a run; by hand: ``torchrun --nproc-per-node 2 -m distexp.worker RUN_DIR``.
 
-Its output goes to its own log, and its error to a file next to the log. Everything that imports torch is in
-``rank.py``, which starts after the log is open. On its own, this module imports no torch.
+It imports no torch before its log is open. Its error goes to a file next to the log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the GPU memory of one step is made of, from the allocations and frees that torch recorded.
 
-The parts are those of a prediction, see ``distexp.plan.replay.PARTS``, and so are the rules. This module imports no
-torch, so that recorded steps can be checked by hand.
+The parts and rules are those of a prediction, see ``distexp.plan.replay.PARTS``. It imports no torch.
 """
 
 from __future__ import annotations

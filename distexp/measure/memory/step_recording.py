@@ -52,9 +52,7 @@ class StepRecording:
         self._start = used_blocks(segments, self._index)
         self._known = known_parts(tensors, self._start)
         self._vocabulary = tensors.vocabulary
-        self._weight_sizes = frozenset(
-            int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in tensors.parameters
-        )
+        self._weight_sizes = frozenset(map(count_elements, tensors.parameters))
         start_memory_history(MAX_ENTRIES)
         self._stack.enter_context(around_backward(self._in_backward))
 
@@ -75,7 +73,11 @@ class StepRecording:
         """End the recording; return the parts at the peak of each phase, in MiB."""
         self._mark(step_parts.END)
         self._stack.close()
-        changes = changes_of(stop_memory_history(self._index))
+        changes = [
+            step_parts.Change(entry["addr"], entry["size"], entry["action"] == "free_requested", frames_of(entry))
+            for entry in stop_memory_history(self._index)
+            if entry["action"] in ("alloc", "free_requested")
+        ]
         self._markers = []
         start = {block.address: block.size for block in self._start}
         step = step_parts.RecordedStep(start, self._known, changes, self._marks, self._vocabulary, self._weight_sizes)
@@ -159,20 +161,10 @@ def used_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[Used
     ]
 
 
-def changes_of(entries: Iterable[Mapping[str, Any]]) -> list[step_parts.Change]:
-    """Return the allocations and frees of a memory history of torch."""
-    return [
-        step_parts.Change(entry["addr"], entry["size"], entry["action"] == "free_requested", frames_of(entry))
-        for entry in entries
-        if entry["action"] in ("alloc", "free_requested")
-    ]
-
-
 def frames_of(entry: Mapping[str, Any]) -> tuple[step_parts.Frame, ...]:
     """Return the Python stack of an allocation, the innermost call first; empty if none was recorded."""
-    return tuple(
-        step_parts.Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ()
-    )
+    frames = entry.get("frames") or ()
+    return tuple(step_parts.Frame(frame["filename"], frame["line"], frame["name"]) for frame in frames)
 
 
 def known_parts(tensors: ModelTensors, blocks: Iterable[UsedBlock]) -> dict[int, str]:
@@ -228,6 +220,11 @@ def storage_sizes(tensors: Iterator[Tensor]) -> dict[int, int]:
     """Return the bytes of each storage of some tensors on this rank, by address. Views share one storage."""
     storages = (_local(tensor).untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def count_elements(parameter: Tensor) -> int:
+    """Return the elements of a whole parameter. ZeRO-3 leaves an empty tensor, and keeps the number elsewhere."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 @torch.no_grad()

@@ -246,7 +246,11 @@ class Transfer:
 
 def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Durations]) -> list[Transfer]:
     """Divide a rank's collectives into waiting and transfer; no waiting if the ranks of a group have other numbers."""
-    shortest = {key: _shortest([times[key] for times in ranks if key in times]) for rank in ranks for key in rank}
+    shortest: dict[Key, list[float]] = {}
+    for key in {key for rank in ranks for key in rank}:
+        members = [times[key] for times in ranks if key in times]
+        if len({len(times) for times in members}) == 1:
+            shortest[key] = [min(values) for values in zip(*members, strict=True)]
     positions: dict[Key, int] = {}
     found: list[Transfer] = []
     for collective in sorted(collectives, key=lambda collective: collective.when):
@@ -257,9 +261,3 @@ def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Du
         started_last = start if durations is None else max(start, end - durations[position])
         found.append(Transfer(collective.kind, (start, started_last), (started_last, end)))
     return found
-
-
-def _shortest(ranks: Sequence[Sequence[float]]) -> list[float] | None:
-    if len({len(rank) for rank in ranks}) != 1:
-        return None
-    return [min(values) for values in zip(*ranks, strict=True)]

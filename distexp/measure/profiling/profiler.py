@@ -1,7 +1,6 @@
-"""Profiling of the last steps of a training, to measure what their time goes to.
+"""Profiling of the last steps of a training, to measure what their time goes to. They count in no other metric.
 
-Profiled steps count in no other metric. Every rank profiles, because a rank that profiles alone would be slower than
-the others.
+Every rank profiles, because a rank that profiles alone would be slower than the others.
 """
 
 from __future__ import annotations

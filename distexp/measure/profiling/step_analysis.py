@@ -1,7 +1,4 @@
-"""What the time of the profiled steps went to, from the traces of all ranks.
-
-Each rank reads its own trace. Only durations of collectives and the results travel between ranks.
-"""
+"""What the time of the profiled steps went to. Each rank reads its own trace, and sends only durations and results."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
+from distexp.measure.memory.step_recording import count_elements
 from distexp.measure.profiling import intervals, phases
 from distexp.measure.profiling.chrome_trace import Trace, combine_shares
 from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, RankSummary, items_of, lanes_of
@@ -58,9 +55,8 @@ class StepAnalysis:
     def _break_down(self, trace: Trace, ranks: Sequence[RankSummary]) -> list[dict[str, Any]] | None:
         """Return the parts of the median step of each rank; None if a rank has none. A collective."""
         median = result_or_error(lambda: MedianStep.of(trace, ranks))
-        found = gather_to_all(
-            median if isinstance(median, str) else result_or_error(lambda: self._own_parts(trace, median))
-        )
+        own = median if isinstance(median, str) else result_or_error(lambda: self._own_parts(trace, median))
+        found = gather_to_all(own)
         errors = list(dict.fromkeys(result for result in found if isinstance(result, str)))
         known = [result for result in found if not isinstance(result, str)]
         if self.context.rank == 0:
@@ -135,12 +131,16 @@ def read_model_sizes(module: nn.Module | None) -> ModelSizes:
     """Return the sizes of a distributed model; empty if it is unknown."""
     if module is None:
         return ModelSizes()
-    bare = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "module", module)
+    bare = getattr(module, "module", module)
+    buckets: tuple[int, ...] = ()
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        width = next(parameter.element_size() for parameter in module.parameters() if parameter.requires_grad)
+        buckets = tuple(size // width for size in ddp_bucket_sizes(module))
     return ModelSizes(
         tuple(_units(bare)),
         {unit.name: unit for unit in read_fsdp_unit_sizes(module)},
-        tuple(_bucket_elements(module)),
-        tuple(tuple(map(_elements, group["params"])) for group in parameter_groups(bare, weight_decay=0.0)),
+        buckets,
+        tuple(tuple(map(count_elements, group["params"])) for group in parameter_groups(bare, weight_decay=0.0)),
         tuple(_positions_by_module(bare)),
     )
 
@@ -154,12 +154,7 @@ def _units(model: nn.Module) -> Iterator[Parameters]:
 
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, members in groupby(trained, key=lambda named: unit(named[0])):
-        yield Parameters(name, tuple(_elements(parameter) for _, parameter in members))
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    """Return the elements of a whole parameter. ZeRO-3 leaves an empty tensor, and keeps the number elsewhere."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+        yield Parameters(name, tuple(count_elements(parameter) for _, parameter in members))
 
 
 def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
@@ -170,10 +165,3 @@ def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
         own = module.parameters(recurse=False)
         if found := tuple(positions[id(parameter)] for parameter in own if parameter.requires_grad):
             yield found
-
-
-def _bucket_elements(module: nn.Module) -> list[int]:
-    if not isinstance(module, DistributedDataParallel):
-        return []
-    width = next(parameter.element_size() for parameter in module.parameters() if parameter.requires_grad)
-    return [size // width for size in ddp_bucket_sizes(module)]
