@@ -13,18 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from distexp.measure.profiling.chrome_trace import COPY, Trace, TraceCollective
-from distexp.measure.profiling.intervals import (
-    MATMUL,
-    OTHER_KERNEL,
-    Interval,
-    clip,
-    intersect,
-    merge,
-    partition,
-    subtract,
-    total_length,
-)
+from distexp.measure.profiling.chrome_trace import COPY, MATMUL, OTHER_KERNEL, Trace, TraceCollective
+from distexp.measure.profiling.intervals import Interval, clip, intersect, merge, partition, subtract, total_length
 from distexp.runs.step_files import HIDDEN, PARTS
 
 LONG_GAP_S = 1e-3  # A longer idle time without a launch is work of the CPU. A shorter one is the time of a launch.

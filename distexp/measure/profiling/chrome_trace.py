@@ -1,4 +1,4 @@
-"""Reader of a profiler trace in Chrome's JSON format, and the share of communication.
+"""Reader of a profiler trace in Chrome's JSON format, the categories of its events, and the share of communication.
 
 The category of an event (``kernel``, ``user_annotation``) separates kernels from annotations on the same timeline.
 """
@@ -6,34 +6,84 @@ The category of an event (``kernel``, ``user_annotation``) separates kernels fro
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distexp.measure.profiling.intervals import (
-    BACKWARD,
-    GLOO,
-    MATMUL,
-    OTHER_KERNEL,
-    Interval,
-    ProfileWindow,
-    clip,
-    collective_kind,
-    kernel_category,
-    merge,
-    nccl_kind,
-    operator_category,
-    subtract,
-    total_length,
-)
+from distexp.measure.profiling.intervals import Interval, ProfileWindow, clip, merge, subtract, total_length
 from distexp.system.torch_internals.annotations import DATA, OPTIMIZER
+
+MATMUL, OTHER_KERNEL = "matmul", "other kernel"
+
+# ncclDevKernel_AllReduce_Sum_f32_RING_LL, ncclSymkDevKernel_AllGather_LL, ncclKernel_... before NCCL 2.19.
+NCCL = re.compile(r"\b[nr]ccl\w*?Kernel(?:_([A-Za-z]+))?")
+GLOO = "gloo:"
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
+UNKNOWN_COLLECTIVE = "other"
+
+# A pointwise kernel of Inductor may have the name of a matrix product, as ``triton_poi_fused_mm_0``.
+TRITON = re.compile(r"\btriton_([a-z]+)_")
+TRITON_MATMUL = ("tem", "mm", "bmm")
+
+MATMUL_KERNELS = re.compile(
+    r"gemm|gemv|cutlass|wgmma|nvjet|cublas|splitk|xmma|implicit_con|convolve|winograd|wgrad|dgrad|fprop|conv2d|conv_"
+    r"|cudnn_generated|cudnn::(?:cnn|fusion|engines)|flash|fmha|attention|_mma_|tensorop|\bmm_|_mm_kernel|mul_mat"
+    r"|Cijk_|magma_.*mm",
+    re.IGNORECASE,
+)
+NOT_MATMUL_KERNELS = re.compile(
+    r"softmax|elementwise|(?<!splitK)reduce_kernel|layer_norm|multi_tensor|nchwToNhwc|nhwcToNchw"
+)
+
+MATMUL_OPERATORS = re.compile(
+    r"::_?(?:addmm|mm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|int_mm|scaled_mm|grouped_mm|addmm_activation)(?:_|$)"
+    r"|conv(?:olution|_|\dd|_transpose)|scaled_dot_product|flash_attention|mkldnn_linear|_linear_pointwise|addmm_activ"
+)
+OPERATOR_NAME = re.compile(r"[a-z_][a-z_0-9]*::")
+NOT_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "torch::autograd", "torch::distributed::autograd")
+COMPILED_GRAPH = "CompiledFxGraph"
+BACKWARD = "autograd::engine::evaluate_function"
 
 STEP = "ProfilerStep#"
 COPY = "copy"
 TORCH_OPTIMIZER = "Optimizer.step#"  # of every optimizer of torch, inside OPTIMIZER except with other trainers
+
+
+@lru_cache(maxsize=4096)
+def kernel_category(name: str) -> str:
+    """Return ``matmul`` for matrix products, convolutions and attention, else ``other kernel``."""
+    if found := TRITON.search(name):
+        return MATMUL if found[1] in TRITON_MATMUL else OTHER_KERNEL
+    return MATMUL if MATMUL_KERNELS.search(name) and not NOT_MATMUL_KERNELS.search(name) else OTHER_KERNEL
+
+
+@lru_cache(maxsize=4096)
+def operator_category(name: str) -> str | None:
+    """Return the category of an operator on the CPU, or None if it does not compute, as the wait for a collective."""
+    if COMPILED_GRAPH in name:
+        return OTHER_KERNEL
+    if not OPERATOR_NAME.match(name) or name.startswith(NOT_COMPUTE):
+        return None
+    return MATMUL if MATMUL_OPERATORS.search(name) else OTHER_KERNEL
+
+
+def nccl_kind(name: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return the kind of collective of a kernel of NCCL, if it is generic the requested one; None for others."""
+    if (found := NCCL.search(name)) is None:
+        return None
+    is_generic = found[1] in (None, "Generic")
+    return collective_kind(str(arguments.get("Collective name", UNKNOWN_COLLECTIVE)) if is_generic else found[1])
+
+
+def collective_kind(name: str) -> str:
+    """Return a kind such as ``all_reduce`` for a name such as ``AllReduce`` or ``_allgather_base``."""
+    plain = name.replace("_", "").lower().removesuffix("base")
+    return next((kind for kind in KINDS if kind.replace("_", "") == plain), name.lower() or UNKNOWN_COLLECTIVE)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from distexp.measure.profiling import breakdown, chrome_trace
-from distexp.measure.profiling.intervals import (
-    MATMUL,
-    OTHER_KERNEL,
-    Interval,
-    Spans,
-    clip,
-    merge,
-    partition,
-    total_length,
-)
+from distexp.measure.profiling.intervals import Interval, Spans, clip, merge, partition, total_length
 from distexp.measure.profiling.phases import (
     HookCollective,
     StepPhases,
@@ -215,9 +206,9 @@ def lanes_of(
 ) -> dict[str, Any]:
     """Return the entry of a rank in ``profile/summary.json``, with labels as text."""
     kinds, start = sorted({one.kind for one in collectives}), step.window[0]
-    compute = (("matmul", MATMUL), ("other_kernels", OTHER_KERNEL), ("optimizer", "optimizer"))
+    compute = {"matmul": chrome_trace.MATMUL, "other_kernels": chrome_trace.OTHER_KERNEL, "optimizer": "optimizer"}
     layers: dict[str, Layers] = {
-        "compute": [(label, step.parts[part]) for part, label in compute],
+        "compute": [(label, step.parts[part]) for part, label in compute.items()],
         "communication": [
             *((kind, [one.transfer for one in collectives if one.kind == kind]) for kind in kinds),
             ("waiting", [one.wait for one in collectives]),

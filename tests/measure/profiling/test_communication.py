@@ -12,9 +12,15 @@ import pytest
 
 from distexp.config import TrainConfig
 from distexp.console.run_summary import summary_lines
-from distexp.measure.profiling.chrome_trace import Kernel, Trace, TraceCollective, communication_shares, read_trace
-from distexp.measure.profiling.intervals import (
+from distexp.measure.profiling.chrome_trace import (
     MATMUL,
+    Kernel,
+    Trace,
+    TraceCollective,
+    communication_shares,
+    read_trace,
+)
+from distexp.measure.profiling.intervals import (
     Interval,
     ProfileWindow,
     intersect,

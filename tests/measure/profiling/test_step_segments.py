@@ -9,8 +9,8 @@ import pytest
 
 from distexp.forecast.simulate import simulate
 from distexp.measure.profiling.breakdown import durations_of, split_collectives, split_step, step_windows
+from distexp.measure.profiling.chrome_trace import BACKWARD as BACKWARD_MARK
 from distexp.measure.profiling.chrome_trace import read_trace
-from distexp.measure.profiling.intervals import BACKWARD as BACKWARD_MARK
 from distexp.measure.profiling.phases import collectives_of_hooks, cpu_busy_ms, find_phases
 from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, items_of
 from distexp.runs.step_files import (
