@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Trace
 from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
 from distexp.measure.slow_rank_watch import SchedulerDelay
-from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective
 from distexp.system.torch_internals.collectives import FSDPUnitSize
 
 Place = tuple[str, int]  # phase and number of the micro-batch
@@ -126,36 +126,31 @@ class CoreWaits:
 HOOK = re.compile(rf"{FSDP_HOOK}(\w+)(?: \(([^)]*)\)| for ([^\[]*?))?(?: \[.*\])?$")
 
 
-@dataclass(frozen=True)
-class HookCollective:
-    """A collective that FSDP starts in a hook."""
-
-    when: float
-    kind: str
-    bytes: int
+Launched = tuple[float, Collective]  # time of the launch on the CPU, and the collective
 
 
 def collectives_of_hooks(
     calls: Sequence[tuple[str, Interval]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
-) -> list[HookCollective]:
+) -> list[Launched]:
     """Return the collectives of a step in the order of time. Units are known by name; that of the root is empty."""
     first, last = phases.window
     hooks = sorted((when[0], name) for name, when in calls if name.startswith(FSDP_HOOK) and first <= when[0] < last)
     parsed = [(when, m[1], m[2] or m[3] or "") for when, name in hooks if (m := HOOK.match(name))]
     known = [(when, hook, units[unit]) for when, hook, unit in parsed if unit in units]
-    reducing = [(when, unit) for when, hook, unit in known if hook == "post_backward_reduce"]
-    reduced = [HookCollective(when, "reduce_scatter", unit.reduced_bytes) for when, unit in reducing]
+    reduced = [(t, "reduce_scatter", unit.reduced_bytes) for t, hook, unit in known if hook == "post_backward_reduce"]
     if any(hook == "all_gather" for _, hook, _ in parsed):  # several workers
-        gathered = [HookCollective(when, "all_gather", u.gathered_bytes) for when, h, u in known if h == "all_gather"]
+        gathered = [(t, "all_gather", unit.gathered_bytes) for t, hook, unit in known if hook == "all_gather"]
     else:
-        gathered = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
-    return sorted([*gathered, *reduced], key=lambda collective: collective.when)
+        needed = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
+        gathered = [(when, "all_gather", size) for when, size in needed]
+    ordered = sorted([*gathered, *reduced], key=lambda timed: timed[0])
+    return [(when, Collective(kind, size, 1, "shard", FORWARD, 0)) for when, kind, size in ordered]
 
 
 def _gathers(
     hooks: Sequence[tuple[float, str, str]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
-) -> list[HookCollective]:
-    """Return where FSDP would gather: in the first hook that needs the weights of a unit that are not there."""
+) -> list[tuple[float, int]]:
+    """Return where FSDP would gather so many bytes: in the first hook that needs the missing weights of a unit."""
     present: set[str] = set()
     found = []
     keeps = not any(unit.reshards_after_forward for name, unit in units.items() if name)
@@ -168,7 +163,7 @@ def _gathers(
     for when, hook, unit in hooks:
         if hook in ("pre_forward", "pre_backward", "backward_prefetch") and unit not in present:
             present.add(unit)
-            found.append(HookCollective(when, "all_gather", units[unit].gathered_bytes))
+            found.append((when, units[unit].gathered_bytes))
         elif frees(hook, units[unit], when):
             present.discard(unit)
     return found

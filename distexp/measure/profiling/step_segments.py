@@ -10,20 +10,13 @@ from typing import Any
 
 from distexp.measure.profiling import breakdown, chrome_trace
 from distexp.measure.profiling.intervals import Interval, Spans, clip, merge, partition, total_length
-from distexp.measure.profiling.phases import (
-    HookCollective,
-    StepPhases,
-    collectives_of_hooks,
-    find_phases,
-    waits_for_gpu,
-)
+from distexp.measure.profiling.phases import Launched, StepPhases, collectives_of_hooks, find_phases, waits_for_gpu
 from distexp.runs.step_files import FORWARD, OPTIMIZER, Collective, Item, Segment
 from distexp.system.torch_internals.collectives import FSDPUnitSize, has_several_groups
 
 CHUNKS = 24  # segments of a pass without collectives, so that a forecast can insert some
 QUEUE_GAP_S = 10e-6  # longest time until a kernel in the queue starts; it counts as part of the kernel
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-Launched = tuple[float, Collective]  # time of the launch on the CPU, and the collective
 
 
 @dataclass(frozen=True)
@@ -81,30 +74,24 @@ def _launches_with_gloo(
     return found
 
 
-def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[HookCollective]) -> Iterator[Launched]:
+def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[Launched]) -> Iterator[Launched]:
     """Yield the collectives that one worker calls and does not execute, or those of FSDP's hooks."""
-    first, last = phases.window
-    for hook in hooks:
-        yield hook.when, Collective(hook.kind, hook.bytes, 1, "shard", FORWARD, 0)
-    sharded = {hook.kind for hook in hooks}
-    for name, when in step.trace.calls:
-        if (
-            not name.startswith(chrome_trace.FSDP_HOOK)
-            and first <= when[0] < last
-            and name not in (*sharded, "barrier")
-        ):
-            yield when[0], Collective(name, None, 1, "all", FORWARD, 0)
+    yield from hooks
+    (first, last), known = phases.window, {"barrier", *(hook.kind for _, hook in hooks)}
+    for name, (when, _) in step.trace.calls:
+        if not name.startswith(chrome_trace.FSDP_HOOK) and first <= when < last and name not in known:
+            yield when, Collective(name, None, 1, "all", FORWARD, 0)
 
 
-def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[HookCollective]) -> list[Launched]:
+def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[Launched]) -> list[Launched]:
     """Return collectives of gloo with the sizes of FSDP's hooks: each hook starts the next collective.
 
     gloo executes a reduce-scatter as an all-reduce, which gets the kind of the hook.
     """
     found = sorted(observed, key=lambda timed: timed[0])
     starts = [when for when, _ in found]
-    for hook in hooks:
-        position = bisect_left(starts, hook.when)
+    for start, hook in hooks:
+        position = bisect_left(starts, start)
         if position < len(found) and found[position][1].bytes is None:
             when, one = found[position]
             found[position] = when, replace(one, kind=hook.kind, bytes=hook.bytes, axis="shard")
