@@ -41,19 +41,14 @@ class CheckpointMeta:
     world_size: int
 
 
-def checkpoints_root(run_dir: Path) -> Path:
-    """Return the folder of all checkpoints of a run."""
-    return run_dir / CHECKPOINTS
-
-
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
     """Return the folder of the checkpoint after a step."""
-    return checkpoints_root(run_dir) / f"step-{step:08d}"
+    return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
 def tmp_dir(run_dir: Path, step: int) -> Path:
     """Return the folder in which that checkpoint is written."""
-    return checkpoints_root(run_dir) / f".step-{step:08d}.tmp"
+    return run_dir / CHECKPOINTS / f".step-{step:08d}.tmp"
 
 
 def step_of(folder: Path) -> int | None:
@@ -64,7 +59,7 @@ def step_of(folder: Path) -> int | None:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first; they may be damaged."""
-    found = {path: step for path in checkpoints_root(run_dir).glob("step-*") if (step := step_of(path)) is not None}
+    found = {path: step for path in (run_dir / CHECKPOINTS).glob("step-*") if (step := step_of(path)) is not None}
     return sorted(found, key=lambda path: found[path], reverse=True)
 
 
@@ -149,5 +144,5 @@ def publish(run_dir: Path, step: int) -> None:
 
 def remove_unfinished(run_dir: Path) -> None:
     """Delete the unfinished checkpoints of attempts that died while writing."""
-    for path in checkpoints_root(run_dir).glob(".step-*.tmp"):
+    for path in (run_dir / CHECKPOINTS).glob(".step-*.tmp"):
         shutil.rmtree(path)

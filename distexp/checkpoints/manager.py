@@ -96,7 +96,7 @@ class CheckpointManager:
             self._note(change)
         if self.logger.changes:
             self.logger.events.emit(changes=self.logger.changes)
-        self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
+        self.newest = meta.step if folder == disk.checkpoint_dir(self.context.run_dir, meta.step) else None
 
     def _restore(self, folder: Path, meta: CheckpointMeta) -> None:
         self.model.load(folder / MODEL)

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 
 Store: TypeAlias = Any  # a store of torch, which its stubs do not export
+_stores: Any = dist
 HANG_MARGIN = timedelta(minutes=5)  # time of the agents to find a hang and save the stacks before collectives fail
 
 
@@ -31,8 +32,7 @@ def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
     a server of its own.
     """
     has_server = is_forked or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    stores: Any = dist
-    return stores.TCPStore(
+    return _stores.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=os.environ["RANK"] == "0" and not has_server,
@@ -44,8 +44,7 @@ def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
 
 def sub_store(prefix: str, store: Store) -> Store:
     """Return a view of a store whose keys have a prefix."""
-    stores: Any = dist
-    return stores.PrefixStore(prefix, store)
+    return _stores.PrefixStore(prefix, store)
 
 
 def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_mib: float = 0.0) -> Context:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +33,7 @@ class Group:
     process_group: dist.ProcessGroup | None  # None on ranks outside the group
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Bandwidth of one collective at one size."""
-
-    group: str
-    operation: str
-    ranks: int
-    bytes: int
-    rounds: int
-    seconds: float  # of one round, on the slowest rank
-    algbw_gbps: float  # in 1e9 bytes per second
-    busbw_gbps: float
-    correct: bool  # whether the collective returned the expected values
+Measurement = dict[str, Any]  # bandwidth of one collective at one size, as in ``preflight.json``
 
 
 def make_groups(rank: int, nodes: int, per_node: int) -> list[Group]:
@@ -84,17 +73,17 @@ def _measure_one(group: Group, name: str, size: int, device: torch.device, *, wa
     wrong = torch.tensor(0 if correct else 1, device=device)
     dist.all_reduce(wrong, group=process_group)
     algbw = elements * 4 / seconds / 1e9
-    return Measurement(
-        group=group.name,
-        operation=name,
-        ranks=ranks,
-        bytes=elements * 4,
-        rounds=rounds,
-        seconds=seconds,
-        algbw_gbps=algbw,
-        busbw_gbps=algbw * factor(ranks),
-        correct=wrong.item() == 0,
-    )
+    return {
+        "group": group.name,
+        "operation": name,
+        "ranks": ranks,
+        "bytes": elements * 4,
+        "rounds": rounds,
+        "seconds": seconds,  # of one round, on the slowest rank
+        "algbw_gbps": algbw,  # in 1e9 bytes per second
+        "busbw_gbps": algbw * factor(ranks),
+        "correct": wrong.item() == 0,  # whether all ranks got the expected values
+    }
 
 
 def time_rounds(run: Operation, rounds: int, device: torch.device) -> float:

@@ -8,7 +8,6 @@ import socket
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def _measure_all(options: PreflightConfig, context: Context, precision: str) -> 
             "problems": problems,
             "copies": measure_host_copies(context.device),
             "matrix": {"precision": precision, "tflops": measure_matrix_ceiling(context.device, precision)},
-            "measurements": [asdict(measurement) for measurement in measurements],
+            "measurements": measurements,
         }
     )
     return {

@@ -170,7 +170,7 @@ class MetricsLogger:
         metrics.train_samples_per_second_overall = self.samples / runtime
         first = self.plan.train.measure_after_step
         durations = self.clock.durations()[first : first + self.counts.measured_steps]
-        totals = self.counts.total(self.context.device)
+        totals, sizes_differ = self.counts.total(self.context.device)
         # They belong to the energy of the measured steps.
         tokens = {"measured_tokens": totals.measured_tokens} if totals.measured_tokens else {}
         self.events.emit(measured_samples=self.counts.measured_samples, **tokens)
@@ -186,11 +186,11 @@ class MetricsLogger:
         self.watchers.stop()
         if self.window is not None and self.steps >= self.window.steps_before:
             self.events.set_phase(PROFILE)  # What follows may need much memory.
-        steps = MeasuredSteps(durations, self.counts.data_waits_s, totals.sizes_differ)
+        steps = MeasuredSteps(durations, self.counts.data_waits_s, sizes_differ)
         self.metrics = self.watchers.add_summaries(steps, metrics, self.memory)
         return self.metrics
 
-    def _add_speed(self, durations: list[float], totals: step_metrics.TotalCounts) -> None:
+    def _add_speed(self, durations: list[float], totals: step_metrics.StepCounts) -> None:
         metrics, seconds = self.metrics, sum(durations)
         metrics.step_time_s, metrics.speed_error = quantiles(durations), speed_error(durations)
         if durations:

@@ -148,22 +148,9 @@ DATA_WAIT = "data_wait_ms"  # part that grows too, because the CPU collates and 
 SIMILAR = 1.05  # largest ratio of the sizes of two steps whose kernels take equally long
 
 
-class StepSizes:
-    """Smallest and largest sizes of the batches of a rank's steps."""
-
-    def __init__(self) -> None:
-        self._least: tuple[int, ...] = ()
-        self._most: tuple[int, ...] = ()
-
-    def add(self, *sizes: int) -> None:
-        """Add the sizes of a step, always in the same order."""
-        self._least = tuple(map(min, self._least or sizes, sizes))
-        self._most = tuple(map(max, self._most or sizes, sizes))
-
-    @property
-    def differ(self) -> bool:
-        """Return whether the kernels of some steps take longer than those of others."""
-        return any(most > SIMILAR * least for least, most in zip(self._least, self._most, strict=True))
+def have_other_sizes(steps: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether the kernels of some steps take longer than those of others, by the sizes of their batches."""
+    return any(max(sizes) > SIMILAR * min(sizes) for sizes in zip(*steps, strict=True))
 
 
 def remove_overhead(
