@@ -221,10 +221,8 @@ class SchedulerDelay:
                 self._delay_s = self._read_ns() / 1e9
             except (OSError, ValueError) as error:
                 self.is_readable = False
-                _print_once(
-                    f"note: {self._path} has no times ({error}), so the own time of this rank contains the time in "
-                    "which other programs have its core"
-                )
+                consequence = "the own time of this rank contains the time in which other programs have its core"
+                _print_once(f"note: {self._path} has no times ({error}), so {consequence}")
         return self._delay_s
 
     def _read_ns(self) -> int:

@@ -126,9 +126,8 @@ def _is_consistent(excess: Sequence[float], least: float) -> bool:
     spread = MAD_OF_NORMAL * statistics.median(abs(value - middle) for value in excess)
     sections = max(2, min(MAX_SECTIONS, count // SECTION_STEPS))
     bounds = [count * section // sections for section in range(sections + 1)]
-    return middle >= MIN_EFFECT * spread and all(
-        statistics.median(excess[start:end]) >= least / 2 for start, end in pairwise(bounds)
-    )
+    medians = (statistics.median(excess[start:end]) for start, end in pairwise(bounds))
+    return middle >= MIN_EFFECT * spread and all(median >= least / 2 for median in medians)
 
 
 def signed_rank_score(differences: Sequence[float]) -> float:
@@ -182,7 +181,7 @@ class GpuEvidence:
 def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: int) -> dict[int, GpuEvidence]:
     """Return the evidence for the GPU of each rank: the n-th GPU of a trace belongs to the n-th rank of the node."""
     training = phase_intervals(read_phase_events(events), TRAINING_PHASES)
-    samples: dict[int, list[MemorySample]] = {}
+    known: dict[int, list[MemorySample]] = {}
     for node, path in enumerate(traces):
         try:
             devices = group_by_device(read_memory_trace(path).samples)
@@ -190,14 +189,13 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
             continue
         gpus = [device for (kind, _), device in devices.items() if kind == GPU]
         for local_rank, device in enumerate(gpus):
-            samples[node * workers_per_node + local_rank] = [
-                sample for sample in device if any(begin <= sample.unix_time_s < end for begin, end in training)
-            ]
-    known = {rank: taken for rank, taken in samples.items() if taken}
+            taken = [one for one in device if any(begin <= one.unix_time_s < end for begin, end in training)]
+            if taken:
+                known[node * workers_per_node + local_rank] = taken
     evidence = {}
-    for rank, taken in known.items():
+    for rank, own in known.items():
         others = [other for number, other in known.items() if number != rank]
-        evidence[rank] = GpuEvidence(taken[0].index, list(_problems(taken)), list(_differences(taken, others)))
+        evidence[rank] = GpuEvidence(own[0].index, list(_problems(own)), list(_differences(own, others)))
     return evidence
 
 

@@ -96,10 +96,9 @@ def _measure_all(options: PreflightConfig, context: Context, precision: str) -> 
 
 def _measure_groups(options: PreflightConfig, context: Context, max_bytes: int) -> list[Measurement]:
     """Measure every group; return the results of the groups in which this rank is the first."""
-    measurements = []
+    measurements, rounds = [], {"warmup": options.warmup_rounds, "rounds": options.rounds}
     for group in make_groups(context.rank, context.nodes, context.workers_per_node):
         if group.process_group is not None:
-            rounds = {"warmup": options.warmup_rounds, "rounds": options.rounds}
             results = list(measure(group, context.device, max_bytes=max_bytes, **rounds))
             if context.rank == group.ranks[0]:
                 measurements += results
@@ -208,10 +207,8 @@ def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
     """
     size = SIZE_GPU if device.type == "cuda" else SIZE_CPU
     generator = torch.Generator(device).manual_seed(0)
-    left, right, product = (
-        torch.randn(size, size, generator=generator, device=device).to(DTYPES[precision]) for _ in range(3)
-    )
-
+    randn = partial(torch.randn, size, size, generator=generator, device=device)
+    left, right, product = (randn().to(DTYPES[precision]) for _ in range(3))
     multiply = partial(torch.mm, left, right, out=product)
     time_rounds(multiply, 1, device)  # loads the library
     count = max(1, round(ROUND_S / time_rounds(multiply, 1, device)))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -98,24 +99,14 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
     )
     if error:
         raise ConfigError(error)
-    shardings = (
-        BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps),
-        BatchSharding(*place, train.eval_batch_size or train.micro_batch),
+    training = BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps)
+    evaluation = BatchSharding(*place, train.eval_batch_size or train.micro_batch)
+    lengths = text.sample_lengths(data.train) if config.dataset.bucketing else None
+    load = partial(ShardedLoader, seed=train.seed, num_workers=config.dataset.num_workers)
+    return (
+        load(data.train, data, training, context.device, shuffle=True, lengths=lengths),
+        load(data.evaluation, data, evaluation, context.device, shuffle=False, lengths=None),
     )
-    training, evaluation = (
-        ShardedLoader(
-            samples,
-            data,
-            sharding,
-            context.device,
-            seed=train.seed,
-            shuffle=samples is data.train,
-            num_workers=config.dataset.num_workers,
-            lengths=text.sample_lengths(samples) if config.dataset.bucketing and samples is data.train else None,
-        )
-        for samples, sharding in zip((data.train, data.evaluation), shardings, strict=True)
-    )
-    return training, evaluation
 
 
 def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
@@ -137,12 +128,8 @@ def build_model(
     config: Config, data: TaskData, context: Context, blueprint_class: type[Blueprint] = Blueprint
 ) -> Blueprint:
     """Return the model, not distributed, without memory for its weights."""
-    blueprint = blueprint_class(
-        model_factory(config, data),
-        context,
-        broadcast=config.fsdp.sync_module_states,
-        weights_key=weights_key(config.model, data),
-    )
+    make, key = model_factory(config, data), weights_key(config.model, data)
+    blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key)
     if config.dataset._target_.startswith("distexp."):
         introspection.check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
     if config.model.task == "causal_lm":
@@ -201,20 +188,19 @@ def max_targets(config: Config, data: TaskData) -> dict[int, int]:
 
 def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
     train = config.train
-    _, targets = token_counts(data.train)
-    if targets is not None and _has_prompts(data.train):
+    if (targets := _known_targets(data.train)) is not None:
         yield training_micro_batches(config, data.train, epochs=MAX_EPOCHS), targets
-    _, targets = token_counts(data.evaluation)
-    if train.evaluate and targets is not None and _has_prompts(data.evaluation):
+    if train.evaluate and (targets := _known_targets(data.evaluation)) is not None:
         size = train.eval_batch_size or train.micro_batch
         sharding = BatchSharding(0, config.cluster.world_size, size)
         sampler = ShardedBatchSampler(len(data.evaluation), sharding, seed=train.seed, shuffle=False)
         yield sampler.global_batches(0).view(-1, size), targets
 
 
-def _has_prompts(samples: Samples) -> bool:
-    """Return whether the targets of samples are known. Those of other samples may be fewer than their tokens."""
-    return isinstance(samples.samples if isinstance(samples, text.PackedSamples) else samples, text.TokenSamples)
+def _known_targets(samples: Samples) -> NDArray[np.int64] | None:
+    """Return the targets of each sample; None without prompts, because they may then be fewer than the tokens."""
+    whole = samples.samples if isinstance(samples, text.PackedSamples) else samples
+    return token_counts(samples)[1] if isinstance(whole, text.TokenSamples) else None
 
 
 def lengths_of(samples: Samples) -> NDArray[np.int64] | None:

@@ -97,11 +97,8 @@ class GreedyGenerator:
             ids[rows, lengths] = torch.where(unfinished, chosen, self.tokenizer.pad_id)
             lengths += unfinished
             self.beat()
-        ends = lengths.tolist()
-        return [
-            self.tokenizer.decode(row[start:end]).strip()
-            for row, start, end in zip(ids.tolist(), starts, ends, strict=True)
-        ]
+        answers = (row[start:end] for row, start, end in zip(ids.tolist(), starts, lengths.tolist(), strict=True))
+        return [self.tokenizer.decode(answer).strip() for answer in answers]
 
     def _next_tokens(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the most likely next token of each row, of those that the tokenizer has, shape (rows,)."""
@@ -109,9 +106,8 @@ class GreedyGenerator:
         inputs, last = {"input_ids": ids, "attention_mask": mask}, lengths - 1
         if introspection.supports_logits_to_keep(self.model.module):
             inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
-        batch = Batch(
-            inputs=inputs, labels=torch.full_like(ids, IGNORE), num_samples=len(ids), num_targets=0, num_tokens=0
-        )
+        labels = torch.full_like(ids, IGNORE)
+        batch = Batch(inputs=inputs, labels=labels, num_samples=len(ids), num_targets=0, num_tokens=0)
         logits = objective.get_logits(self.model.forward(batch))
         following = logits[torch.arange(len(ids), device=self.device), last]
         return following[:, : self.tokenizer.size].argmax(dim=-1)

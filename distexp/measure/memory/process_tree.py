@@ -69,10 +69,8 @@ class ProcessTree:
         before = self._members
         found = {pid: _read_stat(pid) for pid in self._find(before)}
         self._members = {pid: stat for pid, stat in found.items() if stat is not None and stat.alive}
-        ticks = sum(
-            stat.cpu_ticks - (before[pid].cpu_ticks if _is_same(before.get(pid), stat) else 0)
-            for pid, stat in self._members.items()
-        )
+        ticks = sum(stat.cpu_ticks for stat in self._members.values())
+        ticks -= sum(before[pid].cpu_ticks for pid, stat in self._members.items() if _is_same(before.get(pid), stat))
         compilers = {pid for pid, stat in self._members.items() if stat.compiles}
         memory = self._memory.read(self._members, compilers)
         return TreeReading(frozenset(self._members), memory, cpu_s=ticks / TICKS_PER_S)

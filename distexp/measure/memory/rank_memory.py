@@ -114,24 +114,19 @@ class PartsWatch(Watcher):
         """Return the entries of this rank in MiB: the tensors, then the peaks of the recorded step."""
         if self.parameters is None:
             return []
-        tensors = {
-            "rank": self.rank,
-            "phase": "train",
-            "parameters_mib": _mib(self.parameters),
-            "gradients_mib": _mib(self.gradients),
-            "optimizer_states_mib": _mib(self.optimizer_states),
-            "activations_mib": _mib(None if self._counter is None else self._counter.peak_bytes),
+        sizes = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer_states": self.optimizer_states,
+            "activations": None if self._counter is None else self._counter.peak_bytes,
         }
-        return [tensors, *({"rank": self.rank, **peak} for peak in self.peaks)]
+        tensors = {f"{part}_mib": None if size is None else size / MIB for part, size in sizes.items()}
+        return [{"rank": self.rank, **entry} for entry in ({"phase": "train", **tensors}, *self.peaks)]
 
 
 def _size_outside(parameters: Mapping[int, int], tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors that share no storage with parameters."""
     return sum(size for key, size in storage_sizes(iter(tensors)).items() if key not in parameters)
-
-
-def _mib(size: int | None) -> float | None:
-    return None if size is None else size / MIB
 
 
 class AllocatorWatch(Watcher):

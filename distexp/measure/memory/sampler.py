@@ -106,19 +106,14 @@ class Sampler:
             self._warn("nvml", f"NVML is not available ({error}); the values of the GPUs are left empty")
 
     def _sample_until_stopped(self, file: MemoryTraceWriter) -> None:
-        started = time.monotonic()
-        tick = 0
+        started, tick = time.monotonic(), 0
         while not self._stopped.wait(started + tick * self.interval_s - time.monotonic()):
             if self._limit.allows():
                 self._sample(file)
             else:
-                self._warn(
-                    "cost",
-                    f"a sample costs {self._limit.cost_s * 1000:.0f} ms of CPU time, more than {SAMPLING_SHARE:.0%} of "
-                    f"{self.interval_s:g} s: some samples are skipped",
-                )
-            missed = math.floor((time.monotonic() - started) / self.interval_s) + 1
-            tick = max(tick + 1, missed)
+                cost = f"a sample costs {self._limit.cost_s * 1000:.0f} ms of CPU time, more than {SAMPLING_SHARE:.0%}"
+                self._warn("cost", f"{cost} of {self.interval_s:g} s: some samples are skipped")
+            tick = max(tick, math.floor((time.monotonic() - started) / self.interval_s)) + 1
         self._sample(file)
 
     def _sample(self, file: MemoryTraceWriter) -> None:

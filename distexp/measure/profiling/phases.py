@@ -58,10 +58,8 @@ def find_phases(
     passes = _split_at_gaps([interval for interval in inside if interval[0] < update], micro_batches)
     nexts = [*(start for start, _ in passes[1:]), update]
     # A hook right at the end of a pass belongs to it, so the pass ends a nanosecond later.
-    passes = [
-        (start, max([end, *(hook + 1e-9 for hook in hooks if end <= hook < limit)]))
-        for (start, end), limit in zip(passes, nexts, strict=False)
-    ]
+    pairs = zip(passes, nexts, strict=False)
+    passes = [(a, max([b, *(hook + 1e-9 for hook in hooks if b <= hook < limit)])) for (a, b), limit in pairs]
     return StepPhases(window, tuple(passes), max(update, passes[-1][1]) if passes else update)
 
 

@@ -137,9 +137,8 @@ class StepProfiler(watcher.Watcher):
         if not self.train.profile_steps:
             return None
         micro_batches = self.train.gradient_accumulation_steps
-        trace = step_analysis.result_or_error(self._read_trace)
         analysis = step_analysis.StepAnalysis(self.context, self.window, self.module, micro_batches, self.core_waits)
-        return analysis.run(trace)
+        return analysis.run(step_analysis.result_or_error(self._read_trace))
 
     def _read_trace(self) -> chrome_trace.Trace | str:
         if self._profile is not None and not self._finished:  # the training stopped early
@@ -147,10 +146,8 @@ class StepProfiler(watcher.Watcher):
         if self.invalid is not None:
             return self.invalid
         if self.window is None:
-            return (
-                f"too few steps to measure speed and to profile (train.profile_steps={self.train.profile_steps}): "
-                "train more steps"
-            )
+            requested = f"train.profile_steps={self.train.profile_steps}"
+            return f"too few steps to measure speed and to profile ({requested}): train more steps"
         if self._profile is None or not self._finished:
             return "the training stopped before its last steps, which are profiled"
         with tempfile.TemporaryDirectory(prefix="distexp-profile-") as folder:
