@@ -25,8 +25,7 @@ from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskDa
 from distexp.models import introspection, transforms
 from distexp.models.head import adapt_head
 
-CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]
-"""A function that counts the FLOPs of a model on the meta device for its inputs."""
+CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]  # FLOPs of a model on the meta device for its inputs
 
 
 @dataclass(frozen=True)
@@ -51,24 +50,16 @@ class FlopRates:
         """Return the FLOPs of a batch."""
         return self.row * rows + self.token * tokens + self.pair * pairs + self.head_token * head_tokens
 
-    def scale(self, factor: float) -> FlopRates:
-        """Return the rates times a factor."""
-        return FlopRates(*(factor * rate for rate in astuple(self)))
-
 
 def training_flops(config: Config, data: TaskData, done: Workload, device: torch.device) -> TrainingFlops:
     """Return the FLOPs of training steps."""
     counter = FlopCounter(config, data)
     model = counter.model_rates()
     skips_blocks = config.model.attention == "flex" and device.type == "cuda"
+    pairs, executed = done.visited_pairs if skips_blocks else done.position_pairs, counter.executed_rates(model)
     return TrainingFlops(
-        model=model.total(rows=done.samples, tokens=done.tokens, pairs=done.token_pairs, head_tokens=done.targets),
-        executed=counter.executed_rates(model).total(
-            rows=done.rows,
-            tokens=done.positions,
-            pairs=done.visited_pairs if skips_blocks else done.position_pairs,
-            head_tokens=done.head_tokens,
-        ),
+        model.total(rows=done.samples, tokens=done.tokens, pairs=done.token_pairs, head_tokens=done.targets),
+        executed.total(rows=done.rows, tokens=done.positions, pairs=pairs, head_tokens=done.head_tokens),
     )
 
 
@@ -82,8 +73,8 @@ class FlopCounter:
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
-        # A backward pass has two matrix products for each one of the forward pass.
-        return self._rates(introspection.count_forward_flops, self._model).scale(3)
+        forward = self._rates(introspection.count_forward_flops, self._model)
+        return FlopRates(*(3 * rate for rate in astuple(forward)))  # a backward pass has two products for each one
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
         """Return the executed FLOPs of a forward and a backward pass."""

@@ -23,10 +23,9 @@ MAX_STEPS = 4096  # the latest ordinary steps that are kept
 
 
 class RankTimesWatch(Watcher):
-    """Step times of the ranks.
+    """Step times of the ranks. *Ordinary* steps are measured and follow another measured step directly.
 
-    *Ordinary* steps are measured and follow another measured step directly, so they can be compared with each other.
-    The other ones follow an evaluation, a checkpoint or the unmeasured first steps.
+    The other ones follow an evaluation, a checkpoint or the unmeasured first steps, so they are not compared.
     """
 
     section = "metrics"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
@@ -127,25 +128,21 @@ class MethodReplacements:
     """Replaced methods. The classes may be written in C++."""
 
     def __init__(self) -> None:
-        # What the classes themselves have. The attribute of a class in C++ is another object, which gets no self.
-        self._originals: list[tuple[type[Any], str, Any]] = []
-
-    @property
-    def active(self) -> bool:
-        """Return whether methods are replaced."""
-        return bool(self._originals)
+        self.active = False  # whether methods are replaced
+        self._restoring = ExitStack()
 
     def replace(self, owner: type[Any], name: str, make: Callable[[Method], Method]) -> None:
         """Replace a method by what ``make`` returns for it."""
-        original = getattr(owner, name)
-        self._originals.append((owner, name, vars(owner).get(name)))
+        # What the class itself has. The attribute of a class in C++ is another object, which gets no self.
+        original, own = getattr(owner, name), vars(owner).get(name)
         setattr(owner, name, wraps(original)(make(original)))
+        if own is None:
+            self._restoring.callback(delattr, owner, name)  # The owner inherits it.
+        else:
+            self._restoring.callback(setattr, owner, name, own)
+        self.active = True
 
     def restore(self) -> None:
         """Restore all methods."""
-        while self._originals:
-            owner, name, own = self._originals.pop()
-            if own is None:
-                delattr(owner, name)  # The owner inherits it.
-            else:
-                setattr(owner, name, own)
+        self.active = False
+        self._restoring.close()

@@ -136,11 +136,7 @@ def _path(gpu_name: str | None, hostname: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Network:
-    """The network between the nodes of a forecast: a key of ``networks`` in ``hardware/facts.yaml``.
-
-    If GPUs of the same index share a switch (``rail_optimized``), a slower upper level matters only with more than
-    ``nodes_per_leaf`` nodes.
-    """
+    """The network between nodes. If rail-optimized, its upper level matters only with more than ``nodes_per_leaf``."""
 
     name: str = field(default_factory=lambda: facts().usual_networks["gpu"])
     rail_optimized: bool = True

@@ -210,10 +210,7 @@ def lengths_of(samples: Samples) -> NDArray[np.int64] | None:
 
 
 def token_counts(samples: Samples) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Return tokens and targets of each sample; None if they are not known without reading the samples.
-
-    The first token of a sample is never a target. Without prompts, all other tokens may be targets.
-    """
+    """Return tokens and targets of each sample, if known. All but the first may be targets, unless it has a prompt."""
     if isinstance(samples, text.PackedSamples):
         lengths, targets = token_counts(samples.samples)
         if lengths is None or targets is None:

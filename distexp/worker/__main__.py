@@ -27,13 +27,12 @@ from distexp.runs.spec import RunSpec
 from distexp.runs.texts import ERROR_TYPE, FULL_BYTES, free_bytes, full_disk_message, is_full_disk, release_reserve
 from distexp.system import environment_variables, files, processes
 
-USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
-
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one rank that torchrun has started."""
     environment_variables.captured_environment()  # before torch and DeepSpeed set some of these variables
-    parser = argparse.ArgumentParser("distexp.worker", usage=USAGE, description="Run one rank of a run.")
+    usage = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
+    parser = argparse.ArgumentParser("distexp.worker", usage=usage, description="Run one rank of a run.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
@@ -93,11 +92,8 @@ def print_error(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
-    """Return the error of a rank for its record.
-
-    Libraries do not always name a full disk, so the free space is checked after a failed save.
-    """
-    free = free_bytes(run_dir)
+    """Return the error of a rank for its record."""
+    free = free_bytes(run_dir)  # Libraries do not always name a full disk, for example after a failed save.
     if is_full_disk(error) or (phase == "save" and free < FULL_BYTES):
         return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported

@@ -102,10 +102,7 @@ class Round:
         return [typed_values.parse_dataclass(TriedSize, json.loads(candidate)) for candidate in stored]
 
     def _wait(self, pid: int, deadline: float) -> int | None:
-        """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
-
-        Return the exit code as in subprocess; None if the process was ended here.
-        """
+        """Wait for the process of this rank; return its exit code, or None if it was ended: late, or another failed."""
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

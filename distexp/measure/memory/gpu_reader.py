@@ -21,17 +21,14 @@ class GpuReader:
         self._warn = warn
         self._refused: set[str] = set()
         self._lists_our_pids = False
-        self._session = ExitStack()
-        self._nvml: Any = self._session.enter_context(cgroups.nvml_session())
+        session = ExitStack()
+        self._nvml: Any = session.enter_context(cgroups.nvml_session())
+        self.close = session.close
         self._handles = {
             index: self._query(f"handle of GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in indices
         }
         self._conditions = {index: ConditionsReader(self._nvml, handle) for index, handle in self._handles.items()}
         self._partitioned = {index for index, handle in self._handles.items() if self._uses_mig(handle)}
-
-    def close(self) -> None:
-        """Shut NVML down."""
-        self._session.close()
 
     def read(self, empty: MemorySample, pids: Collection[int]) -> MemorySample:
         """Return the sample of a GPU, given one without values, and the processes of this job."""

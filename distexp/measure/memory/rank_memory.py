@@ -187,10 +187,9 @@ MAX_TENSORS = 8  # kinds of tensors that the record lists, the largest first
 
 
 class OutOfMemoryWatch(Watcher):
-    """Keeps a report of the latest allocation of this process that failed, also while the model is built.
+    """Keeps a report of the latest allocation that failed, also while the model is built.
 
-    With ``records_stacks`` it records the Python stacks of the first step's allocations, so that a report has source
-    lines. The first step must then count in no metric.
+    With ``records_stacks`` it has source lines, from the first step, which must then count in no metric.
     """
 
     def __init__(self, device: torch.device, *, records_stacks: bool = False) -> None:

@@ -24,10 +24,9 @@ MAX_ENTRIES = 2_000_000  # allocations and frees that are kept; a step has some 
 
 
 class StepRecording:
-    """The allocations and frees of one step of this rank.
+    """The allocations and frees of one step of this rank. A small tensor marks where a phase starts.
 
-    A mark is a small tensor. Its allocation shows in the recording where a phase starts. ``keep_peaks`` saves the peaks
-    of the allocator, which are reset for each phase.
+    ``keep_peaks`` saves the peaks of the allocator, which are reset for each phase.
     """
 
     def __init__(self, device: torch.device, keep_peaks: Callable[[], None]) -> None:

@@ -34,16 +34,12 @@ class StepParts:
         """Return the duration in seconds."""
         return self.window[1] - self.window[0]
 
-    def milliseconds(self, name: str) -> float:
-        """Return the length of a part."""
-        return 1000 * total_length(self.parts[name])
-
     def to_json(self, rank: int, *, on_gpu: bool) -> dict[str, Any]:
         """Return the entry of ``metrics.step_breakdown``. Without a GPU nothing is known about launches."""
         return {
             "rank": rank,
             "step_ms": 1000 * self.duration,
-            **{f"{name}_ms": self.milliseconds(name) for name in PARTS},
+            **{f"{name}_ms": 1000 * total_length(self.parts[name]) for name in PARTS},
             **({} if on_gpu else {"launch_idle_ms": None}),
             "hidden_communication_ms": 1000 * self.hidden_communication_s,
             "launches": self.launches,

@@ -230,9 +230,8 @@ def _parse_annotation(name: str, raw: dict[str, Any]) -> _Event | None:
         return _Event(COLLECTIVE, collective_kind(name.removeprefix(GLOO)), raw, {})
     if name.startswith(FSDP_HOOK):
         return _Event(CALL, name, raw, {})
-    if name == DATA:
-        return _Event(DATA, "", raw, {})
-    return _Event(OPTIMIZER, "", raw, {}) if name == OPTIMIZER or name.startswith(TORCH_OPTIMIZER) else None
+    kind = OPTIMIZER if name.startswith(TORCH_OPTIMIZER) else name
+    return _Event(kind, "", raw, {}) if kind in (DATA, OPTIMIZER) else None
 
 
 def _parse_operator(name: str, raw: dict[str, Any]) -> _Event | None:

@@ -33,10 +33,9 @@ DETACH = "TEARDOWN_CUPTI"  # Detach CUPTI from the process when the profiler sto
 
 
 class StepProfiler(watcher.Watcher):
-    """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0.
+    """Profiler of one rank. ``window_of`` returns the steps to profile, given the steps of earlier attempts.
 
-    With CUDA graphs CUPTI stays attached, because detaching it may crash. ``window_of`` returns the steps to profile,
-    given the steps of earlier attempts.
+    With CUDA graphs CUPTI stays attached, because detaching it may crash.
     """
 
     section = "metrics"

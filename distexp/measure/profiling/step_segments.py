@@ -84,10 +84,7 @@ def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[Launched]) ->
 
 
 def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[Launched]) -> list[Launched]:
-    """Return collectives of gloo with the sizes of FSDP's hooks: each hook starts the next collective.
-
-    gloo executes a reduce-scatter as an all-reduce, which gets the kind of the hook.
-    """
+    """Return collectives of gloo with kinds and sizes of FSDP's hooks: each hook starts the next collective."""
     found = sorted(observed, key=lambda timed: timed[0])
     starts = [when for when, _ in found]
     for start, hook in hooks:
@@ -134,10 +131,7 @@ def _launch(kernel: chrome_trace.Kernel) -> Interval:
 
 
 def _durations(trace: chrome_trace.Trace) -> dict[int, float]:
-    """Return the time that each kernel occupies the GPU, by its identity.
-
-    Time at which several kernels run counts once. The start of a kernel that is in the queue counts as part of it.
-    """
+    """Return the time that each kernel occupies the GPU alone, with its start from the queue, by its identity."""
     found: dict[int, float] = {}
     busy = float("-inf")
     for event in sorted(trace.device_events, key=lambda event: event.when):
