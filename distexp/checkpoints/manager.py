@@ -204,16 +204,13 @@ def _rank_file(folder: Path, rank: int) -> Path:
 
 
 SECTIONS = ("model", "dataset", "precision", "train")
-
 # Keys of these sections that do not change the training.
-UNRELATED = frozenset(
-    {
-        *("model.keys", "model.init", "model.path"),  # the weights are those of the checkpoint
-        *("dataset.keys", "dataset.num_workers", "dataset.answer_tokens"),
-        *("train.resume", "train.checkpoint_every", "train.save_model", "train.score_answers", "train.eval_batch_size"),
-        *("train.measure_after_step", "train.profile_steps", "train.log_every", "train.on_nan"),
-        *("train.global_batch_size", "train.micro_batch_search_s"),  # micro-batch and accumulation show a change
-    }
+UNRELATED = (
+    *("model.keys", "model.init", "model.path"),  # the weights are those of the checkpoint
+    *("dataset.keys", "dataset.num_workers", "dataset.answer_tokens"),
+    *("train.resume", "train.checkpoint_every", "train.save_model", "train.score_answers", "train.eval_batch_size"),
+    *("train.measure_after_step", "train.profile_steps", "train.log_every", "train.on_nan"),
+    *("train.global_batch_size", "train.micro_batch_search_s"),  # micro-batch and accumulation show a change
 )
 
 

@@ -18,8 +18,6 @@ from distexp.system.torch_internals.collectives import set_default_timeout
 from distexp.system.units import GIB, MIB
 
 T = TypeVar("T")
-
-
 Store: TypeAlias = Any  # a store of torch, which its stubs do not export
 _stores: Any = dist
 HANG_MARGIN = timedelta(minutes=5)  # time of the agents to find a hang and save the stacks before collectives fail

@@ -43,8 +43,7 @@ class FlopRates:
     row: float = 0.0  # for each row, which is an image, or a text of unknown length
     token: float = 0.0  # for each token
     pair: float = 0.0  # for each pair of tokens of a row
-    # For each token whose logits are computed, if the model selects them. Otherwise ``token`` has them.
-    head_token: float = 0.0
+    head_token: float = 0.0  # for each token whose logits are computed, if the model selects them; else in ``token``
 
     def total(self, *, rows: int, tokens: int, pairs: int, head_tokens: int) -> float:
         """Return the FLOPs of a batch."""

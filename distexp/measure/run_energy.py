@@ -108,8 +108,7 @@ class TraceEnergy:
 
     gpu: float | None = None  # of the run's GPUs, by their energy counters
     gpu_by_power: float | None = None  # the same, by the integral of their power
-    # Of the training steps alone; by the counters, or by power if a GPU has no counter.
-    gpu_training: float | None = None
+    gpu_training: float | None = None  # of the training steps alone; by power if a GPU has no counter
     cpu: float | None = None  # the run's part of the energy of the CPU packages
     cpu_training: float | None = None  # the same, of the training steps alone
     idle_w: float | None = None  # power of the run's GPUs before the workers used them
@@ -159,11 +158,8 @@ def _sum_or_none(values: Sequence[float | None]) -> float | None:
 
 def _idle_power(samples: Samples, first_event_s: float | None) -> float | None:
     """Return the lowest power of a GPU before it is used: the others may include the end of an earlier program."""
-    idle = [
-        sample.power_w for sample in samples
-        if sample.power_w is not None and sample.used_mib == samples[0].used_mib
-        and (first_event_s is None or sample.unix_time_s < first_event_s)
-    ]  # fmt: skip
+    before = (one for one in samples if first_event_s is None or one.unix_time_s < first_event_s)
+    idle = (one.power_w for one in before if one.used_mib == samples[0].used_mib and one.power_w is not None)
     return min(idle, default=None)
 
 

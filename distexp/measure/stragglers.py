@@ -45,13 +45,11 @@ class RankTimes:
     own_s: Sequence[float] = ()  # own time of its watched steps: without waiting for other ranks, in seconds
     durations_s: Sequence[float] = ()  # durations of the watched steps, in seconds
     data_wait_s: Sequence[float] = ()  # time that it waited for its data in the same steps
-    # Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
-    without_core_s: Sequence[float] = ()
+    without_core_s: Sequence[float] = ()  # time in which other programs had its core, in the same steps; on CPUs only
     watched_p50_s: float | None = None  # median duration of its watched ordinary steps; None if there is none
     unwatched_p50_s: float | None = None  # median duration of its other ordinary steps; None if there is none
     on_cpu: bool = False  # whether it trains on a CPU
-    # Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
-    includes_cpu_work: bool = False
+    includes_cpu_work: bool = False  # whether the own time is at least the work of the CPU, as with a profile
     host: str = field(default_factory=socket.gethostname)
 
 
@@ -152,8 +150,6 @@ def _data_wait(rank: RankTimes, others: Sequence[RankTimes], excess_s: float) ->
     found = f"; it waits {1000 * own:,.1f} ms for its data, the others {1000 * usual:,.1f} ms"
     return "" if own - usual < excess_s / 2 else found
 
-
-# Evidence of slow GPUs, from the memory traces: clocks, memory errors, PCIe link, other processes.
 
 # Bits of nvml.h that mean a problem of the GPU, with what they mean.
 SLOWDOWNS = {

@@ -43,8 +43,7 @@ class Watcher:
 
     # Where the summary is in the record: ``metrics`` or ``memory``, whose fields it must have, or ``metrics.watchers``.
     section: ClassVar[str] = "metrics.watchers"
-    # Seconds that the watcher took so far and that do not belong to the duration of the training.
-    overhead_s: float = 0.0
+    overhead_s: float = 0.0  # time so far that does not belong to the duration of the training
 
     def follow(self, module: nn.Module, read: ReadTensors) -> None:
         """Prepare for a distributed model, which has just been built. ``read`` returns its tensors on this rank."""
@@ -144,5 +143,6 @@ class MethodReplacements:
 
     def restore(self) -> None:
         """Restore all methods."""
-        self.active = False
-        self._restoring.close()
+        if self.active:
+            self.active = False
+            self._restoring.close()

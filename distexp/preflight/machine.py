@@ -138,7 +138,7 @@ def _path(gpu_name: str | None, hostname: str | None) -> Path:
 class Network:
     """The network between nodes. If rail-optimized, its upper level matters only with more than ``nodes_per_leaf``."""
 
-    name: str = field(default_factory=lambda: facts().usual_networks["gpu"])
+    name: str = field(default_factory=lambda: facts().usual_networks["gpu"])  # a key of ``networks`` in facts.yaml
     rail_optimized: bool = True
     oversubscription: float = 1.0  # by how much the upper level of the network is slower than the lower one
     latency: Latency = field(default_factory=lambda: facts().links["network"].latency)  # latency of a hop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -80,8 +81,6 @@ class MLflow:
     """Tracker that logs to a run in the MLflow experiment ``tracker.project``."""
 
     def __init__(self, spec: RunSpec, directory: Path) -> None:
-        import os
-
         # MLflow refuses a local folder without this variable, but a cluster may have no server.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient

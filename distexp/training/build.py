@@ -161,8 +161,6 @@ def weights_key(model: ModelConfig, data: TaskData) -> str | None:
     return json.dumps([asdict(replace(model, attention="auto")), data.num_classes], sort_keys=True)
 
 
-# The numbers of tokens and targets in the micro-batches of a run, known from the lengths before a sample is read.
-
 MAX_EPOCHS = 10  # Epochs whose batches are compared. More would take time and find hardly larger ones.
 
 

@@ -117,9 +117,8 @@ def _round_up(length: int) -> int:
     return -(-length // PAD_MULTIPLE) * PAD_MULTIPLE
 
 
-# Exact match and F1 of SQuAD v1.1, identical to its official evaluation script.
-# Why not a library: ``evaluate`` downloads its metric from the Hub, and torchmetrics follows SQuAD 2.0, whose F1 of
-# two empty texts is 1 instead of 0.
+# Exact match and F1 of SQuAD v1.1, identical to its official evaluation script. Why not a library: ``evaluate``
+# downloads its metric from the Hub, and torchmetrics follows SQuAD 2.0, whose F1 of two empty texts is 1 instead of 0.
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)  # only ASCII, as in the official script

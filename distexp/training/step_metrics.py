@@ -72,8 +72,7 @@ class LossHistory:
 class StepCounts:
     """Counts of the steps of this attempt. *Measured* steps count for the speed."""
 
-    # Samples of each step, of all ranks. Packed rows have different numbers of samples.
-    samples: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # of each step and of all ranks; packed rows have different ones
     tokens: int = 0  # tokens of this rank, without padding
     positions: int = 0  # tokens of this rank, with padding
     measured_steps: int = 0  # number of measured steps

@@ -19,12 +19,11 @@ from typing import NoReturn
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import custom_code_place
-from distexp.runs.attempts import ERROR_HEADING, write_error
+from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import allocator_path, error_path, log_path
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import ERROR_TYPE, FULL_BYTES, free_bytes, full_disk_message, is_full_disk, release_reserve
 from distexp.system import environment_variables, files, processes
 
 
@@ -57,8 +56,8 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     except BaseException as error:
         try:
             cause = describe_error(error, run_dir, events.phase if events else "setup", rank)
-            release_reserve(run_dir)  # The disk may be full, and what follows needs space.
-            write_error(error_path(run_dir, node, rank), cause)
+            texts.release_reserve(run_dir)  # The disk may be full, and what follows needs space.
+            attempts.write_error(error_path(run_dir, node, rank), cause)
             print_error(error)
             _write_allocator_peaks(run_dir, node, rank)
         finally:
@@ -81,7 +80,7 @@ def redirect_output(path: Path, mode: str = "w") -> None:
 
 def print_error(error: BaseException) -> None:
     """Print the messages and the cause of a ConfigError, and the traceback of any other error."""
-    print(ERROR_HEADING, file=sys.stderr)
+    print(attempts.ERROR_HEADING, file=sys.stderr)
     if isinstance(error, ConfigError):
         print("\n".join(f"{type(error).__name__}: {message}" for message in error.errors), file=sys.stderr)
         if error.__cause__ is not None:
@@ -93,9 +92,9 @@ def print_error(error: BaseException) -> None:
 
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
     """Return the error of a rank for its record."""
-    free = free_bytes(run_dir)  # Libraries do not always name a full disk, for example after a failed save.
-    if is_full_disk(error) or (phase == "save" and free < FULL_BYTES):
-        return RunError(ERROR_TYPE, full_disk_message(error, run_dir, free), phase, rank)
+    free = texts.free_bytes(run_dir)  # Libraries do not always name a full disk, for example after a failed save.
+    if texts.is_full_disk(error) or (phase == "save" and free < texts.FULL_BYTES):
+        return RunError(texts.ERROR_TYPE, texts.full_disk_message(error, run_dir, free), phase, rank)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
     place = None

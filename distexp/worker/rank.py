@@ -39,11 +39,9 @@ from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.system import environment_variables, files, seeding, units
 from distexp.system.torch_internals.compilation import read_activation_budget
-from distexp.training.build import build_model, load_data, make_loaders, model_factory
-from distexp.training.generation import score_answers
+from distexp.training import build, generation, watchers
 from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
-from distexp.training.watchers import build_watchers
 from distexp.worker import compile_cache, size_search
 
 
@@ -105,7 +103,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
             note = "the first steps compile, which may take minutes; later runs use the cache"
             print(f"note: {note} {folder}", flush=True)
     seeding.seed_everything(config.train.seed)
-    data = load_data(config, context)
+    data = build.load_data(config, context)
     inputs = make_inputs(spec, data, context, events)
     logger = inputs.logger
     model, built = run_trainer(config, data, inputs)
@@ -114,7 +112,7 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     is_finished = logger.stopped is None
     if config.train.save_model and is_finished:
         events.set_phase("save")
-        hf.save_model(model.weights(), model_factory(config, data), data, context.run_dir, context.rank)
+        hf.save_model(model.weights(), build.model_factory(config, data), data, context.run_dir, context.rank)
     record = make_record(spec, built, data, context, logger)
     if config.train.score_answers and is_finished:
         add_answers(record, model, inputs, data.tokenizer)
@@ -123,18 +121,19 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
 
 def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events) -> TrainingInputs:
     """Return this rank's loaders, the plan of the steps, and the logger of the metrics."""
-    training, evaluation = make_loaders(spec.config, data, context)
+    training, evaluation = build.make_loaders(spec.config, data, context)
     training.on_batch = evaluation.on_batch = events.advance
     plan = StepPlan(spec.config.train, training.steps_per_epoch)
-    logger = MetricsLogger(plan, context, events, build_watchers(plan, spec.config.measure, context))
+    logger = MetricsLogger(plan, context, events, watchers.build_watchers(plan, spec.config.measure, context))
     return TrainingInputs(training, evaluation, plan, logger, spec.run.id)
 
 
 def run_trainer(config: Config, data: TaskData, inputs: TrainingInputs) -> tuple[EvaluableModel, Built]:
     """Train; return the model and what was built. Raises ConfigError if a custom trainer returned something else."""
     context = inputs.logger.context
+    make_model = partial(build.build_model, config, data, context)
     try:
-        returned = load_trainer(config).train(partial(build_model, config, data, context), config, context, inputs)
+        returned = load_trainer(config).train(make_model, config, context, inputs)
     except BaseException:
         with suppress(Exception):  # A broken device must not hide the error.
             inputs.logger.watchers.stop()
@@ -192,11 +191,11 @@ def add_answers(record: RunRecord, model: EvaluableModel, inputs: TrainingInputs
     """Add exact match and F1, and write the answers in SQuAD's format. Call it after everything that is timed."""
     logger = inputs.logger
     logger.events.set_phase("eval")
-    max_new_tokens = record.config["dataset"]["answer_tokens"]
+    longest = record.config["dataset"]["answer_tokens"]
     # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
     eager = record.config["train"]["compile"] in transforms.MODEL_SCOPES
     with torch.compiler.set_stance("force_eager" if eager else "default"):
-        found, answers = score_answers(model, inputs.evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
+        found, answers = generation.score_answers(model, inputs.evaluation, tokenizer, longest, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
     logger.events.emit(exact_match=found.exact_match, f1=found.f1)
     if logger.context.rank == 0:

@@ -2,8 +2,7 @@
 
 It forks a group (``distexp.worker.group``) for each request of an agent. So only the first run waits for the imports.
 ``CONTROL`` is a socket of the launcher. Its first message has the modules to import, and may bring a file in memory for
-random weights, which the workers inherit. Each later one brings the connection to an agent. This process ends when
-the launcher does. Its output is in memory, and each group starts its log with it.
+random weights, which the workers inherit. Each later one brings the connection to an agent.
 
 A connection works like a ``Popen``: the agent gets the process id and the exit code, and the group dies with the agent.
 The id stays reserved until the agent closes the connection, so the agent can send signals to no other process.

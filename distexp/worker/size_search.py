@@ -116,11 +116,9 @@ def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> Micr
 
 FORMAT = 1
 # Sections on which neither the speed nor the memory of a step depends, other than by keys of the other sections.
-OTHER_SECTIONS = frozenset(
-    {
-        *("engine", "kernels", "measure", "tracker", "preflight", "plan", "choose", "forecast", "scale", "scaling"),
-        *("sweep", "cluster"),  # of the cluster, only CLUSTER_KEYS count
-    }
+OTHER_SECTIONS = (
+    *("engine", "kernels", "measure", "tracker", "preflight", "plan", "choose", "forecast", "scale", "scaling"),
+    *("sweep", "cluster"),  # of the cluster, only CLUSTER_KEYS count
 )
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device", "cpus_per_worker", "gpu_memory_limit_gb")
 # Keys of ``train`` on which neither the speed nor the memory of a step depends. The time limit is part of the key,

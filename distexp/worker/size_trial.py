@@ -87,7 +87,7 @@ class SizeTrials:
         batches: list[Batch] = []
         for number in range(micro_batches):
             first = (number * place.world_size + place.rank) * size
-            chosen = [self.longest[index % len(self.longest)] for index in range(first, first + size)]
+            chosen = (self.longest[index % len(self.longest)] for index in range(first, first + size))
             batches.append(self.data.collate([samples[index] for index in chosen]))
         targets = torch.tensor(sum(batch.num_targets for batch in batches), device=place.device)
         on_device = [to_device(self.data.train, batch, place.device) for batch in batches]
@@ -187,8 +187,7 @@ class SizeSearch:
     sizes: Sequence[int]  # all sizes that are allowed, in ascending order
     tried: Sequence[TriedSize]  # the candidates so far, in the order of the search
     compiled: bool  # whether each size costs a compilation
-    # What a step of a single micro-batch, the largest size, needs less than one of several.
-    whole_saves_mib: float = 0.0
+    whole_saves_mib: float = 0.0  # what a step of one micro-batch, the largest, needs less than one of several
 
     def next_size(self) -> int | None:
         """Return the size to try next; None if the search is complete."""

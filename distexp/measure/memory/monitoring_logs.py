@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from distexp.runs import memory_trace
@@ -61,10 +62,8 @@ def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> Memory
         rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
         rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
     numbers = {number: _floats(cells, minimum) for number, cells in rows}
-    samples = {
-        number: None if row is None else MemorySample(row[0], "", CPU, 0, row[real], source="psrecord")
-        for number, row in numbers.items()
-    }
+    sample = partial(MemorySample, phase="", kind=CPU, index=0, source="psrecord")
+    samples = {n: sample(row[0], used_mib=row[real]) if row else None for n, row in numbers.items()}
     return _make_trace(path, samples, notes)
 
 
@@ -120,14 +119,10 @@ def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, i
 
 def _are_used_and_total(rows: Sequence[Sequence[str]]) -> bool:
     """Return whether the fifth column is the total memory: constant per GPU, plausible and never exceeded."""
-    totals: dict[str, float] = {}
-    for row in rows:
-        used, total = (_number(cell) for cell in row[3:5]) if len(row) == 5 else (None, None)
-        if used is None or total is None:
-            continue
-        if total != totals.setdefault(row[1], total) or not max(used, _MIN_TOTAL_MIB) <= total:
-            return False
-    return True
+    numbers = [(row[1], _number(row[3]), _number(row[4])) for row in rows if len(row) == 5]
+    known = [(index, used, total) for index, used, total in numbers if used is not None and total is not None]
+    totals = {index: total for index, _, total in known}
+    return all(total == totals[index] and max(used, _MIN_TOTAL_MIB) <= total for index, used, total in known)
 
 
 def _number(cell: str) -> float | None:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 from distexp.system import processes, units
 
+# Names of the programs that compile C++ and CUDA. The kernel truncates a name to 15 characters.
 COMPILER = re.compile(
     rb"ninja|nvcc|cicc|ptxas|fatbinary|cudafe\+\+|nvlink|hipcc|cc1(plus)?|collect2|lto1|as|ld(\.\w+)?|lld"
     rb"|(g?cc|[gc]\+\+|clang(\+\+)?)(-[\d.]+)?|(x86_64|aarch64|powerpc64le)-.*"
 )
-"""Names of the programs that compile C++ and CUDA. The kernel truncates a name to 15 characters."""
-
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class ProcessTree:
         ticks -= sum(before[pid].cpu_ticks for pid, stat in self._members.items() if _is_same(before.get(pid), stat))
         compilers = {pid for pid, stat in self._members.items() if stat.compiles}
         memory = self._memory.read(self._members, compilers)
-        return TreeReading(frozenset(self._members), memory, cpu_s=ticks / TICKS_PER_S)
+        return TreeReading(frozenset(self._members), memory, cpu_s=ticks / os.sysconf("SC_CLK_TCK"))
 
     def _find(self, known: dict[int, _Stat]) -> list[int]:
         """Return the known pids that are alive, and all descendants of them and of the root."""
@@ -138,7 +136,6 @@ def _read_stat(pid: int) -> _Stat | None:
 # change of shared memory, or a new process, appears in the next PSS reading: after 100 times its CPU time (6 s above).
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
 PSS_SHARE = 0.01  # share of one core's time that PSS readings may cost
 
 

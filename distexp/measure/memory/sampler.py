@@ -50,8 +50,7 @@ class Sampler:
     ) -> None:
         if interval_s <= 0:
             raise ValueError(f"interval_s={interval_s} must be greater than 0: set the seconds between two samples")
-        self.path = path
-        self.interval_s = interval_s
+        self.path, self.interval_s = path, interval_s
         self.root_pid = os.getpid() if root_pid is None else root_pid
         self.cores = cores or cgroups.cpu_count()
         self._gpu_indices = tuple(gpu_indices)

@@ -1,6 +1,6 @@
 """Partition of the profiled steps of one rank into what the time went to.
 
-Each instant of a step belongs to exactly one part, so the parts add up to the step. On a GPU, kernels come first, then
+Each instant belongs to exactly one part, so the parts add up to the step. On a GPU, kernels come first, then
 collectives, then copies. The rest is idle time of the GPU, which is divided by what the CPU did. On a CPU, operators of
 the training thread take the place of kernels.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from distexp.measure.profiling.chrome_trace import COPY, MATMUL, OTHER_KERNEL, Trace, TraceCollective
@@ -60,10 +60,7 @@ def step_windows(trace: Trace) -> list[Interval]:
     for event in trace.device_events:
         step = max(0, bisect_right(starts, (event.launch or event.when)[0]) - 1)
         edges[step + 1] = max(edges[step + 1], min(event.when[1], last))
-    for step in range(1, len(edges)):
-        edges[step] = max(edges[step], edges[step - 1])
-    edges[-1] = last
-    return list(pairwise(edges))
+    return list(pairwise([*accumulate(edges[:-1], max), last]))
 
 
 def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> StepParts:

@@ -72,8 +72,6 @@ def _split_at_gaps(events: Sequence[Interval], count: int) -> list[Interval]:
     return [(events[a][0], ends[b - 1]) for a, b in pairwise(edges) if b > a]
 
 
-# Waits of the CPU for the GPU. The rest of a step is the work of the CPU, such as launching kernels.
-
 LONG_LAUNCH_S = 200e-6  # a launch that takes longer waits for a free place in the queue of the GPU
 
 

@@ -78,9 +78,8 @@ class StepProfiler(watcher.Watcher):
 
     def _start_profile(self) -> profile:
         assert self.window is not None
-        activities = [ProfilerActivity.CPU]
-        if self.context.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        on_gpu = self.context.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         # No messages: the profiler logs each start, and warns that a CPU is not a GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "100")
         if self.train.compiled != "graphs":

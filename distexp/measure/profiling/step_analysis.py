@@ -29,8 +29,7 @@ class ProfileResult:
     """Results of the profiled steps, the same on all ranks."""
 
     communication: dict[str, Any]  # ``metrics.communication`` of the record
-    # ``metrics.step_breakdown`` of the record; None if a rank has no usable trace.
-    breakdown: list[dict[str, Any]] | None
+    breakdown: list[dict[str, Any]] | None  # ``metrics.step_breakdown``; None if a rank has no usable trace
 
 
 @dataclass(frozen=True)
@@ -118,13 +117,11 @@ def result_or_error(measure: Callable[[], T]) -> T | str:
 class ModelSizes:
     """Sizes of what a distributed model sends and updates, for a forecast."""
 
-    # Parameters of each block, and of what is between the blocks, in the order of the model.
-    units: tuple[Parameters, ...] = ()
+    units: tuple[Parameters, ...] = ()  # parameters of each block, and between the blocks, in the order of the model
     fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)  # Sizes of FSDP's units by name. Empty: no FSDP.
     buckets: tuple[int, ...] = ()  # Elements of DDP's buckets. Empty: no DDP.
     groups: tuple[tuple[int, ...], ...] = ()  # elements of each parameter in each group of the optimizer
-    # Positions, in the parameters of all units, of those that each module itself has.
-    modules: tuple[tuple[int, ...], ...] = ()
+    modules: tuple[tuple[int, ...], ...] = ()  # positions, in the parameters of all units, of those of each module
 
 
 def read_model_sizes(module: nn.Module | None) -> ModelSizes:

@@ -174,8 +174,6 @@ def _fewer_micro_batches(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(item for item in items if item.micro_batch in (0, *kept, last))
 
 
-# Lanes of one step for a picture: computation, collectives, and the CPU.
-
 MAX_SPANS = 400  # Most spans of a lane. With more, the step is divided into so many cells, each with its longest label.
 GAP = 0.002  # spans are merged if the gap between them is a smaller fraction of the step
 
@@ -185,7 +183,7 @@ Layers = Sequence[tuple[str, Sequence[Interval]]]
 def lanes_of(
     trace: chrome_trace.Trace, step: breakdown.StepParts, collectives: Sequence[breakdown.Transfer], rank: int
 ) -> dict[str, Any]:
-    """Return the entry of a rank in ``profile/summary.json``, with labels as text."""
+    """Return the entry of a rank in ``profile/summary.json``: lanes of computation, collectives and the CPU."""
     kinds, start = sorted({one.kind for one in collectives}), step.window[0]
     compute = {"matmul": chrome_trace.MATMUL, "other_kernels": chrome_trace.OTHER_KERNEL, "optimizer": "optimizer"}
     layers: dict[str, Layers] = {
