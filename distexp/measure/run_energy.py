@@ -166,7 +166,6 @@ def _idle_power(samples: Samples, first_event_s: float | None) -> float | None:
 POWERCAP = Path("/sys/class/powercap")  # RAPL domains; the kernel uses the name ``intel-rapl`` for AMD too
 
 STAT = Path("/proc/stat")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 TOP_LEVEL = re.compile(r"intel-rapl:\d+")  # packages; their cores and graphics are ``intel-rapl:0:1``
 BUSY_FIELDS = slice(0, 3), slice(5, 8)  # of ``/proc/stat``: user, nice, system; irq, softirq, steal (proc(5))
@@ -211,7 +210,7 @@ class CpuEnergyReader:
         except (OSError, ValueError):
             self._counters = []
             return None
-        busy_s, self._busy_ticks = (busy_ticks - self._busy_ticks) / TICKS_PER_S, busy_ticks
+        busy_s, self._busy_ticks = (busy_ticks - self._busy_ticks) / os.sysconf("SC_CLK_TCK"), busy_ticks
         if busy_s > 0:  # Both times have a resolution of 10 ms.
             self._fraction = min(1.0, cpu_s / busy_s)
         self._tree_j += used_j * self._fraction

@@ -12,7 +12,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, RECORD, tracker_end_path
 from distexp.runs.spec import RunSpec
 from distexp.system import files, processes
-from distexp.tracking.base import Tracker, evaluation_values, find_artifacts, step_values, summary_values
+from distexp.tracking.base import ARTIFACTS, Tracker, evaluation_values, step_values, summary_values
 
 POLL_S = 0.5
 
@@ -51,7 +51,8 @@ def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str
                 tracker.log(step, values)
         if last:
             record = RunRecord.read(directory / RECORD)
-            return tracker.finish(record, summary_values(record), find_artifacts(directory))
+            artifacts = [path for pattern in ARTIFACTS for path in sorted(directory.glob(pattern))]
+            return tracker.finish(record, summary_values(record), artifacts)
 
 
 if __name__ == "__main__":

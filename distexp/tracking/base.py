@@ -68,11 +68,6 @@ def run_name(spec: RunSpec) -> str:
     return " ".join([f"{spec.run.name}/{spec.run.number}", *spec.run.overrides])
 
 
-def find_artifacts(directory: Path) -> list[Path]:
-    """Return the files of a run that a tracker stores."""
-    return [path for pattern in ARTIFACTS for path in sorted(directory.glob(pattern))]
-
-
 @contextmanager
 def tracked(spec: RunSpec, directory: Path) -> Iterator[list[str]]:
     """Run the tracker of a run during a ``with`` block; never raise. The block must write the record.

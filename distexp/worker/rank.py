@@ -178,8 +178,7 @@ def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, l
 
 def print_graph_skips(metrics: Metrics) -> None:
     """Print how many graphs torch runs without a CUDA graph, which it does without an error."""
-    skips = (metrics.compile or {}).get("cuda_graph_skips", 0)
-    if skips:
+    if skips := (metrics.compile or {}).get("cuda_graph_skips", 0):
         print(
             f"note: torch recorded no CUDA graph {skips} times, so these launches are not faster. For the reasons set "
             "TORCH_LOGS=cudagraphs in cluster.environment, or use train.compile=model",

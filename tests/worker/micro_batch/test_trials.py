@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -211,6 +211,23 @@ def test_if_nothing_fits_the_status_names_the_memory(
     assert hint in str(error)
     write_error(error_path(tmp_path, 0, 0), RunError(type(error).__name__, str(error), "search", 0))
     assert classify_failure(tmp_path, {0: 1}, spec)[0] == status
+
+
+@dataclass
+class MegatronConfig:
+    tensor_parallel: int = 1
+
+
+@dataclass
+class ExtendedConfig(Config):
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+def test_a_section_that_is_added_to_the_configuration_is_part_of_the_key() -> None:
+    config = resolve_cell(*SINGLE, *AUTO)
+    sections = {section.name: getattr(config, section.name) for section in fields(config)}
+    paths = {stored_path(ExtendedConfig(**sections, megatron=MegatronConfig(parts))) for parts in (1, 2)}
+    assert len({stored_path(config), *paths}) == 3
 
 
 def test_a_search_is_stored_for_equal_speed_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
