@@ -183,8 +183,8 @@ class PssReader:
                 self._read_pss(counts)
             used, sources = {pid: pss for pid, (pss, _) in self._last.items()}, sorted(self._sources)
         else:
-            # A new process counts nothing: it may share all its memory with its parent. Its RSS would be a false peak.
-            grown = {pid: (*self._last[pid], private) for pid, (_, private) in counts.items() if pid in self._last}
+            # A new process counts 0: it may share all its memory with its parent. Its RSS would be a false peak.
+            grown = {pid: (*self._last.get(pid, (0, private)), private) for pid, (_, private) in counts.items()}
             used = {pid: max(pss + private - before, 0) for pid, (pss, before, private) in grown.items()}
             sources = [*sorted(self._sources), "delta"]
         apart = [used[pid] for pid in compilers if pid in used]
