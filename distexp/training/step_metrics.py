@@ -49,7 +49,7 @@ class LossHistory:
         self.accuracies += accuracies
         for step, (loss, count) in enumerate(zip(losses, targets, strict=True), start=first):
             if not self._allows_nan and not math.isfinite(loss):
-                self.check_targets(count, f"step {step}", "raise train.micro_batch_size")
+                check_targets(count, f"step {step}", "raise train.micro_batch_size")
             self.check_finite(loss, f"step {step}")
 
     def check_finite(self, loss: float, source: str) -> None:
@@ -59,13 +59,13 @@ class LossHistory:
                 f"the loss of {source} is {loss}: lower train.learning_rate, or set train.on_nan=record to continue"
             )
 
-    @staticmethod
-    def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
-        """Raise ConfigError if no label of a source counts; the hint is what to set instead of correcting the data."""
-        if not targets:
-            raise ConfigError(
-                f"{source} has no target: all its labels are {IGNORE}. Leave such samples out of the dataset, or {hint}"
-            )
+
+def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
+    """Raise ConfigError if no label of a source counts; the hint is what to set instead of correcting the data."""
+    if not targets:
+        raise ConfigError(
+            f"{source} has no target: all its labels are {IGNORE}. Leave such samples out of the dataset, or {hint}"
+        )
 
 
 @dataclass
