@@ -1,7 +1,7 @@
-"""Checkpoints on disk: ``checkpoints/step-00000010/`` in a run directory.
+"""Checkpoints on disk: ``checkpoints/step-00000010/`` in a run directory. This module needs no torch.
 
 A checkpoint is written to ``.step-00000010.tmp`` and renamed when all ranks have written. Its manifest holds the size
-and the CRC-32 of each file, so that a damaged checkpoint is detected before it is loaded. This module needs no torch.
+and the CRC-32 of each file, so that a damaged checkpoint is detected before it is loaded.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.run_dir import CHECKPOINTS
-from distexp.system.files import flush_names, move_into_place, write_json
+from distexp.system.files import flush_names, move_into_place, read_or_none, write_json
 
 MANIFEST = "manifest.json"
-KEEP = 2
-"""Number of checkpoints that a run keeps."""
+KEEP = 2  # number of checkpoints that a run keeps
 
 NAME = re.compile(r"step-(\d{8,})")
-CHUNK = 1 << 22
-"""Bytes to read at once."""
+CHUNK = 1 << 22  # bytes to read at once
 
-Checksums = dict[str, tuple[int, int]]
-"""Size in bytes and CRC-32 of each file; the keys are paths relative to the checkpoint."""
+Checksums = dict[str, tuple[int, int]]  # bytes and CRC-32 of each file, by its path in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -44,19 +41,14 @@ class CheckpointMeta:
     world_size: int
 
 
-def checkpoints_root(run_dir: Path) -> Path:
-    """Return the folder of all checkpoints of a run."""
-    return run_dir / CHECKPOINTS
-
-
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
     """Return the folder of the checkpoint after a step."""
-    return checkpoints_root(run_dir) / f"step-{step:08d}"
+    return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
 def tmp_dir(run_dir: Path, step: int) -> Path:
     """Return the folder in which that checkpoint is written."""
-    return checkpoints_root(run_dir) / f".step-{step:08d}.tmp"
+    return run_dir / CHECKPOINTS / f".step-{step:08d}.tmp"
 
 
 def step_of(folder: Path) -> int | None:
@@ -67,15 +59,12 @@ def step_of(folder: Path) -> int | None:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first; they may be damaged."""
-    found = [(step, path) for path in checkpoints_root(run_dir).glob("step-*") if (step := step_of(path)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = {path: step for path in (run_dir / CHECKPOINTS).glob("step-*") if (step := step_of(path)) is not None}
+    return sorted(found, key=lambda path: found[path], reverse=True)
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints that ``train.resume=folder`` may mean, newest first.
-
-    The folder is a checkpoint, a run directory, or its ``checkpoints`` folder.
-    """
+    """Return the checkpoints in a folder, newest first: itself, or those of a run or its ``checkpoints`` folder."""
     if step_of(folder) is not None:
         return [folder] if folder.is_dir() else []
     return list_checkpoints(folder.parent if folder.name == CHECKPOINTS else folder)
@@ -103,13 +92,10 @@ def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
         return None
 
 
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the training that wrote a checkpoint; None if it has none."""
-    try:
-        settings = json.loads((folder / MANIFEST).read_text())["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return settings if isinstance(settings, dict) else None
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the training that wrote a checkpoint; empty if it has none."""
+    settings = read_or_none(folder / MANIFEST, "settings")
+    return settings if isinstance(settings, dict) else {}
 
 
 def find_damage(folder: Path, checksums: Checksums) -> str | None:
@@ -145,21 +131,18 @@ def list_files(folder: Path) -> list[str]:
 
 
 def publish(run_dir: Path, step: int) -> None:
-    """Rename the finished checkpoint of a step, then delete old ones.
-
-    The newest two up to this step stay. Later ones are left from an attempt that found them damaged; they are deleted.
-    """
+    """Rename the finished checkpoint of a step. Keep two up to this step, and no later ones, which are damaged."""
     target = checkpoint_dir(run_dir, step)
     move_into_place(tmp_dir(run_dir, step), target)
     flush_names(target.parent)
-    known = [(number, path) for path in list_checkpoints(run_dir) if (number := step_of(path)) is not None]
-    kept = [path for number, path in known if number <= step][:KEEP]
-    for _, path in known:
+    known = list_checkpoints(run_dir)
+    kept = [path for path in known if (step_of(path) or 0) <= step][:KEEP]
+    for path in known:
         if path not in kept:
             shutil.rmtree(path)
 
 
 def remove_unfinished(run_dir: Path) -> None:
     """Delete the unfinished checkpoints of attempts that died while writing."""
-    for path in checkpoints_root(run_dir).glob(".step-*.tmp"):
+    for path in (run_dir / CHECKPOINTS).glob(".step-*.tmp"):
         shutil.rmtree(path)

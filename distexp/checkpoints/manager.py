@@ -14,20 +14,15 @@ import torch.distributed as dist
 
 from distexp.checkpoints import folder as disk
 from distexp.checkpoints.folder import CheckpointMeta, Checksums
-from distexp.config import Config, ConfigError
-from distexp.config.fields import flatten
+from distexp.config import Config, ConfigError, fields
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.runs.record_sections import Built, RunError
 from distexp.strategies.base import DistributedModel
-from distexp.system import seeding
-from distexp.system.restricted_loading import weights_only_loading
+from distexp.system import restricted_loading, seeding
 from distexp.training.inputs import TrainingInputs
 
-MODEL = "engine"
-"""The subfolder of a checkpoint that DistributedModel.save writes."""
-
-OPTIMIZER = "train.optimizer"
+MODEL = "engine"  # the subfolder of a checkpoint that DistributedModel.save writes
 
 
 class CheckpointManager:
@@ -82,12 +77,8 @@ class CheckpointManager:
         message = f"{position}: the run can be resumed from the checkpoint of that step"
         self.logger.stopped = RunError("Preempted", message, phase)
 
-    def resume(self) -> int | None:
-        """Load the newest valid checkpoint of this run, else of ``train.resume``; return its step, None without one.
-
-        Raises ConfigError if ``train.resume`` has no valid checkpoint, one of a different training, or one that
-        contains code.
-        """
+    def resume(self) -> None:
+        """Load the newest valid checkpoint of this run, or of ``train.resume``; raise ConfigError if that has none."""
         found = self._newest_valid(disk.list_checkpoints(self.context.run_dir), own=True)
         if found is None and self.train.resume is not None:
             found = self._newest_valid_of(Path(self.train.resume))
@@ -95,19 +86,17 @@ class CheckpointManager:
                 raise ConfigError(f"train.resume={self.train.resume} has no valid checkpoint: choose another folder")
             self._check_compatible(*found)
         if found is None:
-            return None
+            return
         folder, meta = found
         self._note(f"resuming from step {meta.step} of {folder}")
-        with weights_only_loading(folder), _deletion_explained(folder):
+        with restricted_loading.weights_only_loading(folder), _deletion_explained(folder):
             self._restore(folder, meta)
-        changes = list(describe_changes(disk.read_settings(folder) or {}, self.settings))
-        for change in changes:
+        self.logger.changes = list(describe_changes(disk.read_settings(folder), self.settings))
+        for change in self.logger.changes:
             self._note(change)
-        self.logger.changes = changes
-        if changes:
-            self.logger.events.emit(changes=changes)
-        self.newest = meta.step if folder.parent == disk.checkpoints_root(self.context.run_dir) else None
-        return meta.step
+        if self.logger.changes:
+            self.logger.events.emit(changes=self.logger.changes)
+        self.newest = meta.step if folder == disk.checkpoint_dir(self.context.run_dir, meta.step) else None
 
     def _restore(self, folder: Path, meta: CheckpointMeta) -> None:
         self.model.load(folder / MODEL)
@@ -119,10 +108,7 @@ class CheckpointManager:
         seeding.restore_rng(_read_state(folder, self.context.rank)["rng_state"], self.context.device)
 
     def _newest_valid_of(self, folder: Path) -> tuple[Path, CheckpointMeta] | None:
-        """Return the newest valid checkpoint that ``train.resume=folder`` may mean.
-
-        If a run still trains there, it may delete the checkpoints of the list. Then the list is read again.
-        """
+        """Return the newest valid checkpoint of a folder. If a run trains there, the list may change: read it again."""
         known: list[Path] = []
         while (listed := gather_to_all(disk.candidates(folder))[0]) != known:
             known = listed
@@ -134,9 +120,8 @@ class CheckpointManager:
         """Return the first valid checkpoint and log the ones skipped. Each rank checks a part of the files."""
         for folder in gather_to_all(candidates)[0]:
             manifest = disk.read_manifest(folder)
-            problem = (
-                self._find_problem(folder, *manifest, own=own) if manifest else "manifest.json is missing or invalid"
-            )
+            missing = "manifest.json is missing or invalid"
+            problem = self._find_problem(folder, *manifest, own=own) if manifest else missing
             problems = [text for text in gather_to_all(problem) if text]
             if not problems and manifest is not None:
                 return folder, manifest[0]
@@ -151,15 +136,12 @@ class CheckpointManager:
 
     def _check_compatible(self, folder: Path, saved: CheckpointMeta) -> None:
         """Raise ConfigError if a checkpoint does not fit this training."""
-        current = self._meta(saved.step)
-        wrong = [
-            f"{name} is {getattr(saved, name)} instead of {getattr(current, name)}"
-            for name in ("checkpoint_format", "parameters", "global_batch", "steps_per_epoch")
-            if getattr(saved, name) != getattr(current, name)
-        ]
-        optimizer = (disk.read_settings(folder) or {}).get(OPTIMIZER, self.train.optimizer)
+        old, new = vars(saved), vars(self._meta(saved.step))
+        names = ["checkpoint_format", "parameters", "global_batch", "steps_per_epoch"]
+        wrong = [f"{name} is {old[name]} instead of {new[name]}" for name in names if old[name] != new[name]]
+        optimizer = disk.read_settings(folder).get("train.optimizer", self.train.optimizer)
         if optimizer != self.train.optimizer:  # Its states are others.
-            wrong.append(f"{OPTIMIZER} is {optimizer} instead of {self.train.optimizer}")
+            wrong.append(f"train.optimizer is {optimizer} instead of {self.train.optimizer}")
         if wrong:
             raise ConfigError(
                 f"train.resume={self.train.resume} is a checkpoint of a different training ({'; '.join(wrong)}): "
@@ -221,27 +203,21 @@ def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.pt"
 
 
-Settings = dict[str, Any]
-"""Values by their dotted keys."""
-
 SECTIONS = ("model", "dataset", "precision", "train")
-
-UNRELATED = frozenset(
-    {
-        *("model.keys", "model.init", "model.path"),  # the weights are those of the checkpoint
-        *("dataset.keys", "dataset.num_workers", "dataset.answer_tokens"),
-        *("train.resume", "train.checkpoint_every", "train.save_model", "train.score_answers", "train.eval_batch_size"),
-        *("train.measure_after_step", "train.profile_steps", "train.log_every", "train.on_nan"),
-        *("train.global_batch_size", "train.micro_batch_search_s"),  # micro-batch and accumulation show a change
-    }
+# Keys of these sections that do not change the training.
+UNRELATED = (
+    *("model.keys", "model.init", "model.path"),  # the weights are those of the checkpoint
+    *("dataset.keys", "dataset.num_workers", "dataset.answer_tokens"),
+    *("train.resume", "train.checkpoint_every", "train.save_model", "train.score_answers", "train.eval_batch_size"),
+    *("train.measure_after_step", "train.profile_steps", "train.log_every", "train.on_nan"),
+    *("train.global_batch_size", "train.micro_batch_search_s"),  # micro-batch and accumulation show a change
 )
-"""Keys of these sections that do not change the training."""
 
 
-def training_settings(config: Config) -> Settings:
-    """Return the settings of a training that its checkpoints contain."""
+def training_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of a training that its checkpoints contain, by their dotted keys."""
     content = asdict(config)
-    pairs = flatten({section: content[section] for section in SECTIONS})
+    pairs = fields.flatten({section: content[section] for section in SECTIONS})
     return {key: value for key, value in pairs if key not in UNRELATED}
 
 
@@ -249,8 +225,5 @@ def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> It
     """Yield a text for each setting that differs, with the old and the new value."""
     for key, value in current.items():
         if key in saved and saved[key] != value:
-            yield f"{key} was {_format(saved[key])} in the checkpoint and is {_format(value)} in this run"
-
-
-def _format(value: Any) -> str:
-    return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+            old, new = ("null" if one is None else repr(one) for one in (saved[key], value))
+            yield f"{key} was {old} in the checkpoint and is {new} in this run"

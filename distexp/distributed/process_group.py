@@ -15,16 +15,12 @@ from distexp.config import ConfigError
 from distexp.distributed.context import Context
 from distexp.runs.spec import RunSpec
 from distexp.system.torch_internals.collectives import set_default_timeout
-from distexp.system.units import MIB
+from distexp.system.units import GIB, MIB
 
 T = TypeVar("T")
-
-
-Store: TypeAlias = Any
-"""A store of torch, with ``set``, ``get``, ``add``, ``check`` and ``wait``. The stubs of torch do not export it."""
-
-HANG_MARGIN = timedelta(minutes=5)
-"""Time that the agents have to detect a hang and to save the stacks, before collectives fail."""
+Store: TypeAlias = Any  # a store of torch, which its stubs do not export
+_stores: Any = dist
+HANG_MARGIN = timedelta(minutes=5)  # time of the agents to find a hang and save the stacks before collectives fail
 
 
 def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
@@ -34,8 +30,7 @@ def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
     a server of its own.
     """
     has_server = is_forked or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    stores: Any = dist
-    return stores.TCPStore(
+    return _stores.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=os.environ["RANK"] == "0" and not has_server,
@@ -47,17 +42,14 @@ def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
 
 def sub_store(prefix: str, store: Store) -> Store:
     """Return a view of a store whose keys have a prefix."""
-    stores: Any = dist
-    return stores.PrefixStore(prefix, store)
+    return _stores.PrefixStore(prefix, store)
 
 
 def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_mib: float = 0.0) -> Context:
     """Initialize the process group from torchrun's environment variables, in a store or a new one.
 
-    CUDA and NCCL usually need ``overhead_mib`` of a GPU, which counts for ``cluster.gpu_memory_limit_gb``.
-
-    Raises:
-        RuntimeError: the number of workers or GPUs differs from the spec.
+    CUDA and NCCL usually need ``overhead_mib`` of a GPU, which counts for ``cluster.gpu_memory_limit_gb``. Raises
+    RuntimeError if the number of workers or GPUs differs from the spec.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -88,15 +80,7 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
         rank=-1 if store is None else rank,
         world_size=-1 if store is None else world_size,
     )
-    return Context(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        workers_per_node=per_node,
-        nodes=world_size // per_node,
-        device=device,
-        run_dir=run_dir,
-    )
+    return Context(rank, world_size, local_rank, per_node, world_size // per_node, device, run_dir)
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:
@@ -117,11 +101,7 @@ def broadcast_from_rank_0(tensor: Tensor) -> None:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Overwrite the buffers of a module with those of rank 0.
-
-    Each rank computes the running statistics of batch norms from its own samples. DDP broadcasts them before each
-    forward pass, and the other strategies do not.
-    """
+    """Overwrite the buffers with those of rank 0: only DDP keeps the running statistics of batch norms equal."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for buffer in module.buffers():
             broadcast_from_rank_0(buffer)
@@ -134,9 +114,6 @@ def gather_to_all(value: T) -> list[T]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
-
-
-GB = 1 << 30
 
 
 def limit_memory(device: torch.device, limit_gb: float, overhead_mib: float) -> None:
@@ -152,15 +129,15 @@ def limit_memory(device: torch.device, limit_gb: float, overhead_mib: float) -> 
 
 def allowed_bytes(limit_gb: float, used: int, total: int) -> int:
     """Return the bytes that torch may take of a GPU, of which ``used`` bytes are for others."""
-    limit = int(limit_gb * GB)
+    limit = int(limit_gb * GIB)
     if limit > total:
         raise ConfigError(
-            f"cluster.gpu_memory_limit_gb={limit_gb:g} is more than this GPU has ({total / GB:.1f} GB): leave it out"
+            f"cluster.gpu_memory_limit_gb={limit_gb:g} is more than this GPU has ({total / GIB:.1f} GB): leave it out"
         )
     if limit <= used:
         raise ConfigError(
-            f"cluster.gpu_memory_limit_gb={limit_gb:g}, but CUDA, NCCL and other programs need {used / GB:.1f} GB of "
-            f"this GPU: set it to more than {used / GB:.1f}"
+            f"cluster.gpu_memory_limit_gb={limit_gb:g}, but CUDA, NCCL and other programs need {used / GIB:.1f} GB of "
+            f"this GPU: set it to more than {used / GIB:.1f}"
         )
     return limit - used
 

@@ -1,7 +1,6 @@
-"""The Trainer protocol, which every option of the group ``engine`` implements.
+"""The Trainer protocol of the config group ``engine``. To add one, add a file here and a YAML in conf/engine.
 
-The launcher asks a trainer for errors. It has no torch, so a trainer imports torch only inside ``train``. To add one,
-add one file here and one YAML in conf/engine.
+The launcher asks a trainer for errors. It has no torch, so a trainer imports torch only inside ``train``.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ class Trainer(Protocol):
         """Train until the end of the plan; return the trained model, and what was built.
 
         Keep no reference to the blueprint that ``build_model`` returns, because that of rank 0 holds all weights in
-        host memory.
-
-        Raises:
-            RuntimeError: the strategy expects something else than what was built; raised before the first step.
+        host memory. Raise RuntimeError before the first step if the strategy expects something else than what was
+        built.
         """
 
 
@@ -50,10 +47,6 @@ def check_built(built: Built, expected: Mapping[str, Any]) -> None:
     """Raise RuntimeError if what was built differs from the requested configuration."""
     check_returned(built, Built, "describe() of the distributed model")
     check_returned(expected, Mapping, "expected_build() of the strategy")
-    wrong = [
-        f"{name} is {getattr(built, name)!r}, not {value!r}"
-        for name, value in expected.items()
-        if getattr(built, name) != value
-    ]
-    if wrong:
+    found = ((name, getattr(built, name), value) for name, value in expected.items())
+    if wrong := [f"{name} is {actual!r}, not {value!r}" for name, actual, value in found if actual != value]:
         raise RuntimeError("the model was not built as requested: " + "; ".join(wrong))

@@ -1,7 +1,4 @@
-"""Adapters that configure ``transformers.Trainer`` for one strategy each.
-
-A strategy names its adapter in ``Strategy.hf_adapter``.
-"""
+"""Adapters that configure ``transformers.Trainer``, one for each strategy, which names it in ``hf_adapter``."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from distexp.models.transforms import find_blocks
 from distexp.strategies.communication import mesh_shape, sharding_of
 from distexp.strategies.optimizer import build_optimizer
 from distexp.strategies.torch_model import DTYPES, unsharded_weights
-from distexp.strategies.zero import ds_initialization
-from distexp.strategies.zero.ds_config import uses_autocast
+from distexp.strategies.zero import ds_config, ds_initialization
 from distexp.strategies.zero.ds_initialization import repair_16_bits
 
 
@@ -103,13 +99,8 @@ class FSDPAdapter(HFAdapter):
     def initialize(self, blueprint: Blueprint) -> None:
         """Initialize the weights, and find the blocks to shard."""
         super().initialize(blueprint)
-        blocks = find_blocks(
-            self.model,
-            self.config.fsdp.wrap,
-            needed_for="strategy=fsdp with engine=hf_trainer",
-            alternative="engine=native",
-        )
-        self.units = [block for _, block in blocks]
+        names = {"needed_for": "strategy=fsdp with engine=hf_trainer", "alternative": "engine=native"}
+        self.units = [block for _, block in find_blocks(self.model, self.config.fsdp.wrap, **names)]
 
     def arguments(self) -> dict[str, Any]:
         """Return mesh, sharding and the class names of the blocks."""
@@ -130,9 +121,7 @@ class FSDPAdapter(HFAdapter):
         """Set the dtype of reductions and the offload; let accelerate shard on a CPU too."""
         plugin: dict[str, Any] = arguments.fsdp_plugin_args
         if self.precision != "fp32":
-            plugin["mixed_precision_policy"] = MixedPrecisionPolicy(
-                param_dtype=DTYPES[self.precision], reduce_dtype=torch.float32
-            )
+            plugin["mixed_precision_policy"] = MixedPrecisionPolicy(DTYPES[self.precision], reduce_dtype=torch.float32)
         if self.config.offload.enabled:
             plugin["cpu_offload"] = CPUOffloadPolicy(pin_memory=self.config.offload.pin_memory)
         if self.context.device.type == "cpu":
@@ -156,7 +145,7 @@ class DeepSpeedAdapter(HFAdapter):
     @property
     def precision(self) -> str:
         """Return fp32 if DeepSpeed uses autocast; the Trainer must not add its own."""
-        return "fp32" if uses_autocast(self.config) else self.config.precision.name
+        return "fp32" if ds_config.uses_autocast(self.config) else self.config.precision.name
 
     def arguments(self) -> dict[str, Any]:
         """Return the ds_config."""
@@ -167,10 +156,7 @@ class DeepSpeedAdapter(HFAdapter):
         return ds_initialization.build_optimizer_for(model, self.config, self.context)
 
     def start(self, trainer: Any) -> None:
-        """Restore the fp32 masters and observe DeepSpeed's step.
-
-        The Trainer runs that step in its backward pass, before any callback.
-        """
+        """Restore the fp32 masters, and observe DeepSpeed's step, which the Trainer runs in its backward pass."""
         engine = trainer.model_wrapped
         repair_16_bits(engine)
         if self.masters is not None:

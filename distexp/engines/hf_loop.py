@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from distexp.config import Config
-from distexp.config.custom_code import locate
+from distexp.config import Config, custom_code
 from distexp.data.base import Batch
 from distexp.data.loader import StepData
 from distexp.distributed.context import Context
@@ -22,10 +21,9 @@ from distexp.engines.hf_adapters import HFAdapter
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record_sections import Built
+from distexp.strategies import fsdp_units, torch_model
 from distexp.strategies.base import load_strategy
-from distexp.strategies.fsdp_units import read_distribution
 from distexp.strategies.optimizer import clip_gradients, innermost_optimizer
-from distexp.strategies.torch_model import DTYPES, Distribution, read_ddp_distribution
 from distexp.strategies.torch_model import describe as describe_torch
 from distexp.strategies.zero.ds_initialization import describe as describe_deepspeed
 from distexp.system.seeding import seed_everything
@@ -45,7 +43,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.strategy = load_strategy(config)
         target = self.strategy.own_hf_adapter()
         assert target is not None, "HFTrainer.validate refuses strategies without one"
-        self.adapter: HFAdapter = locate(target)(blueprint, config, context)
+        self.adapter: HFAdapter = custom_code.locate(target)(blueprint, config, context)
         self.step: StepData | None = None
         self.contributions: list[Tensor] = []  # of this rank to loss and accuracy, one for each micro-batch
         self.gradient_norm: Tensor | float | None = None  # of the last step, before clipping
@@ -70,8 +68,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Return the optimizer of the native loop, over the Trainer's model."""
         if self.optimizer is None:
-            self.own_optimizer = self.adapter.build_optimizer(self.model if model is None else model)
-            self.optimizer = self.own_optimizer
+            self.optimizer = self.own_optimizer = self.adapter.build_optimizer(self.model if model is None else model)
         return self.optimizer
 
     def training_step(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
@@ -81,10 +78,7 @@ class DistexpTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return loss
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-        """Return this rank's contribution to the mean loss.
-
-        The Trainer corrects for the averaging of gradients over the ranks.
-        """
+        """Return this rank's part of the mean loss. The Trainer corrects for the averaging of gradients over ranks."""
         batch = Batch({}, labels, num_samples=0, num_targets=0, num_tokens=0)  # loss_sum reads only the labels
         loss = loss_sum(self.task, outputs, batch) / num_items_in_batch
         self.contributions.append(partial_metrics(self.task, outputs, batch, loss, num_items_in_batch))
@@ -145,8 +139,8 @@ class TrainingCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         """Record the step."""
         trainer = self.trainer
         assert trainer.step is not None
-        total = torch.stack(trainer.contributions).sum(dim=0)
-        self.inputs.logger.record_step(trainer.step, total, torch.as_tensor(trainer.gradient_norm), self.learning_rate)
+        total, norm = torch.stack(trainer.contributions).sum(dim=0), torch.as_tensor(trainer.gradient_norm)
+        self.inputs.logger.record_step(trainer.step, total, norm, self.learning_rate)
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Evaluate, and record the epoch."""
@@ -175,9 +169,16 @@ class HFEvaluableModel:
         return self.trainer.adapter.weights(self.module)
 
     def describe(self) -> Built:
-        """Return what was built."""
-        trainer = self.trainer
-        return describe(trainer, trainer.config.strategy.name, trainer.unwrapped, trainer.adapter.units)
+        """Return what was built, read from the live objects. Raises RuntimeError if FSDP did not shard all units."""
+        trainer, wrapped, engine = self.trainer, self.module, "hf_trainer"
+        if type(wrapped).__name__ == "DeepSpeedEngine":
+            return describe_deepspeed(wrapped, trainer=engine)
+        distribution = _distribution(wrapped, trainer.unwrapped, trainer.adapter.units)
+        # accelerate replaces ``forward`` if it casts, and keeps the original in this attribute.
+        casts = "_original_forward" in vars(trainer.unwrapped)
+        autocast_dtype = torch_model.DTYPES[trainer.accelerator.mixed_precision] if casts else None
+        optimizer, strategy = innermost_optimizer(trainer.optimizer), trainer.config.strategy.name
+        return describe_torch(wrapped, optimizer, distribution, autocast_dtype, strategy=strategy, engine=engine)
 
 
 class StepLoader:
@@ -194,13 +195,12 @@ class StepLoader:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[StepData]:
-        logger = self.inputs.logger
-        remaining_steps = self.inputs.plan.steps_of(self.epoch, logger.steps)
-        return self.inputs.training.iter_steps(self.epoch, remaining_steps)
+        remaining = self.inputs.plan.steps_of(self.epoch, self.inputs.logger.steps)
+        return self.inputs.training.iter_steps(self.epoch, remaining)
 
 
+# Environment variables of ``accelerate launch``, or of an earlier training in this process; they change a run.
 CONFLICTING_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""Environment variables of ``accelerate launch``, or of an earlier training in this process; they change a run."""
 
 
 def training_arguments(config: Config, context: Context, total_steps: int, adapter: HFAdapter) -> TrainingArguments:
@@ -237,32 +237,13 @@ def training_arguments(config: Config, context: Context, total_steps: int, adapt
     return arguments
 
 
-ENGINE = "hf_trainer"
-
-
-def describe(trainer: Any, strategy: str, model: nn.Module, units: Sequence[nn.Module]) -> Built:
-    """Return what was built, read from the live objects, for a strategy of this name.
-
-    Raises RuntimeError if FSDP did not shard all ``units``, which should be separate units.
-    """
-    wrapped = trainer.model_wrapped
-    if type(wrapped).__name__ == "DeepSpeedEngine":
-        return describe_deepspeed(wrapped, trainer=ENGINE)
-    distribution = _distribution(wrapped, model, units)
-    # accelerate replaces ``forward`` if it casts, and keeps the original in this attribute.
-    casts = "_original_forward" in vars(model)
-    autocast_dtype = DTYPES[trainer.accelerator.mixed_precision] if casts else None
-    optimizer = innermost_optimizer(trainer.optimizer)
-    return describe_torch(wrapped, optimizer, distribution, autocast_dtype, strategy=strategy, engine=ENGINE)
-
-
-def _distribution(wrapped: nn.Module, model: nn.Module, units: Sequence[nn.Module]) -> Distribution:
+def _distribution(wrapped: nn.Module, model: nn.Module, units: Sequence[nn.Module]) -> torch_model.Distribution:
     if isinstance(wrapped, DistributedDataParallel):
-        return read_ddp_distribution(wrapped)
+        return torch_model.read_ddp_distribution(wrapped)
     if isinstance(wrapped, FSDPModule):
         missing = [unit for unit in units if not isinstance(unit, FSDPModule)]
         if missing:
             raise RuntimeError(f"FSDP did not shard {len(missing)} of {len(units)} blocks as separate units")
         # accelerate never reshards the root and the last unit after the forward pass; torch does the same by default.
-        return read_distribution(wrapped, units)
-    return Distribution("none" if wrapped is model else type(wrapped).__name__, mesh=[1, 1])
+        return fsdp_units.read_distribution(wrapped, units)
+    return torch_model.Distribution("none" if wrapped is model else type(wrapped).__name__, mesh=[1, 1])

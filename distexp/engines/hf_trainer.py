@@ -8,8 +8,8 @@ from distexp.runs.record_sections import Built
 from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
-PRELOAD = ("accelerate",)  # not transformers.trainer: it imports datasets, which copies HF_HUB_OFFLINE
-"""Imported once for all workers of a node."""
+# Imported once for all workers of a node. Not transformers.trainer: it imports datasets, which copies HF_HUB_OFFLINE.
+PRELOAD = ("accelerate",)
 
 
 class HFTrainer:
@@ -22,9 +22,8 @@ class HFTrainer:
             return [f"engine=hf_trainer does not support strategy={config.strategy.name}: choose engine=native"]
         for key in ("checkpoint_every", "resume"):
             if (value := getattr(config.train, key)) is not None:
-                return [
-                    f"train.{key}={value} is not supported by engine=hf_trainer: leave it out, or choose engine=native"
-                ]
+                refused = f"train.{key}={value} is not supported by engine=hf_trainer"
+                return [f"{refused}: leave it out, or choose engine=native"]
         return strategy.hf_errors(config)
 
     def train(

@@ -6,16 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distexp.config import Config
-from distexp.config.custom_code import check_members
+from distexp.config import Config, custom_code
 from distexp.distributed.context import Context
 from distexp.engines.base import check_built
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import FUSED_ADAMW, DistributedModel, EvaluableModel, load_strategy
 from distexp.training.inputs import ModelFactory, TrainingInputs
 
+# Imported once for all workers of a node. Optimizers and DDP import torch._dynamo at their first use.
 PRELOAD = ("torch._dynamo", "torch.profiler", "distexp.checkpoints.manager")
-"""Imported once for all workers of a node. Optimizers and DDP import torch._dynamo at their first use."""
 
 
 class Native:
@@ -56,7 +55,7 @@ def _build(build_model: ModelFactory, config: Config, context: Context) -> tuple
 
     strategy = load_strategy(config)
     model = strategy.setup(build_model(), config, context)
-    check_members(model, DistributedModel, f"strategy._target_={config.strategy._target_}: setup()")
+    custom_code.check_members(model, DistributedModel, f"strategy._target_={config.strategy._target_}: setup()")
     # Each rank needs its own random state from here on, or all ranks would drop the same units.
     seed_everything(config.train.seed + context.rank)
     built = model.describe()

@@ -39,8 +39,10 @@ class StepClock:
         synchronize(self.device)
         # The newest step is first, because a line of the log needs a few of many thousands.
         steps = (step for series in reversed(self.series) for step in pairwise(reversed(series)))
-        newest_first = [self._between(start, end) for end, start in islice(steps, last)]
-        return newest_first[::-1]
+        pairs = list(islice(steps, last))[::-1]
+        if self.device.type != "cuda":
+            return [end - start for end, start in pairs]
+        return [start.elapsed_time(end) / 1000 for end, start in pairs]
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -48,11 +50,6 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        if self.device.type != "cuda":
-            return float(end - start)
-        return float(start.elapsed_time(end)) / 1000
 
 
 def synchronize(device: torch.device) -> None:
@@ -66,11 +63,7 @@ def quantiles(durations: Sequence[float]) -> dict[str, float] | None:
     if not durations:
         return None
     ordered = torch.tensor(durations, dtype=torch.float64)
-    return {
-        "p50": ordered.quantile(0.5).item(),
-        "p90": ordered.quantile(0.9).item(),
-        "max": ordered.max().item(),
-    }
+    return {"p50": ordered.quantile(0.5).item(), "p90": ordered.quantile(0.9).item(), "max": ordered.max().item()}
 
 
 def speed_error(durations: list[float]) -> dict[str, float] | None:

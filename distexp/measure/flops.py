@@ -1,15 +1,13 @@
 """Floating point operations (FLOPs) of training.
 
-*Model FLOPs* are those of the algorithm: forward and backward pass of the samples without padding, as in appendix B of
-the PaLM paper (arXiv:2204.02311). Attention counts all pairs of tokens of a sample. They do not depend on padding,
-packing, kernels, activation checkpointing or strategy. The output head counts the tokens that ``train.logits`` selects.
+*Model FLOPs* are those of the algorithm, as in appendix B of the PaLM paper (arXiv:2204.02311): of the samples without
+padding, with all pairs of tokens of a sample in the attention. They do not depend on padding, packing, kernels,
+activation checkpointing or strategy. The output head counts the tokens that ``train.logits`` selects.
 
 *Executed FLOPs* are those of the matrix products that run: with padding, and with what activation checkpointing
-recomputes, but without the blocks that flex attention skips. Other attention kernels may skip or recompute pairs too,
-which is not known and not counted.
+recomputes, but without the blocks that flex attention skips. What other attention kernels skip is not known.
 
-torch counts the operations of an eager copy of the model without memory, because it cannot look into compiled code. See
-also ``distexp.models.introspection``, which counts those of a forward pass, and ``distexp.resolve.resources``.
+torch counts the operations of an eager copy of the model without memory, because it cannot look into compiled code.
 """
 
 from __future__ import annotations
@@ -22,15 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from distexp.config import Config
-from distexp.config.custom_code import locate
+from distexp.config import Config, custom_code
 from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, Workload, to_device
+from distexp.models import introspection, transforms
 from distexp.models.head import adapt_head
-from distexp.models.introspection import count_forward_flops, count_training_flops
-from distexp.models.transforms import transform_blocks
 
-CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]
-"""A function that counts the FLOPs of a model on the meta device for its inputs."""
+CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]  # FLOPs of a model on the meta device for its inputs
 
 
 @dataclass(frozen=True)
@@ -48,16 +43,11 @@ class FlopRates:
     row: float = 0.0  # for each row, which is an image, or a text of unknown length
     token: float = 0.0  # for each token
     pair: float = 0.0  # for each pair of tokens of a row
-    # For each token whose logits are computed, if the model selects them. Otherwise ``token`` has them.
-    head_token: float = 0.0
+    head_token: float = 0.0  # for each token whose logits are computed, if the model selects them; else in ``token``
 
     def total(self, *, rows: int, tokens: int, pairs: int, head_tokens: int) -> float:
         """Return the FLOPs of a batch."""
         return self.row * rows + self.token * tokens + self.pair * pairs + self.head_token * head_tokens
-
-    def scale(self, factor: float) -> FlopRates:
-        """Return the rates times a factor."""
-        return FlopRates(*(factor * rate for rate in astuple(self)))
 
 
 def training_flops(config: Config, data: TaskData, done: Workload, device: torch.device) -> TrainingFlops:
@@ -65,14 +55,10 @@ def training_flops(config: Config, data: TaskData, done: Workload, device: torch
     counter = FlopCounter(config, data)
     model = counter.model_rates()
     skips_blocks = config.model.attention == "flex" and device.type == "cuda"
+    pairs, executed = done.visited_pairs if skips_blocks else done.position_pairs, counter.executed_rates(model)
     return TrainingFlops(
-        model=model.total(rows=done.samples, tokens=done.tokens, pairs=done.token_pairs, head_tokens=done.targets),
-        executed=counter.executed_rates(model).total(
-            rows=done.rows,
-            tokens=done.positions,
-            pairs=done.visited_pairs if skips_blocks else done.position_pairs,
-            head_tokens=done.head_tokens,
-        ),
+        model.total(rows=done.samples, tokens=done.tokens, pairs=done.token_pairs, head_tokens=done.targets),
+        executed.total(rows=done.rows, tokens=done.positions, pairs=pairs, head_tokens=done.head_tokens),
     )
 
 
@@ -86,8 +72,8 @@ class FlopCounter:
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
-        # A backward pass has two matrix products for each one of the forward pass.
-        return self._rates(count_forward_flops, self._model).scale(3)
+        forward = self._rates(introspection.count_forward_flops, self._model)
+        return FlopRates(*(3 * rate for rate in astuple(forward)))  # a backward pass has two products for each one
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
         """Return the executed FLOPs of a forward and a backward pass."""
@@ -96,10 +82,10 @@ class FlopCounter:
         if model_rates.token and trains_all and not train.activation_checkpointing:
             return model_rates  # unlike that of a convolution, the input of an embedding has no gradient to skip
         model = self._build()
-        transform_blocks(model, replace(self.config, train=replace(train, compile=None)))
+        transforms.transform_blocks(model, replace(self.config, train=replace(train, compile=None)))
         # A compiled block is one operation, so it is recomputed to its end.
         with set_checkpoint_early_stop(train.compiled != "blocks"):
-            return self._rates(count_training_flops, model)
+            return self._rates(introspection.count_training_flops, model)
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -109,7 +95,7 @@ class FlopCounter:
         # Flex attention does not run without memory, and a chunked loss computes the same products as the full one.
         model_config = replace(self.config.model, attention="auto")
         with torch.device("meta"):
-            model: nn.Module = locate(model_config._target_)(model_config, self.data.num_classes).eval()
+            model: nn.Module = custom_code.locate(model_config._target_)(model_config, self.data.num_classes).eval()
         adapt_head(model, replace(self.config.train, loss="full"))
         return model
 

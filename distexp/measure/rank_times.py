@@ -5,38 +5,34 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.measure.clock import quantiles
+from distexp.measure import clock, slow_rank_watch
 from distexp.measure.profiling.profiler import StepProfiler
-from distexp.measure.slow_rank_watch import SlowRankWatch
 from distexp.measure.stragglers import RankTimes, find_stragglers, include_cpu_work, step_times
 from distexp.measure.watcher import TRAIN, MeasuredSteps, Step, Watcher
 from distexp.runs.step_files import StepTime, write_step_times
 from distexp.runs.texts import print_despite_full_disk, write_despite_full_disk
 from distexp.strategies.optimizer import ReadTensors
 
-MAX_STEPS = 4096
-"""The latest ordinary steps that are kept."""
+MAX_STEPS = 4096  # the latest ordinary steps that are kept
 
 
 class RankTimesWatch(Watcher):
-    """Step times of the ranks.
+    """Step times of the ranks. *Ordinary* steps are measured and follow another measured step directly.
 
-    *Ordinary* steps are measured and follow another measured step directly, so they can be compared with each other.
-    The other ones follow an evaluation, a checkpoint or the unmeasured first steps.
+    The other ones follow an evaluation, a checkpoint or the unmeasured first steps, so they are not compared.
     """
 
     section = "metrics"
 
     def __init__(self, context: Context, profiler: StepProfiler, *, enabled: bool) -> None:
         self.context, self.profiler = context, profiler
-        self.waits = SlowRankWatch(context, enabled=enabled)
+        self.waits = slow_rank_watch.SlowRankWatch(context, enabled=enabled)
         self._ordinary: deque[tuple[int, bool]] = deque(maxlen=MAX_STEPS)  # number of the step, and whether watched
         self._follows_step = self._was_watched = False
 
@@ -79,14 +75,17 @@ class RankTimesWatch(Watcher):
     def _own_times(self, steps: MeasuredSteps) -> RankTimes:
         durations, on_cpu = steps.durations_s, self.context.device.type == "cpu"
         waits = {step: wait_s for step, wait_s in self.waits.waits_s().items() if step < len(durations)}
-        ordinary = [
-            StepTime(step, durations[step], watched) for step, watched in self._ordinary if step < len(durations)
-        ]
+        known = [(step, watched) for step, watched in self._ordinary if step < len(durations)]
+        ordinary = [StepTime(step, durations[step], watched) for step, watched in known]
         if self.waits.enabled:
-            save_step_times(self.context.run_dir, self.context.rank, ordinary)
+            rank, folder = self.context.rank, self.context.run_dir
+            try:
+                write_despite_full_disk(folder, lambda: write_step_times(folder, rank, ordinary))
+            except OSError as error:  # The training is finished, so it is only printed.
+                print_despite_full_disk(f"note: the step times of rank {rank} cannot be written: {error}")
         return RankTimes(
             self.context.rank,
-            quantiles(durations) or {},
+            clock.quantiles(durations) or {},
             own_s=[durations[step] - wait_s for step, wait_s in waits.items()],
             durations_s=[durations[step] for step in waits],
             data_wait_s=[steps.data_waits_s[step] for step in waits],
@@ -96,14 +95,6 @@ class RankTimesWatch(Watcher):
             on_cpu=on_cpu,
             includes_cpu_work=on_cpu,
         )
-
-
-def save_step_times(run_dir: Path, rank: int, steps: Sequence[StepTime]) -> None:
-    """Write the steps of a rank. The training is finished, so an error is only printed."""
-    try:
-        write_despite_full_disk(run_dir, lambda: write_step_times(run_dir, rank, steps))
-    except OSError as error:
-        print_despite_full_disk(f"note: the step times of rank {rank} cannot be written: {error}")
 
 
 def _median_s(steps: Sequence[StepTime], *, watched: bool) -> float | None:

@@ -32,8 +32,8 @@ def energy_entry(
         "gpu_j_training": energy.gpu_training,
         "cpu_j_training": energy.cpu_training,
         "idle_w": energy.idle_w,
-        "j_per_sample": _ratio(training_j, samples),
-        "j_per_token": _ratio(training_j, tokens),
+        "j_per_sample": training_j / samples if training_j is not None and samples else None,
+        "j_per_token": training_j / tokens if training_j is not None and tokens else None,
         "kwh": kwh,
         "gpu_hours": gpu_hours,
         "co2e_g": _product(kwh, cluster.gco2_per_kwh),
@@ -54,25 +54,15 @@ def _kwh(energy: TraceEnergy, *, on_gpus: bool) -> float | None:
     return sum(known) / 3.6e6 if known else None
 
 
-def _ratio(joules: float | None, count: int | None) -> float | None:
-    return joules / count if joules is not None and count else None
-
-
 def _product(amount: float | None, factor: float | None) -> float | None:
     return None if amount is None or factor is None else amount * factor
-
-
-# Energy over time of one device, from the samples of a memory trace.
 
 
 Curve = Sequence[tuple[float, float]]
 """(Unix time in s, energy in J from an arbitrary start) of each sample. Between two samples, energy grows linearly."""
 
-Span = tuple[float, float]
-"""Start and end in Unix seconds; the end may be infinite."""
-
-MAX_GAP = 2
-"""Spacings of samples that may be missing at an end of an interval."""
+Span = tuple[float, float]  # start and end in Unix seconds; the end may be infinite
+MAX_GAP = 2  # spacings of samples that may be missing at an end of an interval
 
 
 def counter_curve(samples: Sequence[MemorySample]) -> Curve:
@@ -93,10 +83,8 @@ def power_curve(samples: Sequence[MemorySample]) -> Curve:
 
 def energy_in(curve: Curve, span: Span) -> float | None:
     """Return the joules in an interval, or None if samples are missing at an end of it."""
-    if len(curve) < 2:
-        return None
-    begin, end = span[0], min(span[1], curve[-1][0]) if math.isinf(span[1]) else span[1]
-    if end <= begin != span[1]:  # The interval starts after the last sample.
+    begin, end = span[0], curve[-1][0] if math.isinf(span[1]) and curve else span[1]
+    if len(curve) < 2 or end <= begin != span[1]:  # The interval starts after the last sample.
         return None
     spacing = (curve[-1][0] - curve[0][0]) / (len(curve) - 1)
     if curve[0][0] - begin > MAX_GAP * spacing or end - curve[-1][0] > MAX_GAP * spacing:
@@ -111,9 +99,6 @@ def _interpolate(curve: Curve, time_s: float) -> float:
     return before[1] + slope * (time_s - before[0])
 
 
-TRAINING = frozenset({"train"})
-"""Phase of the steps that count for the speed: after the warm-up, without evaluation and saving."""
-
 Samples = list[MemorySample]
 
 
@@ -123,8 +108,7 @@ class TraceEnergy:
 
     gpu: float | None = None  # of the run's GPUs, by their energy counters
     gpu_by_power: float | None = None  # the same, by the integral of their power
-    # Of the training steps alone; by the counters, or by power if a GPU has no counter.
-    gpu_training: float | None = None
+    gpu_training: float | None = None  # of the training steps alone; by power if a GPU has no counter
     cpu: float | None = None  # the run's part of the energy of the CPU packages
     cpu_training: float | None = None  # the same, of the training steps alone
     idle_w: float | None = None  # power of the run's GPUs before the workers used them
@@ -136,17 +120,16 @@ def measure_energy(traces: Sequence[Path], events: Path) -> TraceEnergy:
         nodes = [group_by_device(read_memory_trace(path).samples) for path in traces]
     except (OSError, ValueError):
         return TraceEnergy()
-    gpus = _devices(nodes, GPU)
-    cpus = _devices(nodes, CPU)
+    gpus, cpus = _devices(nodes, GPU), _devices(nodes, CPU)
     phase_events = read_phase_events(events)
-    training = phase_intervals(phase_events, TRAINING)
+    training = phase_intervals(phase_events, frozenset({"train"}))  # the steps that count for the speed
     first_event_s = phase_events[0].unix_time_s if phase_events else None
     return TraceEnergy(
-        gpu=_sum_or_none(_whole_run(gpus, counter_curve)),
-        gpu_by_power=_sum_or_none(_whole_run(gpus, power_curve)),
-        gpu_training=_sum_or_none(_energies(gpus, training, lambda gpu: counter_curve(gpu) or power_curve(gpu))),
-        cpu=_sum_or_none(_whole_run(cpus, counter_curve)),
-        cpu_training=_sum_or_none(_energies(cpus, training, counter_curve)),
+        gpu=_energy(gpus, counter_curve),
+        gpu_by_power=_energy(gpus, power_curve),
+        gpu_training=_energy(gpus, lambda gpu: counter_curve(gpu) or power_curve(gpu), training),
+        cpu=_energy(cpus, counter_curve),
+        cpu_training=_energy(cpus, counter_curve, training),
         idle_w=_sum_or_none([_idle_power(samples, first_event_s) for samples in gpus]),
     )
 
@@ -157,15 +140,15 @@ def _devices(nodes: Sequence[dict[tuple[str, int], Samples]], kind: str) -> list
     return [samples for devices in by_node for samples in devices] if all(by_node) else []
 
 
-def _whole_run(devices: Sequence[Samples], curve_of: Callable[[Samples], Curve]) -> list[float | None]:
-    return [energy_in(curve_of(samples), (samples[0].unix_time_s, samples[-1].unix_time_s)) for samples in devices]
-
-
-def _energies(
-    devices: Sequence[Samples], spans: Sequence[Span], curve_of: Callable[[Samples], Curve]
-) -> list[float | None]:
-    curves = [curve_of(samples) for samples in devices]
-    return [energy_in(curve, span) for curve in curves for span in spans]
+def _energy(
+    devices: Sequence[Samples], curve_of: Callable[[Samples], Curve], spans: Sequence[Span] | None = None
+) -> float | None:
+    """Return the joules of some devices in some intervals; by default in the whole run."""
+    values: list[float | None] = []
+    for samples in devices:
+        curve, whole = curve_of(samples), (samples[0].unix_time_s, samples[-1].unix_time_s)
+        values += [energy_in(curve, span) for span in ([whole] if spans is None else spans)]
+    return _sum_or_none(values)
 
 
 def _sum_or_none(values: Sequence[float | None]) -> float | None:
@@ -174,39 +157,22 @@ def _sum_or_none(values: Sequence[float | None]) -> float | None:
 
 
 def _idle_power(samples: Samples, first_event_s: float | None) -> float | None:
-    """Return the lowest power of a GPU before the first phase, while its memory is as in the first sample.
-
-    The lowest, because the power that NVML reports may include the end of an earlier program.
-    """
-    idle = [
-        sample.power_w for sample in samples
-        if sample.power_w is not None and sample.used_mib == samples[0].used_mib
-        and (first_event_s is None or sample.unix_time_s < first_event_s)
-    ]  # fmt: skip
+    """Return the lowest power of a GPU before it is used: the others may include the end of an earlier program."""
+    before = (one for one in samples if first_event_s is None or one.unix_time_s < first_event_s)
+    idle = (one.power_w for one in before if one.used_mib == samples[0].used_mib and one.power_w is not None)
     return min(idle, default=None)
 
 
-# Energy of CPU packages, read with RAPL, and the part of it that one process tree used.
-
-
-POWERCAP = Path("/sys/class/powercap")
-"""Folder of the RAPL domains. The kernel uses the name ``intel-rapl`` for AMD too."""
+POWERCAP = Path("/sys/class/powercap")  # RAPL domains; the kernel uses the name ``intel-rapl`` for AMD too
 
 STAT = Path("/proc/stat")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-TOP_LEVEL = re.compile(r"intel-rapl:\d+")
-"""Folders of the domains that contain others. Cores and graphics, ``intel-rapl:0:1``, are part of a package."""
-
-BUSY_FIELDS = slice(0, 3), slice(5, 8)
-"""Fields of ``/proc/stat`` with CPU time in use: user, nice, system; irq, softirq, steal (proc(5))."""
+TOP_LEVEL = re.compile(r"intel-rapl:\d+")  # packages; their cores and graphics are ``intel-rapl:0:1``
+BUSY_FIELDS = slice(0, 3), slice(5, 8)  # of ``/proc/stat``: user, nice, system; irq, softirq, steal (proc(5))
 
 
 class PackageCounter:
-    """Energy counter of one CPU package, which restarts at 0 after its maximum.
-
-    Raises OSError if it cannot be read, which most kernels allow only to root, and ValueError if it has no number.
-    """
+    """Energy counter of one CPU package, which restarts at 0 after its maximum. Raises OSError or ValueError."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"
@@ -235,11 +201,7 @@ class CpuEnergyReader:
         self._tree_j = 0.0
 
     def read(self, cpu_s: float) -> float | None:
-        """Return the joules of the process tree since the first reading; None if they cannot be read.
-
-        The tree gets its fraction of the CPU time that was in use, over each interval. ``cpu_s`` is its CPU time since
-        the last call.
-        """
+        """Return the joules of the tree since the first reading, given its CPU time since the last one."""
         if not self._counters:
             return None
         try:
@@ -248,7 +210,7 @@ class CpuEnergyReader:
         except (OSError, ValueError):
             self._counters = []
             return None
-        busy_s, self._busy_ticks = (busy_ticks - self._busy_ticks) / TICKS_PER_S, busy_ticks
+        busy_s, self._busy_ticks = (busy_ticks - self._busy_ticks) / os.sysconf("SC_CLK_TCK"), busy_ticks
         if busy_s > 0:  # Both times have a resolution of 10 ms.
             self._fraction = min(1.0, cpu_s / busy_s)
         self._tree_j += used_j * self._fraction

@@ -26,28 +26,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
 from distexp.measure.watcher import Method, MethodReplacements
 from distexp.system.torch_internals.tensors import queue_backward_callback
 
+# On a GPU one of 2 steps is watched until step 32, then one of 8. FSDP waits 50 times a step, and each time costs some
+# microseconds of the CPU.
 GPU_STRIDES = ((32, 2), (math.inf, 8))
-"""On a GPU one of 2 steps is watched until step 32, then one of 8.
 
-FSDP waits 50 times a step, and each time costs some microseconds of the CPU.
-"""
-
+# Methods of a process group that ``torch.distributed`` calls. Without ``async_op`` they return no ``Work``.
 COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"),
     *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "gather", "scatter"),
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
 )
-"""Methods of a process group that ``torch.distributed`` calls. Without ``async_op`` they return no ``Work``."""
-
-MAX_STEPS = 256
-"""The latest steps that are kept."""
+MAX_STEPS = 256  # the latest steps that are kept
 
 
 class SlowRankWatch:
@@ -80,7 +75,7 @@ class SlowRankWatch:
 
     def follow(self, module: nn.Module) -> None:
         """Follow the backward passes of a module, if it is DDP. Call it once, before the training."""
-        if self.enabled and isinstance(module, DistributedDataParallel):
+        if self.enabled and isinstance(module, nn.parallel.DistributedDataParallel):
             module.register_forward_hook(self._after_forward)
 
     def start_step(self, *, measured: bool) -> None:
@@ -95,10 +90,7 @@ class SlowRankWatch:
         self._delay_s = self._read_delay()
 
     def end_step(self, *, measured: bool) -> None:
-        """Keep the waits of the step that has ended, if it was watched.
-
-        Call it before the clock marks the end of the step. So the whole cost of watching is in the watched step.
-        """
+        """Keep the waits of a watched step that has ended. Call it before the clock marks the end of the step."""
         if self.watching and measured:
             if not self.on_gpu:
                 self._without_core_s[self.steps] = without_core = self._read_delay() - self._delay_s
@@ -109,10 +101,7 @@ class SlowRankWatch:
         self.steps += measured
 
     def waits_s(self) -> dict[int, float]:
-        """Return the seconds of waiting of each watched step, by its number among the measured ones.
-
-        On a GPU the device must be synchronized.
-        """
+        """Return the seconds of waiting of each watched step, by its number. On a GPU, synchronize it before."""
         self.stop()
         self._read_finished()
         return self._waits_s
@@ -160,11 +149,8 @@ class SlowRankWatch:
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         tensor = next(_differentiable(output), None) if self.watching else None
         if tensor is not None:
-            tensor.register_hook(self._at_start_of_backward)  # type: ignore[no-untyped-call]
-
-    def _at_start_of_backward(self, gradient: Tensor) -> None:
-        # Callbacks run after the last gradient, in the order of this queue. DDP adds its own later.
-        queue_backward_callback(self._before_reduction)
+            # Callbacks run after the last gradient, in the order of this queue. DDP adds its own later.
+            tensor.register_hook(lambda _: queue_backward_callback(self._before_reduction))  # type: ignore[no-untyped-call]
 
     def _before_reduction(self) -> None:
         if not self._nested:
@@ -216,16 +202,11 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
         yield from _differentiable(value)
 
 
-SCHEDSTAT = "/proc/thread-self/schedstat"
-"""Statistics of the scheduler about the thread that opens the file."""
+SCHEDSTAT = "/proc/thread-self/schedstat"  # statistics of the scheduler about the thread that opens the file
 
 
 class SchedulerDelay:
-    """Time that a thread was ready to run without a core. It is that of the thread of the first reading.
-
-    Other programs cause it, so on a CPU it is not part of the own time. The file stays open: it is read twice in each
-    wait.
-    """
+    """Time that the thread of the first reading was ready without a core, because other programs had it."""
 
     def __init__(self, path: str = SCHEDSTAT) -> None:
         self._path = path
@@ -240,10 +221,8 @@ class SchedulerDelay:
                 self._delay_s = self._read_ns() / 1e9
             except (OSError, ValueError) as error:
                 self.is_readable = False
-                _print_once(
-                    f"note: {self._path} has no times ({error}), so the own time of this rank contains the time in "
-                    "which other programs have its core"
-                )
+                consequence = "the own time of this rank contains the time in which other programs have its core"
+                _print_once(f"note: {self._path} has no times ({error}), so {consequence}")
         return self._delay_s
 
     def _read_ns(self) -> int:
@@ -251,9 +230,7 @@ class SchedulerDelay:
             self._file = os.open(self._path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
         content = os.pread(self._file, 128, 0)
-        times = [
-            int(number) for number in content.split()
-        ]  # on a core, ready without a core (both ns), times on a core
+        times = list(map(int, content.split()))  # on a core, ready without a core (both ns), times on a core
         if len(times) != 3 or not any(times):  # A kernel without these statistics writes zeros.
             raise ValueError(f"content {content!r}")
         return times[1]

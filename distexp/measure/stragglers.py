@@ -11,40 +11,29 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from distexp.measure.memory.sampler import TRAINING_PHASES, known_values
 from distexp.runs.events import phase_intervals, read_phase_events
 from distexp.runs.memory_trace import GPU, MemorySample, group_by_device, read_memory_trace
+from distexp.system.typed_values import mean_or_none
 
-MIN_STEPS, MIN_STEPS_CPU = 8, 30
-"""Watched steps that a comparison of ranks needs. Other programs disturb CPUs for many steps at a time."""
+MIN_STEPS, MIN_STEPS_CPU = 8, 30  # watched steps to compare ranks; other programs disturb CPUs for many steps
+SLOWER, SLOWER_CPU = 0.05, 0.1  # a straggler's own time is longer than that of the others by this fraction of it
 
-SLOWER, SLOWER_CPU = 0.05, 0.1
-"""A straggler's own time is longer than that of the others by this fraction of it."""
-
+# And by so many seconds a step. Rank 0 also writes the log, which takes less than 1 ms. On a GPU the difference is
+# larger if the CPUs launch kernels too slowly: they take turns at being ahead, and the GPU of the rank that is ahead
+# waits. Two H200s with steps of 8 ms had a difference of 2.4 ms.
 MIN_EXCESS_S, MIN_EXCESS_CPU_S = 0.003, 0.001
-"""And by so many seconds a step. Rank 0 also writes the log, which takes less than 1 ms.
 
-On a GPU the difference is larger if the CPUs launch kernels too slowly: they take turns at being ahead, and the GPU of
-the rank that is ahead waits. Two H200s with steps of 8 ms had a difference of 2.4 ms.
-"""
+SIGNIFICANT = 2.33  # and the difference is beyond the noise of the steps: standard normal quantile for one error in 100
 
-SIGNIFICANT = 2.33
-"""And the difference is beyond the noise of the steps: standard normal quantile for one error in 100."""
-
+# And its median is at least this fraction of its spread over the steps. With many steps, the test of significance finds
+# small differences too. A disturbance has them, with a large spread.
 MIN_EFFECT = 0.5
-"""And its median is at least this fraction of its spread over the steps.
+# And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many.
+MAX_SECTIONS, SECTION_STEPS = 4, 20
 
-With many steps, the test of significance finds small differences too. A disturbance has them, with a large spread.
-"""
-
-MAX_SECTIONS = 4
-SECTION_STEPS = 20
-"""And half of it is there in each section of the training: in 2 to 4 sections, of 20 steps if there are so many."""
-
-OVERSUBSCRIBED = 0.05
-"""Cores are oversubscribed if a rank is ready to run, but without a core, during this fraction of its own time."""
-
-MAD_OF_NORMAL = 1.4826
-"""Standard deviation of a normal distribution, in median absolute deviations."""
+OVERSUBSCRIBED = 0.05  # fraction of its own time in which a rank is ready, but has no core
+MAD_OF_NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
 
 
 @dataclass(frozen=True)
@@ -56,13 +45,11 @@ class RankTimes:
     own_s: Sequence[float] = ()  # own time of its watched steps: without waiting for other ranks, in seconds
     durations_s: Sequence[float] = ()  # durations of the watched steps, in seconds
     data_wait_s: Sequence[float] = ()  # time that it waited for its data in the same steps
-    # Time in which it was ready and other programs had its core, in the same steps; on CPUs only.
-    without_core_s: Sequence[float] = ()
+    without_core_s: Sequence[float] = ()  # time in which other programs had its core, in the same steps; on CPUs only
     watched_p50_s: float | None = None  # median duration of its watched ordinary steps; None if there is none
     unwatched_p50_s: float | None = None  # median duration of its other ordinary steps; None if there is none
     on_cpu: bool = False  # whether it trains on a CPU
-    # Whether the own time is at least the work of the CPU. It is on a CPU, and with a profile.
-    includes_cpu_work: bool = False
+    includes_cpu_work: bool = False  # whether the own time is at least the work of the CPU, as with a profile
     host: str = field(default_factory=socket.gethostname)
 
 
@@ -97,10 +84,7 @@ def step_times(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
 
 
 def find_stragglers(ranks: Sequence[RankTimes]) -> list[dict[str, Any]] | None:
-    """Return ``metrics.stragglers`` of the record, the slowest first; None if too few steps were watched.
-
-    Each rank is compared with the median of the others in the same steps.
-    """
+    """Return ``metrics.stragglers``, the slowest first, compared with the median of the others; None: too few steps."""
     steps = min((len(rank.own_s) for rank in ranks), default=0)
     if len(ranks) < 2 or steps < (MIN_STEPS_CPU if ranks[0].on_cpu else MIN_STEPS):
         return None
@@ -140,9 +124,8 @@ def _is_consistent(excess: Sequence[float], least: float) -> bool:
     spread = MAD_OF_NORMAL * statistics.median(abs(value - middle) for value in excess)
     sections = max(2, min(MAX_SECTIONS, count // SECTION_STEPS))
     bounds = [count * section // sections for section in range(sections + 1)]
-    return middle >= MIN_EFFECT * spread and all(
-        statistics.median(excess[start:end]) >= least / 2 for start, end in pairwise(bounds)
-    )
+    medians = (statistics.median(excess[start:end]) for start, end in pairwise(bounds))
+    return middle >= MIN_EFFECT * spread and all(median >= least / 2 for median in medians)
 
 
 def signed_rank_score(differences: Sequence[float]) -> float:
@@ -156,50 +139,30 @@ def signed_rank_score(differences: Sequence[float]) -> float:
 def _load(rank: RankTimes, own_s: float) -> str:
     """Return that cores are oversubscribed, if the rank was without one."""
     lost = statistics.median(rank.without_core_s) if rank.without_core_s else 0.0
-    if lost < OVERSUBSCRIBED * own_s:
-        return ""
-    return (
-        f"; cores are oversubscribed: it also waits {1000 * lost:,.1f} ms a step for a core, so other programs may be "
-        "the cause"
-    )
+    wait = f"it also waits {1000 * lost:,.1f} ms a step for a core, so other programs may be the cause"
+    return "" if lost < OVERSUBSCRIBED * own_s else f"; cores are oversubscribed: {wait}"
 
 
 def _data_wait(rank: RankTimes, others: Sequence[RankTimes], excess_s: float) -> str:
     """Return that the rank waits for its data, if this is most of its excess."""
     own = statistics.median(rank.data_wait_s)
     usual = statistics.median(statistics.median(other.data_wait_s) for other in others)
-    if own - usual < excess_s / 2:
-        return ""
-    return f"; it waits {1000 * own:,.1f} ms for its data, the others {1000 * usual:,.1f} ms"
+    found = f"; it waits {1000 * own:,.1f} ms for its data, the others {1000 * usual:,.1f} ms"
+    return "" if own - usual < excess_s / 2 else found
 
 
-# Evidence of slow GPUs, from the memory traces: clocks, memory errors, PCIe link, other processes.
-
-
-TRAINING = frozenset({"warmup", "train"})
-
+# Bits of nvml.h that mean a problem of the GPU, with what they mean.
 SLOWDOWNS = {
     0x08: "the hardware reduces its clocks (power or temperature)",
     0x20: "the driver reduces its clocks because it is too hot",
     0x40: "the hardware reduces its clocks because it is too hot",
     0x80: "the power supply reduces its clocks",
 }
-"""Bits of nvml.h that mean a problem of the GPU, with what they mean."""
-
-POWER_CAP = 0x04
-"""The power limit reduces the clocks, which is usual for a GPU with much to do."""
-
-MIN_SHARE = 0.1
-"""Share of the samples of the training in which a slowdown counts."""
-
-POWER_CAP_MORE = 0.2
-"""Share of the samples by which the power limit acts more often than on the other GPUs."""
-
-LOWER_CLOCK = 0.03
-"""Fraction by which the clock is lower than that of the other GPUs."""
-
-OTHER_MIB = 256.0
-"""Memory of other processes that counts. A display or a monitor takes less."""
+POWER_CAP = 0x04  # the power limit reduces the clocks, which is usual for a GPU with much to do
+MIN_SHARE = 0.1  # share of the samples of the training in which a slowdown counts
+POWER_CAP_MORE = 0.2  # share of the samples by which the power limit acts more often than on the other GPUs
+LOWER_CLOCK = 0.03  # fraction by which the clock is lower than that of the other GPUs
+OTHER_MIB = 256.0  # Memory of other processes that counts. A display or a monitor takes less.
 
 
 @dataclass(frozen=True)
@@ -212,12 +175,9 @@ class GpuEvidence:
 
 
 def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: int) -> dict[int, GpuEvidence]:
-    """Return the evidence for the GPU of each rank. Nodes without a readable trace have none.
-
-    The n-th GPU of a trace belongs to the n-th rank of the node.
-    """
-    training = phase_intervals(read_phase_events(events), TRAINING)
-    samples: dict[int, list[MemorySample]] = {}
+    """Return the evidence for the GPU of each rank: the n-th GPU of a trace belongs to the n-th rank of the node."""
+    training = phase_intervals(read_phase_events(events), TRAINING_PHASES)
+    known: dict[int, list[MemorySample]] = {}
     for node, path in enumerate(traces):
         try:
             devices = group_by_device(read_memory_trace(path).samples)
@@ -225,18 +185,14 @@ def read_gpu_evidence(traces: Sequence[Path], events: Path, workers_per_node: in
             continue
         gpus = [device for (kind, _), device in devices.items() if kind == GPU]
         for local_rank, device in enumerate(gpus):
-            samples[node * workers_per_node + local_rank] = [
-                sample for sample in device if any(begin <= sample.unix_time_s < end for begin, end in training)
-            ]
-    known = {rank: taken for rank, taken in samples.items() if taken}
-    return {
-        rank: GpuEvidence(
-            taken[0].index,
-            list(_problems(taken)),
-            list(_differences(taken, [other for number, other in known.items() if number != rank])),
-        )
-        for rank, taken in known.items()
-    }
+            taken = [one for one in device if any(begin <= one.unix_time_s < end for begin, end in training)]
+            if taken:
+                known[node * workers_per_node + local_rank] = taken
+    evidence = {}
+    for rank, own in known.items():
+        others = [other for number, other in known.items() if number != rank]
+        evidence[rank] = GpuEvidence(own[0].index, list(_problems(own)), list(_differences(own, others)))
+    return evidence
 
 
 def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
@@ -245,10 +201,10 @@ def _problems(samples: Sequence[MemorySample]) -> Iterator[str]:
         share = _share_of_reason(samples, bit, without=0x40 | 0x80 if bit == 0x08 else 0)
         if share is not None and share >= MIN_SHARE:
             yield f"{text}, in {share:.0%} of the samples"
-    errors = _known(samples, lambda sample: sample.ecc_errors)
+    errors = known_values(samples, lambda sample: sample.ecc_errors)
     if errors and errors[-1] > errors[0]:
         yield f"it had {errors[-1] - errors[0]:.0f} uncorrected memory errors during the training"
-    others = max(_known(samples, lambda sample: sample.other_mib), default=0.0)
+    others = max(known_values(samples, lambda sample: sample.other_mib), default=0.0)
     if others >= OTHER_MIB:
         yield f"other processes held {others:,.0f} MiB of it"
 
@@ -259,32 +215,19 @@ def _differences(samples: Sequence[MemorySample], others: Sequence[Sequence[Memo
         own, known = measure(samples), [value for other in others if (value := measure(other)) is not None]
         return (math.nan, math.nan) if own is None or not known else (own, statistics.median(known))
 
-    clock, usual = compare(_mean_clock)
+    clock, usual = compare(lambda taken: mean_or_none(known_values(taken, lambda sample: sample.sm_clock_mhz)))
     if clock < (1 - LOWER_CLOCK) * usual:
         yield f"its SM clock is {clock:,.0f} MHz, that of the others {usual:,.0f} MHz"
     share, usual = compare(lambda taken: _share_of_reason(taken, POWER_CAP))
     if share - usual >= POWER_CAP_MORE:
         yield f"its power limit reduces its clocks in {share:.0%} of the samples, in {usual:.0%} on the others"
-    rate, usual = compare(_best_rate)
+    # The highest rate counts, because it is lower while the link saves power.
+    rate, usual = compare(lambda taken: max(known_values(taken, lambda sample: sample.pcie_pct), default=None))
     if rate < usual:
         yield f"its PCIe link has {rate:.0f}% of its maximum rate, that of the others {usual:.0f}%"
 
 
-def _mean_clock(samples: Sequence[MemorySample]) -> float | None:
-    clocks = _known(samples, lambda sample: sample.sm_clock_mhz)
-    return statistics.fmean(clocks) if clocks else None
-
-
-def _best_rate(samples: Sequence[MemorySample]) -> float | None:
-    """Return the highest rate of the PCIe link in percent. It is lower while the link saves power."""
-    return max(_known(samples, lambda sample: sample.pcie_pct), default=None)
-
-
 def _share_of_reason(samples: Sequence[MemorySample], bit: int, *, without: int = 0) -> float | None:
     """Return the share of the samples that have a bit and none of the bits of ``without``."""
-    reasons = [int(mask) for mask in _known(samples, lambda sample: sample.clock_reasons)]
+    reasons = [int(mask) for mask in known_values(samples, lambda sample: sample.clock_reasons)]
     return sum(bool(mask & bit) and not mask & without for mask in reasons) / len(reasons) if reasons else None
-
-
-def _known(samples: Sequence[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:
-    return [known for sample in samples if (known := value(sample)) is not None]

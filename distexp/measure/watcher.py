@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, NamedTuple
@@ -13,8 +14,7 @@ from torch import nn
 from distexp.strategies.optimizer import ReadTensors
 from distexp.system.torch_internals.compilation import compile_counters, on_compilation
 
-PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"
-"""Phases of the steps. Only those of ``train`` count for the speed."""
+PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"  # phases; only ``train`` counts for the speed
 
 
 class Step(NamedTuple):
@@ -43,8 +43,7 @@ class Watcher:
 
     # Where the summary is in the record: ``metrics`` or ``memory``, whose fields it must have, or ``metrics.watchers``.
     section: ClassVar[str] = "metrics.watchers"
-    # Seconds that the watcher took so far and that do not belong to the duration of the training.
-    overhead_s: float = 0.0
+    overhead_s: float = 0.0  # time so far that does not belong to the duration of the training
 
     def follow(self, module: nn.Module, read: ReadTensors) -> None:
         """Prepare for a distributed model, which has just been built. ``read`` returns its tensors on this rank."""
@@ -128,25 +127,22 @@ class MethodReplacements:
     """Replaced methods. The classes may be written in C++."""
 
     def __init__(self) -> None:
-        # What the classes themselves have. The attribute of a class in C++ is another object, which gets no self.
-        self._originals: list[tuple[type[Any], str, Any]] = []
-
-    @property
-    def active(self) -> bool:
-        """Return whether methods are replaced."""
-        return bool(self._originals)
+        self.active = False  # whether methods are replaced
+        self._restoring = ExitStack()
 
     def replace(self, owner: type[Any], name: str, make: Callable[[Method], Method]) -> None:
         """Replace a method by what ``make`` returns for it."""
-        original = getattr(owner, name)
-        self._originals.append((owner, name, vars(owner).get(name)))
+        # What the class itself has. The attribute of a class in C++ is another object, which gets no self.
+        original, own = getattr(owner, name), vars(owner).get(name)
         setattr(owner, name, wraps(original)(make(original)))
+        if own is None:
+            self._restoring.callback(delattr, owner, name)  # The owner inherits it.
+        else:
+            self._restoring.callback(setattr, owner, name, own)
+        self.active = True
 
     def restore(self) -> None:
         """Restore all methods."""
-        while self._originals:
-            owner, name, own = self._originals.pop()
-            if own is None:
-                delattr(owner, name)  # The owner inherits it.
-            else:
-                setattr(owner, name, own)
+        if self.active:
+            self.active = False
+            self._restoring.close()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,8 @@ from torch import Tensor
 
 from distexp.measure.clock import synchronize
 
-SIZES = tuple(4**power * 1024 for power in range(12))
-"""Bytes: 1 KiB to 4 GiB."""
-
-TIME_LIMIT_S = 10.0
-"""Time for one size of one collective. Slow links get fewer rounds; the result contains their number."""
+SIZES = tuple(4**power * 1024 for power in range(12))  # bytes: 1 KiB to 4 GiB
+TIME_LIMIT_S = 10.0  # for one size of one collective; slow links get fewer rounds, and the result has their number
 
 Operation = Callable[[], object]
 
@@ -35,37 +33,19 @@ class Group:
     process_group: dist.ProcessGroup | None  # None on ranks outside the group
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Bandwidth of one collective at one size."""
-
-    group: str
-    operation: str
-    ranks: int
-    bytes: int
-    rounds: int
-    seconds: float  # of one round, on the slowest rank
-    algbw_gbps: float  # in 1e9 bytes per second
-    busbw_gbps: float
-    correct: bool  # whether the collective returned the expected values
+Measurement = dict[str, Any]  # bandwidth of one collective at one size, as in ``preflight.json``
 
 
 def make_groups(rank: int, nodes: int, per_node: int) -> list[Group]:
-    """Create the groups to measure; every rank must call this.
-
-    They are all ranks, the ranks of each node, and one rank per node. The last two exist only if there are several
-    nodes with several ranks each.
-    """
+    """Create the groups to measure, on every rank: all ranks and, if they differ, those of a node and one per node."""
     world = list(range(nodes * per_node))
     members = [("all", world)]
     if nodes > 1 and per_node > 1:
         members += [(f"node {node}", world[node * per_node : (node + 1) * per_node]) for node in range(nodes)]
         members.append(("across nodes", world[::per_node]))
-    groups = []
-    for name, ranks in members:
-        group = dist.new_group(ranks)
-        groups.append(Group(name, ranks, group if rank in ranks else None))
-    return groups
+    groups = [dist.new_group(ranks) for _, ranks in members]
+    pairs = zip(members, groups, strict=True)
+    return [Group(name, ranks, group if rank in ranks else None) for (name, ranks), group in pairs]
 
 
 def measure(group: Group, device: torch.device, *, max_bytes: int, warmup: int, rounds: int) -> Iterator[Measurement]:
@@ -93,17 +73,17 @@ def _measure_one(group: Group, name: str, size: int, device: torch.device, *, wa
     wrong = torch.tensor(0 if correct else 1, device=device)
     dist.all_reduce(wrong, group=process_group)
     algbw = elements * 4 / seconds / 1e9
-    return Measurement(
-        group=group.name,
-        operation=name,
-        ranks=ranks,
-        bytes=elements * 4,
-        rounds=rounds,
-        seconds=seconds,
-        algbw_gbps=algbw,
-        busbw_gbps=algbw * factor(ranks),
-        correct=wrong.item() == 0,
-    )
+    return {
+        "group": group.name,
+        "operation": name,
+        "ranks": ranks,
+        "bytes": elements * 4,
+        "rounds": rounds,
+        "seconds": seconds,  # of one round, on the slowest rank
+        "algbw_gbps": algbw,  # in 1e9 bytes per second
+        "busbw_gbps": algbw * factor(ranks),
+        "correct": wrong.item() == 0,  # whether all ranks got the expected values
+    }
 
 
 def time_rounds(run: Operation, rounds: int, device: torch.device) -> float:
@@ -130,10 +110,9 @@ def _position(group: Group) -> int:
 
 
 def _all_reduce(elements: int, group: Group, device: torch.device) -> Prepared:
-    buffer = torch.full((elements,), _position(group) + 1.0, device=device)
+    buffer, ranks = torch.full((elements,), _position(group) + 1.0, device=device), len(group.ranks)
 
     def check() -> bool:
-        ranks = len(group.ranks)
         correct = _is_filled(buffer, ranks * (ranks + 1) / 2)
         buffer.zero_()  # repeated sums must not overflow
         return correct
@@ -153,14 +132,11 @@ def _all_gather(elements: int, group: Group, device: torch.device) -> Prepared:
 
 
 def _reduce_scatter(elements: int, group: Group, device: torch.device) -> Prepared:
-    part = elements // len(group.ranks)
-    source = torch.full((elements,), _position(group) + 1.0, device=device)
-    target = torch.empty(part, device=device)
     ranks = len(group.ranks)
-    return (
-        lambda: dist.reduce_scatter_tensor(target, source, group=group.process_group),
-        lambda: _is_filled(target, ranks * (ranks + 1) / 2),
-    )
+    source = torch.full((elements,), _position(group) + 1.0, device=device)
+    target = torch.empty(elements // ranks, device=device)
+    run = partial(dist.reduce_scatter_tensor, target, source, group=group.process_group)
+    return run, lambda: _is_filled(target, ranks * (ranks + 1) / 2)
 
 
 def _send_receive(elements: int, group: Group, device: torch.device) -> Prepared:
@@ -171,11 +147,9 @@ def _send_receive(elements: int, group: Group, device: torch.device) -> Prepared
     target = torch.empty(elements, device=device)
 
     def run() -> None:
-        operations = [
-            dist.P2POp(dist.isend, source, next_rank, group.process_group),
-            dist.P2POp(dist.irecv, target, previous_rank, group.process_group),
-        ]
-        for work in dist.batch_isend_irecv(operations):
+        send = dist.P2POp(dist.isend, source, next_rank, group.process_group)
+        receive = dist.P2POp(dist.irecv, target, previous_rank, group.process_group)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
     return run, lambda: _is_filled(target, (position - 1) % len(ranks) + 1.0)
@@ -194,8 +168,7 @@ OPERATIONS: dict[str, tuple[Callable[[int, Group, torch.device], Prepared], Call
 }
 
 
-COPY_BYTES, COPY_ROUNDS = 2**30, 5
-"""Size and number of the copies in each direction."""
+COPY_BYTES, COPY_ROUNDS = 2**30, 5  # size and number of the copies in each direction
 
 
 def measure_host_copies(device: torch.device) -> dict[str, float]:

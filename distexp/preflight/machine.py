@@ -1,7 +1,6 @@
 """What is known about the communication of a machine: measured curves, and links.
 
-The preflight stores its curves in the cache directory, one file per type of device. Each layout (number of workers and
-nodes) is kept, and a new measurement replaces an earlier one of the same layout.
+The preflight stores its curves in the cache directory: one file per type of device, with the latest of each layout.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distexp.config import ConfigError
-from distexp.config.overrides import format_count
-from distexp.config.sections import ForecastConfig
+from distexp.config import ConfigError, overrides, sections
 from distexp.hardware.facts import Latency, Link, facts, intra_node_link
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Environment
@@ -54,14 +51,11 @@ class MachineCurves:
         return sorted({(point.ranks, point.nodes) for point in self.points if point.kind == kind})
 
 
-def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
-    """Return what is known about the machine of a run.
+def load_machine(run_dir: Path, options: sections.ForecastConfig) -> MachineCurves:
+    """Return what is known about the machine of a run; raise ConfigError if something cannot be read.
 
     The curves are those of ``forecast.preflight``, else of the run's own preflight, else those that preflights stored
     on this machine.
-
-    Raises:
-        ConfigError: The record cannot be read, ``forecast.preflight`` has no preflight, or the network is unknown.
     """
     try:
         record = RunRecord.read(run_dir / RECORD)
@@ -90,11 +84,9 @@ def load_machine(run_dir: Path, options: ForecastConfig) -> MachineCurves:
 
 def machine_of(environment: Environment | None, network: Network | None = None) -> MachineCurves:
     """Return what is known about the machine of a run, with the curves that preflights stored on this machine."""
-    gpu_name = environment.gpu_name if environment else None
-    hostname = environment.hostname if environment else None
-    return MachineCurves(
-        tuple(stored_points(gpu_name, hostname)), intra_node_link(gpu_name), network or usual_network(gpu_name)
-    )
+    gpu_name, hostname = (environment.gpu_name, environment.hostname) if environment else (None, None)
+    points = tuple(stored_points(gpu_name, hostname))
+    return MachineCurves(points, intra_node_link(gpu_name), network or usual_network(gpu_name))
 
 
 def points_of_preflight(result: Mapping[str, Any]) -> list[CurvePoint]:
@@ -119,9 +111,7 @@ def simulates_nodes(result: Mapping[str, Any]) -> bool:
 def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> Path:
     """Store curves for later forecasts; return the file. Points of other layouts are kept.
 
-    Raises:
-        ConfigError: This user has no cache directory.
-        OSError: The file cannot be written.
+    Raises ConfigError if this user has no cache directory, and OSError if the file cannot be written.
     """
     new = {(point.kind, point.ranks, point.nodes) for point in points}
     kept = [point for point in stored_points(gpu_name, hostname) if (point.kind, point.ranks, point.nodes) not in new]
@@ -146,13 +136,9 @@ def _path(gpu_name: str | None, hostname: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Network:
-    """The network between the nodes of a forecast: a key of ``networks`` in ``hardware/facts.yaml``.
+    """The network between nodes. If rail-optimized, its upper level matters only with more than ``nodes_per_leaf``."""
 
-    If GPUs of the same index share a switch (``rail_optimized``), a slower upper level matters only with more than
-    ``nodes_per_leaf`` nodes.
-    """
-
-    name: str = field(default_factory=lambda: facts().usual_networks["gpu"])
+    name: str = field(default_factory=lambda: facts().usual_networks["gpu"])  # a key of ``networks`` in facts.yaml
     rail_optimized: bool = True
     oversubscription: float = 1.0  # by how much the upper level of the network is slower than the lower one
     latency: Latency = field(default_factory=lambda: facts().links["network"].latency)  # latency of a hop
@@ -180,9 +166,9 @@ class Network:
 
     def describe(self, workers_per_node: int) -> str:
         """Return the network as an option, with the cards that so many workers use."""
-        if facts().networks[self.name].cards is None:
-            return f"forecast.network={self.name}, one card per worker"
-        return f"forecast.network={self.name}, {format_count(self._cards_of(workers_per_node), 'card')} per node"
+        cards = f"{overrides.format_count(self._cards_of(workers_per_node), 'card')} per node"
+        is_known = facts().networks[self.name].cards is not None
+        return f"forecast.network={self.name}, {cards if is_known else 'one card per worker'}"
 
     def uses_upper_level(self, nodes: int) -> bool:
         """Return whether collectives over so many nodes go through the upper level of the network."""

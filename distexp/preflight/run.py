@@ -8,7 +8,6 @@ import socket
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ import torch.distributed as dist
 from distexp.config import ConfigError, PreflightConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
+from distexp.measure.stragglers import SLOWDOWNS
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies, time_rounds
 from distexp.preflight.machine import points_of_preflight, simulates_nodes, store_points
 from distexp.runs.run_dir import PREFLIGHT
+from distexp.system import cgroups, files
 from distexp.system.cache_dir import cache_dir
-from distexp.system.cgroups import BUSY_MIB, NvmlUnavailableError, nvml_session, visible_gpus
-from distexp.system.files import read_or_none, write_json
 from distexp.system.units import GIB, MIB, format_tflops
 
 MAX_BYTES_CPU, MAX_BYTES_GPU = 64 * MIB, 4 * GIB
@@ -37,18 +36,15 @@ class PreflightError(RuntimeError):
 def run_preflight(options: PreflightConfig, context: Context, precision: str) -> None:
     """Measure the machine, write ``preflight.json`` and print a table; every rank must call this.
 
-    The process groups are destroyed, GPU memory is released and the allocator's peaks are reset. The matrix ceiling is
-    stored for later runs.
-
-    Raises:
-        PreflightError: a GPU has a problem, a result is wrong, or the bandwidth is below the threshold.
+    The process groups are destroyed, GPU memory is released and the allocator's peaks are reset. Raises PreflightError
+    if a GPU has a problem, a result is wrong, or the bandwidth is below the threshold.
     """
     result = _measure_all(options, context, precision)
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     if context.rank == 0:
-        write_json(context.run_dir / PREFLIGHT, result)
+        files.write_json(context.run_dir / PREFLIGHT, result)
         print_table(result)
         _store(result, context.device, precision)
     problems = find_problems(result)
@@ -73,7 +69,7 @@ def _store(result: Mapping[str, Any], device: torch.device, precision: str) -> N
 def _measure_all(options: PreflightConfig, context: Context, precision: str) -> dict[str, Any]:
     """Return the content of ``preflight.json``, the same on all ranks."""
     on_gpu = context.device.type == "cuda"
-    problems = gpu_problems(visible_gpus()[context.local_rank].index) if on_gpu else []
+    problems = gpu_problems(cgroups.visible_gpus()[context.local_rank].index) if on_gpu else []
     max_bytes = options.max_bytes or (MAX_BYTES_GPU if on_gpu else MAX_BYTES_CPU)
     measurements = _measure_groups(options, context, max_bytes) if context.world_size > 1 else []
     dist.barrier()
@@ -83,7 +79,7 @@ def _measure_all(options: PreflightConfig, context: Context, precision: str) -> 
             "problems": problems,
             "copies": measure_host_copies(context.device),
             "matrix": {"precision": precision, "tflops": measure_matrix_ceiling(context.device, precision)},
-            "measurements": [asdict(measurement) for measurement in measurements],
+            "measurements": measurements,
         }
     )
     return {
@@ -100,10 +96,9 @@ def _measure_all(options: PreflightConfig, context: Context, precision: str) -> 
 
 def _measure_groups(options: PreflightConfig, context: Context, max_bytes: int) -> list[Measurement]:
     """Measure every group; return the results of the groups in which this rank is the first."""
-    measurements = []
+    measurements, rounds = [], {"warmup": options.warmup_rounds, "rounds": options.rounds}
     for group in make_groups(context.rank, context.nodes, context.workers_per_node):
         if group.process_group is not None:
-            rounds = {"warmup": options.warmup_rounds, "rounds": options.rounds}
             results = list(measure(group, context.device, max_bytes=max_bytes, **rounds))
             if context.rank == group.ranks[0]:
                 measurements += results
@@ -115,9 +110,10 @@ def _measure_groups(options: PreflightConfig, context: Context, max_bytes: int) 
 def find_problems(result: Mapping[str, Any]) -> list[str]:
     """Return one message for each reason not to train on this machine, from the content of ``preflight.json``."""
     problems = list(result["complaints"])
-    for one in result["measurements"]:
-        if not one["correct"]:
-            problems.append(f"{one['operation']} over {one['group']} returned wrong values at {one['bytes']} bytes")
+    wrong = (one for one in result["measurements"] if not one["correct"])
+    problems += (
+        f"{one['operation']} over {one['group']} returned wrong values at {one['bytes']} bytes" for one in wrong
+    )
     threshold = result["min_busbw_gbps"]
     reduces = [one for one in result["measurements"] if one["operation"] == "all_reduce" and one["group"] == "all"]
     if threshold is not None and reduces:
@@ -160,38 +156,26 @@ def print_table(result: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-# Health of a GPU as NVML reports it: memory in use, memory errors, reduced clocks.
-
-THROTTLE_REASONS = {
-    "nvmlClocksThrottleReasonHwSlowdown": "the hardware reduces its clocks (power or temperature)",
-    "nvmlClocksThrottleReasonHwThermalSlowdown": "the hardware reduces its clocks because it is too hot",
-    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "the power supply reduces its clocks",
-    "nvmlClocksThrottleReasonSwThermalSlowdown": "the driver reduces its clocks because it is too hot",
-}
-
-
 def gpu_problems(index: int) -> list[str]:
     """Return one message for each problem of a GPU of NVML. Call it before this process allocates GPU memory."""
     try:
-        with nvml_session() as nvml:
+        with cgroups.nvml_session() as nvml:
             return list(_find_problems(nvml, index))
-    except NvmlUnavailableError as error:
+    except cgroups.NvmlUnavailableError as error:
         return [f"the health of GPU {index} cannot be checked: NVML reports {error}"]
 
 
 def _find_problems(nvml: Any, index: int) -> Iterator[str]:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     used = nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB
-    if used > BUSY_MIB:
+    if used > cgroups.BUSY_MIB:
         yield f"GPU {index} has {used:,.0f} MiB in use before the run: another process uses it"
     kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     errors = _read_counter(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kind)
     if errors:
         yield f"GPU {index} has {errors} uncorrected memory errors since the last driver load: have it replaced"
     reasons = _read_counter(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    for name, description in THROTTLE_REASONS.items():
-        if reasons & getattr(nvml, name):
-            yield f"GPU {index}: {description}"
+    yield from (f"GPU {index}: {description}" for bit, description in SLOWDOWNS.items() if reasons & bit)
 
 
 def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int | None:
@@ -203,16 +187,12 @@ def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int |
 
 
 # The matrix ceiling: the TFLOP/s of a large matrix product, which no training exceeds.
-#
 # It is below the peak of the datasheet, because the clocks of a GPU depend on power and temperature. The preflight
 # stores it in the cache directory, and later runs read it. The highest of all measurements is kept, because a busy or
 # hot machine measures too little.
 
-SIZE_GPU, SIZE_CPU = 8192, 512
-"""Rows and columns of the matrices."""
-
-ROUND_S = 0.05
-"""Approximate time of a round."""
+SIZE_GPU, SIZE_CPU = 8192, 512  # rows and columns of the matrices
+ROUND_S = 0.05  # approximate time of a round
 
 ROUNDS = 7
 
@@ -227,10 +207,8 @@ def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
     """
     size = SIZE_GPU if device.type == "cuda" else SIZE_CPU
     generator = torch.Generator(device).manual_seed(0)
-    left, right, product = (
-        torch.randn(size, size, generator=generator, device=device).to(DTYPES[precision]) for _ in range(3)
-    )
-
+    randn = partial(torch.randn, size, size, generator=generator, device=device)
+    left, right, product = (randn().to(DTYPES[precision]) for _ in range(3))
     multiply = partial(torch.mm, left, right, out=product)
     time_rounds(multiply, 1, device)  # loads the library
     count = max(1, round(ROUND_S / time_rounds(multiply, 1, device)))
@@ -242,21 +220,19 @@ def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
 def store_ceiling(tflops: float, device: torch.device, precision: str) -> Path:
     """Write the ceiling of a type of device, unless a higher one is stored; return the file.
 
-    Raises:
-        ConfigError: this user has no cache directory.
-        OSError: the file cannot be written.
+    Raises ConfigError if this user has no cache directory, and OSError if the file cannot be written.
     """
     path = _path(device, precision)
     if tflops > (stored_ceiling(device, precision) or 0):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"tflops": tflops})
+        files.write_json(path, {"tflops": tflops})
     return path
 
 
 def stored_ceiling(device: torch.device, precision: str) -> float | None:
     """Return the ceiling that a preflight stored for this type of device, in TFLOP/s; None if there is none."""
     try:
-        tflops = read_or_none(_path(device, precision), "tflops")
+        tflops = files.read_or_none(_path(device, precision), "tflops")
     except ConfigError:
         return None
     return float(tflops) if isinstance(tflops, int | float) and tflops > 0 else None

@@ -11,9 +11,8 @@ from distexp.config.custom_code import check_members, check_returned, locate
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import EVENTS, METRICS, RECORD, TRACKER_END
 from distexp.runs.spec import RunSpec
-from distexp.system.files import Tail
-from distexp.system.processes import die_with_parent
-from distexp.tracking.base import Tracker, evaluation_values, find_artifacts, step_values, summary_values
+from distexp.system import files, processes
+from distexp.tracking.base import ARTIFACTS, Tracker, evaluation_values, step_values, summary_values
 
 POLL_S = 0.5
 
@@ -23,7 +22,7 @@ def main() -> None:
     directory, over = Path(sys.argv[1]), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: over.set())  # the parent process has died
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-    die_with_parent(signal.SIGTERM)
+    processes.die_with_parent(signal.SIGTERM)
     spec = RunSpec.read(directory)
     name = spec.config.tracker.name
     try:
@@ -39,11 +38,8 @@ def main() -> None:
 
 
 def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str]:
-    """Log steps and evaluations as they are written, then the summary and the files; return messages for the user.
-
-    The run has ended if ``over`` is set or the file ``TRACKER_END`` exists.
-    """
-    metrics, events = Tail(directory / METRICS), Tail(directory / EVENTS)
+    """Log steps and evaluations until ``over`` is set or ``TRACKER_END`` exists, then the summary; return messages."""
+    metrics, events = files.Tail(directory / METRICS), files.Tail(directory / EVENTS)
     step = 0
     while True:
         last = over.wait(POLL_S) or (directory / TRACKER_END).exists()
@@ -55,7 +51,8 @@ def follow(tracker: Tracker, directory: Path, over: threading.Event) -> list[str
                 tracker.log(step, values)
         if last:
             record = RunRecord.read(directory / RECORD)
-            return tracker.finish(record, summary_values(record), find_artifacts(directory))
+            artifacts = [path for pattern in ARTIFACTS for path in sorted(directory.glob(pattern))]
+            return tracker.finish(record, summary_values(record), artifacts)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,8 @@ from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_tree, start_module
 from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
 
-ARTIFACTS = (RECORD, SPEC, METRICS, EVENTS, DS_CONFIG, f"{MEMORY}/*.csv")
-"""Patterns of files that a tracker stores, relative to the run directory."""
-
-FINISH_TIMEOUT_S = 60.0
-"""Time for a tracker to write summary and files after the run."""
+ARTIFACTS = (RECORD, SPEC, METRICS, EVENTS, DS_CONFIG, f"{MEMORY}/*.csv")  # files that a tracker stores
+FINISH_TIMEOUT_S = 60.0  # time for a tracker to write summary and files after the run
 
 
 class Tracker(Protocol):
@@ -41,10 +38,8 @@ def step_values(line: Mapping[str, Any]) -> dict[str, float]:
 
 def evaluation_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a line of events.jsonl; empty unless it is the evaluation of an epoch."""
-    found = {
-        f"eval/{name.removeprefix('eval_')}": line[name] for name in ("eval_loss", "eval_accuracy") if name in line
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    found = {name: line.get(f"eval_{name}") for name in ("loss", "accuracy")}
+    return {f"eval/{name}": value for name, value in found.items() if value is not None}
 
 
 def summary_values(record: RunRecord) -> dict[str, float]:
@@ -73,24 +68,16 @@ def run_name(spec: RunSpec) -> str:
     return " ".join([f"{spec.run.name}/{spec.run.number}", *spec.run.overrides])
 
 
-def find_artifacts(directory: Path) -> list[Path]:
-    """Return the files of a run that a tracker stores."""
-    return [path for pattern in ARTIFACTS for path in sorted(directory.glob(pattern))]
-
-
-class Tracking:
-    """Messages of a tracker for the user; they are complete when the block of ``tracked`` has ended."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-
 @contextmanager
-def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
-    """Run the tracker of a run during a ``with`` block; never raise. The block must write the record."""
-    tracking, name = Tracking(), spec.config.tracker.name
+def tracked(spec: RunSpec, directory: Path) -> Iterator[list[str]]:
+    """Run the tracker of a run during a ``with`` block; never raise. The block must write the record.
+
+    The list has the messages of the tracker for the user when the block has ended.
+    """
+    messages: list[str] = []
+    name = spec.config.tracker.name
     if spec.config.tracker._target_ is None:
-        yield tracking
+        yield messages
         return
     log = directory / TRACKER_LOG
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +85,7 @@ def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
     with log.open("w") as output:
         process = start_module("distexp.tracking", str(directory), env=os.environ, output=output)
     try:
-        yield tracking
+        yield messages
     finally:
         with suppress(OSError):  # On a full disk, the tracker is stopped after the time limit.
             (directory / TRACKER_END).touch()
@@ -106,11 +93,8 @@ def tracked(spec: RunSpec, directory: Path) -> Iterator[Tracking]:
             process.wait(FINISH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             end_tree(process, 1.0)
-            tracking.messages.append(
-                f"warning: tracker={name} did not finish within {FINISH_TIMEOUT_S:g} s and was stopped"
-            )
+            messages.append(f"warning: tracker={name} did not finish within {FINISH_TIMEOUT_S:g} s and was stopped")
         lines = log.read_text(errors="replace").splitlines()
-        tracking.messages += [line for line in lines if line.startswith(("warning:", f"{name}:"))]
-        if not tracking.messages:
-            last = lines[-1] if lines else "no output"
-            tracking.messages.append(f"warning: tracker={name} ended early ({last}): see {log}")
+        messages += [line for line in lines if line.startswith(("warning:", f"{name}:"))]
+        if not messages:
+            messages.append(f"warning: tracker={name} ended early ({lines[-1] if lines else 'no output'}): see {log}")

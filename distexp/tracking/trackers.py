@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,8 +13,7 @@ from distexp.runs.run_dir import TENSORBOARD
 from distexp.runs.spec import RunSpec
 from distexp.tracking.base import flat_config, run_name
 
-MAX_PARAM_LENGTH = 500
-"""Characters that every store of MLflow accepts."""
+MAX_PARAM_LENGTH = 500  # characters that every store of MLflow accepts
 
 
 class TensorBoard:
@@ -81,8 +81,6 @@ class MLflow:
     """Tracker that logs to a run in the MLflow experiment ``tracker.project``."""
 
     def __init__(self, spec: RunSpec, directory: Path) -> None:
-        import os
-
         # MLflow refuses a local folder without this variable, but a cluster may have no server.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.tracking import MlflowClient

@@ -6,15 +6,16 @@ import json
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distexp.config import WHOLE_MODEL, Config, ConfigError, ModelConfig
+from distexp.config import WHOLE_MODEL, Config, ConfigError, ModelConfig, model_checks
 from distexp.config.custom_code import PAGE, check_returned, locate
-from distexp.config.model_checks import check_samples_per_rank, loads_from_source, weights_source, weights_source_key
+from distexp.data import text
 from distexp.data.base import (
     MODEL_INPUTS,
     LabelsForHead,
@@ -26,25 +27,11 @@ from distexp.data.base import (
 )
 from distexp.data.image_cache import cache_images
 from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
-from distexp.data.text import (
-    PackedSamples,
-    RightPadding,
-    TextCollate,
-    TokenSamples,
-    pack_training_set,
-    pad_to_batch,
-    sample_lengths,
-    sequence_length,
-)
 from distexp.distributed.context import Context
+from distexp.models import head, hf, introspection, transforms
 from distexp.models.blueprint import Blueprint
-from distexp.models.head import adapt_head
-from distexp.models.hf import check_exportable, read_config
-from distexp.models.introspection import check_forward_arguments, check_packing, learned_positions
-from distexp.models.transforms import transform_blocks, use_fp32_batch_norms
 from distexp.strategies.zero.ds_initialization import wrapper_casts_weights
-from distexp.training.generation import check_has_references
-from distexp.training.inputs import StepPlan
+from distexp.training import generation, inputs
 
 
 def load_data(config: Config, context: Context) -> TaskData:
@@ -60,17 +47,17 @@ def load_data(config: Config, context: Context) -> TaskData:
     if config.dataset.cache in ("cpu", "gpu"):
         data = cache_images(data, config.dataset.cache, context.device)
     if config.dataset.packing:
-        data = pack_training_set(data, sequence_length(config.dataset, config.model), config.train.seed)
+        data = text.pack_training_set(data, text.sequence_length(config.dataset, config.model), config.train.seed)
     if config.dataset.bucketing:
-        data = pad_to_batch(data, sequence_length(config.dataset, config.model))
-    if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, TextCollate):
-        data = replace(data, collate=RightPadding(data.collate))
+        data = text.pad_to_batch(data, text.sequence_length(config.dataset, config.model))
+    if config.model.attention in ("sdpa", "flex") and not isinstance(data.collate, text.TextCollate):
+        data = replace(data, collate=text.RightPadding(data.collate))
     if config.train.logits == "targets":
         data = _keep_targets(config, data)
     if config.train.loss == "chunked":
         data = replace(data, collate=LabelsForHead(data.collate))
     if config.train.score_answers:
-        check_has_references(data)
+        generation.check_has_references(data)
     if context.rank == 0:
         for note in data.notes:
             print(f"note: {note}", flush=True)
@@ -79,11 +66,11 @@ def load_data(config: Config, context: Context) -> TaskData:
 
 def _source_errors(model: ModelConfig) -> list[str]:
     """Return the errors of the model's own source, if its tokenizer is from there. So a user sees both at once."""
-    source = weights_source(model)
-    if not source or model.tokenizer != "auto" or not loads_from_source(model):
+    source = model_checks.weights_source(model)
+    if not source or model.tokenizer != "auto" or not model_checks.loads_from_source(model):
         return []
     try:
-        read_config(f"model.{weights_source_key(model)}", source)
+        hf.read_config(f"model.{model_checks.weights_source_key(model)}", source)
     except ConfigError as error:
         return error.errors
     return []
@@ -107,29 +94,19 @@ def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[Shar
     unit = "rows" if config.dataset.packing else "samples"
     if data.evaluation is data.train:  # Each loader sets the epoch of its own object.
         data = replace(data, evaluation=copy(data.evaluation))
-    error = check_samples_per_rank(
+    error = model_checks.check_samples_per_rank(
         len(data.train), context.world_size, train.micro_batch, global_batch=train.global_batch_size, unit=unit
     )
     if error:
         raise ConfigError(error)
-    shardings = (
-        BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps),
-        BatchSharding(*place, train.eval_batch_size or train.micro_batch),
+    training = BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps)
+    evaluation = BatchSharding(*place, train.eval_batch_size or train.micro_batch)
+    lengths = text.sample_lengths(data.train) if config.dataset.bucketing else None
+    load = partial(ShardedLoader, seed=train.seed, num_workers=config.dataset.num_workers)
+    return (
+        load(data.train, data, training, context.device, shuffle=True, lengths=lengths),
+        load(data.evaluation, data, evaluation, context.device, shuffle=False, lengths=None),
     )
-    training, evaluation = (
-        ShardedLoader(
-            samples,
-            data,
-            sharding,
-            context.device,
-            seed=train.seed,
-            shuffle=samples is data.train,
-            num_workers=config.dataset.num_workers,
-            lengths=sample_lengths(samples) if config.dataset.bucketing and samples is data.train else None,
-        )
-        for samples, sharding in zip((data.train, data.evaluation), shardings, strict=True)
-    )
-    return training, evaluation
 
 
 def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
@@ -151,29 +128,25 @@ def build_model(
     config: Config, data: TaskData, context: Context, blueprint_class: type[Blueprint] = Blueprint
 ) -> Blueprint:
     """Return the model, not distributed, without memory for its weights."""
-    blueprint = blueprint_class(
-        model_factory(config, data),
-        context,
-        broadcast=config.fsdp.sync_module_states,
-        weights_key=weights_key(config.model, data),
-    )
+    make, key = model_factory(config, data), weights_key(config.model, data)
+    blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key)
     if config.dataset._target_.startswith("distexp."):
-        check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
+        introspection.check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
     if config.model.task == "causal_lm":
         _check_positions(blueprint.model, config)
     if config.dataset.packing:
-        check_packing(blueprint.model)
+        introspection.check_packing(blueprint.model)
     if config.train.save_model:
-        check_exportable(blueprint.model)
-    adapt_head(blueprint.model, config.train)
+        hf.check_exportable(blueprint.model)
+    head.adapt_head(blueprint.model, config.train)
     if wrapper_casts_weights(config):
-        use_fp32_batch_norms(blueprint.model)
-    transform_blocks(blueprint.model, config)
+        transforms.use_fp32_batch_norms(blueprint.model)
+    transforms.transform_blocks(blueprint.model, config)
     return blueprint
 
 
 def _check_positions(model: nn.Module, config: Config) -> None:
-    limit, length = learned_positions(model), config.dataset.max_length
+    limit, length = introspection.learned_positions(model), config.dataset.max_length
     if limit is not None and length is not None and length > limit:
         raise ConfigError(
             f"dataset.max_length={length} exceeds the {limit} positions of model.name={config.model.name}: use "
@@ -182,41 +155,28 @@ def _check_positions(model: nn.Module, config: Config) -> None:
 
 
 def weights_key(model: ModelConfig, data: TaskData) -> str | None:
-    """Return what random weights depend on; None: the weights are read, or made by custom code.
-
-    The attention has no weights of its own, so ``kernels=fast`` shares them with ``kernels=reference``.
-    """
+    """Return what random weights depend on; None: they are read, or made by custom code. Attention has none."""
     if model.init != "random" or not model._target_.startswith("distexp."):
         return None
     return json.dumps([asdict(replace(model, attention="auto")), data.num_classes], sort_keys=True)
 
 
-# The numbers of tokens and targets in the micro-batches of a run, known from the lengths before a sample is read.
-
-
-MAX_EPOCHS = 10
-"""Epochs whose batches are compared. More would take time and find hardly larger ones."""
+MAX_EPOCHS = 10  # Epochs whose batches are compared. More would take time and find hardly larger ones.
 
 
 def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> Tensor:
-    """Return the indices of the micro-batches of all ranks, shape (micro-batches, samples).
-
-    As in ``ShardedBatchSampler``, an index from the number of samples on is a padding sample, without targets.
-    """
+    """Return the micro-batches of all ranks, shape (micro-batches, samples). Larger indices are padding samples."""
     train = config.train
     sharding = BatchSharding(0, config.cluster.world_size, train.micro_batch, train.gradient_accumulation_steps)
     lengths = lengths_of(samples) if config.dataset.bucketing else None
     sampler = ShardedBatchSampler(len(samples), sharding, seed=train.seed, shuffle=True, lengths=lengths)
-    plan = StepPlan(train, sampler.steps_per_epoch)
+    plan = inputs.StepPlan(train, sampler.steps_per_epoch)
     used = [sampler.global_batches(epoch)[: len(plan.steps_of(epoch, 0))] for epoch in list(plan.epochs(0))[:epochs]]
     return torch.cat(used).view(-1, train.micro_batch)
 
 
 def max_targets(config: Config, data: TaskData) -> dict[int, int]:
-    """Return the largest number of targets of a micro-batch of training and evaluation, by its number of samples.
-
-    A kind whose targets are not known before the samples are read is left out.
-    """
+    """Return the most targets of a micro-batch by its number of samples, for the sets whose targets are known."""
     found: dict[int, int] = {}
     for rows, targets in _micro_batch_targets(config, data):
         summed = torch.from_numpy(np.concatenate([targets, np.zeros_like(targets)]))[rows].sum(dim=1)
@@ -226,20 +186,19 @@ def max_targets(config: Config, data: TaskData) -> dict[int, int]:
 
 def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
     train = config.train
-    _, targets = token_counts(data.train)
-    if targets is not None and _has_prompts(data.train):
+    if (targets := _known_targets(data.train)) is not None:
         yield training_micro_batches(config, data.train, epochs=MAX_EPOCHS), targets
-    _, targets = token_counts(data.evaluation)
-    if train.evaluate and targets is not None and _has_prompts(data.evaluation):
+    if train.evaluate and (targets := _known_targets(data.evaluation)) is not None:
         size = train.eval_batch_size or train.micro_batch
         sharding = BatchSharding(0, config.cluster.world_size, size)
         sampler = ShardedBatchSampler(len(data.evaluation), sharding, seed=train.seed, shuffle=False)
         yield sampler.global_batches(0).view(-1, size), targets
 
 
-def _has_prompts(samples: Samples) -> bool:
-    """Return whether the targets of samples are known. Those of other samples may be fewer than their tokens."""
-    return isinstance(samples.samples if isinstance(samples, PackedSamples) else samples, TokenSamples)
+def _known_targets(samples: Samples) -> NDArray[np.int64] | None:
+    """Return the targets of each sample; None without prompts, because they may then be fewer than the tokens."""
+    whole = samples.samples if isinstance(samples, text.PackedSamples) else samples
+    return token_counts(samples)[1] if isinstance(whole, text.TokenSamples) else None
 
 
 def lengths_of(samples: Samples) -> NDArray[np.int64] | None:
@@ -249,11 +208,8 @@ def lengths_of(samples: Samples) -> NDArray[np.int64] | None:
 
 
 def token_counts(samples: Samples) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Return tokens and targets of each sample; None if they are not known without reading the samples.
-
-    The first token of a sample is never a target. Without prompts, all other tokens may be targets.
-    """
-    if isinstance(samples, PackedSamples):
+    """Return tokens and targets of each sample, if known. All but the first may be targets, unless it has a prompt."""
+    if isinstance(samples, text.PackedSamples):
         lengths, targets = token_counts(samples.samples)
         if lengths is None or targets is None:
             return None, None
@@ -262,7 +218,7 @@ def token_counts(samples: Samples) -> tuple[NDArray[np.int64] | None, NDArray[np
     lengths = lengths_of(samples)
     if lengths is None:
         return None, None
-    prompts = samples.prompt_lengths if isinstance(samples, TokenSamples) else np.ones_like(lengths)
+    prompts = samples.prompt_lengths if isinstance(samples, text.TokenSamples) else np.ones_like(lengths)
     return lengths, lengths - np.maximum(prompts, 1)
 
 

@@ -22,12 +22,10 @@ from distexp.data.loader import ShardedLoader
 from distexp.data.qa import QASamples
 from distexp.data.tokenization import TokenIds, Tokenizer
 from distexp.distributed.process_group import broadcast_buffers, gather_to_all, sum_over_ranks
-from distexp.models.introspection import max_positions, supports_logits_to_keep
-from distexp.models.objective import get_logits
+from distexp.models import introspection, objective
 from distexp.strategies.base import EvaluableModel
 
-PAD_MULTIPLE = 64
-"""Sequences are padded to a multiple of it, so that the shapes of the forward passes repeat."""
+PAD_MULTIPLE = 64  # sequences are padded to a multiple of it, so that the shapes of the forward passes repeat
 
 
 def check_has_references(data: TaskData) -> None:
@@ -42,14 +40,11 @@ def check_has_references(data: TaskData) -> None:
 def score_answers(
     model: EvaluableModel, data: ShardedLoader, tokenizer: Tokenizer, max_new_tokens: int, beat: Callable[[], None]
 ) -> tuple[Score, dict[str, str]]:
-    """Generate an answer to each question of the evaluation set, and score them.
+    """Return exact match and F1 of the whole evaluation set, and each answer by the id of its question, on every rank.
 
     An answer has at most ``max_new_tokens``. It also ends at its end token, or if the sequence fills the positions of
-    the model. ``beat`` is called after every token, so that the run does not count as hung.
-
-    Returns:
-        Exact match and F1 over the whole evaluation set, and each answer by the id of its question, on every rank. A
-        question that was too long for the model has no answer, and counts as wrong.
+    the model. A question that was too long for the model has no answer, and counts as wrong. ``beat`` is called after
+    every token, so that the run does not count as hung.
     """
     samples = data.samples
     assert isinstance(samples, QASamples), "check_has_references"
@@ -82,17 +77,13 @@ class GreedyGenerator:
     beat: Callable[[], None]
 
     def generate(self, prompts: Sequence[TokenIds], wanted: Sequence[bool]) -> list[str]:
-        """Return the answer to each prompt; that of an unwanted one is empty.
-
-        Every rank calls it the same number of times, with different prompts. All ranks continue until the last wanted
-        answer of the last rank has ended.
-        """
+        """Return the answer to each prompt, or an empty one if unwanted. All ranks go through the same passes."""
         starts = [len(prompt) for prompt in prompts]
         capacity = _round_up(max(starts) + self.max_new_tokens)
         ids = torch.full((len(prompts), capacity), self.tokenizer.pad_id, device=self.device)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-        limit = max_positions(self.model.module) or capacity
+        limit = introspection.max_positions(self.model.module) or capacity
         lengths = torch.tensor(starts, device=self.device)
         unfinished = torch.tensor(wanted, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
@@ -106,26 +97,18 @@ class GreedyGenerator:
             ids[rows, lengths] = torch.where(unfinished, chosen, self.tokenizer.pad_id)
             lengths += unfinished
             self.beat()
-        ends = lengths.tolist()
-        return [
-            self.tokenizer.decode(row[start:end]).strip()
-            for row, start, end in zip(ids.tolist(), starts, ends, strict=True)
-        ]
+        answers = (row[start:end] for row, start, end in zip(ids.tolist(), starts, lengths.tolist(), strict=True))
+        return [self.tokenizer.decode(answer).strip() for answer in answers]
 
     def _next_tokens(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Return the most likely next token of each row, of those that the tokenizer has, shape (rows,)."""
         mask = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).long()
         inputs, last = {"input_ids": ids, "attention_mask": mask}, lengths - 1
-        if supports_logits_to_keep(self.model.module):
+        if introspection.supports_logits_to_keep(self.model.module):
             inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
-        batch = Batch(
-            inputs=inputs,
-            labels=torch.full_like(ids, IGNORE),
-            num_samples=len(ids),
-            num_targets=0,
-            num_tokens=0,
-        )
-        logits = get_logits(self.model.forward(batch))
+        labels = torch.full_like(ids, IGNORE)
+        batch = Batch(inputs=inputs, labels=labels, num_samples=len(ids), num_targets=0, num_tokens=0)
+        logits = objective.get_logits(self.model.forward(batch))
         following = logits[torch.arange(len(ids), device=self.device), last]
         return following[:, : self.tokenizer.size].argmax(dim=-1)
 
@@ -134,11 +117,8 @@ def _round_up(length: int) -> int:
     return -(-length // PAD_MULTIPLE) * PAD_MULTIPLE
 
 
-# Exact match and F1 of SQuAD v1.1, identical to its official evaluation script.
-#
-# Why not a library: ``evaluate`` downloads its metric from the Hub, and torchmetrics follows SQuAD 2.0, whose F1 of
-# two empty texts is 1 instead of 0.
-
+# Exact match and F1 of SQuAD v1.1, identical to its official evaluation script. Why not a library: ``evaluate``
+# downloads its metric from the Hub, and torchmetrics follows SQuAD 2.0, whose F1 of two empty texts is 1 instead of 0.
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)  # only ASCII, as in the official script
@@ -153,11 +133,7 @@ class Score:
 
 
 def score(answers: Iterable[tuple[str, Sequence[str]]], unanswered: int = 0) -> Score:
-    """Return the mean score of answers; for each, the best of its references counts.
-
-    Further questions without an answer have the score 0, as in the official script. Raises ValueError if there are
-    none.
-    """
+    """Return the mean of the best scores; unanswered questions count as 0. Raises ValueError if there are none."""
     exact, overlap, count = 0.0, 0.0, unanswered
     for answer, references in answers:
         exact += max(exact_match(answer, reference) for reference in references)

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
     from distexp.training.metrics_logger import MetricsLogger
 
-ModelFactory = Callable[[], "Blueprint"]
-"""Returns the model before it is distributed."""
+ModelFactory = Callable[[], "Blueprint"]  # returns the model before it is distributed
 
 
 @dataclass(frozen=True)
@@ -61,20 +60,13 @@ class StepPlan:
         return ProfileWindow.of(self.train, total=self.total_steps, per_epoch=self.steps_per_epoch, done=done)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0.
-
-        All schedules warm up over ``warmup_steps``. Then ``train.schedule`` decides:
-
-        - linear: decrease to zero at ``total_steps``, as the Hugging Face Trainer does by default.
-        - step: multiply by ``gamma`` every ``step_size`` epochs, as torch's StepLR.
-        - constant: keep ``train.learning_rate``.
-        """
+        """Return the learning rate of a step, counted from 0. All schedules warm up over ``warmup_steps``."""
         train = self.train
         if step < train.warmup_steps:
             return train.learning_rate * step / train.warmup_steps
-        if train.schedule == "linear":
+        if train.schedule == "linear":  # as the Hugging Face Trainer does by default
             left = (self.total_steps - step) / max(1, self.total_steps - train.warmup_steps)
             return train.learning_rate * max(0.0, left)
-        if train.schedule == "step":
+        if train.schedule == "step":  # as torch's StepLR
             return float(train.learning_rate * train.gamma ** (step // self.steps_per_epoch // train.step_size))
         return train.learning_rate

@@ -15,6 +15,7 @@ from distexp.strategies.base import DistributedModel, EvaluableModel
 from distexp.system.torch_internals.annotations import OPTIMIZER, annotate
 from distexp.training.inputs import TrainingInputs
 from distexp.training.metrics_logger import Evaluation
+from distexp.training.step_metrics import check_targets
 
 
 def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable[[], None] = lambda: None) -> None:
@@ -70,7 +71,7 @@ def evaluate(model: EvaluableModel, inputs: TrainingInputs) -> Evaluation:
         for batch in step.micro_batches:
             totals += evaluation_sums(data.task, model.forward(batch), batch)
     loss, targets, top1, top5 = sum_over_ranks(totals).tolist()
-    logger.history.check_targets(targets, "the evaluation set", "set train.evaluate=false")
+    check_targets(targets, "the evaluation set", "set train.evaluate=false")
     return Evaluation(
         loss=loss / targets,
         accuracies=(top1 / targets, top5 / targets) if data.has_accuracy else None,

@@ -1,7 +1,4 @@
-"""Training metrics: the per-step log and the final summary.
-
-Rank 0 writes one line to ``metrics.jsonl`` every ``train.log_every`` steps.
-"""
+"""Training metrics: a line of ``metrics.jsonl`` every ``train.log_every`` steps, and the final summary."""
 
 from __future__ import annotations
 
@@ -19,15 +16,12 @@ from distexp.distributed.context import Context
 from distexp.measure.clock import StepClock, quantiles, speed_error, synchronize
 from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
 from distexp.measure.watcher import PROFILE, TRAIN, WARMUP, MeasuredSteps, Step, Watcher
+from distexp.runs import record_sections, run_dir, run_state
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
-from distexp.runs.record_sections import RunError
-from distexp.runs.run_dir import METRICS
-from distexp.runs.run_state import Heartbeat
 from distexp.strategies.optimizer import read_model_tensors
 from distexp.system.files import append_line
-from distexp.training.inputs import StepPlan
-from distexp.training.step_metrics import LossHistory, StepCounts, TotalCounts
+from distexp.training import inputs, step_metrics
 from distexp.training.watchers import Watchers
 
 
@@ -42,18 +36,16 @@ class Evaluation:
 
 
 class MetricsLogger:
-    """The metrics of one training.
-
-    All ranks must call every method, because some methods reduce over the ranks.
+    """The metrics of one training. Every method is a collective, because some reduce over the ranks.
 
     Losses, counts and run time include earlier attempts of the run. Speed is measured on the steps of this attempt.
     """
 
-    def __init__(self, plan: StepPlan, context: Context, events: Events, watchers: Sequence[Watcher]) -> None:
+    def __init__(self, plan: inputs.StepPlan, context: Context, events: Events, watchers: Sequence[Watcher]) -> None:
         self.plan, self.context, self.events, self.watchers = plan, context, events, Watchers(watchers)
-        self.clock, self.counts = StepClock(context.device), StepCounts()
-        self.history = LossHistory(allows_nan=plan.train.on_nan == "record")
-        self.heartbeat = Heartbeat(context.run_dir, enabled=context.rank == 0)
+        self.clock, self.counts = StepClock(context.device), step_metrics.StepCounts()
+        self.history = step_metrics.LossHistory(allows_nan=plan.train.on_nan == "record")
+        self.heartbeat = run_state.Heartbeat(context.run_dir, enabled=context.rank == 0)
         self.metrics = Metrics(steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
         self.memory: dict[str, Any] = {}  # what the watchers add to that section of the record, after ``finish``
         self.measured_work = Workload()  # of all ranks, after ``finish``
@@ -63,10 +55,10 @@ class MetricsLogger:
         self.data_wait_s = 0.0
         self.resumed_at = 0  # the step that this attempt resumed from
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
-        self.stopped: RunError | None = None  # why the training ended before its last step
+        self.stopped: record_sections.RunError | None = None  # why the training ended before its last step
         self.logged = 0  # last step written to metrics.jsonl
         self.has_warned = False  # that a step had no gradient
-        self.path = context.run_dir / METRICS
+        self.path = context.run_dir / run_dir.METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
 
     def state(self) -> dict[str, Any]:
@@ -118,8 +110,9 @@ class MetricsLogger:
         """Record a finished step: loss and accuracy of this rank, shape (2,), and the norm before clipping."""
         phase, next_phase = self._phase(self.steps), self._phase(self.steps + 1)
         self.steps += 1
-        measured, next_measured = phase == TRAIN, next_phase == TRAIN and not self._ends_epoch()
-        step = Step(self.steps, measured, next_measured)
+        ends_epoch = self.steps % self.plan.steps_per_epoch == 0 or self.steps >= self.plan.total_steps
+        measured = phase == TRAIN
+        step = Step(self.steps, measured, next_phase == TRAIN and not ends_epoch)  # an evaluation follows an epoch
         self.watchers.end_step(step)
         self.clock.mark()
         self.watchers.after_step(step)
@@ -177,7 +170,7 @@ class MetricsLogger:
         metrics.train_samples_per_second_overall = self.samples / runtime
         first = self.plan.train.measure_after_step
         durations = self.clock.durations()[first : first + self.counts.measured_steps]
-        totals = self.counts.total(self.context.device)
+        totals, sizes_differ = self.counts.total(self.context.device)
         # They belong to the energy of the measured steps.
         tokens = {"measured_tokens": totals.measured_tokens} if totals.measured_tokens else {}
         self.events.emit(measured_samples=self.counts.measured_samples, **tokens)
@@ -193,11 +186,11 @@ class MetricsLogger:
         self.watchers.stop()
         if self.window is not None and self.steps >= self.window.steps_before:
             self.events.set_phase(PROFILE)  # What follows may need much memory.
-        steps = MeasuredSteps(durations, self.counts.data_waits_s, totals.sizes_differ)
+        steps = MeasuredSteps(durations, self.counts.data_waits_s, sizes_differ)
         self.metrics = self.watchers.add_summaries(steps, metrics, self.memory)
         return self.metrics
 
-    def _add_speed(self, durations: list[float], totals: TotalCounts) -> None:
+    def _add_speed(self, durations: list[float], totals: step_metrics.StepCounts) -> None:
         metrics, seconds = self.metrics, sum(durations)
         metrics.step_time_s, metrics.speed_error = quantiles(durations), speed_error(durations)
         if durations:
@@ -212,10 +205,6 @@ class MetricsLogger:
         first = self.window.steps_before if self.window is not None else self.plan.total_steps
         profiled = self.window is not None and first <= done < first + WARMUP_STEPS + self.window.steps
         return PROFILE if profiled else TRAIN
-
-    def _ends_epoch(self) -> bool:
-        """Return whether an evaluation follows the latest step."""
-        return self.steps % self.plan.steps_per_epoch == 0 or self.steps >= self.plan.total_steps
 
     def _set_phase(self, phase: str) -> None:
         self.events.set_phase(phase, step=self.steps, total_steps=self.plan.total_steps)

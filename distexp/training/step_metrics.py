@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from distexp.config import ConfigError
 from distexp.data.base import IGNORE, Workload
 from distexp.data.loader import StepData
 from distexp.distributed.process_group import sum_over_ranks
-from distexp.measure.profiling.breakdown import StepSizes
+from distexp.measure.profiling.breakdown import have_other_sizes
 
 
 class DivergedError(RuntimeError):
@@ -38,10 +38,7 @@ class LossHistory:
         self._targets.append(targets)
 
     def reduce(self) -> None:
-        """Sum the contributions since the last call over the ranks.
-
-        Raises ConfigError if a step has no target, and DivergedError if a loss is NaN or infinite.
-        """
+        """Sum the latest contributions over the ranks; raise DivergedError, or ConfigError if a step has no target."""
         if not self._contributions:
             return
         losses, accuracies = sum_over_ranks(torch.stack(self._contributions, dim=1)).tolist()
@@ -52,7 +49,7 @@ class LossHistory:
         self.accuracies += accuracies
         for step, (loss, count) in enumerate(zip(losses, targets, strict=True), start=first):
             if not self._allows_nan and not math.isfinite(loss):
-                self.check_targets(count, f"step {step}", "raise train.micro_batch_size")
+                check_targets(count, f"step {step}", "raise train.micro_batch_size")
             self.check_finite(loss, f"step {step}")
 
     def check_finite(self, loss: float, source: str) -> None:
@@ -62,24 +59,20 @@ class LossHistory:
                 f"the loss of {source} is {loss}: lower train.learning_rate, or set train.on_nan=record to continue"
             )
 
-    @staticmethod
-    def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
-        """Raise ConfigError if no label of a source, such as ``step 5``, counts towards a loss.
 
-        The hint is what the user can set instead of correcting the data.
-        """
-        if not targets:
-            raise ConfigError(
-                f"{source} has no target: all its labels are {IGNORE}. Leave such samples out of the dataset, or {hint}"
-            )
+def check_targets(targets: float | Tensor, source: str, hint: str) -> None:
+    """Raise ConfigError if no label of a source counts; the hint is what to set instead of correcting the data."""
+    if not targets:
+        raise ConfigError(
+            f"{source} has no target: all its labels are {IGNORE}. Leave such samples out of the dataset, or {hint}"
+        )
 
 
 @dataclass
 class StepCounts:
     """Counts of the steps of this attempt. *Measured* steps count for the speed."""
 
-    # Samples of each step, of all ranks. Packed rows have different numbers of samples.
-    samples: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # of each step and of all ranks; packed rows have different ones
     tokens: int = 0  # tokens of this rank, without padding
     positions: int = 0  # tokens of this rank, with padding
     measured_steps: int = 0  # number of measured steps
@@ -87,8 +80,7 @@ class StepCounts:
     measured_tokens: int = 0  # their tokens on this rank, without padding
     measured_work: Workload = field(default_factory=Workload)  # sizes of their batches on this rank
     data_waits_s: list[float] = field(default_factory=list)  # time that this rank waited for data in each of them
-    # Smallest and largest batches of the measured and the profiled steps.
-    sizes: StepSizes = field(default_factory=StepSizes)
+    sizes: list[tuple[int, ...]] = field(default_factory=list)  # batch sizes of the measured and the profiled steps
 
     def add(self, step: StepData, *, warmed_up: bool, measured: bool) -> None:
         """Add a step. One after the warm-up that is profiled has a size, but does not count for the speed."""
@@ -99,7 +91,7 @@ class StepCounts:
         if warmed_up:
             work = step.workload
             # The logits of a token cost at most about as much as the layers for it.
-            self.sizes.add(work.rows, work.positions + work.head_tokens)
+            self.sizes.append((work.rows, work.positions + work.head_tokens))
         if measured:
             self.measured_steps += 1
             self.measured_samples += step.num_samples
@@ -107,20 +99,10 @@ class StepCounts:
             self.measured_work += step.workload
             self.data_waits_s.append(step.wait_s)
 
-    def total(self, device: torch.device) -> TotalCounts:
-        """Return the sums over all ranks; a collective."""
-        counts = [self.measured_tokens, self.tokens, self.positions, int(self.sizes.differ)]
+    def total(self, device: torch.device) -> tuple[StepCounts, bool]:
+        """Return the sums over all ranks, and whether some rank has batches of different sizes; a collective."""
+        counts = [self.measured_tokens, self.tokens, self.positions, int(have_other_sizes(self.sizes))]
         sums = sum_over_ranks(torch.tensor([*counts, *astuple(self.measured_work)], device=device)).tolist()
         measured_tokens, tokens, positions, ranks_that_differ, *work = sums
-        return TotalCounts(measured_tokens, tokens, positions, ranks_that_differ > 0, Workload(*work))
-
-
-@dataclass(frozen=True)
-class TotalCounts:
-    """Counts of all ranks."""
-
-    measured_tokens: int  # tokens of the measured steps, without padding
-    tokens: int  # tokens of all steps of this attempt, without padding
-    positions: int  # tokens of all steps of this attempt, with padding
-    sizes_differ: bool  # whether the batches of some rank have different sizes
-    measured_work: Workload  # sizes of the batches of the measured steps
+        summed = {"measured_tokens": measured_tokens, "tokens": tokens, "positions": positions}
+        return replace(self, **summed, measured_work=Workload(*work)), ranks_that_differ > 0

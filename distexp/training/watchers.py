@@ -1,7 +1,4 @@
-"""The watchers of a training: all measurements that accompany its steps.
-
-To add a metric that is measured during the training, add a watcher to ``build_watchers``.
-"""
+"""The watchers of a training: all measurements that accompany its steps. Add a new one to ``build_watchers``."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distexp.config import MeasureConfig
-from distexp.config.custom_code import check_returned, locate, shorten_errors
+from distexp.config import MeasureConfig, custom_code
 from distexp.distributed.context import Context
 from distexp.measure.memory.rank_memory import AllocatorWatch, OutOfMemoryWatch, PartsWatch
 from distexp.measure.memory.step_recording import StepRecording, has_history
@@ -47,10 +43,10 @@ def build_watchers(plan: StepPlan, measure: MeasureConfig, context: Context) -> 
 
 def custom_watcher(target: str) -> Watcher:
     """Return a watcher of ``measure.watchers``. Raises ConfigError if the target returns something else."""
-    kind = locate(target)
-    with shorten_errors(target, "the constructor"):
+    kind = custom_code.locate(target)
+    with custom_code.shorten_errors(target, "the constructor"):
         watcher: Watcher = kind()
-    check_returned(watcher, Watcher, f"measure.watchers: {target}")
+    custom_code.check_returned(watcher, Watcher, f"measure.watchers: {target}")
     return watcher
 
 

@@ -1,7 +1,6 @@
 """One rank of a run; by hand: ``torchrun --nproc-per-node 2 -m distexp.worker RUN_DIR``.
 
-Its output goes to its own log, and its error to a file next to the log. Everything that imports torch is in
-``rank.py``, which starts after the log is open. On its own, this module imports no torch.
+It imports no torch before its log is open. Its error goes to a file next to the log.
 """
 
 from __future__ import annotations
@@ -20,23 +19,19 @@ from typing import NoReturn
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import custom_code_place
-from distexp.runs.attempts import ERROR_HEADING, write_error_file
+from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import ALLOCATOR, RANK_ERROR, RANK_LOG
 from distexp.runs.spec import RunSpec
-from distexp.runs.texts import FULL_BYTES, free_bytes, full_disk_error, is_full_disk, release_reserve
-from distexp.system.environment_variables import captured_environment
-from distexp.system.files import write_json
-from distexp.system.processes import die_with_parent, end_at_once
-
-USAGE = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
+from distexp.system import environment_variables, files, processes
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one rank that torchrun has started."""
-    captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
-    parser = argparse.ArgumentParser("distexp.worker", usage=USAGE, description="Run one rank of a run.")
+    environment_variables.captured_environment()  # before torch and DeepSpeed set some of these variables
+    usage = "torchrun --nproc-per-node N -m distexp.worker RUN_DIR"
+    parser = argparse.ArgumentParser("distexp.worker", usage=usage, description="Run one rank of a run.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
@@ -45,16 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
-    """Run one rank, and end this process with code 0, or 1 after an error.
-
-    If an agent has launched the worker, the launcher writes the record.
-    """
+    """Run one rank and exit with 0, or 1 after an error. The launcher, if there is one, writes the record."""
     started = time.time()
     rank, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     events = None
     try:
         redirect_output(RANK_LOG.path(run_dir, node, rank))
-        die_with_parent()
+        processes.die_with_parent()
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)  # The agent sends it to get the stacks when a run hangs.
         events = Events(run_dir, enabled=rank == 0, progress=ProgressWriter(run_dir, node, rank))
@@ -64,8 +56,8 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
     except BaseException as error:
         try:
             cause = describe_error(error, run_dir, events.phase if events else "setup", rank)
-            release_reserve(run_dir)  # The disk may be full, and what follows needs space.
-            write_error_file(RANK_ERROR.path(run_dir, node, rank), cause)
+            texts.release_reserve(run_dir)  # The disk may be full, and what follows needs space.
+            attempts.write_error_file(RANK_ERROR.path(run_dir, node, rank), cause)
             print_error(error)
             _write_allocator_peaks(run_dir, node, rank)
         finally:
@@ -73,7 +65,7 @@ def run_worker(run_dir: Path, *, launched: bool) -> NoReturn:
             os._exit(1)
     # Everything is written, and every rank knows. An orderly exit aborts now and then, on threads that gloo's and
     # DDP's static objects still hold.
-    end_at_once(0)
+    processes.end_at_once(0)
 
 
 def redirect_output(path: Path, mode: str = "w") -> None:
@@ -88,7 +80,7 @@ def redirect_output(path: Path, mode: str = "w") -> None:
 
 def print_error(error: BaseException) -> None:
     """Print the messages and the cause of a ConfigError, and the traceback of any other error."""
-    print(ERROR_HEADING, file=sys.stderr)
+    print(attempts.ERROR_HEADING, file=sys.stderr)
     if isinstance(error, ConfigError):
         print("\n".join(f"{type(error).__name__}: {message}" for message in error.errors), file=sys.stderr)
         if error.__cause__ is not None:
@@ -99,12 +91,10 @@ def print_error(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -> RunError:
-    """Return the error of a rank for its record.
-
-    Libraries do not always name a full disk, so the free space is checked after a failed save.
-    """
-    if is_full_disk(error) or (phase == "save" and free_bytes(run_dir) < FULL_BYTES):
-        return full_disk_error(error, run_dir, phase, rank)
+    """Return the error of a rank for its record."""
+    # Libraries do not always name a full disk, so the free space is checked after a failed save.
+    if texts.is_full_disk(error) or (phase == "save" and texts.free_bytes(run_dir) < texts.FULL_BYTES):
+        return texts.full_disk_error(error, run_dir, phase, rank)
     oom = sys.modules.get("distexp.measure.memory.rank_memory")  # None if the error came before torch was imported
     memory = oom.report_of(error) if oom is not None else None
     place = None
@@ -135,7 +125,7 @@ def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:
     if torch is not None and torch.cuda.is_initialized():
         from distexp.measure.memory.rank_memory import allocator_peaks
 
-        write_json(ALLOCATOR.path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
+        files.write_json(ALLOCATOR.path(run_dir, node, rank), allocator_peaks(torch.device("cuda"), rank))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from distexp.config import ConfigError
 from distexp.system.cache_dir import cache_dir
 from distexp.system.torch_internals.compilation import cache_autograd_functions, default_compile_cache
 
-VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable of torch. If the user sets it to another folder than torch's default, it is left as it is."""
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # variable of torch; a folder that the user chose is left as it is
 
 
 def use_compile_cache() -> Path:

@@ -1,9 +1,8 @@
 """The workers of one node: ``python -m distexp.worker.group RUN_DIR NODE ADDRESS PORT``.
 
 This process imports the libraries once and then forks one worker per GPU. So a node reads torch from the disk once,
-and a run starts in half the CPU time that one interpreter per worker takes. It waits for the workers, stops the others
-after the first failure, and writes down which worker ended first and how. A local run forks this process from one that
-has imported the libraries (``distexp.worker.shared_start``).
+and a run starts in half the CPU time that one interpreter per worker takes. A local run forks this process from one
+that has imported the libraries (``distexp.worker.shared_start``).
 """
 
 from __future__ import annotations
@@ -12,40 +11,33 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from distexp.runs.run_dir import WORKER_EXITS
 from distexp.runs.spec import RunSpec
 from distexp.runs.texts import print_despite_full_disk
-from distexp.system.environment_variables import TORCHRUN_DEFAULTS, captured_environment
-from distexp.system.files import write_json
-from distexp.system.processes import die_with_parent, end_at_once
+from distexp.system import environment_variables, files, processes
 from distexp.worker.__main__ import run_worker
 from distexp.worker.preload import own_modules, preload
 
-GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL for the workers that are left after a failure."""
-
-POLL_S = 0.5
-"""Time between two looks at the workers if no signal arrives."""
-
-WAITED = {signal.SIGCHLD, signal.SIGTERM}
-"""Signals that are blocked once there are workers, so that the group handles them one after the other."""
+GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for the workers that are left after a failure
+POLL_S = 0.5  # time between two looks at the workers if no signal arrives
+WAITED = {signal.SIGCHLD, signal.SIGTERM}  # blocked once there are workers, to handle one after the other
 
 
 def main() -> int:
     """Run the workers of a node; return 0 if all of them ended well, else 1."""
-    captured_environment()  # before torch and DeepSpeed are imported, which set some of these variables
+    environment_variables.captured_environment()  # before torch and DeepSpeed set some of these variables
     set_torchrun_defaults()
-    die_with_parent()
+    processes.die_with_parent()
     run_dir, node, address, port = sys.argv[1:]
     return run_group(Path(run_dir).absolute(), int(node), address, int(port))
 
 
 def set_torchrun_defaults() -> None:
     """Set the variables that torchrun sets for workers, except those that the user has set."""
-    for name, value in TORCHRUN_DEFAULTS.items():
+    for name, value in environment_variables.TORCHRUN_DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
@@ -67,16 +59,6 @@ def run_group(run_dir: Path, node: int, address: str, port: int) -> int:
     return group.wait()
 
 
-@dataclass(frozen=True)
-class WorkerExit:
-    """How one worker ended."""
-
-    rank: int
-    code: int  # as subprocess: negative for a signal
-    unix_time_s: float
-    stopped: bool  # ended because the group stopped it
-
-
 class WorkerGroup:
     """Forked workers of one node."""
 
@@ -84,7 +66,7 @@ class WorkerGroup:
         self._path = exits
         self._first_rank = first_rank
         self._running: dict[int, int] = {}  # process id: rank
-        self._exits: list[WorkerExit] = []
+        self._exits: list[dict[str, Any]] = []  # how each worker ended; a code is negative for a signal
         self._sent: set[int] = set()  # signals that the group sent to its workers
 
     def start(self, local_rank: int, run_dir: Path) -> None:
@@ -98,10 +80,7 @@ class WorkerGroup:
         self._running[pid] = rank
 
     def wait(self) -> int:
-        """Wait for all workers; stop the others after the first failure. Return 0 if all of them ended well, else 1.
-
-        After SIGTERM, stop all workers and end this process by the same signal.
-        """
+        """Wait for all workers, and stop the others after a failure or SIGTERM. Return 0 if all of them ended well."""
         while self._running:
             received = signal.sigtimedwait(WAITED, POLL_S)
             self._reap()
@@ -109,26 +88,19 @@ class WorkerGroup:
                 self.stop()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED)
                 os.kill(os.getpid(), signal.SIGTERM)
-            if any(worker.code for worker in self._exits):
+            if any(worker["code"] for worker in self._exits):
                 self.stop()
-        return int(any(worker.code for worker in self._exits))
+        return int(any(worker["code"] for worker in self._exits))
 
     def stop(self) -> None:
         """End the workers that still run: SIGTERM, and SIGKILL after ``GRACE_S``."""
-        self._send(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
-        while self._running and time.monotonic() < deadline:
-            signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
-            self._reap()
-        self._send(signal.SIGKILL)
-        while self._running:
-            signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
-            self._reap()
-
-    def _send(self, number: signal.Signals) -> None:
-        for pid in self._running:
-            self._sent.add(number)
-            os.kill(pid, number)
+        for number, deadline in ((signal.SIGTERM, time.monotonic() + GRACE_S), (signal.SIGKILL, float("inf"))):
+            for pid in self._running:
+                self._sent.add(number)
+                os.kill(pid, number)
+            while self._running and time.monotonic() < deadline:
+                signal.sigtimedwait({signal.SIGCHLD}, POLL_S)
+                self._reap()
 
     def _reap(self) -> None:
         while self._running:
@@ -138,12 +110,13 @@ class WorkerGroup:
             code = os.waitstatus_to_exitcode(status)
             # A worker that died by another signal than ours failed by itself, even if it is reaped late.
             stopped = bool(self._sent) and (code >= 0 or -code in self._sent)
-            self._exits.append(WorkerExit(self._running.pop(pid), code, time.time(), stopped))
+            rank = self._running.pop(pid)
+            self._exits.append({"rank": rank, "code": code, "unix_time_s": time.time(), "stopped": stopped})
             try:
-                write_json(self._path, [asdict(worker) for worker in self._exits])
+                files.write_json(self._path, self._exits)
             except OSError as error:  # A full disk must not keep the group from stopping its workers.
                 print_despite_full_disk(f"{self._path} cannot be written: {error}")
 
 
 if __name__ == "__main__":
-    end_at_once(main())
+    processes.end_at_once(main())

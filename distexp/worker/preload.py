@@ -14,14 +14,11 @@ from itertools import chain
 from types import ModuleType
 
 from distexp.config import Config
-from distexp.system.environment_variables import variable_set
-from distexp.system.files import PACKAGE
+from distexp.system import environment_variables, files
 
+# Module whose ``import_compiler`` is called ahead of the workers, if a run compiles. It hashes the sources of torch and
+# triton too: 1 to 3 seconds in each worker, also if the compiled code is in the cache.
 COMPILER = "distexp.system.torch_internals.compilation"
-"""Module whose ``import_compiler`` is called ahead of the workers, if a run compiles.
-
-It hashes the sources of torch and triton too: 1 to 3 seconds in each worker, also if the compiled code is in the cache.
-"""
 
 
 def own_modules(config: Config) -> list[str]:
@@ -33,7 +30,7 @@ def own_modules(config: Config) -> list[str]:
 def own_modules_of(targets: Iterable[str]) -> list[str]:
     """Return the modules of some targets, without those of custom code."""
     modules = [target.rpartition(".")[0] for target in targets]
-    return [module for module in modules if module.split(".", maxsplit=1)[0] == PACKAGE.name]
+    return [module for module in modules if module.split(".", maxsplit=1)[0] == files.PACKAGE.name]
 
 
 def declared_preloads(module: ModuleType | None, device: str) -> tuple[str, ...]:
@@ -46,7 +43,7 @@ def preload(modules: Sequence[str], device: str) -> None:
     """Import some modules and what they declare; a module that fails is left to the workers to report."""
     gc.disable()  # Imports make a million objects and no garbage: a tenth of their time is the collector's.
     # ``torch.cuda.is_available()`` asks NVML, so that it does not initialize CUDA.
-    with variable_set("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
+    with environment_variables.variable_set("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
         for name in chain(("torch", "distexp.worker.rank"), _with_declared(modules, device)):
             try:
                 module = importlib.import_module(name)

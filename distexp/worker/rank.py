@@ -18,58 +18,42 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distexp.config import WHOLE_MODEL, Config
-from distexp.config.custom_code import check_returned
+from distexp.config import WHOLE_MODEL, Config, custom_code
+from distexp.data import image_cache
 from distexp.data.base import TaskData
-from distexp.data.image_cache import describe_cache
-from distexp.data.loader import ShardedLoader
 from distexp.data.tokenization import Tokenizer
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all, join
 from distexp.engines.base import load_trainer
 from distexp.hardware.facts import peak_tflops
 from distexp.measure.flops import training_flops
-from distexp.models.head import describe_head
-from distexp.models.hf import save_model
-from distexp.models.introspection import read_attention
-from distexp.models.transforms import largest_dropout, read_compiled, read_memory_format
+from distexp.models import head, hf, introspection, transforms
 from distexp.preflight.run import run_preflight, stored_ceiling
-from distexp.runs import attempts
+from distexp.runs import attempts, step_files, texts
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Built, Environment, make_environment
 from distexp.runs.run_dir import PREDICTIONS
 from distexp.runs.spec import RunSpec
-from distexp.runs.step_files import add_search
-from distexp.runs.texts import write_despite_full_disk
 from distexp.strategies.base import EvaluableModel, load_strategy
-from distexp.system.environment_variables import captured_environment
-from distexp.system.files import write_json
-from distexp.system.seeding import seed_everything
+from distexp.system import environment_variables, files, seeding, units
 from distexp.system.torch_internals.compilation import read_activation_budget
-from distexp.system.units import MIB
-from distexp.training.build import build_model, load_data, make_loaders, model_factory
-from distexp.training.generation import score_answers
+from distexp.training import build, generation, watchers
 from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
-from distexp.training.watchers import build_watchers
-from distexp.worker.compile_cache import use_compile_cache
-from distexp.worker.size_processes import ModelParts
-from distexp.worker.size_search import find_micro_batch
+from distexp.worker import compile_cache, size_search
 
 
 def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
     """Train, and write the result on rank 0: for the launcher if there is one, otherwise as the record itself."""
     silence_libraries()
     spec = RunSpec.read(run_dir)
-    spec, store = find_micro_batch(spec, run_dir, events, ModelParts(load_data, build_model))
+    spec, store = size_search.find_micro_batch(spec, run_dir, events)
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir, store, overhead_mib=load_strategy(spec.config).total_overhead_mib(spec.config))
-    place = (
-        f"{socket.gethostname()}, {context.device}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    )
-    print(f"rank {context.rank} of {context.world_size}: {place}", flush=True)
+    rank, address = f"rank {context.rank} of {context.world_size}", "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    print(f"{rank}: {socket.gethostname()}, {context.device}, rendezvous {address}", flush=True)
     if not launched:
         attempts.register_manual_attempt(spec.run, run_dir)
     if spec.config.preflight.enabled:
@@ -84,7 +68,7 @@ def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -
     record.run.hosts = list(dict.fromkeys(gather_to_all(socket.gethostname())))
     if context.rank == 0:
         write_outcome(record, run_dir, launched=launched)
-    write_despite_full_disk(run_dir, lambda: events.set_phase("done"))
+    texts.write_despite_full_disk(run_dir, lambda: events.set_phase("done"))
     # Objects may hold processes of loaders or CUDA graphs, which must end before the process group. Otherwise a
     # collection would only take time: up to a second after a short run.
     if spec.config.dataset.num_workers > 0 or spec.config.train.compiled != "none":
@@ -104,7 +88,7 @@ def silence_libraries() -> None:
 def write_outcome(record: RunRecord, run_dir: Path, *, launched: bool) -> None:
     """Write the result for the launcher, or the record if there is no launcher."""
     if launched:
-        write_despite_full_disk(run_dir, lambda: record.write_result(run_dir))
+        texts.write_despite_full_disk(run_dir, lambda: record.write_result(run_dir))
     else:
         attempts.record_attempt_end(record)
         record.write(run_dir)
@@ -114,68 +98,64 @@ def train(spec: RunSpec, context: Context, events: Events) -> RunRecord:
     """Train in the current process group and return the record. One process may train several times."""
     config = spec.config
     if config.train.compile:
-        folder = use_compile_cache()
+        folder = compile_cache.use_compile_cache()
         if context.rank == 0:
             note = "the first steps compile, which may take minutes; later runs use the cache"
             print(f"note: {note} {folder}", flush=True)
-    seed_everything(config.train.seed)
-    data = load_data(config, context)
+    seeding.seed_everything(config.train.seed)
+    data = build.load_data(config, context)
     inputs = make_inputs(spec, data, context, events)
     logger = inputs.logger
-    model, built = run_trainer(config, data, context, inputs)
+    model, built = run_trainer(config, data, inputs)
     complete_built(built, config, data, model.module)
     attempts.record_resume(spec.run, logger.resumed_at or None, logger.changes)
     is_finished = logger.stopped is None
     if config.train.save_model and is_finished:
         events.set_phase("save")
-        save_model(model.weights(), model_factory(config, data), data, context.run_dir, context.rank)
+        hf.save_model(model.weights(), build.model_factory(config, data), data, context.run_dir, context.rank)
     record = make_record(spec, built, data, context, logger)
     if config.train.score_answers and is_finished:
-        add_answers(record, model, inputs.evaluation, data.tokenizer, logger=logger, context=context)
+        add_answers(record, model, inputs, data.tokenizer)
     return record
 
 
 def make_inputs(spec: RunSpec, data: TaskData, context: Context, events: Events) -> TrainingInputs:
     """Return this rank's loaders, the plan of the steps, and the logger of the metrics."""
-    training, evaluation = make_loaders(spec.config, data, context)
+    training, evaluation = build.make_loaders(spec.config, data, context)
     training.on_batch = evaluation.on_batch = events.advance
     plan = StepPlan(spec.config.train, training.steps_per_epoch)
-    logger = MetricsLogger(plan, context, events, build_watchers(plan, spec.config.measure, context))
+    logger = MetricsLogger(plan, context, events, watchers.build_watchers(plan, spec.config.measure, context))
     return TrainingInputs(training, evaluation, plan, logger, spec.run.id)
 
 
-def run_trainer(
-    config: Config, data: TaskData, context: Context, inputs: TrainingInputs
-) -> tuple[EvaluableModel, Built]:
-    """Train with the trainer of the engine; return the trained model and what was built.
-
-    Raises ConfigError if a custom trainer returned something else.
-    """
-    build = partial(build_model, config, data, context)
+def run_trainer(config: Config, data: TaskData, inputs: TrainingInputs) -> tuple[EvaluableModel, Built]:
+    """Train; return the model and what was built. Raises ConfigError if a custom trainer returned something else."""
+    context = inputs.logger.context
+    make_model = partial(build.build_model, config, data, context)
     try:
-        returned = load_trainer(config).train(build, config, context, inputs)
+        returned = load_trainer(config).train(make_model, config, context, inputs)
     except BaseException:
         with suppress(Exception):  # A broken device must not hide the error.
             inputs.logger.watchers.stop()
         raise
-    check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
+    custom_code.check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
     return returned
 
 
 def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
     """Add the fields that follow from model and data. The strategy has filled in its own."""
-    built.tokenizer, built.attention = data.tokenizer_name, read_attention(module)
-    built.dropout = largest_dropout(module)
+    built.tokenizer, built.attention = data.tokenizer_name, introspection.read_attention(module)
+    built.dropout = transforms.largest_dropout(module)
     if data.task == "causal_lm":
-        built.logits, built.loss = describe_head(module)
-    built.channels_last, built.compiled = read_memory_format(module), read_compiled(module)
-    built.image_cache = describe_cache(data)
+        built.logits, built.loss = head.describe_head(module)
+    built.channels_last, built.compiled = transforms.read_memory_format(module), transforms.read_compiled(module)
+    built.image_cache = image_cache.describe_cache(data)
     if config.train.activation_budget is not None:
         built.activation_budget = read_activation_budget()
 
 
 def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, logger: MetricsLogger) -> RunRecord:
-    """Return the record of a training that has ended. All ranks must call it, and only that of rank 0 is complete."""
+    """Return the record of a training that has ended; a collective. Only that of rank 0 is complete."""
     config = spec.config
     record = RunRecord(
         status="preempted" if logger.stopped else "completed",
@@ -187,7 +167,7 @@ def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, l
         metrics=logger.finish(),
         strategy=load_strategy(config).report_traits(config),
     )
-    add_search(record, context.run_dir)
+    step_files.add_search(record, context.run_dir)
     if config.train.compiled == "graphs" and context.rank == 0:
         print_graph_skips(record.metrics)
     record.memory |= logger.memory
@@ -198,8 +178,7 @@ def make_record(spec: RunSpec, built: Built, data: TaskData, context: Context, l
 
 def print_graph_skips(metrics: Metrics) -> None:
     """Print how many graphs torch runs without a CUDA graph, which it does without an error."""
-    skips = (metrics.compile or {}).get("cuda_graph_skips", 0)
-    if skips:
+    if skips := (metrics.compile or {}).get("cuda_graph_skips", 0):
         print(
             f"note: torch recorded no CUDA graph {skips} times, so these launches are not faster. For the reasons set "
             "TORCH_LOGS=cudagraphs in cluster.environment, or use train.compile=model",
@@ -207,41 +186,31 @@ def print_graph_skips(metrics: Metrics) -> None:
         )
 
 
-def add_answers(
-    record: RunRecord,
-    model: EvaluableModel,
-    evaluation: ShardedLoader,
-    tokenizer: Tokenizer,
-    *,
-    logger: MetricsLogger,
-    context: Context,
-) -> None:
-    """Add exact match and F1 to the record, and write the answers in the format of SQuAD's script.
-
-    It runs after everything that is timed.
-    """
+def add_answers(record: RunRecord, model: EvaluableModel, inputs: TrainingInputs, tokenizer: Tokenizer) -> None:
+    """Add exact match and F1, and write the answers in SQuAD's format. Call it after everything that is timed."""
+    logger = inputs.logger
     logger.events.set_phase("eval")
-    max_new_tokens = record.config["dataset"]["answer_tokens"]
+    longest = record.config["dataset"]["answer_tokens"]
     # Texts grow by a token at a time, and a compiled model would be compiled again for each length.
     eager = record.config["train"]["compile"] in WHOLE_MODEL
     with torch.compiler.set_stance("force_eager" if eager else "default"):
-        found, answers = score_answers(model, evaluation, tokenizer, max_new_tokens, logger.heartbeat.beat)
+        found, answers = generation.score_answers(model, inputs.evaluation, tokenizer, longest, logger.heartbeat.beat)
     record.metrics.exact_match, record.metrics.f1 = found.exact_match, found.f1
     logger.events.emit(exact_match=found.exact_match, f1=found.f1)
-    if context.rank == 0:
-        write_json(context.run_dir / PREDICTIONS, answers)
+    if logger.context.rank == 0:
+        files.write_json(logger.context.run_dir / PREDICTIONS, answers)
 
 
 def rank_environment(device: torch.device) -> Environment:
     """Return the environment of this rank, with what only torch knows."""
     on_gpu = device.type == "cuda"
-    environment = make_environment(on_gpu=on_gpu, variables=captured_environment())
+    environment = make_environment(on_gpu=on_gpu, variables=environment_variables.captured_environment())
     environment.arithmetic = describe_arithmetic(on_gpu=on_gpu)
     if on_gpu:
         gpu = torch.cuda.get_device_properties(device)
         version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         environment.nccl = ".".join(map(str, version))
-        environment.gpu_name, environment.gpu_total_mib = gpu.name, gpu.total_memory / MIB
+        environment.gpu_name, environment.gpu_total_mib = gpu.name, gpu.total_memory / units.MIB
     return environment
 
 
@@ -258,10 +227,7 @@ def describe_arithmetic(*, on_gpu: bool) -> str:
 
 
 def add_flops(record: RunRecord, config: Config, data: TaskData, logger: MetricsLogger) -> None:
-    """Add FLOPs and utilization to the record of a finished training. Only rank 0 needs them.
-
-    A custom model may not run without memory. Then the reason is printed, and the metrics are None.
-    """
+    """Add FLOPs and utilization on rank 0, unless a custom model cannot run without memory; then print why."""
     metrics, speed = record.metrics, record.metrics.train_samples_per_second
     if speed is None:
         return

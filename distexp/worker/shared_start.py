@@ -2,8 +2,7 @@
 
 It forks a group (``distexp.worker.group``) for each request of an agent. So only the first run waits for the imports.
 ``CONTROL`` is a socket of the launcher. Its first message has the modules to import, and may bring a file in memory for
-random weights, which the workers inherit. Each later one brings the connection to an agent. This process ends when
-the launcher does. Its output is in memory, and each group starts its log with it.
+random weights, which the workers inherit. Each later one brings the connection to an agent.
 
 A connection works like a ``Popen``: the agent gets the process id and the exit code, and the group dies with the agent.
 The id stays reserved until the agent closes the connection, so the agent can send signals to no other process.
@@ -27,8 +26,7 @@ from distexp.system.processes import NOTICE_SIGNAL, die_with_parent, end_at_once
 from distexp.worker.group import run_group, set_torchrun_defaults
 from distexp.worker.preload import preload
 
-MAX_PRINTED = 1 << 20
-"""Most bytes of the output of the imports that the log of a run gets."""
+MAX_PRINTED = 1 << 20  # most bytes of the output of the imports that the log of a run gets
 
 
 def main() -> int:

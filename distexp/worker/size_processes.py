@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,41 +29,22 @@ from distexp.config.model_checks import divisors, samples_per_worker
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, join, open_store, sub_store
-from distexp.models.blueprint import Blueprint
+from distexp.runs import run_state, texts
 from distexp.runs.run_dir import SEARCH_LOG
-from distexp.runs.run_state import record_progress
 from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TriedSize
-from distexp.runs.texts import out_of_memory_status
 from distexp.strategies.base import load_strategy
-from distexp.system.processes import die_with_parent
-from distexp.system.seeding import seed_everything
-from distexp.system.typed_values import parse_dataclass
-from distexp.system.units import MIB
+from distexp.system import processes, seeding, typed_values, units
+from distexp.training.build import build_model, load_data
 from distexp.worker.__main__ import redirect_output
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.size_trial import SizeSearch, SizeTrials, config_of_round, micro_batches_per_step
 
 POLL_S = 0.05
-LONGEST = timedelta(days=1)
-"""Timeout for a message of another rank. The agents end a run that hangs earlier."""
-
-MEMORY_CODE = 77
-"""Exit code of a process that ran out of memory."""
-
-SAVED = "whole saves MiB"
-"""Key of the store: ``SizeSearch.whole_saves_mib``."""
-
-LATE = "late"
-"""Key of a store: rank 0 ended the round after the deadline."""
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """Functions that load the data and build the model of a run."""
-
-    load_data: Callable[[Config, Context], TaskData]
-    build_model: Callable[[Config, TaskData, Context], Blueprint]
+LONGEST = timedelta(days=1)  # Timeout for a message of another rank. The agents end a run that hangs earlier.
+MEMORY_CODE = 77  # exit code of a process that ran out of memory
+SAVED = "whole saves MiB"  # key of the store: ``SizeSearch.whole_saves_mib``
+LATE = "late"  # key of a store: rank 0 ended the round after the deadline
 
 
 class SearchError(RuntimeError):
@@ -76,19 +57,14 @@ class Round:
 
     spec: RunSpec
     run_dir: Path
-    parts: ModelParts
-    store: Store  # the store of this round; its content is the same on all ranks
-    number: int  # the number of the round
+    store: Store  # ``round_store``; its content is the same on all ranks
     tried: Sequence[TriedSize]  # the candidates of earlier rounds
 
     def run(self, deadline: float) -> SizeSearch:
         """Run the processes on all ranks; return all candidates so far.
 
-        If there is a candidate, rank 0 ends the round after the deadline, a value of ``time.monotonic``.
-
-        Raises:
-            SearchError: a process failed.
-            ConfigError: a process refused the configuration.
+        If there is a candidate, rank 0 ends the round after the deadline, a value of ``time.monotonic``. Raises
+        SearchError if a process failed, and ConfigError if one refused the configuration.
         """
         rank, world_size = int(os.environ["RANK"]), self.spec.world_size
         with TemporaryDirectory(prefix="distexp-search-") as folder:
@@ -122,23 +98,17 @@ class Round:
         return search
 
     def _candidates(self) -> list[TriedSize]:
-        count = self.store.add("candidates", 0)
-        return [
-            parse_dataclass(TriedSize, json.loads(self.store.get(f"candidate/{number}"))) for number in range(count)
-        ]
+        stored = (self.store.get(f"candidate/{number}") for number in range(self.store.add("candidates", 0)))
+        return [typed_values.parse_dataclass(TriedSize, json.loads(candidate)) for candidate in stored]
 
     def _wait(self, pid: int, deadline: float) -> int | None:
-        """Wait for the process of this rank; end it if another rank's has failed, or after the deadline.
-
-        Return the exit code as in subprocess; None if the process was ended here.
-        """
+        """Wait for the process of this rank; return its exit code, or None if it was ended: late, or another failed."""
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
-            late = time.monotonic() > deadline and any(
-                candidate.outcome == FITS for candidate in [*self.tried, *self._candidates()]
-            )
+            is_over = time.monotonic() > deadline
+            late = is_over and any(candidate.outcome == FITS for candidate in [*self.tried, *self._candidates()])
             if late:
                 self.store.set(LATE, "")
                 self.store.set("stop", "")
@@ -151,10 +121,10 @@ class Round:
     def _run_process(self, parent: int, folder: Path) -> NoReturn:
         code = 1
         try:
-            die_with_parent(parent=parent)
+            processes.die_with_parent(parent=parent)
             node, rank = int(os.environ["GROUP_RANK"]), int(os.environ["RANK"])
             redirect_output(SEARCH_LOG.path(self.run_dir, node, rank), mode="a")
-            store = sub_store(_prefix(self.number), open_store(self.spec, is_forked=True))
+            store = round_store(open_store(self.spec, is_forked=True), self.tried)
             group = sub_store("group", store)
             overhead_mib = load_strategy(self.spec.config).total_overhead_mib(self.spec.config)
             context = join(self.spec, self.run_dir, group, overhead_mib=overhead_mib)
@@ -162,7 +132,7 @@ class Round:
             code = 0
         except BaseException as error:
             traceback.print_exception(error)
-            is_full = out_of_memory_status(type(error).__name__, str(error)) is not None
+            is_full = texts.out_of_memory_status(type(error).__name__, str(error)) is not None
             code = MEMORY_CODE if is_full else 1
             content = {"code": code, "time": time.time(), "type": type(error).__name__, "message": str(error)}
             content["errors"] = error.errors if isinstance(error, ConfigError) else None
@@ -173,9 +143,13 @@ class Round:
     def _try_sizes(self, store: Store, context: Context) -> None:
         """Try sizes until the next one needs other processes, and put the candidates into the store."""
         config = self.spec.config
-        _set_up_process(config)
-        data = self.parts.load_data(config, context)
-        blueprint = self.parts.build_model(config, data, context)
+        # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
+        torch.set_num_threads(config.cluster.cpus_per_worker or 1)
+        if config.train.compile:
+            use_compile_cache()
+        seeding.seed_everything(config.train.seed)
+        data = load_data(config, context)
+        blueprint = build_model(config, data, context)
         sizes = allowed_sizes(config, data, blueprint.model)
         saved = whole_saves_mib(config, sizes[-1], blueprint.model)
         store.set("sizes", json.dumps(sizes))
@@ -193,25 +167,16 @@ class Round:
             candidate = trials.measure(size)
             search = replace(search, tried=[*search.tried, candidate])
             if context.rank == 0:
-                record_progress(self.run_dir)
-                _store_candidate(store, len(search.tried) - len(self.tried) - 1, candidate)
+                run_state.record_progress(self.run_dir)
+                number = len(search.tried) - len(self.tried) - 1
+                store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
+                store.add("candidates", 1)  # after it is stored, so that every rank can read all that count
             dist.barrier()  # so that the candidate is stored before the next one may run out of memory
             size = search.next_size()
-        _wait_for_all(store, context.world_size)
-
-
-def _set_up_process(config: Config) -> None:
-    # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
-    torch.set_num_threads(config.cluster.cpus_per_worker or 1)
-    if config.train.compile:
-        use_compile_cache()
-    seed_everything(config.train.seed)
-
-
-def _store_candidate(store: Store, number: int, candidate: TriedSize) -> None:
-    """Store a candidate before it counts, so that every rank can read all that count."""
-    store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
-    store.add("candidates", 1)
+        # Wait until all ranks have left their last collective. Then the end of one process disturbs no other.
+        if store.add("finished", 1) == context.world_size:
+            store.set("all finished", "")
+        store.wait(["all finished"], LONGEST)
 
 
 def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]:
@@ -222,32 +187,16 @@ def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]
 
 
 def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
-    """Return the MiB of the fp32 gradients that ``train.fused_update`` does not collect in a single micro-batch.
-
-    If the largest size is not the whole batch of a worker, nothing is saved.
-    """
+    """Return the MiB of the fp32 gradients that ``train.fused_update`` saves if a step is a single micro-batch."""
     collects = config.train.fused_update and config.train.compute_weights == "step"
     if not collects or largest != samples_per_worker(config):
         return 0.0
-    return 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / MIB
+    return 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / units.MIB
 
 
-def start_round(spec: RunSpec, run_dir: Path, parts: ModelParts, store: Store, done: SizeSearch | None) -> Round:
-    """Return the next round of a search, after the results so far."""
-    tried = done.tried if done else []
-    number = len(tried)
-    return Round(spec, run_dir, parts, sub_store(_prefix(number), store), number, tried)
-
-
-def _prefix(number: int) -> str:
-    return f"micro-batch/{number}"
-
-
-def _wait_for_all(store: Store, world_size: int) -> None:
-    """Return when all ranks have left their last collective. Then the end of one process disturbs no other."""
-    if store.add("finished", 1) == world_size:
-        store.set("all finished", "")
-    store.wait(["all finished"], LONGEST)
+def round_store(connection: Store, tried: Sequence[TriedSize]) -> Store:
+    """Return the store of a round after some candidates."""
+    return sub_store(f"micro-batch/{len(tried)}", connection)
 
 
 def needs_new_process(config: Config, first: int, size: int) -> bool:
@@ -258,9 +207,9 @@ def needs_new_process(config: Config, first: int, size: int) -> bool:
     """
     if size == first:
         return False
-    steps = [micro_batches_per_step(config, micro_batch_size) for micro_batch_size in (first, size)]
     is_fixed = load_strategy(config).fixes_accumulation or bool(config.train.fused_update)
-    return config.train.compiled != "none" or (is_fixed and steps[0] != steps[1])
+    changes_steps = micro_batches_per_step(config, first) != micro_batches_per_step(config, size)
+    return config.train.compiled != "none" or (is_fixed and changes_steps)
 
 
 def _raise_first(ends: Sequence[dict[str, Any]]) -> NoReturn:

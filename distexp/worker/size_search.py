@@ -22,14 +22,12 @@ from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import MicroBatchSearch, describe_search
 from distexp.strategies.base import load_strategy
+from distexp.system import cgroups, typed_values
 from distexp.system.cache_dir import cache_dir
-from distexp.system.cgroups import usable_memory
-from distexp.system.typed_values import parse_dataclass
-from distexp.worker.size_processes import LONGEST, ModelParts, start_round
-from distexp.worker.size_trial import SizeSearch
+from distexp.worker import size_processes, size_trial
 
 
-def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelParts) -> tuple[RunSpec, Store | None]:
+def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events) -> tuple[RunSpec, Store | None]:
     """Return the run with a number as its micro-batch size, and the store to join; None: a new one.
 
     All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing. If no size fits, it raises
@@ -43,7 +41,7 @@ def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events, parts: ModelP
     path = stored_path(spec.config)
     search = _share(connection, "stored", read_stored(path, samples_per_worker(spec.config)) if is_rank_0 else None)
     if search is None:
-        search = run_search(spec, run_dir, parts, connection)
+        search = run_search(spec, run_dir, connection)
         if is_rank_0 and search.chosen is not None and search.complete:
             store(search, path)
     if is_rank_0:
@@ -80,30 +78,26 @@ def _savings(config: Config) -> Iterator[str]:
         yield "train.activation_checkpointing=true"
 
 
-def run_search(spec: RunSpec, run_dir: Path, parts: ModelParts, connection: Store) -> MicroBatchSearch:
+def run_search(spec: RunSpec, run_dir: Path, connection: Store) -> MicroBatchSearch:
     """Try sizes until the search is complete or its time is over; the result is the same on all ranks."""
     started = time.monotonic()
     deadline = started + spec.config.train.micro_batch_search_s
-    done: SizeSearch | None = None
+    done: size_trial.SizeSearch | None = None
     while done is None or (done.next_size() is not None and _may_continue(done, connection, deadline)):
-        done = start_round(spec, run_dir, parts, connection, done).run(deadline)
-    return MicroBatchSearch(
-        done.choose(),
-        list(done.tried),
-        time.monotonic() - started,
-        skipped=done.too_large(),
-        complete=done.next_size() is None,
-    )
+        tried = done.tried if done else []
+        done = size_processes.Round(spec, run_dir, size_processes.round_store(connection, tried), tried).run(deadline)
+    seconds, complete = time.monotonic() - started, done.next_size() is None
+    return MicroBatchSearch(done.choose(), list(done.tried), seconds, skipped=done.too_large(), complete=complete)
 
 
-def _may_continue(done: SizeSearch, connection: Store, deadline: float) -> bool:
+def _may_continue(done: size_trial.SizeSearch, connection: Store, deadline: float) -> bool:
     """Return whether there is no result, or rank 0 has time for another round; the same on all ranks."""
     if done.choose() is None:
         return True
     key = f"has-time/{len(done.tried)}"
     if os.environ["RANK"] == "0":
         connection.set(key, str(int(time.monotonic() < deadline)))
-    connection.wait([key], LONGEST)
+    connection.wait([key], size_processes.LONGEST)
     return bool(connection.get(key) == b"1")
 
 
@@ -111,35 +105,31 @@ def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> Micr
     """Return rank 0's search on all ranks."""
     if os.environ["RANK"] == "0":
         connection.set(key, json.dumps(asdict(search)) if search else "")
-    connection.wait([key], LONGEST)
+    connection.wait([key], size_processes.LONGEST)
     content = connection.get(key)
-    return parse_dataclass(MicroBatchSearch, json.loads(content)) if content else None
+    return typed_values.parse_dataclass(MicroBatchSearch, json.loads(content)) if content else None
 
 
 # Results of earlier searches, in the cache of distexp: ``micro-batch/KEY.json``.
-#
 # The key is a hash of what determines speed and memory: the GPU, the number of workers, the versions, and the
 # configuration without what only changes the numbers in the tensors.
 
-
 FORMAT = 1
-
-SECTIONS = ("model", "dataset", "strategy", "ddp", "fsdp", "deepspeed", "offload", "precision", "train")
-
+# Sections on which neither the speed nor the memory of a step depends, other than by keys of the other sections.
+OTHER_SECTIONS = (
+    *("engine", "kernels", "measure", "tracker", "preflight", "plan", "choose", "forecast", "scale", "scaling"),
+    *("sweep", "cluster"),  # of the cluster, only CLUSTER_KEYS count
+)
 CLUSTER_KEYS = ("nodes", "workers_per_node", "device", "cpus_per_worker", "gpu_memory_limit_gb")
-
+# Keys of ``train`` on which neither the speed nor the memory of a step depends. The time limit is part of the key,
+# because a search with more time may find a faster size.
 SAME_SPEED = (
     *("num_epochs", "max_steps", "learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size"),
     *("gamma", "warmup_steps", "measure_after_step", "profile_steps", "log_every", "seed", "on_nan", "resume"),
     *("checkpoint_every", "save_model", "score_answers", "eval_batch_size", "gradient_accumulation_steps"),
 )
-"""Keys of ``train`` on which neither the speed nor the memory of a step depends.
-
-The time limit is part of the key, because a search with more time may find a faster size.
-"""
-
+# Facts of the machine, as in the record.
 FACTS = ("python", "torch", "cuda", "transformers", "deepspeed", "gpu_name", "gpu_total_mib", "cpu_count")
-"""Facts of the machine, as in the record."""
 
 
 def stored_path(config: Config) -> Path:
@@ -150,13 +140,13 @@ def stored_path(config: Config) -> Path:
 
 def _key(config: Config) -> dict[str, Any]:
     content = asdict(config)
-    key = {section: content[section] for section in SECTIONS}
+    key = {name: keys for name, keys in content.items() if isinstance(keys, dict) and name not in OTHER_SECTIONS}
     for name in SAME_SPEED:
         del key["train"][name]
     environment = asdict(make_environment(on_gpu=config.cluster.device == "cuda"))
     machine = {name: environment[name] for name in FACTS}
     if config.cluster.device == "cpu":
-        machine["memory"] = usable_memory()
+        machine["memory"] = cgroups.usable_memory()
     cluster = {name: content["cluster"][name] for name in CLUSTER_KEYS}
     return {**key, "cluster": cluster, "machine": machine, "format": FORMAT}
 

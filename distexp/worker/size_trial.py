@@ -12,8 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from distexp.config import Config
-from distexp.config.model_checks import samples_per_worker, with_micro_batch
+from distexp.config import Config, model_checks
 from distexp.data.base import Batch, Samples, TaskData, to_device
 from distexp.data.loader import PaddedDataset, StepData
 from distexp.data.text import sample_lengths
@@ -25,18 +24,16 @@ from distexp.runs.step_files import FITS, TOO_LARGE, TriedSize
 from distexp.statistics.noise import MemoryLine
 from distexp.strategies.base import DistributedModel, load_strategy
 from distexp.strategies.optimizer import read_model_tensors
-from distexp.system.cgroups import usable_memory
-from distexp.system.seeding import seed_everything
+from distexp.system import cgroups, seeding
 from distexp.system.units import MIB
 
 WARMUP_STEPS, TIMED_STEPS = 2, 3
-MAX_WARMUP_STEPS = 20
-"""Steps until the optimizer has its states. The loss scaling of fp16 may skip the first updates."""
+MAX_WARMUP_STEPS = 20  # Steps until the optimizer has its states. The loss scaling of fp16 may skip the first updates.
 
 
 def micro_batches_per_step(config: Config, size: int) -> int:
     """Return the micro-batches of a measured step: two show the time of both kinds, if there are two."""
-    return min(2, samples_per_worker(config) // size)
+    return min(2, model_checks.samples_per_worker(config) // size)
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class SizeTrials:
     def __init__(self, config: Config, blueprint: Blueprint, data: TaskData, context: Context) -> None:
         self.config, self.data, self.context = config, data, context
         self.model: DistributedModel = load_strategy(config).setup(blueprint, config, context)
-        seed_everything(config.train.seed + context.rank)  # as before a training
+        seeding.seed_everything(config.train.seed + context.rank)  # as before a training
         self.longest = longest_first(data.train)
         optimizer = getattr(self.model, "optimizer", getattr(self.model.module, "optimizer", None))
         self.tensors = partial(read_model_tensors, self.model.module, optimizer)
@@ -65,7 +62,7 @@ class SizeTrials:
     def measure(self, size: int) -> TriedSize:
         """Run some steps of a size; return the result over all ranks. A collective."""
         config, device = self.config, self.context.device
-        micro_batches = samples_per_worker(config) // size
+        micro_batches = model_checks.samples_per_worker(config) // size
         step = self._load_step(size, micro_batches_per_step(config, size))
         self.model.module.train()
         if device.type == "cuda":
@@ -90,7 +87,7 @@ class SizeTrials:
         batches: list[Batch] = []
         for number in range(micro_batches):
             first = (number * place.world_size + place.rank) * size
-            chosen = [self.longest[index % len(self.longest)] for index in range(first, first + size)]
+            chosen = (self.longest[index % len(self.longest)] for index in range(first, first + size))
             batches.append(self.data.collate([samples[index] for index in chosen]))
         targets = torch.tensor(sum(batch.num_targets for batch in batches), device=place.device)
         on_device = [to_device(self.data.train, batch, place.device) for batch in batches]
@@ -116,7 +113,7 @@ class SizeTrials:
             return usable_bytes(device) / MIB
         workers = self.context.workers_per_node
         available = memory_mib(device) + psutil.virtual_memory().available / workers / MIB
-        return min(available, usable_memory() / workers / MIB)
+        return min(available, cgroups.usable_memory() / workers / MIB)
 
 
 def other_inputs(step: StepData, micro_batches: int) -> Tensor:
@@ -128,17 +125,15 @@ def other_inputs(step: StepData, micro_batches: int) -> Tensor:
 
 def longest_first(samples: Samples) -> list[int]:
     """Return the indices of the samples, the longest first. The order of images stays."""
-    if len(samples) == 0 or "input_ids" not in samples[0]:
-        return list(range(len(samples)))
-    order: list[int] = (-sample_lengths(samples)).argsort(kind="stable").tolist()
-    return order
+    has_lengths = len(samples) > 0 and "input_ids" in samples[0]
+    return (-sample_lengths(samples)).argsort(kind="stable").tolist() if has_lengths else list(range(len(samples)))
 
 
 def combine(size: int, config: Config, ranks: list[tuple[float, float, float, float]]) -> TriedSize:
     """Return the result of a size from those of all ranks: seconds, peak, base and usable memory."""
     seconds, peaks, bases, usable = zip(*ranks, strict=True)
     fits = all(peak <= limit * USABLE_SHARE for peak, limit in zip(peaks, usable, strict=True))
-    speed = samples_per_worker(config) * config.cluster.world_size / max(seconds)
+    speed = model_checks.samples_per_worker(config) * config.cluster.world_size / max(seconds)
     return TriedSize(size, FITS if fits else TOO_LARGE, speed, max(peaks), max(bases), min(usable))
 
 
@@ -158,28 +153,19 @@ def memory_mib(device: torch.device) -> float:
 
 def config_of_round(config: Config, size: int) -> Config:
     """Return the configuration with which the model of some trials is built."""
-    return with_micro_batch(config, size, micro_batches_per_step(config, size))
+    return model_checks.with_micro_batch(config, size, micro_batches_per_step(config, size))
 
 
 # Which size the search tries next, and which one it chooses. The same results give the same answer on all ranks.
-#
 # The sizes are the divisors of the samples of a step on each worker. In eager mode they are tried in ascending order,
 # by doubling, until the next size does not fit or the speed no longer rises. A compiled model costs a compilation for
 # each size, so the search jumps from one small size to the largest that should fit, and then goes down while that is
 # faster.
 
-
-MIN_GAIN = 0.01
-"""Relative gain in speed below which a size counts as no faster."""
-
-PATIENCE = 2
-"""Sizes in a row without a gain after which the eager search ends. One may be a slow moment of the machine."""
-
-FIRST_COMPILED = 4
-"""Largest first size of a compiled model. Its memory predicts that of the others."""
-
-USABLE_SHARE = 0.95
-"""Fraction of the memory that a size may need. The rest is for fragmentation."""
+MIN_GAIN = 0.01  # relative gain in speed below which a size counts as no faster
+PATIENCE = 2  # sizes in a row without a gain that end the eager search; one may be a slow moment of the machine
+FIRST_COMPILED = 4  # Largest first size of a compiled model. Its memory predicts that of the others.
+USABLE_SHARE = 0.95  # Fraction of the memory that a size may need. The rest is for fragmentation.
 
 
 def ladder(sizes: Sequence[int]) -> list[int]:
@@ -191,8 +177,7 @@ def ladder(sizes: Sequence[int]) -> list[int]:
     return rungs
 
 
-UNTRIED_SHARE = 0.7
-"""Fraction of the memory that a size may need which is chosen without a trial."""
+UNTRIED_SHARE = 0.7  # fraction of the memory that a size may need which is chosen without a trial
 
 
 @dataclass(frozen=True)
@@ -202,8 +187,7 @@ class SizeSearch:
     sizes: Sequence[int]  # all sizes that are allowed, in ascending order
     tried: Sequence[TriedSize]  # the candidates so far, in the order of the search
     compiled: bool  # whether each size costs a compilation
-    # What a step of a single micro-batch, the largest size, needs less than one of several.
-    whole_saves_mib: float = 0.0
+    whole_saves_mib: float = 0.0  # what a step of one micro-batch, the largest, needs less than one of several
 
     def next_size(self) -> int | None:
         """Return the size to try next; None if the search is complete."""
@@ -223,14 +207,13 @@ class SizeSearch:
 
     def too_large(self) -> int | None:
         """Return the smallest size that was not tried because it needs more memory than there is; None if none."""
-        tried = {candidate.micro_batch_size for candidate in self.tried}
-        open_sizes = [size for size in self.sizes if size not in tried and size < self._bound()]
-        return next((size for size in open_sizes if not self._should_fit(size)), None)
+        untried = [size for size in self.sizes if self._is_new(size) and size < self._bound()]
+        return next((size for size in untried if not self._should_fit(size)), None)
 
     def _next_eager(self) -> int | None:
-        fitting = self._fitting()
         if not self.tried:
             return self.sizes[0]
+        fitting = self._fitting()
         before, last = fitting[:-PATIENCE], fitting[-PATIENCE:]
         enough = max(map(_speed, before), default=0.0) * (1 + MIN_GAIN)
         has_plateau = bool(before) and all(_speed(candidate) < enough for candidate in last)
@@ -246,8 +229,7 @@ class SizeSearch:
     def _next_compiled(self) -> int | None:
         fitting, bound = self._fitting(), self._bound()
         if not fitting:
-            smaller = [size for size in self.sizes if size <= FIRST_COMPILED and size < bound]
-            return max(smaller, default=None)
+            return max((size for size in self.sizes if size <= FIRST_COMPILED and size < bound), default=None)
         largest = max(candidate.micro_batch_size for candidate in fitting)
         if above := [size for size in self.sizes if size > largest and self._may_try(size)]:
             return max(above)
@@ -262,13 +244,13 @@ class SizeSearch:
 
     def _bound(self) -> float:
         """Return the smallest size that did not fit, or infinity."""
-        return min(
-            (candidate.micro_batch_size for candidate in self.tried if candidate.outcome != FITS), default=float("inf")
-        )
+        return min((one.micro_batch_size for one in self.tried if one.outcome != FITS), default=float("inf"))
+
+    def _is_new(self, size: int) -> bool:
+        return all(candidate.micro_batch_size != size for candidate in self.tried)
 
     def _may_try(self, size: int) -> bool:
-        is_new = all(candidate.micro_batch_size != size for candidate in self.tried)
-        return is_new and size < self._bound() and self._should_fit(size)
+        return self._is_new(size) and size < self._bound() and self._should_fit(size)
 
     def _should_fit(self, size: int) -> bool:
         """Return whether a size should fit, if memory grows linearly. Growth is never slower than that.
@@ -290,11 +272,8 @@ class SizeSearch:
         return larger and needed is not None and usable is not None and needed <= usable * UNTRIED_SHARE
 
     def _predicted_mib(self, size: int) -> float | None:
-        known = sorted(
-            (candidate.micro_batch_size, candidate.peak_mib, candidate.base_mib or 0.0)
-            for candidate in self._fitting()
-            if candidate.peak_mib is not None
-        )
+        measured = ((one.micro_batch_size, one.peak_mib, one.base_mib or 0.0) for one in self._fitting())
+        known = sorted((size, peak, base) for size, peak, base in measured if peak is not None)
         if not known:
             return None
         last, peak, base = known[-1]

@@ -27,4 +27,4 @@ def test_the_settings_of_a_checkpoint_are_read_as_they_were_written(tmp_path: Pa
 
 def test_a_torn_manifest_has_no_settings(tmp_path: Path) -> None:
     (tmp_path / disk.MANIFEST).write_text('{"settings": 3}')
-    assert disk.read_settings(tmp_path) is None
+    assert disk.read_settings(tmp_path) == {}

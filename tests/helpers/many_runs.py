@@ -24,9 +24,7 @@ from distexp.models import transforms
 from distexp.runs.events import Events
 from distexp.runs.spec import RunSpec
 from distexp.system.processes import end_at_once
-from distexp.training.build import build_model, load_data
 from distexp.worker.rank import train
-from distexp.worker.size_processes import ModelParts
 from distexp.worker.size_search import find_micro_batch
 from tests.helpers.fp16_on_cpus import allow_fp16
 
@@ -35,9 +33,8 @@ def main() -> None:
     """Train all cells; rank 0 writes the record and the counted calls of each."""
     torch.set_num_threads(1)
     cells = sorted(path.parent for path in Path(sys.argv[1]).glob("*/spec.json"))
-    parts = ModelParts(load_data, build_model)
     # The processes of a search must be forked before this one uses gloo.
-    specs = {cell: find_micro_batch(RunSpec.read(cell), cell, Events(cell, enabled=False), parts)[0] for cell in cells}
+    specs = {cell: find_micro_batch(RunSpec.read(cell), cell, Events(cell, enabled=False))[0] for cell in cells}
     context = join(specs[cells[0]], cells[0])
     allow_fp16(specs.values())
     for cell in cells:

@@ -41,9 +41,9 @@ def follow(folder: Path, tracker: TrackerConfig) -> list[str]:
     spec = RunSpec.read(folder)
     spec = replace(spec, config=replace(spec.config, tracker=tracker))
     spec.write(folder)
-    with tracked(spec, folder) as tracking:
+    with tracked(spec, folder) as messages:
         pass
-    return tracking.messages
+    return messages
 
 
 def losses(folder: Path) -> list[float]:

@@ -168,7 +168,7 @@ def run_locally(
         run_state.request_stop(directory, signal.Signals(number).name)
 
     with (
-        tracked(spec, directory) as tracking,
+        tracked(spec, directory) as messages,
         handle_signals(stop_at_once, signal.SIGINT, signal.SIGTERM),
         handle_signals(stop_after_checkpoint, *run_state.SIGNALS),
     ):
@@ -187,7 +187,7 @@ def run_locally(
                 codes = {node: _end(agent) for node, agent in enumerate(agents)}
                 codes = shared_start.true_codes(directory, codes)
                 record = outcome.finalize_run(spec, directory, codes, started, stopped)
-    screen.show_result(record, directory, tracking.messages)
+    screen.show_result(record, directory, messages)
     if interruption is None and (signals := [*received, *late]):  # They did not stop the run at once.
         interruption = InterruptedRunError(signals[0])
     if interruption is not None:

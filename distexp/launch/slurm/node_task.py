@@ -59,12 +59,12 @@ def run_task() -> int:
     if job.node != 0:
         task.run_attempt()
         return 0
-    with tracked(spec, run_dir) as tracking:
+    with tracked(spec, run_dir) as messages:
         code = task.run_attempt()
         record = task.write_record(code)
     reason = texts.failure_text(record)
     print(f"{run_dir}: {record.status}" + (f": {reason}" if reason else ""), flush=True)
-    for message in tracking.messages:
+    for message in messages:
         print(message, flush=True)
     if requeue_if_needed(spec, run_dir, job.id, record, node_lost=bool(task.peers.missing())):
         time.sleep(REQUEUE_WAIT_S)

@@ -8,10 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distexp.runs.memory_trace import MemorySample
-from distexp.system.cgroups import nvml_session
-from distexp.system.units import MIB
-
-Warn = Callable[[str], None]
+from distexp.system import cgroups, units
 
 
 class GpuReader:
@@ -20,22 +17,18 @@ class GpuReader:
     Raises NvmlUnavailableError if NVML cannot be initialized, and ImportError if pynvml is not installed.
     """
 
-    def __init__(self, indices: Sequence[int], warn: Warn) -> None:
+    def __init__(self, indices: Sequence[int], warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._refused: set[str] = set()
         self._lists_our_pids = False
-        self._session = ExitStack()
-        self._nvml: Any = self._session.enter_context(nvml_session())
-        self._excludes_reserved = hasattr(self._nvml, "nvmlMemory_v2")
+        session = ExitStack()
+        self._nvml: Any = session.enter_context(cgroups.nvml_session())
+        self.close = session.close
         self._handles = {
             index: self._query(f"handle of GPU {index}", "nvmlDeviceGetHandleByIndex", index) for index in indices
         }
         self._conditions = {index: ConditionsReader(self._nvml, handle) for index, handle in self._handles.items()}
         self._partitioned = {index for index, handle in self._handles.items() if self._uses_mig(handle)}
-
-    def close(self) -> None:
-        """Shut NVML down."""
-        self._session.close()
 
     def read(self, empty: MemorySample, pids: Collection[int]) -> MemorySample:
         """Return the sample of a GPU, given one without values, and the processes of this job."""
@@ -51,8 +44,8 @@ class GpuReader:
             millijoules = self._query(f"energy of GPU {index}", "nvmlDeviceGetTotalEnergyConsumption", handle)
         return replace(
             empty,
-            used_mib=None if memory is None else memory.used / MIB,
-            total_mib=None if memory is None else memory.total / MIB,
+            used_mib=None if memory is None else memory.used / units.MIB,
+            total_mib=None if memory is None else memory.total / units.MIB,
             utilization_pct=None if busy is None else float(busy.gpu),
             power_w=None if milliwatts is None else milliwatts / 1000,
             job_mib=job_mib,
@@ -70,17 +63,12 @@ class GpuReader:
 
     def _memory(self, index: int, handle: Any) -> tuple[Any, str]:
         """Return the memory as nvidia-smi counts it; old versions of NVML count the driver's reserve as used."""
-        nvml = self._nvml
-        if self._excludes_reserved:
-            info = self._query(
-                f"memory without the driver's reserve of GPU {index}",
-                "nvmlDeviceGetMemoryInfo",
-                handle,
-                version=nvml.nvmlMemory_v2,
-            )
-            if info is not None:
+        function = "nvmlDeviceGetMemoryInfo"
+        if version := getattr(self._nvml, "nvmlMemory_v2", None):
+            what = f"memory without the driver's reserve of GPU {index}"
+            if (info := self._query(what, function, handle, version=version)) is not None:
                 return info, "nvml"
-        info = self._query(f"memory of GPU {index}", "nvmlDeviceGetMemoryInfo", handle)
+        info = self._query(f"memory of GPU {index}", function, handle)
         return info, "" if info is None else "nvml_with_reserve"
 
     def _job_and_other_mib(self, index: int, handle: Any, pids: Collection[int]) -> tuple[float | None, float | None]:
@@ -90,14 +78,11 @@ class GpuReader:
         has contained one of our pids, on any GPU.
         """
         listed = self._query(f"processes of GPU {index}", "nvmlDeviceGetComputeRunningProcesses", handle)
-        if listed is None:
-            return None, None
-        ours = [process.usedGpuMemory for process in listed if process.pid in pids]
-        others = [process.usedGpuMemory for process in listed if process.pid not in pids]
+        ours = [process.usedGpuMemory for process in listed or () if process.pid in pids]
+        others = [process.usedGpuMemory for process in listed or () if process.pid not in pids]
         self._lists_our_pids |= bool(ours)
-        if not self._lists_our_pids:
-            return None, None
-        return _total_mib(ours), _total_mib(others)
+        known = listed is not None and self._lists_our_pids
+        return (_total_mib(ours), _total_mib(others)) if known else (None, None)
 
     def _query(self, what: str, function: str, *arguments: Any, **keywords: Any) -> Any:
         """Return the result of a query, or None after one warning. The other values of the GPU remain available."""
@@ -111,18 +96,13 @@ class GpuReader:
 
 
 def _total_mib(sizes: Sequence[int | None]) -> float | None:
-    known = [size for size in sizes if size is not None]
-    return float(sum(known)) / MIB if len(known) == len(sizes) else None
+    return None if None in sizes else float(sum(filter(None, sizes))) / units.MIB
 
 
-# What may slow a GPU down: reduced clocks, memory errors, and its PCIe link.
+RARE_STRIDE = 20  # memory errors and the PCIe link are read in one of so many samples, because they change rarely
 
-
-RARE_STRIDE = 20
-"""Memory errors and the PCIe link are read in one of so many samples, because they change rarely."""
-
+# names of one function of NVML, the newer one first
 CLOCK_REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-"""Names of one function of NVML, the newer one first."""
 
 
 class Conditions(NamedTuple):
@@ -161,9 +141,9 @@ class ConditionsReader:
             for what in ("Generation", "Width")
             for which in ("Curr", "Max")
         )
-        if not (generation and width and best and widest):
-            return None
-        return 100 * float(2 ** (generation - best)) * width / widest
+        if generation and width and best and widest:
+            return 100 * float(2 ** (generation - best)) * width / widest
+        return None
 
     def _get(self, function: str, *constants: str) -> float | None:
         if function in self._refused:

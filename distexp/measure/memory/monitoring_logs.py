@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from distexp.runs import memory_trace
@@ -23,12 +24,7 @@ _DEVICE_NAMES = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "gpu_serial", "
 
 
 def read_memory_log(path: Path) -> MemoryTrace:
-    """Read a memory trace of distexp, or a log of nvidia-smi or psrecord.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The format is unknown, or there are no samples; the message contains path and expected formats.
-    """
+    """Read a memory trace of distexp, or a log of nvidia-smi or psrecord; raise ValueError for anything else."""
     lines, notes = memory_trace.read_whole_lines(path)
     filled = [line for line in lines if line.strip()]
     if not filled:
@@ -36,11 +32,7 @@ def read_memory_log(path: Path) -> MemoryTrace:
     first = filled[0].strip()
     if memory_trace.is_memory_trace(filled[0]):
         trace = memory_trace.read_memory_trace(path)
-    elif (
-        first.startswith("elapsed_time,")
-        or (first.startswith("#") and "Real" in first)
-        or _floats(first.split(), minimum=4)
-    ):
+    elif first.startswith("elapsed_time,") or re.match("#.*Real", first) or _floats(first.split(), minimum=4):
         trace = _read_psrecord(path, lines, notes)
     elif "memory.used" in first or _STAMP.match(first):
         trace = _read_nvidia_smi(path, lines, notes)
@@ -54,10 +46,9 @@ def read_memory_log(path: Path) -> MemoryTrace:
 def _floats(cells: Sequence[str], minimum: int) -> list[float] | None:
     """Return the cells as numbers, or None if one is not a number or there are too few."""
     try:
-        numbers = [float(cell) for cell in cells]
+        return [float(cell) for cell in cells] if len(cells) >= minimum else None
     except ValueError:
         return None
-    return numbers if len(numbers) >= minimum else None
 
 
 def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> MemoryTrace:
@@ -70,13 +61,16 @@ def _read_psrecord(path: Path, lines: Sequence[str], notes: list[str]) -> Memory
         real, minimum = 2, 4
         rows = [(number, line.split()) for number, line in enumerate(lines, start=1)]
         rows = [(number, cells) for number, cells in rows if cells and not cells[0].startswith("#")]
-    samples, bad = [], []
-    for number, cells in rows:
-        numbers = _floats(cells, minimum)
-        if numbers is None:
-            bad.append(number)
-        else:
-            samples.append(MemorySample(numbers[0], "", CPU, 0, numbers[real], source="psrecord"))
+    numbers = {number: _floats(cells, minimum) for number, cells in rows}
+    sample = partial(MemorySample, phase="", kind=CPU, index=0, source="psrecord")
+    samples = {n: sample(row[0], used_mib=row[real]) if row else None for n, row in numbers.items()}
+    return _make_trace(path, samples, notes)
+
+
+def _make_trace(path: Path, lines: Mapping[int, MemorySample | None], notes: list[str]) -> MemoryTrace:
+    """Return the samples of some lines by their numbers, with a note on the lines that have none."""
+    bad = [number for number, sample in lines.items() if sample is None]
+    samples = [sample for sample in lines.values() if sample is not None]
     return MemoryTrace(samples, notes + memory_trace.bad_lines_note(path, bad))
 
 
@@ -95,14 +89,8 @@ def _read_nvidia_smi(path: Path, lines: Sequence[str], notes: list[str]) -> Memo
     if not any(name in columns for name in ("index", *_DEVICE_NAMES)):
         notes.append(f"{path}: no index column: all lines count as one GPU")
     devices: dict[str, int] = {}
-    samples, bad = [], []
-    for number, cells in rows:
-        sample = _gpu_sample(cells, columns, devices) if len(cells) == width else None
-        if sample is None:
-            bad.append(number)
-        else:
-            samples.append(sample)
-    return MemoryTrace(samples, notes + memory_trace.bad_lines_note(path, bad))
+    samples = {n: _gpu_sample(cells, columns, devices) if len(cells) == width else None for n, cells in rows}
+    return _make_trace(path, samples, notes)
 
 
 def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -131,14 +119,10 @@ def _columns_by_format(path: Path, rows: Sequence[Sequence[str]]) -> dict[str, i
 
 def _are_used_and_total(rows: Sequence[Sequence[str]]) -> bool:
     """Return whether the fifth column is the total memory: constant per GPU, plausible and never exceeded."""
-    totals: dict[str, float] = {}
-    for row in rows:
-        used, total = (_number(cell) for cell in row[3:5]) if len(row) == 5 else (None, None)
-        if used is None or total is None:
-            continue
-        if total != totals.setdefault(row[1], total) or not max(used, _MIN_TOTAL_MIB) <= total:
-            return False
-    return True
+    numbers = [(row[1], _number(row[3]), _number(row[4])) for row in rows if len(row) == 5]
+    known = [(index, used, total) for index, used, total in numbers if used is not None and total is not None]
+    totals = {index: total for index, _, total in known}
+    return all(total == totals[index] and max(used, _MIN_TOTAL_MIB) <= total for index, used, total in known)
 
 
 def _number(cell: str) -> float | None:

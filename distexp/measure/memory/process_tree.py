@@ -10,16 +10,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from distexp.system.processes import descendants
-from distexp.system.units import MIB
+from distexp.system import processes, units
 
+# Names of the programs that compile C++ and CUDA. The kernel truncates a name to 15 characters.
 COMPILER = re.compile(
     rb"ninja|nvcc|cicc|ptxas|fatbinary|cudafe\+\+|nvlink|hipcc|cc1(plus)?|collect2|lto1|as|ld(\.\w+)?|lld"
     rb"|(g?cc|[gc]\+\+|clang(\+\+)?)(-[\d.]+)?|(x86_64|aarch64|powerpc64le)-.*"
 )
-"""Names of the programs that compile C++ and CUDA. The kernel truncates a name to 15 characters."""
-
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -42,10 +39,7 @@ class _Stat:
 
 
 class ProcessTree:
-    """The descendants of ``root_pid``, without that process itself.
-
-    A process that was found once is followed until it ends, even if its parent dies and it leaves the tree.
-    """
+    """The descendants of ``root_pid``. One that was found is followed until it ends, even if it leaves the tree."""
 
     def __init__(self, root_pid: int) -> None:
         self.root_pid = root_pid
@@ -70,21 +64,14 @@ class ProcessTree:
 
     def read(self) -> TreeReading:
         """Read all processes that are alive."""
-        before, self._members = self._members, {}
-        for pid in self._find(before):
-            stat = _read_stat(pid)
-            if stat is not None and stat.alive:
-                self._members[pid] = stat
-        ticks = sum(
-            stat.cpu_ticks - (before[pid].cpu_ticks if _is_same(before.get(pid), stat) else 0)
-            for pid, stat in self._members.items()
-        )
+        before = self._members
+        found = {pid: _read_stat(pid) for pid in self._find(before)}
+        self._members = {pid: stat for pid, stat in found.items() if stat is not None and stat.alive}
+        ticks = sum(stat.cpu_ticks for stat in self._members.values())
+        ticks -= sum(before[pid].cpu_ticks for pid, stat in self._members.items() if _is_same(before.get(pid), stat))
         compilers = {pid for pid, stat in self._members.items() if stat.compiles}
-        return TreeReading(
-            pids=frozenset(self._members),
-            memory=self._memory.read(self._members, compilers),
-            cpu_s=ticks / TICKS_PER_S,
-        )
+        memory = self._memory.read(self._members, compilers)
+        return TreeReading(frozenset(self._members), memory, cpu_s=ticks / os.sysconf("SC_CLK_TCK"))
 
     def _find(self, known: dict[int, _Stat]) -> list[int]:
         """Return the known pids that are alive, and all descendants of them and of the root."""
@@ -94,10 +81,9 @@ class ProcessTree:
         found |= dict.fromkeys(self._added)
         to_search = [self.root_pid, *found]
         while to_search:
-            for child in self._children(to_search.pop()):
-                if child not in found:
-                    found[child] = None
-                    to_search.append(child)
+            new = dict.fromkeys(child for child in self._children(to_search.pop()) if child not in found)
+            found |= new
+            to_search += new
         return list(found)
 
     def _may_have_grown(self) -> bool:
@@ -114,7 +100,7 @@ class ProcessTree:
 
     def _children(self, pid: int) -> Iterator[int]:
         if not self._kernel_lists_children:
-            yield from (child.pid for child in descendants(pid, recursive=False))
+            yield from (child.pid for child in processes.descendants(pid, recursive=False))
             return
         with suppress(FileNotFoundError, ProcessLookupError):
             for thread in os.listdir(f"/proc/{pid}/task"):  # The kernel lists them per thread that started them.
@@ -143,18 +129,14 @@ def _read_stat(pid: int) -> _Stat | None:
 # Memory of a group of processes: the PSS (proportional set size). A page that n processes map counts 1/n in each of
 # them, so the sum over a tree counts it once. Pages shared with other processes count in part, and files in a tmpfs
 # that no process maps do not count.
-#
 # The kernel walks all page tables to compute PSS. For eight processes that import torch and hold 256 MiB each (2 cores,
 # Linux 6.18), it takes 57 ms of CPU time, also with psutil, and 2 ms more with psutil's search for children. A sample
 # every 0.5 s would cost 12 % of a core. So PSS is limited to ``PSS_SHARE`` of a core. In between, each process counts
 # its last PSS plus the growth of its private memory, from the counts in statm (0.4 ms with the search for processes). A
 # change of shared memory, or a new process, appears in the next PSS reading: after 100 times its CPU time (6 s above).
 
-
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-PSS_SHARE = 0.01
-"""Share of one core's time that PSS readings may cost."""
+PSS_SHARE = 0.01  # share of one core's time that PSS readings may cost
 
 
 @dataclass(frozen=True)
@@ -181,11 +163,7 @@ class _Rollup:
 
 
 class PssReader:
-    """Reads the memory of processes.
-
-    The memory of ``page_holders`` counts too, without the pages that they alone have. Of the memory of ``file_holders``
-    only the files count, such as libraries.
-    """
+    """Reads the memory of processes; of ``page_holders`` the shared pages count too, of ``file_holders`` the files."""
 
     def __init__(self, page_holders: Sequence[int] = (), file_holders: Sequence[int] = ()) -> None:
         self.page_holders, self.file_holders = page_holders, file_holders
@@ -205,21 +183,13 @@ class PssReader:
                 self._read_pss(counts)
             used, sources = {pid: pss for pid, (pss, _) in self._last.items()}, sorted(self._sources)
         else:
-            used = {pid: self._estimate(pid, private) for pid, (_, private) in counts.items()}
+            # A new process counts 0: it may share all its memory with its parent. Its RSS would be a false peak.
+            grown = {pid: (*self._last.get(pid, (0, private)), private) for pid, (_, private) in counts.items()}
+            used = {pid: max(pss + private - before, 0) for pid, (pss, before, private) in grown.items()}
             sources = [*sorted(self._sources), "delta"]
         apart = [used[pid] for pid in compilers if pid in used]
         rest = sum(used.values()) + self._held - sum(apart)
-        return TreeMemory(rest / MIB, "+".join(sources), sum(apart) / MIB if apart else None)
-
-    def _estimate(self, pid: int, private: int) -> int:
-        """Return the bytes of a process since the last PSS reading; 0 for a new process.
-
-        A new process may share all its memory with its parent. Its RSS would show a peak that never existed.
-        """
-        if pid not in self._last:
-            return 0
-        used, before = self._last[pid]
-        return max(used + private - before, 0)
+        return TreeMemory(rest / units.MIB, "+".join(sources), sum(apart) / units.MIB if apart else None)
 
     def _read_pss(self, counts: dict[int, tuple[int, int]]) -> None:
         self._last, self._sources = {}, set()
@@ -232,11 +202,7 @@ class PssReader:
         self._held += sum(rollup.files for rollup in files if rollup is not None)
 
     def _read_rollup(self, pid: int) -> _Rollup | None:
-        """Return the PSS of a process; None if it is not readable.
-
-        Its parts are of the same moment. Counts from before would be too small for a process that grows, and all later
-        estimates too large.
-        """
+        """Return the PSS of a process, with parts of one moment, because it may grow; None if it is not readable."""
         if not self._has_rollup:
             return None
         try:
@@ -274,10 +240,7 @@ def read_proc(name: str) -> bytes:
 
 
 class CostLimit:
-    """Limits repeated work of one thread to a share of one core's time, such as 0.1.
-
-    The cost is the minimum of ``window`` repetitions, so that one slow repetition counts as noise.
-    """
+    """Limits repeated work of one thread to a share of one core. Its cost is the minimum of ``window`` repetitions."""
 
     def __init__(self, share: float, window: int = 1) -> None:
         self.share = share

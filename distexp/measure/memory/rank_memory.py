@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from distexp.distributed.process_group import gather_to_all, sum_over_ranks
 from distexp.measure.memory.step_parts import COMMUNICATION, Frame, is_communication, specific_frames
 from distexp.measure.memory.step_recording import (
-    ALLOCATED,
     SavedTensorCounter,
     StepRecording,
-    frames_of,
+    UsedBlock,
     has_history,
     known_parts,
     storage_sizes,
+    used_blocks,
 )
 from distexp.measure.watcher import PROFILE, MeasuredSteps, Step, Watcher
 from distexp.runs.texts import out_of_memory_status
@@ -114,27 +114,19 @@ class PartsWatch(Watcher):
         """Return the entries of this rank in MiB: the tensors, then the peaks of the recorded step."""
         if self.parameters is None:
             return []
-        tensors = {
-            "rank": self.rank,
-            "phase": "train",
-            "parameters_mib": _mib(self.parameters),
-            "gradients_mib": _mib(self.gradients),
-            "optimizer_states_mib": _mib(self.optimizer_states),
-            "activations_mib": _mib(None if self._counter is None else self._counter.peak_bytes),
+        sizes = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer_states": self.optimizer_states,
+            "activations": None if self._counter is None else self._counter.peak_bytes,
         }
-        return [tensors, *({"rank": self.rank, **peak} for peak in self.peaks)]
+        tensors = {f"{part}_mib": None if size is None else size / MIB for part, size in sizes.items()}
+        return [{"rank": self.rank, **entry} for entry in ({"phase": "train", **tensors}, *self.peaks)]
 
 
 def _size_outside(parameters: Mapping[int, int], tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors that share no storage with parameters."""
     return sum(size for key, size in storage_sizes(iter(tensors)).items() if key not in parameters)
-
-
-def _mib(size: int | None) -> float | None:
-    return None if size is None else size / MIB
-
-
-PEAKS = ("peak_allocated_mib", "peak_reserved_mib")
 
 
 class AllocatorWatch(Watcher):
@@ -163,8 +155,8 @@ class AllocatorWatch(Watcher):
         self._kept = self._peaks()
 
     def _peaks(self) -> dict[str, Any]:
-        peaks = allocator_peaks(self.device, self.rank)
-        return peaks | {name: max(peaks[name], self._kept.get(name, 0.0)) for name in PEAKS}
+        peaks, names = allocator_peaks(self.device, self.rank), ("peak_allocated_mib", "peak_reserved_mib")
+        return peaks | {name: max(peaks[name], self._kept.get(name, 0.0)) for name in names}
 
     def summary(self, steps: MeasuredSteps) -> dict[str, Any]:
         """Return ``memory.torch`` in MiB, which is empty on the CPU. A collective."""
@@ -191,31 +183,13 @@ def allocator_peaks(device: torch.device, rank: int) -> dict[str, Any]:
     }
 
 
-# What is in GPU memory when an allocation fails, for ``error.memory`` of a record.
-
-
-MAX_TENSORS = 8
-"""Kinds of tensors that the record lists, the largest first."""
-
-REST, UNKNOWN = "rest", "unknown"
-"""Activations and temporaries, which only a recorded step separates; and all memory while there is no model."""
-
-
-@dataclass(frozen=True)
-class UsedBlock:
-    """A block of memory in use."""
-
-    address: int
-    size: int
-    frames: tuple[Frame, ...] = ()
-    requested: int = 0
+MAX_TENSORS = 8  # kinds of tensors that the record lists, the largest first
 
 
 class OutOfMemoryWatch(Watcher):
-    """Keeps a report of the latest allocation of this process that failed, also while the model is built.
+    """Keeps a report of the latest allocation that failed, also while the model is built.
 
-    With ``records_stacks`` it records the Python stacks of the first step's allocations, so that a report has source
-    lines. The first step must then count in no metric.
+    With ``records_stacks`` it has source lines, from the first step, which must then count in no metric.
     """
 
     def __init__(self, device: torch.device, *, records_stacks: bool = False) -> None:
@@ -267,8 +241,7 @@ class OutOfMemoryWatch(Watcher):
             print(f"note: the memory is not described: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-_watches: list[OutOfMemoryWatch] = []
-"""The watch of the latest training of this process."""
+_watches: list[OutOfMemoryWatch] = []  # the watch of the latest training of this process
 
 
 def _observe(device: int, requested: int, total: int, free: int) -> None:
@@ -281,39 +254,22 @@ def report_of(error: BaseException) -> dict[str, Any] | None:
     return _watches[0].report if _watches and is_full else None
 
 
-def used_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> Iterator[UsedBlock]:
-    """Yield the blocks in use in a snapshot of torch."""
-    for segment in segments:
-        if segment["device"] == device:
-            for block in segment["blocks"]:
-                if block["state"] == ALLOCATED:
-                    yield UsedBlock(block["address"], block["size"], frames_of(block), block.get("requested_size", 0))
-
-
 def running_frames() -> list[FrameType]:
     """Return the calls that run in this thread and in the main thread, the innermost one first."""
     main = threading.main_thread().ident
     threads = [sys._getframe(1)]
     if main is not None and main != threading.get_ident():  # The backward pass has its own thread.
         threads.append(sys._current_frames()[main])
-    found = []
-    for innermost in threads:
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_filename != __file__:
-                found.append(frame)
-            frame = frame.f_back
-    return found
+    calls = [frame for innermost in threads for frame, _ in walk_stack(innermost)]
+    return [frame for frame in calls if frame.f_code.co_filename != __file__]
 
 
 def describe_blocks(
-    blocks: Iterable[UsedBlock], tensors: ModelTensors | None, running: Iterable[FrameType]
+    blocks: Sequence[UsedBlock], tensors: ModelTensors | None, frames: Sequence[FrameType]
 ) -> dict[str, Any]:
-    """Return the line that runs, the memory by part, and the largest tensors."""
-    frames, blocks = list(running), list(blocks)
-    sizes_of = {block.address: (block.size, block.requested) for block in blocks}
-    parts = known_parts(tensors, sizes_of) if tensors is not None else {}
-    others = UNKNOWN if tensors is None else REST
+    """Return the line that runs, the memory by part, and the largest tensors. ``rest`` has activations."""
+    parts = known_parts(tensors, blocks) if tensors is not None else {}
+    others = "unknown" if tensors is None else "rest"
     names = {**dict(_variables(frames)), **(dict(_names(tensors)) if tensors is not None else {})}
     sizes: Counter[str] = Counter()
     groups: Counter[tuple[int, str, str | None]] = Counter()
@@ -341,9 +297,9 @@ def _names(tensors: ModelTensors) -> Iterator[tuple[int, str]]:
                 yield from ((address, f"gradient of {name}") for address in storage_sizes(iter([gradient])))
 
 
-def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[int, str]]:
+def _variables(frames: Sequence[FrameType]) -> Iterator[tuple[int, str]]:
     """Yield address and name of the tensors in local variables; the innermost call comes last, and so counts."""
-    for frame in reversed(list(frames)):
+    for frame in reversed(frames):
         place = format_frame(_as_frame(frame))
         for name, value in list(frame.f_locals.items()):
             for tensor in _tensors_of(value):
@@ -356,10 +312,9 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
     return (member for member in list(members) if isinstance(member, Tensor) and member.layout == torch.strided)
 
 
-def _line(frames: Iterable[Frame]) -> str | None:
+def _line(frames: Sequence[Frame]) -> str | None:
     """Return the innermost line outside of torch's general code; None if there is none."""
-    frame = next(specific_frames(list(frames)), None)
-    return None if frame is None else format_frame(frame)
+    return next(map(format_frame, specific_frames(frames)), None)
 
 
 def _as_frame(frame: FrameType) -> Frame:

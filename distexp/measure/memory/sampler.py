@@ -8,33 +8,23 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from statistics import fmean
-from types import TracebackType
+from statistics import fmean, multimode
 from typing import Any
 
-from distexp.measure.memory.gpu_reader import GpuReader
-from distexp.measure.memory.process_tree import CostLimit, ProcessTree
+from distexp.measure.memory import gpu_reader, process_tree
 from distexp.measure.run_energy import CpuEnergyReader
 from distexp.runs.events import PhaseEvent, PhaseTail, phase_at, read_phase_events
 from distexp.runs.memory_trace import CPU, GPU, MemorySample, MemoryTraceWriter, group_by_device, read_memory_trace
 from distexp.runs.run_dir import EVENTS, memory_trace_path
-from distexp.system.cgroups import cpu_count, usable_memory
-from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
-from distexp.system.units import MIB
+from distexp.system import cgroups, typed_values, units
 
-SAMPLING_SHARE = 0.1
-"""Share of one core's time that sampling may cost."""
-
-COST_WINDOW = 3
-"""Samples whose minimum is the cost of a sample."""
-
-STOP_TIMEOUT_S = 5.0
-"""How long the end of a run waits for the last sample."""
+SAMPLING_SHARE = 0.1  # share of one core's time that sampling may cost
+COST_WINDOW = 3  # samples whose minimum is the cost of a sample, because a slow one is noise
+STOP_TIMEOUT_S = 5.0  # how long the end of a run waits for the last sample
 
 
 class Sampler:
@@ -60,18 +50,18 @@ class Sampler:
     ) -> None:
         if interval_s <= 0:
             raise ValueError(f"interval_s={interval_s} must be greater than 0: set the seconds between two samples")
-        self.path = path
-        self.interval_s = interval_s
+        self.path, self.interval_s = path, interval_s
         self.root_pid = os.getpid() if root_pid is None else root_pid
-        self.cores = cores or cpu_count()
+        self.cores = cores or cgroups.cpu_count()
         self._gpu_indices = tuple(gpu_indices)
         self._tail = PhaseTail(events or path.parent.parent / EVENTS)
-        self._tree = ProcessTree(self.root_pid)
-        self._gpus: GpuReader | None = None
+        self._tree = process_tree.ProcessTree(self.root_pid)
+        self.include = self._tree.include
+        self._gpus: gpu_reader.GpuReader | None = None
         self._cpu_energy = CpuEnergyReader()
         self._total_mib: float | None = None
         self._read_at: float | None = None
-        self._limit = CostLimit(SAMPLING_SHARE, COST_WINDOW)
+        self._limit = process_tree.CostLimit(SAMPLING_SHARE, COST_WINDOW)
         self._warned: set[str] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
@@ -80,17 +70,11 @@ class Sampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             self._warn("stop", f"the last sample takes more than {STOP_TIMEOUT_S:.0f} s and is skipped")
-
-    def include(self, member: int, forked_from: int, others: Sequence[int] = ()) -> None:
-        """Add a process that is no descendant of the root; see ``ProcessTree.include``."""
-        self._tree.include(member, forked_from, others)
 
     def _run(self) -> None:
         try:
@@ -110,30 +94,25 @@ class Sampler:
 
     def _open_sources(self) -> None:
         try:
-            self._total_mib = usable_memory(self.root_pid) / MIB
+            self._total_mib = cgroups.usable_memory(self.root_pid) / units.MIB
         except (OSError, ValueError, IndexError) as error:
             self._warn("limit", f"the memory of the machine is unknown ({error}); total_mib is left empty")
         if not self._gpu_indices:
             return
         try:
-            self._gpus = GpuReader(self._gpu_indices, lambda text: self._warn(text, text))
+            self._gpus = gpu_reader.GpuReader(self._gpu_indices, lambda text: self._warn(text, text))
         except Exception as error:  # any: a broken driver must not stop the run
             self._warn("nvml", f"NVML is not available ({error}); the values of the GPUs are left empty")
 
     def _sample_until_stopped(self, file: MemoryTraceWriter) -> None:
-        started = time.monotonic()
-        tick = 0
+        started, tick = time.monotonic(), 0
         while not self._stopped.wait(started + tick * self.interval_s - time.monotonic()):
             if self._limit.allows():
                 self._sample(file)
             else:
-                self._warn(
-                    "cost",
-                    f"a sample costs {self._limit.cost_s * 1000:.0f} ms of CPU time, more than {SAMPLING_SHARE:.0%} of "
-                    f"{self.interval_s:g} s: some samples are skipped",
-                )
-            missed = math.floor((time.monotonic() - started) / self.interval_s) + 1
-            tick = max(tick + 1, missed)
+                cost = f"a sample costs {self._limit.cost_s * 1000:.0f} ms of CPU time, more than {SAMPLING_SHARE:.0%}"
+                self._warn("cost", f"{cost} of {self.interval_s:g} s: some samples are skipped")
+            tick = max(tick, math.floor((time.monotonic() - started) / self.interval_s)) + 1
         self._sample(file)
 
     def _sample(self, file: MemoryTraceWriter) -> None:
@@ -149,25 +128,20 @@ class Sampler:
         tree = self._tree.read()
         elapsed = None if self._read_at is None else clock - self._read_at
         self._read_at = clock
-        cpu_j = self._cpu_energy.read(tree.cpu_s)
-        if tree.memory is not None and "rss" in tree.memory.source:
-            self._warn(
-                "rss",
-                "PSS is not readable for every process; RSS is used instead and counts shared pages several times "
-                "(column source)",
-            )
-        yield MemorySample(
-            unix_time_s=now,
-            phase=phase,
-            kind=CPU,
-            index=0,
-            used_mib=tree.memory.mib if tree.memory else None,
+        sample = MemorySample(
+            *(now, phase, CPU, 0),
+            used_mib=None,
             total_mib=self._total_mib,
             utilization_pct=100 * tree.cpu_s / elapsed / self.cores if elapsed else None,
-            energy_j=cpu_j,
-            source=tree.memory.source if tree.memory else "",
-            compiler_mib=tree.memory.compiler_mib if tree.memory else None,
+            energy_j=self._cpu_energy.read(tree.cpu_s),
         )
+        if (memory := tree.memory) is None:
+            yield sample
+        else:
+            if "rss" in memory.source:
+                how = "RSS is used instead and counts shared pages several times (column source)"
+                self._warn("rss", f"PSS is not readable for every process; {how}")
+            yield replace(sample, used_mib=memory.mib, source=memory.source, compiler_mib=memory.compiler_mib)
         for index in self._gpu_indices:
             empty = MemorySample(now, phase, GPU, index, used_mib=None)
             yield empty if self._gpus is None else self._gpus.read(empty, tree.pids)
@@ -185,15 +159,11 @@ class Sampler:
             print(f"memory sampler: {text}", file=sys.stderr, flush=True)
 
 
-# Memory and utilization of a run, computed from its memory traces for the record.
-
-
 Entry = dict[str, Any]
+# Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen.
 PROFILING_PHASE, SEARCH_PHASE = "profile", "search"
-"""Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen."""
 
-TRAINING_PHASES = frozenset({"warmup", "train"})
-"""Phases of the training steps. Before them a run may be small for most of its time."""
+TRAINING_PHASES = frozenset({"warmup", "train"})  # Before them a run may be small for most of its time.
 
 
 @dataclass(frozen=True)
@@ -208,13 +178,9 @@ class Statistics:
     def of(cls, values: Iterable[float]) -> Statistics | None:
         """Return the statistics of some values, or None if there are none."""
         known = list(values)
-        if not known:
-            return None
         # PSS and psrecord report fractions of a MiB, which hardly repeat. Without rounding, each would be a mode.
-        counts = Counter(math.floor(value + 0.5) for value in known)
-        most = max(counts.values())
-        modes = tuple(sorted(value for value, count in counts.items() if count == most))
-        return cls(max(known), sum(known) / len(known), modes)
+        modes = tuple(sorted(multimode(math.floor(value + 0.5) for value in known)))
+        return cls(max(known), sum(known) / len(known), modes) if known else None
 
 
 @dataclass
@@ -271,10 +237,7 @@ def _samples(path: Path, events: Path | None, notes: list[str]) -> list[MemorySa
 
 
 def join_phases(samples: Iterable[MemorySample], events: Sequence[PhaseEvent]) -> list[MemorySample]:
-    """Return the samples with their phases by time.
-
-    An event may reach the disk after the sample that it covers. A sample before the first event keeps its phase.
-    """
+    """Return the samples with their phases by time: an event may reach the disk after the sample that it covers."""
     return [replace(sample, phase=phase_at(events, sample.unix_time_s) or sample.phase) for sample in samples]
 
 
@@ -284,9 +247,8 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
         counted = list(takewhile(lambda sample: sample.phase != PROFILING_PHASE, not_searching))
     else:
         counted = _counted_on_cpu(samples)
-    statistics = Statistics.of(_known(counted, lambda sample: sample.used_mib))
     steps = [sample for sample in counted if sample.phase in TRAINING_PHASES]
-    training = Statistics.of(_known(steps, lambda sample: sample.used_mib))
+    statistics, training = (Statistics.of(known_values(of, lambda s: s.used_mib)) for of in (counted, steps))
     entry: Entry = {
         "peak_mib": statistics.peak if statistics else None,
         "average_mib": statistics.average if statistics else None,
@@ -295,9 +257,9 @@ def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
         "training_mode_mib": training.modes[0] if training else None,
     }
     if kind == GPU:
-        entry["job_peak_mib"] = max(_known(counted, lambda sample: sample.job_mib), default=None)
+        entry["job_peak_mib"] = max(known_values(counted, lambda sample: sample.job_mib), default=None)
     else:
-        entry["compiler_peak_mib"] = max(_known(counted, lambda sample: sample.compiler_mib), default=None)
+        entry["compiler_peak_mib"] = max(known_values(counted, lambda sample: sample.compiler_mib), default=None)
     entry["phases"] = _by_phase(samples, lambda sample: sample.used_mib, max)
     sources = {source: None for sample in samples for source in sample.source.split("+") if source}
     entry["source"] = "+".join(sources) or None
@@ -310,21 +272,22 @@ def _counted_on_cpu(samples: Sequence[MemorySample]) -> list[MemorySample]:
     A sample before the first phase counts only if no phase has memory: while processes start, memory that they share
     may count several times. A phase may have samples without memory, of processes that have ended.
     """
-    counted = [sample for sample in samples if sample.phase not in UNCOUNTED_CPU_PHASES]
+    counted = [sample for sample in samples if sample.phase not in typed_values.UNCOUNTED_CPU_PHASES]
     in_phases = [sample for sample in counted if sample.phase]
     return in_phases if any(sample.used_mib is not None for sample in in_phases) else counted
 
 
 def _utilization(samples: Sequence[MemorySample]) -> Entry:
     counted = [sample for sample in samples if sample.phase not in (SEARCH_PHASE, PROFILING_PHASE)]
-    values = _known(counted, lambda sample: sample.utilization_pct)
+    values = known_values(counted, lambda sample: sample.utilization_pct)
     return {
         "average_pct": fmean(values) if values else None,
         "phases": _by_phase(samples, lambda sample: sample.utilization_pct, fmean),
     }
 
 
-def _known(samples: Iterable[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:
+def known_values(samples: Iterable[MemorySample], value: Callable[[MemorySample], float | None]) -> list[float]:
+    """Return a value of the samples that have it."""
     return [known for known in map(value, samples) if known is not None]
 
 
@@ -334,9 +297,6 @@ def _by_phase(
     combine: Callable[[Sequence[float]], float],
 ) -> dict[str, float]:
     """Return one value per phase, in the order of the phases."""
-    phases: dict[str, list[float]] = {}
-    for sample in samples:
-        known = value(sample)
-        if known is not None and sample.phase:
-            phases.setdefault(sample.phase, []).append(known)
-    return {phase: combine(values) for phase, values in phases.items()}
+    phases = dict.fromkeys(sample.phase for sample in samples if sample.phase)
+    values = {phase: known_values((s for s in samples if s.phase == phase), value) for phase in phases}
+    return {phase: combine(known) for phase, known in values.items() if known}

@@ -1,7 +1,6 @@
 """What the GPU memory of one step is made of, from the allocations and frees that torch recorded.
 
-The parts are those of a prediction, see ``distexp.plan.replay.PARTS``, and so are the rules. This module imports no
-torch, so that recorded steps can be checked by hand.
+The parts and rules are those of a prediction, see ``distexp.plan.replay.PARTS``. It imports no torch.
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ PARTS = ("parameters", "gradients", "optimizer_states", "activations", "logits",
 """What a block of memory is for, as in ``predicted.parts`` of a record."""
 
 FORWARD, BACKWARD, OPTIMIZER, END = "forward", "backward", "optimizer", "end"
-PHASES = (FORWARD, BACKWARD, OPTIMIZER)
-"""Parts of a step, each with its own peak."""
+PHASES = (FORWARD, BACKWARD, OPTIMIZER)  # parts of a step, each with its own peak
 
 COMMUNICATION = "communication"
-MIN_BLOCK = 512
-"""Bytes to which torch's allocator rounds a request."""
-
-MIN_ODD_FACTOR = 64
-"""A vocabulary must have such an odd factor, so that a size that it divides belongs to logits."""
+MIN_BLOCK = 512  # bytes to which torch's allocator rounds a request
+MIN_ODD_FACTOR = 64  # a vocabulary must have such an odd factor, so that a size that it divides belongs to logits
 
 GENERIC = re.compile(
     r"/torch/(?!distributed/(fsdp|algorithms|distributed_c10d|_functional_collectives))|/deepspeed/utils/"
@@ -33,20 +28,15 @@ GENERIC = re.compile(
 COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/|/distexp/strategies/ddp_reduction\.py|/deepspeed/(runtime/(zero|comm)|comm)/"
 )
-COMPUTING_FILES = re.compile(r"/deepspeed/runtime/zero/linear\.py")
-"""Code of ZeRO that computes layers."""
-
-COMPUTING_FUNCTIONS = re.compile(r"norm|overflow|inf_or_nan")
-"""Functions of ZeRO whose tensors are the gradients' norms and checks."""
+COMPUTING_FILES = re.compile(r"/deepspeed/runtime/zero/linear\.py")  # code of ZeRO that computes layers
+COMPUTING_FUNCTIONS = re.compile(r"norm|overflow|inf_or_nan")  # norms and checks of gradients in ZeRO
 
 ZERO_FILES = re.compile(r"/deepspeed/runtime/zero/stage")
-ZERO_GRADIENTS = re.compile(r"step|_prepare_fp32_grad_for_sub_group")
-"""Functions of ZeRO that copy the gradients to fp32 for the update."""
+ZERO_GRADIENTS = re.compile(r"step|_prepare_fp32_grad_for_sub_group")  # functions that copy the gradients to fp32
 
 REDUCING_FUNCTIONS = re.compile(r"reduce|all_gather")
 ENGINE_FILE = re.compile(r"/deepspeed/runtime/engine\.py")
-CHECKPOINT_FILE = re.compile(r"/torch/utils/checkpoint\.py")
-"""Code that computes a forward pass again, in the backward pass."""
+CHECKPOINT_FILE = re.compile(r"/torch/utils/checkpoint\.py")  # code that computes a forward pass again
 
 
 @dataclass(frozen=True)
@@ -165,10 +155,9 @@ class _Follower:
                 if left.by_autograd and left.part is None:
                     left.part = "gradients"
         self.phase = mark.phase
-        for address in mark.gradients:
-            block = self.alive.get(address)
-            if block is not None and block.part in (None, COMMUNICATION):
-                block.part = "gradients"
+        for address in mark.gradients & self.alive.keys():
+            if self.alive[address].part in (None, COMMUNICATION):
+                self.alive[address].part = "gradients"
 
 
 def phase_peaks(step: RecordedStep) -> dict[str, Counter[str]]:
@@ -206,11 +195,8 @@ def is_logits(size: int, step: RecordedStep) -> bool:
     """Return whether a size is a multiple of the vocabulary, in 2 or 4 bytes, and not that of a weight."""
     if not step.knows_logits or step.vocabulary is None:
         return False
-    for item in (2, 4):
-        elements, rest = divmod(size, item)
-        if not rest and elements in step.weight_sizes:
-            return False
-    return size > 0 and size % (2 * step.vocabulary) == 0
+    is_weight = any(size % item == 0 and size // item in step.weight_sizes for item in (2, 4))
+    return not is_weight and size > 0 and size % (2 * step.vocabulary) == 0
 
 
 def is_communication(frames: Sequence[Frame]) -> bool:

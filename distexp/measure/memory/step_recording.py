@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,37 +14,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from distexp.measure.memory.step_parts import (
-    BACKWARD,
-    COMMUNICATION,
-    END,
-    FORWARD,
-    OPTIMIZER,
-    PARTS,
-    PHASES,
-    Change,
-    Frame,
-    Mark,
-    RecordedStep,
-    phase_peaks,
-)
+from distexp.measure.memory import step_parts
 from distexp.strategies.optimizer import ModelTensors, ReadTensors
 from distexp.system.cgroups import NvmlUnavailableError, nvml_session
 from distexp.system.torch_internals.tensors import around_backward, start_memory_history, stop_memory_history
 from distexp.system.units import MIB
 
-MAX_ENTRIES = 2_000_000
-"""Allocations and frees that are kept; a step has some ten thousand."""
-
-ALLOCATED = "active_allocated"
-"""State of a block in use, in torch's snapshots."""
+MAX_ENTRIES = 2_000_000  # allocations and frees that are kept; a step has some ten thousand
 
 
 class StepRecording:
-    """The allocations and frees of one step of this rank.
+    """The allocations and frees of one step of this rank. A small tensor marks where a phase starts.
 
-    A mark is a small tensor. Its allocation shows in the recording where a phase starts. ``keep_peaks`` saves the peaks
-    of the allocator, which are reset for each phase.
+    ``keep_peaks`` saves the peaks of the allocator, which are reset for each phase.
     """
 
     def __init__(self, device: torch.device, keep_peaks: Callable[[], None]) -> None:
@@ -54,8 +37,8 @@ class StepRecording:
         self._stack = ExitStack()
         self._read: ReadTensors | None = None
         self._markers: list[Tensor] = []
-        self._marks: list[Mark] = []
-        self._start: dict[int, tuple[int, int]] = {}  # size and requested size of each block, by address
+        self._marks: list[step_parts.Mark] = []
+        self._start: list[UsedBlock] = []
         self._known: dict[int, str] = {}
         self._weight_sizes: frozenset[int] = frozenset()
         self._vocabulary: int | None = None
@@ -65,12 +48,10 @@ class StepRecording:
         """Record from now on."""
         self._read, tensors = read, read()
         segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        self._start = blocks_in_use(segments, self._index)
+        self._start = used_blocks(segments, self._index)
         self._known = known_parts(tensors, self._start)
         self._vocabulary = tensors.vocabulary
-        self._weight_sizes = frozenset(
-            int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in tensors.parameters
-        )
+        self._weight_sizes = frozenset(map(count_elements, tensors.parameters))
         start_memory_history(MAX_ENTRIES)
         self._stack.enter_context(around_backward(self._in_backward))
 
@@ -80,28 +61,29 @@ class StepRecording:
 
     def start_forward(self) -> None:
         """Mark the start of a micro-batch."""
-        self._mark(FORWARD)
+        self._mark(step_parts.FORWARD)
 
     def start_update(self) -> None:
         """Mark the end of the backward pass."""
         assert self._read is not None
-        gradients = frozenset(storage_sizes(_on_gpu(self._read().gradients)))
-        self._mark(OPTIMIZER, gradients)
+        self._mark(step_parts.OPTIMIZER, frozenset(storage_sizes(_on_gpu(self._read().gradients))))
 
     def finish(self) -> list[dict[str, Any]]:
         """End the recording; return the parts at the peak of each phase, in MiB."""
-        self._mark(END)
+        self._mark(step_parts.END)
         self._stack.close()
-        changes = changes_of(stop_memory_history(self._index))
+        changes = [
+            step_parts.Change(entry["addr"], entry["size"], entry["action"] == "free_requested", frames_of(entry))
+            for entry in stop_memory_history(self._index)
+            if entry["action"] in ("alloc", "free_requested")
+        ]
         self._markers = []
-        start = {address: size for address, (size, _) in self._start.items()}
-        step = RecordedStep(start, self._known, changes, self._marks, self._vocabulary, self._weight_sizes)
-        context = self._context()
+        start = {block.address: block.size for block in self._start}
+        step = step_parts.RecordedStep(start, self._known, changes, self._marks, self._vocabulary, self._weight_sizes)
+        context = self._context() if step.knows_logits else {"logits_mib": None, **self._context()}
         return [
-            entry_of(phase, parts, self.allocated[phase], self.reserved[phase])
-            | {"logits_mib": parts["logits"] / MIB if step.knows_logits else None}
-            | context
-            for phase, parts in phase_peaks(step).items()
+            entry_of(phase, parts, self.allocated[phase], self.reserved[phase]) | context
+            for phase, parts in step_parts.phase_peaks(step).items()
         ]
 
     def cancel(self) -> None:
@@ -113,7 +95,7 @@ class StepRecording:
     def _in_backward(self) -> Iterator[None]:
         """Mark the start of a backward pass. Recomputation may run others inside of it."""
         if not self._backward_depth:
-            self._mark(BACKWARD)
+            self._mark(step_parts.BACKWARD)
         self._backward_depth += 1
         try:
             yield
@@ -122,7 +104,7 @@ class StepRecording:
 
     def _mark(self, phase: str, gradients: frozenset[int] = frozenset()) -> None:
         statistics = torch.cuda.memory_stats(self.device)
-        if self.phase in PHASES:  # the peaks of the phase that ends
+        if self.phase in step_parts.PHASES:  # the peaks of the phase that ends
             for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
                 peaks[self.phase] = max(peaks[self.phase], statistics[f"{key}.all.peak"])
         self.keep_peaks()
@@ -130,7 +112,7 @@ class StepRecording:
         self.phase = phase
         marker = torch.empty(1, dtype=torch.uint8, device=self.device)
         self._markers.append(marker)
-        self._marks.append(Mark(marker.untyped_storage().data_ptr(), phase, gradients))
+        self._marks.append(step_parts.Mark(marker.untyped_storage().data_ptr(), phase, gradients))
 
     def _context(self) -> dict[str, Any]:
         """Return the memory that NVML reports beyond torch's reserved memory, and what NVML counted."""
@@ -150,55 +132,57 @@ def entry_of(phase: str, parts: Mapping[str, int], allocated: int, reserved: int
     """Return the entry of a phase in MiB. ``other_mib`` is what the parts miss, mostly the allocator's rounding."""
     return {
         "phase": phase,
-        **{f"{part}_mib": parts.get(part, 0) / MIB for part in PARTS},
+        **{f"{part}_mib": parts.get(part, 0) / MIB for part in step_parts.PARTS},
         "other_mib": (allocated - sum(parts.values())) / MIB,
         "allocated_mib": allocated / MIB,
         "reserve_mib": (reserved - allocated) / MIB,
     }
 
 
-def blocks_in_use(segments: Iterable[Mapping[str, Any]], device: int) -> dict[int, tuple[int, int]]:
-    """Return the size and the requested size of each block in use, by address, from a snapshot of torch."""
-    return {
-        block["address"]: (block["size"], block.get("requested_size") or block["size"])
+@dataclass(frozen=True)
+class UsedBlock:
+    """A block of memory in use. Its frames are the Python stack of its allocation, if that was recorded."""
+
+    address: int
+    size: int
+    frames: tuple[step_parts.Frame, ...] = ()
+    requested: int = 0
+
+
+def used_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[UsedBlock]:
+    """Return the blocks in use in a snapshot of torch."""
+    return [
+        UsedBlock(block["address"], block["size"], frames_of(block), block.get("requested_size") or block["size"])
         for segment in segments
         if segment["device"] == device
         for block in segment["blocks"]
-        if block["state"] == ALLOCATED
-    }
-
-
-def changes_of(entries: Iterable[Mapping[str, Any]]) -> list[Change]:
-    """Return the allocations and frees of a memory history of torch."""
-    return [
-        Change(entry["addr"], entry["size"], entry["action"] == "free_requested", frames_of(entry))
-        for entry in entries
-        if entry["action"] in ("alloc", "free_requested")
+        if block["state"] == "active_allocated"
     ]
 
 
-def frames_of(entry: Mapping[str, Any]) -> tuple[Frame, ...]:
+def frames_of(entry: Mapping[str, Any]) -> tuple[step_parts.Frame, ...]:
     """Return the Python stack of an allocation, the innermost call first; empty if none was recorded."""
-    return tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or ())
+    frames = entry.get("frames") or ()
+    return tuple(step_parts.Frame(frame["filename"], frame["line"], frame["name"]) for frame in frames)
 
 
-def known_parts(tensors: ModelTensors, blocks: Mapping[int, tuple[int, int]]) -> dict[int, str]:
+def known_parts(tensors: ModelTensors, blocks: Iterable[UsedBlock]) -> dict[int, str]:
     """Return the part of each block that has tensors of the model, by address."""
     known: dict[int, str] = {}
-    parts: Sequence[tuple[str, Sequence[Tensor]]] = (
-        ("parameters", (*tensors.parameters, *tensors.buffers)),
-        ("optimizer_states", tensors.optimizer_states),
-        ("gradients", tensors.gradients),
-        (COMMUNICATION, tensors.communication),
-    )
-    for part, members in parts:
+    parts: dict[str, Sequence[Tensor]] = {  # the first one counts if tensors share a block
+        "parameters": (*tensors.parameters, *tensors.buffers),
+        "optimizer_states": tensors.optimizer_states,
+        "gradients": tensors.gradients,
+        step_parts.COMMUNICATION: tensors.communication,
+    }
+    for part, members in parts.items():
         for address in storage_sizes(_on_gpu(members)):
             known.setdefault(address, part)
     buckets = Counter(tensors.bucket_sizes)
-    for address, (_, requested) in blocks.items():
-        if address not in known and buckets[requested] > 0:
-            known[address] = COMMUNICATION
-            buckets[requested] -= 1
+    for block in blocks:
+        if block.address not in known and buckets[block.requested] > 0:
+            known[block.address] = step_parts.COMMUNICATION
+            buckets[block.requested] -= 1
     return known
 
 
@@ -206,15 +190,11 @@ def _on_gpu(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     return (tensor for tensor in tensors if tensor.device.type == "cuda")
 
 
-PROCESS, WHOLE_GPU = "process", "gpu"
-"""What NVML counted: this process, or all of the GPU because NVML does not list this process.
-
-In a container NVML lists no processes, or those of the host's numbers.
-"""
-
-
 def process_memory(uuid: object) -> tuple[int, str] | None:
-    """Return the bytes that this process uses on a GPU, and what was counted; None if NVML does not report it."""
+    """Return the bytes that this process uses on a GPU, and what was counted; None if NVML does not report it.
+
+    ``gpu`` counts all of the GPU: in a container NVML lists no processes, or those of the host's numbers.
+    """
     try:
         with nvml_session() as nvml:
             return _read(nvml, f"GPU-{str(uuid).removeprefix('GPU-')}")
@@ -228,9 +208,9 @@ def _read(nvml: Any, uuid: str) -> tuple[int, str] | None:
         listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         own = [process.usedGpuMemory for process in listed if process.pid == os.getpid()]
         if own and own[0] is not None:
-            return int(own[0]), PROCESS
+            return int(own[0]), "process"
         version = {"version": nvml.nvmlMemory_v2} if hasattr(nvml, "nvmlMemory_v2") else {}
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle, **version).used), WHOLE_GPU
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, **version).used), "gpu"
     except nvml.NVMLError:
         return None
 
@@ -241,16 +221,18 @@ def storage_sizes(tensors: Iterator[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
+def count_elements(parameter: Tensor) -> int:
+    """Return the elements of a whole parameter. ZeRO-3 leaves an empty tensor, and keeps the number elsewhere."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 @torch.no_grad()
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class SavedTensorCounter:
-    """Counter of the bytes that the forward passes of a module save for their backward passes.
-
-    Parameters do not count, also if they are gathered for the forward pass only.
-    """
+    """Counter of the bytes that forward passes save for backward passes, without parameters, also gathered ones."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0  # most bytes that one forward pass saved

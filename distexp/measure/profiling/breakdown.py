@@ -1,6 +1,6 @@
 """Partition of the profiled steps of one rank into what the time went to.
 
-Each instant of a step belongs to exactly one part, so the parts add up to the step. On a GPU, kernels come first, then
+Each instant belongs to exactly one part, so the parts add up to the step. On a GPU, kernels come first, then
 collectives, then copies. The rest is idle time of the GPU, which is divided by what the CPU did. On a CPU, operators of
 the training thread take the place of kernels.
 """
@@ -10,24 +10,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-from distexp.measure.profiling.chrome_trace import COPY, Trace, TraceCollective
-from distexp.measure.profiling.intervals import (
-    MATMUL,
-    OTHER_KERNEL,
-    Interval,
-    clip,
-    intersect,
-    merge,
-    subtract,
-    total_length,
-)
+from distexp.measure.profiling.chrome_trace import COPY, MATMUL, OTHER_KERNEL, Trace, TraceCollective
+from distexp.measure.profiling.intervals import Interval, clip, intersect, merge, partition, subtract, total_length
 from distexp.runs.step_files import HIDDEN, PARTS
 
-LONG_GAP_S = 1e-3
-"""A longer idle time without a launch is work of the CPU. A shorter one is the time to launch a kernel."""
+LONG_GAP_S = 1e-3  # A longer idle time without a launch is work of the CPU. A shorter one is the time of a launch.
 
 
 @dataclass(frozen=True)
@@ -44,17 +34,12 @@ class StepParts:
         """Return the duration in seconds."""
         return self.window[1] - self.window[0]
 
-    def milliseconds(self, name: str) -> float:
-        """Return the length of a part."""
-        return 1000 * total_length(self.parts[name])
-
     def to_json(self, rank: int, *, on_gpu: bool) -> dict[str, Any]:
         """Return the entry of ``metrics.step_breakdown``. Without a GPU nothing is known about launches."""
-        entry = {f"{name}_ms": self.milliseconds(name) for name in PARTS}
         return {
             "rank": rank,
             "step_ms": 1000 * self.duration,
-            **entry,
+            **{f"{name}_ms": 1000 * total_length(self.parts[name]) for name in PARTS},
             **({} if on_gpu else {"launch_idle_ms": None}),
             "hidden_communication_ms": 1000 * self.hidden_communication_s,
             "launches": self.launches,
@@ -75,26 +60,16 @@ def step_windows(trace: Trace) -> list[Interval]:
     for event in trace.device_events:
         step = max(0, bisect_right(starts, (event.launch or event.when)[0]) - 1)
         edges[step + 1] = max(edges[step + 1], min(event.when[1], last))
-    for step in range(1, len(edges)):
-        edges[step] = max(edges[step], edges[step - 1])
-    edges[-1] = last
-    return list(pairwise(edges))
+    return list(pairwise([*accumulate(edges[:-1], max), last]))
 
 
 def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> StepParts:
     """Return the parts of one step of a rank."""
     running = [one for one in collectives if _overlaps((one.wait[0], one.transfer[1]), window)]
     layers = _gpu_layers(trace, window, running) if trace.on_gpu else _cpu_layers(trace, window, running)
-    parts: dict[str, list[Interval]] = {name: [] for name in PARTS}
-    left = [window]
-    for name, intervals in layers:
-        covered = merge(clip(intervals, window))
-        parts[name] += intersect(left, covered)
-        left = subtract(left, covered)
-    idle = _idle_parts(trace, left) if trace.on_gpu else (("host", interval) for interval in left)
-    for name, interval in idle:
-        parts[name].append(interval)
-    merged = {name: merge(intervals) for name, intervals in parts.items()}
+    spans, left = partition(window, layers)
+    spans += _idle_spans(trace, left) if trace.on_gpu else ((interval, "host") for interval in left)
+    merged = {name: merge(interval for interval, label in spans if label == name) for name in PARTS}
     busy = total_length(merge(clip((when for one in running for when in (one.wait, one.transfer)), window)))
     exposed = total_length(merged["exposed_communication"]) + total_length(merged["waiting"])
     launched = [one for one in trace.kernels if one.category != COPY and window[0] <= one.when[0] < window[1]]
@@ -102,8 +77,7 @@ def split_step(trace: Trace, window: Interval, collectives: Sequence[Transfer]) 
     return StepParts(window, merged, max(0.0, busy - exposed), launches if trace.on_gpu else None)
 
 
-Layers = Iterator[tuple[str, list[Interval]]]
-"""Parts with their intervals; an instant belongs to the first layer that covers it."""
+Layers = Iterator[tuple[str, list[Interval]]]  # parts with their intervals, for ``partition``
 
 
 def _gpu_layers(trace: Trace, window: Interval, collectives: Sequence[Transfer]) -> Layers:
@@ -142,61 +116,34 @@ def _communication_layers(collectives: Sequence[Transfer]) -> Layers:
     yield "waiting", [collective.wait for collective in collectives]
 
 
-def _idle_parts(trace: Trace, idle: Sequence[Interval]) -> Iterator[tuple[str, Interval]]:
-    """Yield the part of each interval in which the GPU was idle."""
+def _idle_spans(trace: Trace, idle: Sequence[Interval]) -> Iterator[tuple[Interval, str]]:
+    """Yield each interval in which the GPU was idle, with its part of the step."""
     data, optimizer = merge(trace.data), merge(trace.optimizer)
-    for interval in intersect(idle, data):
-        yield "data_wait", interval
+    yield from ((interval, "data_wait") for interval in intersect(idle, data))
     events = sorted(trace.device_events, key=lambda event: event.when[0])
     starts = [event.when[0] for event in events]
     for gap in subtract(idle, data):
         position = bisect_right(starts, gap[0])
-        following = events[position] if position < len(events) else None
-        if following is not None and following.launch is not None and following.launch[1] <= gap[0]:
-            yield "other_kernels", gap  # The kernel was in the queue: the GPU needs this time to start it.
+        launch = events[position].launch if position < len(events) else None
+        if launch is not None and launch[1] <= gap[0]:
+            yield gap, "other_kernels"  # The kernel was in the queue: the GPU needs this time to start it.
             continue
-        for part in intersect([gap], optimizer):
-            yield ("optimizer" if part[1] - part[0] >= LONG_GAP_S else "launch_idle"), part
-        for part in subtract([gap], optimizer):
-            yield ("host" if part[1] - part[0] >= LONG_GAP_S else "launch_idle"), part
+        for cause, parts in (("optimizer", intersect([gap], optimizer)), ("host", subtract([gap], optimizer))):
+            yield from ((part, cause if part[1] - part[0] >= LONG_GAP_S else "launch_idle") for part in parts)
 
 
 def _overlaps(when: Interval, window: Interval) -> bool:
     return when[0] < window[1] and when[1] > window[0]
 
 
-# Removal of the profiler's overhead from the parts of a step.
+SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")  # parts that grow because the profiler slows down the CPU
+DATA_WAIT = "data_wait_ms"  # part that grows too, because the CPU collates and copies batches
+SIMILAR = 1.05  # largest ratio of the sizes of two steps whose kernels take equally long
 
 
-SLOWED = ("launch_idle_ms", "host_ms", "waiting_ms")
-"""Parts that grow because the profiler slows down the CPU."""
-
-DATA_WAIT = "data_wait_ms"
-"""Part that grows too, because the CPU collates and copies batches."""
-
-WITHOUT_CORE = "without_core_ms"
-"""Time inside the parts of a CPU. It is scaled with them."""
-
-SIMILAR = 1.05
-"""Largest ratio of the sizes of two steps whose kernels take equally long."""
-
-
-class StepSizes:
-    """Smallest and largest sizes of the batches of a rank's steps."""
-
-    def __init__(self) -> None:
-        self._least: tuple[int, ...] = ()
-        self._most: tuple[int, ...] = ()
-
-    def add(self, *sizes: int) -> None:
-        """Add the sizes of a step, always in the same order."""
-        self._least = tuple(map(min, self._least or sizes, sizes))
-        self._most = tuple(map(max, self._most or sizes, sizes))
-
-    @property
-    def differ(self) -> bool:
-        """Return whether the kernels of some steps take longer than those of others."""
-        return any(most > SIMILAR * least for least, most in zip(self._least, self._most, strict=True))
+def have_other_sizes(steps: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether the kernels of some steps take longer than those of others, by the sizes of their batches."""
+    return any(max(sizes) > SIMILAR * min(sizes) for sizes in zip(*steps, strict=True))
 
 
 def remove_overhead(
@@ -206,15 +153,11 @@ def remove_overhead(
 
     On a GPU, kernels and transfers are as long as without the profiler. So the parts in ``SLOWED`` lose what the
     profiled step takes longer than the median one, in proportion to their size. If they are too small, ``DATA_WAIT``
-    loses the rest. Nothing is removed if the batches of the steps have different sizes: the profiled step may then be
-    longer because it has more work.
+    loses the rest, down to ``data_wait_s``, its median in these steps. Nothing is removed if the batches of the steps
+    have different sizes: the profiled step may then be longer because it has more work.
 
     On a CPU the profiler slows down all parts, and other programs slow down any step. So all parts are scaled: they
     have the shares of the profiled step, and add up to the median one.
-
-    Args:
-        data_wait_s: median wait for data in these steps, in seconds. ``DATA_WAIT`` does not become shorter than this.
-        sizes_differ: whether a rank has batches of different sizes.
     """
     if entry["launch_idle_ms"] is None:
         return _scale(entry, 1000 * median_s)
@@ -233,35 +176,27 @@ def remove_overhead(
 def _scale(entry: dict[str, Any], median_ms: float) -> dict[str, Any]:
     """Return an entry whose parts add up to a median step. They still have the shares of the profiled step."""
     profiled_ms = entry["step_ms"]
-    keys = (*(f"{name}_ms" for name in (*PARTS, HIDDEN)), WITHOUT_CORE)
-    times = {key: entry.get(key) for key in keys}
-    scaled = {name: time * median_ms / profiled_ms for name, time in times.items() if time is not None}
+    # The time without a core is inside the parts of a CPU, so it is scaled with them.
+    keys = (*(f"{name}_ms" for name in (*PARTS, HIDDEN)), "without_core_ms")
+    scaled = {key: entry[key] * median_ms / profiled_ms for key in keys if entry.get(key) is not None}
     return {**entry, **scaled, "step_ms": median_ms, "profiled_step_ms": profiled_ms, "includes_overhead": True}
 
 
 # Waiting for the slowest rank in collectives.
-#
 # A collective ends on all ranks at the same time. So the rank with the shortest duration started last, and the others
 # waited for it. No clock is compared between machines, only durations.
-#
 # The profiler does not record the process group of gloo's collectives. So nothing is known about the waiting if such
 # ranks are in several groups, as with ``hybrid_shard``.
 
+Key = tuple[str, str]  # kind of a collective, and the ranks of its process group; empty: unknown
+Durations = Mapping[Key, Sequence[float]]  # seconds of a rank's collectives, in the order of their starts
 
-Key = tuple[str, str]
-"""Kind of a collective, and the ranks of its process group; empty: unknown."""
-Durations = Mapping[Key, Sequence[float]]
-"""Durations of the collectives of a rank in seconds, in the order of their starts."""
-
+# Kinds in which a rank may end before another has started.
 ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scatter")
-"""Kinds in which a rank may end before another has started."""
 
 
 def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool = False) -> dict[Key, list[float]]:
-    """Return the durations of the collectives in which all ranks wait for each other.
-
-    If the rank is in several process groups, collectives of unknown groups are left out.
-    """
+    """Return the durations of the collectives in which all ranks of a known group wait for each other."""
     found: dict[Key, list[float]] = {}
     for collective in sorted(collectives, key=lambda collective: collective.when):
         if collective.kind not in ONE_SIDED and (collective.group or not several_groups):
@@ -280,12 +215,12 @@ class Transfer:
 
 
 def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Durations]) -> list[Transfer]:
-    """Divide the collectives of a rank into waiting and transfer, in the order of their starts.
-
-    Ranks of other process groups have other keys in the durations. If ranks of one group have different numbers of
-    collectives, nothing is known about their waiting.
-    """
-    shortest = {key: _shortest([times[key] for times in ranks if key in times]) for rank in ranks for key in rank}
+    """Divide a rank's collectives into waiting and transfer; no waiting if the ranks of a group have other numbers."""
+    shortest: dict[Key, list[float]] = {}
+    for key in {key for rank in ranks for key in rank}:
+        members = [times[key] for times in ranks if key in times]
+        if len({len(times) for times in members}) == 1:
+            shortest[key] = [min(values) for values in zip(*members, strict=True)]
     positions: dict[Key, int] = {}
     found: list[Transfer] = []
     for collective in sorted(collectives, key=lambda collective: collective.when):
@@ -296,9 +231,3 @@ def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Du
         started_last = start if durations is None else max(start, end - durations[position])
         found.append(Transfer(collective.kind, (start, started_last), (started_last, end)))
     return found
-
-
-def _shortest(ranks: Sequence[Sequence[float]]) -> list[float] | None:
-    if len({len(rank) for rank in ranks}) != 1:
-        return None
-    return [min(values) for values in zip(*ranks, strict=True)]

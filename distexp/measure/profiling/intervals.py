@@ -1,18 +1,14 @@
-"""Time intervals, the categories of kernels and collectives, and the share of communication."""
+"""Time intervals, and the steps that are profiled."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from statistics import fmean
-from typing import Any
 
 from distexp.config import TrainConfig
 
-Interval = tuple[float, float]
-"""Start and end in seconds."""
+Interval = tuple[float, float]  # start and end in seconds
+Spans = list[tuple[Interval, str]]  # intervals with their labels
 
 
 def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
@@ -53,11 +49,6 @@ def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interv
     return found
 
 
-def intersection_length(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Return the length of the intersection of two lists, both sorted and disjoint as from ``merge``."""
-    return total_length(intersect(one, other))
-
-
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return the parts of the first list that are not in the second; both are as from ``merge``."""
     found: list[Interval] = []
@@ -77,161 +68,17 @@ def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interva
     return found
 
 
-# Categories of kernels, operators and collectives, from their names in a profiler trace.
+def partition(window: Interval, layers: Iterable[tuple[str, Iterable[Interval]]]) -> tuple[Spans, list[Interval]]:
+    """Return the spans of a window that layers cover, and the rest. If layers overlap, the first one counts."""
+    left, spans = [window], []
+    for label, intervals in layers:
+        covered = merge(clip(intervals, window))
+        spans += [(interval, label) for interval in intersect(left, covered)]
+        left = subtract(left, covered)
+    return spans, left
 
 
-MATMUL, OTHER_KERNEL = "matmul", "other kernel"
-
-NCCL = re.compile(r"\b[nr]ccl\w*?Kernel(?:_([A-Za-z]+))?")
-"""ncclDevKernel_AllReduce_Sum_f32_RING_LL, ncclSymkDevKernel_AllGather_LL, ncclKernel_... before NCCL 2.19."""
-GLOO = "gloo:"
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
-UNKNOWN_COLLECTIVE = "other"
-
-TRITON = re.compile(r"\btriton_([a-z]+)_")
-"""A pointwise kernel of Inductor may have the name of a matrix product, as ``triton_poi_fused_mm_0``."""
-TRITON_MATMUL = ("tem", "mm", "bmm")
-
-MATMUL_KERNELS = re.compile(
-    r"gemm|gemv|cutlass|wgmma|nvjet|cublas|splitk|xmma|implicit_con|convolve|winograd|wgrad|dgrad|fprop|conv2d|conv_"
-    r"|cudnn_generated|cudnn::(?:cnn|fusion|engines)|flash|fmha|attention|_mma_|tensorop|\bmm_|_mm_kernel|mul_mat"
-    r"|Cijk_|magma_.*mm",
-    re.IGNORECASE,
-)
-NOT_MATMUL_KERNELS = re.compile(
-    r"softmax|elementwise|(?<!splitK)reduce_kernel|layer_norm|multi_tensor|nchwToNhwc|nhwcToNchw"
-)
-
-MATMUL_OPERATORS = re.compile(
-    r"::_?(?:addmm|mm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|int_mm|scaled_mm|grouped_mm|addmm_activation)(?:_|$)"
-    r"|conv(?:olution|_|\dd|_transpose)|scaled_dot_product|flash_attention|mkldnn_linear|_linear_pointwise|addmm_activ"
-)
-OPERATOR = re.compile(r"^[a-z_][a-z_0-9]*::")
-NOT_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "torch::autograd", "torch::distributed::autograd")
-COMPILED_GRAPH = "CompiledFxGraph"
-BACKWARD = "autograd::engine::evaluate_function"
-
-
-@lru_cache(maxsize=4096)
-def kernel_category(name: str) -> str:
-    """Return ``matmul`` for matrix products, convolutions and attention, else ``other kernel``."""
-    if found := TRITON.search(name):
-        return MATMUL if found[1] in TRITON_MATMUL else OTHER_KERNEL
-    is_matmul = MATMUL_KERNELS.search(name) and not NOT_MATMUL_KERNELS.search(name)
-    return MATMUL if is_matmul else OTHER_KERNEL
-
-
-@lru_cache(maxsize=4096)
-def operator_category(name: str) -> str | None:
-    """Return the category of an operator on the CPU, or None if it does not compute, as the wait for a collective."""
-    if COMPILED_GRAPH in name:
-        return OTHER_KERNEL
-    if not OPERATOR.match(name) or name.startswith(NOT_COMPUTE):
-        return None
-    return MATMUL if MATMUL_OPERATORS.search(name) else OTHER_KERNEL
-
-
-def nccl_kind(name: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the kind of collective of a kernel of NCCL, as ``all_reduce``; None for another kernel.
-
-    For a generic kernel of NCCL it is the collective that torch requested, if the trace contains it.
-    """
-    found = NCCL.search(name)
-    if found is None:
-        return None
-    requested = found[1] or ""
-    if requested in ("", "Generic"):
-        requested = str(arguments.get("Collective name", UNKNOWN_COLLECTIVE))
-    return collective_kind(requested)
-
-
-def collective_kind(name: str) -> str:
-    """Return a kind such as ``all_reduce`` for a name such as ``AllReduce`` or ``_allgather_base``."""
-    plain = name.replace("_", "").lower().removesuffix("base")
-    return next((kind for kind in KINDS if kind.replace("_", "") == plain), name.lower() or UNKNOWN_COLLECTIVE)
-
-
-# Share of communication in training steps, computed from the intervals of collectives and kernels.
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Activity of one rank during some steps; all times are in seconds of the same clock."""
-
-    steps: int
-    window: Interval  # from the start of the first step to the end of the last
-    collectives: Mapping[str, Sequence[Interval]]  # by kind: all_reduce, all_gather, ...
-    kernels: Sequence[Interval] | None  # compute kernels on the GPU; None on the CPU
-
-
-@dataclass(frozen=True)
-class CommunicationShares:
-    """Communication of one rank."""
-
-    step_s: float  # duration of a profiled step
-    share: float  # of that time with at least one collective running or waiting, 0 to 1
-    exposed_share: float | None  # the part without any compute kernel; None on the CPU
-    by_collective: dict[str, float]  # seconds per step; overlapping kinds count in each
-
-
-def communication_shares(timeline: Timeline) -> CommunicationShares:
-    """Return the share of its steps that a rank spent on communication.
-
-    Raises ValueError if there is no step, or if the steps have no duration.
-    """
-    start, end = timeline.window
-    if timeline.steps < 1 or end <= start:
-        raise ValueError(f"no duration to compute a share of: {timeline.steps} steps from {start} s to {end} s")
-    kinds = {kind: merge(clip(intervals, timeline.window)) for kind, intervals in timeline.collectives.items()}
-    running = merge(interval for intervals in kinds.values() for interval in intervals)
-    exposed = None
-    if timeline.kernels is not None:
-        exposed = total_length(running) - intersection_length(running, merge(clip(timeline.kernels, timeline.window)))
-    return CommunicationShares(
-        step_s=(end - start) / timeline.steps,
-        share=total_length(running) / (end - start),
-        exposed_share=None if exposed is None else max(0.0, exposed) / (end - start),
-        by_collective={
-            kind: total_length(intervals) / timeline.steps for kind, intervals in sorted(kinds.items()) if intervals
-        },
-    )
-
-
-def combine_shares(ranks: Sequence[CommunicationShares | str], window: ProfileWindow | None) -> dict[str, Any]:
-    """Combine the shares of all ranks; if any rank has none, the values are None and a note gives the reason.
-
-    ``first_step``, counted from 1, is the profiler's warm-up: the first step that counts in no other metric.
-    """
-    known = [result for result in ranks if isinstance(result, CommunicationShares)]
-    errors = list(dict.fromkeys(result for result in ranks if isinstance(result, str)))
-    entry: dict[str, Any] = {
-        "share": None,
-        "exposed_share": None,
-        "profiled_steps": window.steps if window else 0,
-        "first_step": window.steps_before + 1 if window else None,
-        "step_s": None,
-        "by_collective": {},
-        "ranks": [],
-        "note": "; ".join(errors) or None,
-    }
-    if errors:
-        return entry
-    exposed = [shares.exposed_share for shares in known if shares.exposed_share is not None]
-    kinds = sorted({kind for shares in known for kind in shares.by_collective})
-    return entry | {
-        "share": fmean(shares.share for shares in known),
-        "exposed_share": fmean(exposed) if exposed else None,
-        "step_s": fmean(shares.step_s for shares in known),
-        "by_collective": {kind: fmean(shares.by_collective.get(kind, 0.0) for shares in known) for kind in kinds},
-        "ranks": [
-            {"rank": rank, "share": shares.share, "exposed_share": shares.exposed_share}
-            for rank, shares in enumerate(known)
-        ],
-    }
-
-
-WARMUP_STEPS = 1
-"""Steps before the profiled ones; they contain the start-up cost of the profiler."""
+WARMUP_STEPS = 1  # steps before the profiled ones; they contain the start-up cost of the profiler
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Trace
 from distexp.measure.profiling.intervals import Interval, clip, merge, total_length
 from distexp.measure.slow_rank_watch import SchedulerDelay
-from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective
 from distexp.system.torch_internals.collectives import FSDPUnitSize
 
-Place = tuple[str, int]
-"""Phase and number of the micro-batch."""
+Place = tuple[str, int]  # phase and number of the micro-batch
 
 
 @dataclass(frozen=True)
@@ -59,30 +58,21 @@ def find_phases(
     passes = _split_at_gaps([interval for interval in inside if interval[0] < update], micro_batches)
     nexts = [*(start for start, _ in passes[1:]), update]
     # A hook right at the end of a pass belongs to it, so the pass ends a nanosecond later.
-    passes = [
-        (start, max([end, *(hook + 1e-9 for hook in hooks if end <= hook < limit)]))
-        for (start, end), limit in zip(passes, nexts, strict=False)
-    ]
+    pairs = zip(passes, nexts, strict=False)
+    passes = [(a, max([b, *(hook + 1e-9 for hook in hooks if b <= hook < limit)])) for (a, b), limit in pairs]
     return StepPhases(window, tuple(passes), max(update, passes[-1][1]) if passes else update)
 
 
 def _split_at_gaps(events: Sequence[Interval], count: int) -> list[Interval]:
     """Return start and end of some groups of sorted events, which the longest gaps separate."""
-    ends, latest = [], float("-inf")
-    for _, end in events:
-        latest = max(latest, end)
-        ends.append(latest)
+    ends = list(accumulate((end for _, end in events), max))
     gaps = [(events[i][0] - ends[i - 1], i) for i in range(1, len(events))]
     starts = sorted(i for gap, i in sorted(gaps)[::-1][: max(0, count - 1)] if gap > 0)
     edges = [0, *starts, len(events)]
     return [(events[a][0], ends[b - 1]) for a, b in pairwise(edges) if b > a]
 
 
-# Waits of the CPU for the GPU. The rest of a step is the work of the CPU, such as launching kernels.
-
-
-LONG_LAUNCH_S = 200e-6
-"""A launch that takes longer waits for a free place in the queue of the GPU."""
+LONG_LAUNCH_S = 200e-6  # a launch that takes longer waits for a free place in the queue of the GPU
 
 
 def waits_for_gpu(trace: Trace) -> list[Interval]:
@@ -101,10 +91,7 @@ def cpu_busy_ms(trace: Trace, position: int) -> float | None:
 
 
 class CoreWaits:
-    """Time without a core in each profiled step, of the training thread: other threads may wait longer.
-
-    It is not measured on a GPU, because the time of the CPU is no part of a step.
-    """
+    """Time without a core of the training thread in each profiled step. On a GPU, this time is no part of a step."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._scheduler = SchedulerDelay() if enabled else None
@@ -129,46 +116,37 @@ class CoreWaits:
 
 
 # The collectives of FSDP from the annotations of its hooks, which a profile has with any number of workers.
-#
 # With one worker FSDP gathers and reduces nothing. Then its hooks show where it would.
 
-
-ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
-
+# FSDP::pre_forward (layers.0), FSDP::backward_prefetch for layers.1, FSDP::pre_forward of the root.
 HOOK = re.compile(rf"{FSDP_HOOK}(\w+)(?: \(([^)]*)\)| for ([^\[]*?))?(?: \[.*\])?$")
-"""FSDP::pre_forward (layers.0), FSDP::backward_prefetch for layers.1, FSDP::pre_forward of the root."""
 
 
-@dataclass(frozen=True)
-class HookCollective:
-    """A collective that FSDP starts in a hook."""
-
-    when: float
-    kind: str
-    bytes: int
+Launched = tuple[float, Collective]  # time of the launch on the CPU, and the collective
 
 
 def collectives_of_hooks(
     calls: Sequence[tuple[str, Interval]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
-) -> list[HookCollective]:
+) -> list[Launched]:
     """Return the collectives of a step in the order of time. Units are known by name; that of the root is empty."""
     first, last = phases.window
     hooks = sorted((when[0], name) for name, when in calls if name.startswith(FSDP_HOOK) and first <= when[0] < last)
     parsed = [(when, m[1], m[2] or m[3] or "") for when, name in hooks if (m := HOOK.match(name))]
     known = [(when, hook, units[unit]) for when, hook, unit in parsed if unit in units]
-    reducing = [(when, unit) for when, hook, unit in known if hook == "post_backward_reduce"]
-    reduced = [HookCollective(when, REDUCE_SCATTER, unit.reduced_bytes) for when, unit in reducing]
+    reduced = [(t, "reduce_scatter", unit.reduced_bytes) for t, hook, unit in known if hook == "post_backward_reduce"]
     if any(hook == "all_gather" for _, hook, _ in parsed):  # several workers
-        gathered = [HookCollective(when, ALL_GATHER, u.gathered_bytes) for when, h, u in known if h == "all_gather"]
+        gathered = [(t, "all_gather", unit.gathered_bytes) for t, hook, unit in known if hook == "all_gather"]
     else:
-        gathered = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
-    return sorted([*gathered, *reduced], key=lambda collective: collective.when)
+        needed = _gathers([hook for hook in parsed if hook[2] in units], units, phases)
+        gathered = [(when, "all_gather", size) for when, size in needed]
+    ordered = sorted([*gathered, *reduced], key=lambda timed: timed[0])
+    return [(when, Collective(kind, size, 1, "shard", FORWARD, 0)) for when, kind, size in ordered]
 
 
 def _gathers(
     hooks: Sequence[tuple[float, str, str]], units: Mapping[str, FSDPUnitSize], phases: StepPhases
-) -> list[HookCollective]:
-    """Return where FSDP would gather: in the first hook that needs the weights of a unit that are not there."""
+) -> list[tuple[float, int]]:
+    """Return where FSDP would gather so many bytes: in the first hook that needs the missing weights of a unit."""
     present: set[str] = set()
     found = []
     keeps = not any(unit.reshards_after_forward for name, unit in units.items() if name)
@@ -181,7 +159,7 @@ def _gathers(
     for when, hook, unit in hooks:
         if hook in ("pre_forward", "pre_backward", "backward_prefetch") and unit not in present:
             present.add(unit)
-            found.append(HookCollective(when, ALL_GATHER, units[unit].gathered_bytes))
+            found.append((when, units[unit].gathered_bytes))
         elif frees(hook, units[unit], when):
             present.discard(unit)
     return found

@@ -1,7 +1,6 @@
-"""Profiling of the last steps of a training, to measure what their time goes to.
+"""Profiling of the last steps of a training, to measure what their time goes to. They count in no other metric.
 
-Profiled steps count in no other metric. Every rank profiles, because a rank that profiles alone would be slower than
-the others.
+Every rank profiles, because a rank that profiles alone would be slower than the others.
 """
 
 from __future__ import annotations
@@ -22,26 +21,21 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from distexp.config import TrainConfig
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.measure.clock import quantiles, synchronize
+from distexp.measure import clock, watcher
+from distexp.measure.profiling import chrome_trace, phases, step_analysis
 from distexp.measure.profiling.breakdown import remove_overhead
-from distexp.measure.profiling.chrome_trace import Trace, read_trace
 from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
-from distexp.measure.profiling.phases import CoreWaits
-from distexp.measure.profiling.step_analysis import ProfileResult, StepAnalysis, result_or_error
-from distexp.measure.watcher import PROFILE, MeasuredSteps, Step, Watcher
 from distexp.runs.run_dir import PROFILE_TRACE
 from distexp.strategies.optimizer import ReadTensors
 from distexp.system.torch_internals.annotations import activate_annotations
 
-DETACH = "TEARDOWN_CUPTI"
-"""Variable that makes the profiler detach CUPTI from the process when it stops. CUPTI slows down later launches."""
+DETACH = "TEARDOWN_CUPTI"  # Detach CUPTI from the process when the profiler stops, because it slows down launches.
 
 
-class StepProfiler(Watcher):
-    """Profiler of one training on one rank; it does nothing if ``train.profile_steps`` is 0.
+class StepProfiler(watcher.Watcher):
+    """Profiler of one rank. ``window_of`` returns the steps to profile, given the steps of earlier attempts.
 
-    With CUDA graphs CUPTI stays attached, because detaching it may crash. ``window_of`` returns the steps to profile,
-    given the steps of earlier attempts.
+    With CUDA graphs CUPTI stays attached, because detaching it may crash.
     """
 
     section = "metrics"
@@ -55,7 +49,7 @@ class StepProfiler(Watcher):
         self.invalid: str | None = None  # why the profiled steps cannot be used
         self.module: nn.Module | None = None  # the distributed model, whose sizes a forecast needs
         self.breakdown: list[dict[str, Any]] | None = None  # of each rank, with the overhead of the profiler
-        self.core_waits = CoreWaits(enabled=context.device.type == "cpu" and train.profile_steps > 0)
+        self.core_waits = phases.CoreWaits(enabled=context.device.type == "cpu" and train.profile_steps > 0)
         self._profile: profile | None = None
         self._finished = False
 
@@ -73,12 +67,9 @@ class StepProfiler(Watcher):
         self.window = self.window_of(done)
 
     def start_steps(self, phase: str) -> None:
-        """Start the profiler if its phase starts; the next step is its warm-up.
-
-        If it runs, discard the measurement, because other work is between the profiled steps.
-        """
-        if phase == PROFILE and self._profile is None:
-            synchronize(self.context.device)
+        """Start the profiler if its phase starts. If it runs, discard the measurement: other work interrupted it."""
+        if phase == watcher.PROFILE and self._profile is None:
+            clock.synchronize(self.context.device)
             before = time.perf_counter()
             self._profile = self._start_profile()
             self.overhead_s += time.perf_counter() - before
@@ -87,9 +78,8 @@ class StepProfiler(Watcher):
 
     def _start_profile(self) -> profile:
         assert self.window is not None
-        activities = [ProfilerActivity.CPU]
-        if self.context.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        on_gpu = self.context.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         # No messages: the profiler logs each start, and warns that a CPU is not a GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "100")
         if self.train.compiled != "graphs":
@@ -100,13 +90,13 @@ class StepProfiler(Watcher):
         started.start()
         return started
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, step: watcher.Step) -> None:
         """Mark the end of a step; synchronize after the warm-up and after the last step to keep them separate."""
         if self._profile is None or self.window is None or self._finished:
             return
         self.done += 1
         if self.done in (WARMUP_STEPS, WARMUP_STEPS + self.window.steps):
-            synchronize(self.context.device)
+            clock.synchronize(self.context.device)
         if self.done > WARMUP_STEPS:
             self.core_waits.end_step()
         before = time.perf_counter()
@@ -122,14 +112,14 @@ class StepProfiler(Watcher):
         self._profile.stop()
         activate_annotations(active=False)
 
-    def summary(self, steps: MeasuredSteps) -> dict[str, Any]:
+    def summary(self, steps: watcher.MeasuredSteps) -> dict[str, Any]:
         """Return the communication, and the parts of the median step without the profiler's overhead. A collective."""
         profiled = self.finish()
         if profiled is None:
             return {}
         self.breakdown = breakdown = profiled.breakdown
         if breakdown and steps.durations_s:
-            median_s = (quantiles(steps.durations_s) or {})["p50"]
+            median_s = (clock.quantiles(steps.durations_s) or {})["p50"]
             data_waits_s = gather_to_all(statistics.median(steps.data_waits_s))
             breakdown = [
                 remove_overhead(entry, median_s, data_wait_s=wait_s, sizes_differ=steps.sizes_differ)
@@ -137,7 +127,7 @@ class StepProfiler(Watcher):
             ]
         return {"communication": profiled.communication, "step_breakdown": breakdown}
 
-    def finish(self) -> ProfileResult | None:
+    def finish(self) -> step_analysis.ProfileResult | None:
         """Return what the time of the profiled steps went to; None if ``train.profile_steps`` is 0. A collective.
 
         Rank 0 saves its trace and the lanes of all ranks in the run directory.
@@ -145,20 +135,17 @@ class StepProfiler(Watcher):
         if not self.train.profile_steps:
             return None
         micro_batches = self.train.gradient_accumulation_steps
-        trace = result_or_error(self._read_trace)
-        analysis = StepAnalysis(self.context, self.window, self.module, micro_batches, self.core_waits)
-        return analysis.run(trace)
+        analysis = step_analysis.StepAnalysis(self.context, self.window, self.module, micro_batches, self.core_waits)
+        return analysis.run(step_analysis.result_or_error(self._read_trace))
 
-    def _read_trace(self) -> Trace | str:
+    def _read_trace(self) -> chrome_trace.Trace | str:
         if self._profile is not None and not self._finished:  # the training stopped early
             self._stop()
         if self.invalid is not None:
             return self.invalid
         if self.window is None:
-            return (
-                f"too few steps to measure speed and to profile (train.profile_steps={self.train.profile_steps}): "
-                "train more steps"
-            )
+            requested = f"train.profile_steps={self.train.profile_steps}"
+            return f"too few steps to measure speed and to profile ({requested}): train more steps"
         if self._profile is None or not self._finished:
             return "the training stopped before its last steps, which are profiled"
         with tempfile.TemporaryDirectory(prefix="distexp-profile-") as folder:
@@ -170,4 +157,4 @@ class StepProfiler(Watcher):
                 target.parent.mkdir(exist_ok=True)
                 with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as compressed:
                     shutil.copyfileobj(source, compressed)
-            return read_trace(path, on_gpu=self.context.device.type == "cuda")
+            return chrome_trace.read_trace(path, on_gpu=self.context.device.type == "cuda")

@@ -1,7 +1,4 @@
-"""What the time of the profiled steps went to, from the traces of all ranks.
-
-Each rank reads its own trace. Only durations of collectives and the results travel between ranks.
-"""
+"""What the time of the profiled steps went to. Each rank reads its own trace, and sends only durations and results."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
-from distexp.measure.profiling.chrome_trace import Trace
-from distexp.measure.profiling.intervals import ProfileWindow, combine_shares
-from distexp.measure.profiling.phases import CoreWaits, cpu_busy_ms
+from distexp.measure.memory.step_recording import count_elements
+from distexp.measure.profiling import intervals, phases
+from distexp.measure.profiling.chrome_trace import Trace, combine_shares
 from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, RankSummary, items_of, lanes_of
 from distexp.models.transforms import find_units
 from distexp.runs.step_files import Parameters, StepModel, write_profile_summary, write_step_model
@@ -33,8 +29,7 @@ class ProfileResult:
     """Results of the profiled steps, the same on all ranks."""
 
     communication: dict[str, Any]  # ``metrics.communication`` of the record
-    # ``metrics.step_breakdown`` of the record; None if a rank has no usable trace.
-    breakdown: list[dict[str, Any]] | None
+    breakdown: list[dict[str, Any]] | None  # ``metrics.step_breakdown``; None if a rank has no usable trace
 
 
 @dataclass(frozen=True)
@@ -42,16 +37,13 @@ class StepAnalysis:
     """Analysis of the profiled steps of one rank."""
 
     context: Context
-    window: ProfileWindow | None  # the profiled steps; None if no step could be profiled
+    window: intervals.ProfileWindow | None  # the profiled steps; None if no step could be profiled
     module: nn.Module | None  # the distributed model, whose sizes a forecast needs
     micro_batches: int  # micro-batches of a step
-    core_waits: CoreWaits  # time without a core in each profiled step
+    core_waits: phases.CoreWaits  # time without a core in each profiled step
 
     def run(self, trace: Trace | str) -> ProfileResult:
-        """Return the communication and the parts of the median step of all ranks. A collective.
-
-        Rank 0 writes the lanes of all ranks, and its own step for a forecast, into the run directory.
-        """
+        """Return the results of all ranks; a collective. Rank 0 writes the lanes of all ranks and its own step."""
         ranks = gather_to_all(trace if isinstance(trace, str) else result_or_error(lambda: RankSummary.of(trace)))
         communication = combine_shares([rank if isinstance(rank, str) else rank.shares for rank in ranks], self.window)
         known = [summary for summary in ranks if isinstance(summary, RankSummary)]
@@ -62,17 +54,15 @@ class StepAnalysis:
     def _break_down(self, trace: Trace, ranks: Sequence[RankSummary]) -> list[dict[str, Any]] | None:
         """Return the parts of the median step of each rank; None if a rank has none. A collective."""
         median = result_or_error(lambda: MedianStep.of(trace, ranks))
-        found = gather_to_all(
-            median if isinstance(median, str) else result_or_error(lambda: self._own_parts(trace, median))
-        )
+        own = median if isinstance(median, str) else result_or_error(lambda: self._own_parts(trace, median))
+        found = gather_to_all(own)
         errors = list(dict.fromkeys(result for result in found if isinstance(result, str)))
         known = [result for result in found if not isinstance(result, str)]
         if self.context.rank == 0:
             if errors or isinstance(median, str):
                 print_despite_full_disk(f"note: the parts of the profiled step are unknown: {'; '.join(errors)}")
             else:
-                self._write_step_model(trace, median, ranks)
-                self._write_lanes([lanes for _, lanes in known], len(trace.steps))
+                self._write(trace, median, ranks, [lanes for _, lanes in known])
         return None if errors else [entry for entry, _ in known]
 
     def _own_parts(self, trace: Trace, median: MedianStep) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -80,16 +70,22 @@ class StepAnalysis:
         rank = self.context.rank
         entry = {
             **median.parts.to_json(rank, on_gpu=trace.on_gpu),
-            "cpu_busy_ms": cpu_busy_ms(trace, median.position),
+            "cpu_busy_ms": phases.cpu_busy_ms(trace, median.position),
             "without_core_ms": self.core_waits.milliseconds(median.position),
         }
         return entry, lanes_of(trace, median.parts, median.transfers, rank)
 
-    def _write_step_model(self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary]) -> None:
-        """Write the median step of this rank for a forecast. The training is finished, so an error is only printed."""
-        error = result_or_error(lambda: write_step_model(self.context.run_dir, self._step_model(trace, median, ranks)))
+    def _write(
+        self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary], lanes: Sequence[dict[str, Any]]
+    ) -> None:
+        """Write the own step and the lanes of all ranks. The training is finished, so an error is only printed."""
+        folder = self.context.run_dir
+        error = result_or_error(lambda: write_step_model(folder, self._step_model(trace, median, ranks)))
         if error is not None:
             print_despite_full_disk(f"note: no forecast is possible from this run: {error}")
+        error = result_or_error(lambda: write_profile_summary(folder, lanes, len(trace.steps)))
+        if error is not None:
+            print_despite_full_disk(f"note: the report has no timeline of this run, which cannot be written: {error}")
 
     def _step_model(self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary]) -> StepModel:
         sizes, context = read_model_sizes(self.module), self.context
@@ -108,18 +104,9 @@ class StepAnalysis:
             modules=sizes.modules,
         )
 
-    def _write_lanes(self, lanes: Sequence[dict[str, Any]], steps: int) -> None:
-        try:
-            write_profile_summary(self.context.run_dir, lanes, steps)
-        except OSError as error:
-            print_despite_full_disk(f"note: the report has no timeline of this run, which cannot be written: {error}")
-
 
 def result_or_error(measure: Callable[[], T]) -> T | str:
-    """Return a result, or the error as text.
-
-    An exception of one rank would leave the other ranks in the next collective, and the training is finished.
-    """
+    """Return a result, or the error as text: an exception would leave the other ranks in the next collective."""
     try:
         return measure()
     except Exception as error:
@@ -130,25 +117,27 @@ def result_or_error(measure: Callable[[], T]) -> T | str:
 class ModelSizes:
     """Sizes of what a distributed model sends and updates, for a forecast."""
 
-    # Parameters of each block, and of what is between the blocks, in the order of the model.
-    units: tuple[Parameters, ...] = ()
+    units: tuple[Parameters, ...] = ()  # parameters of each block, and between the blocks, in the order of the model
     fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)  # Sizes of FSDP's units by name. Empty: no FSDP.
     buckets: tuple[int, ...] = ()  # Elements of DDP's buckets. Empty: no DDP.
     groups: tuple[tuple[int, ...], ...] = ()  # elements of each parameter in each group of the optimizer
-    # Positions, in the parameters of all units, of those that each module itself has.
-    modules: tuple[tuple[int, ...], ...] = ()
+    modules: tuple[tuple[int, ...], ...] = ()  # positions, in the parameters of all units, of those of each module
 
 
 def read_model_sizes(module: nn.Module | None) -> ModelSizes:
     """Return the sizes of a distributed model; empty if it is unknown."""
     if module is None:
         return ModelSizes()
-    bare = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "module", module)
+    bare = getattr(module, "module", module)
+    buckets: tuple[int, ...] = ()
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        width = next(parameter.element_size() for parameter in module.parameters() if parameter.requires_grad)
+        buckets = tuple(size // width for size in ddp_bucket_sizes(module))
     return ModelSizes(
         tuple(_units(bare)),
         {unit.name: unit for unit in read_fsdp_unit_sizes(module)},
-        tuple(_bucket_elements(module)),
-        tuple(tuple(map(_elements, group["params"])) for group in parameter_groups(bare, weight_decay=0.0)),
+        buckets,
+        tuple(tuple(map(count_elements, group["params"])) for group in parameter_groups(bare, weight_decay=0.0)),
         tuple(_positions_by_module(bare)),
     )
 
@@ -162,12 +151,7 @@ def _units(model: nn.Module) -> Iterator[Parameters]:
 
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, members in groupby(trained, key=lambda named: unit(named[0])):
-        yield Parameters(name, tuple(_elements(parameter) for _, parameter in members))
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    """Return the elements of a whole parameter. ZeRO-3 leaves an empty tensor, and keeps the number elsewhere."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+        yield Parameters(name, tuple(count_elements(parameter) for _, parameter in members))
 
 
 def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
@@ -175,15 +159,6 @@ def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     positions = {id(parameter): position for position, parameter in enumerate(trained)}
     for module in model.modules():
-        own = tuple(
-            positions[id(parameter)] for parameter in module.parameters(recurse=False) if parameter.requires_grad
-        )
-        if own:
-            yield own
-
-
-def _bucket_elements(module: nn.Module) -> list[int]:
-    if not isinstance(module, DistributedDataParallel):
-        return []
-    width = next(parameter.element_size() for parameter in module.parameters() if parameter.requires_grad)
-    return [size // width for size in ddp_bucket_sizes(module)]
+        own = module.parameters(recurse=False)
+        if found := tuple(positions[id(parameter)] for parameter in own if parameter.requires_grad):
+            yield found

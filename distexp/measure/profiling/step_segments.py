@@ -8,42 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from distexp.measure.profiling.breakdown import (
-    Durations,
-    StepParts,
-    Transfer,
-    durations_of,
-    split_collectives,
-    split_step,
-    step_windows,
-)
-from distexp.measure.profiling.chrome_trace import FSDP_HOOK, Kernel, Trace, TraceCollective, timeline_of
-from distexp.measure.profiling.intervals import (
-    MATMUL,
-    OTHER_KERNEL,
-    CommunicationShares,
-    Interval,
-    clip,
-    communication_shares,
-    intersect,
-    merge,
-    subtract,
-    total_length,
-)
-from distexp.measure.profiling.phases import (
-    HookCollective,
-    StepPhases,
-    collectives_of_hooks,
-    find_phases,
-    waits_for_gpu,
-)
+from distexp.measure.profiling import breakdown, chrome_trace
+from distexp.measure.profiling.intervals import Interval, Spans, clip, merge, partition, total_length
+from distexp.measure.profiling.phases import Launched, StepPhases, collectives_of_hooks, find_phases, waits_for_gpu
 from distexp.runs.step_files import FORWARD, OPTIMIZER, Collective, Item, Segment
 from distexp.system.torch_internals.collectives import FSDPUnitSize, has_several_groups
 
-CHUNKS = 24
-"""Segments of a pass without collectives, so that a forecast can insert some."""
-QUEUE_GAP_S = 10e-6
-"""Longest time that a GPU needs to start a kernel that is in its queue. It counts as part of the kernel."""
+CHUNKS = 24  # segments of a pass without collectives, so that a forecast can insert some
+QUEUE_GAP_S = 10e-6  # longest time until a kernel in the queue starts; it counts as part of the kernel
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -51,7 +23,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 class ProfiledStep:
     """One step of a rank."""
 
-    trace: Trace  # events of the rank
+    trace: chrome_trace.Trace  # events of the rank
     median: MedianStep  # position and parts of the step, and the collectives of the rank in the order of their starts
     workers: int  # number of workers
     micro_batches: int  # micro-batches of a step
@@ -59,12 +31,9 @@ class ProfiledStep:
 
 
 def items_of(step: ProfiledStep) -> tuple[Item, ...]:
-    """Return the segments and collectives of a step, in the order of their launches.
-
-    Of more than three micro-batches it has the first, the last, and the one of the others with the median duration.
-    """
+    """Return segments and collectives by their launches, of at most three micro-batches: first, median and last."""
     trace, window = step.trace, step.trace.steps[step.median.position]
-    of_fsdp = f"{FSDP_HOOK}post_backward_reduce"
+    of_fsdp = f"{chrome_trace.FSDP_HOOK}post_backward_reduce"
     hooks = [when[0] for name, when in trace.calls if name in REDUCTIONS or name.startswith(of_fsdp)]
     phases = find_phases(window, trace.backward, trace.optimizer, micro_batches=step.micro_batches, hooks=hooks)
     collectives: list[tuple[float, Item]] = []
@@ -76,10 +45,6 @@ def items_of(step: ProfiledStep) -> tuple[Item, ...]:
     return _fewer_micro_batches([item for _, item in ordered])
 
 
-Launched = tuple[float, Collective]
-"""Time of the launch on the CPU, and the collective."""
-
-
 def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
     """Return the collectives of the step, by their launch on the CPU."""
     hooks = collectives_of_hooks(step.trace.calls, step.units, phases)
@@ -88,18 +53,20 @@ def _collectives(step: ProfiledStep, phases: StepPhases) -> list[Launched]:
     found = sorted(step.trace.collectives, key=lambda one: one.when)
     starts = [one.launch[0] if one.launch else None for one in found]
     launches = _launches_with_gloo(step.trace, found) if None in starts else starts
-    observed = [
-        (when or one.when[0], _observed(one.kind, one.bytes, one.ranks or step.workers, transfer.transfer))
-        for when, one, transfer in zip(launches, found, step.median.transfers, strict=True)
-    ]
+    observed = []
+    for launch, one, split in zip(launches, found, step.median.transfers, strict=True):
+        transfer_s, ranks = split.transfer[1] - split.transfer[0], one.ranks or step.workers
+        collective = Collective(one.kind, one.bytes, ranks, "all", FORWARD, 0, transfer_s=transfer_s)
+        observed.append((launch or one.when[0], collective))
     first, last = phases.window
-    inside = [(when, one) for when, one in observed if first <= when < last]
-    return _with_sizes_of_hooks(inside, hooks)
+    return _with_sizes_of_hooks([timed for timed in observed if first <= timed[0] < last], hooks)
 
 
-def _launches_with_gloo(trace: Trace, collectives: Sequence[TraceCollective]) -> list[float | None]:
+def _launches_with_gloo(
+    trace: chrome_trace.Trace, collectives: Sequence[chrome_trace.TraceCollective]
+) -> list[float | None]:
     """Return when the CPU called each collective: in the last call before a thread of gloo starts it."""
-    calls = sorted(when[0] for name, when in trace.calls if not name.startswith(FSDP_HOOK))
+    calls = sorted(when[0] for name, when in trace.calls if not name.startswith(chrome_trace.FSDP_HOOK))
     found: list[float | None] = []
     for one in collectives:
         position = bisect_right(calls, one.when[0]) - 1
@@ -107,30 +74,21 @@ def _launches_with_gloo(trace: Trace, collectives: Sequence[TraceCollective]) ->
     return found
 
 
-def _observed(kind: str, size: int | None, ranks: int, transfer: Interval) -> Collective:
-    return Collective(kind, size, ranks, "all", FORWARD, 0, transfer_s=transfer[1] - transfer[0])
-
-
-def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[HookCollective]) -> Iterator[Launched]:
+def _calls(step: ProfiledStep, phases: StepPhases, hooks: Sequence[Launched]) -> Iterator[Launched]:
     """Yield the collectives that one worker calls and does not execute, or those of FSDP's hooks."""
-    first, last = phases.window
-    for hook in hooks:
-        yield hook.when, Collective(hook.kind, hook.bytes, 1, "shard", FORWARD, 0)
-    sharded = {hook.kind for hook in hooks}
-    for name, when in step.trace.calls:
-        if not name.startswith(FSDP_HOOK) and first <= when[0] < last and name not in (*sharded, "barrier"):
-            yield when[0], Collective(name, None, 1, "all", FORWARD, 0)
+    yield from hooks
+    (first, last), known = phases.window, {"barrier", *(hook.kind for _, hook in hooks)}
+    for name, (when, _) in step.trace.calls:
+        if not name.startswith(chrome_trace.FSDP_HOOK) and first <= when < last and name not in known:
+            yield when, Collective(name, None, 1, "all", FORWARD, 0)
 
 
-def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[HookCollective]) -> list[Launched]:
-    """Return collectives of gloo with the sizes of FSDP's hooks: each hook starts the next collective.
-
-    gloo executes a reduce-scatter as an all-reduce, which gets the kind of the hook.
-    """
+def _with_sizes_of_hooks(observed: list[Launched], hooks: Sequence[Launched]) -> list[Launched]:
+    """Return collectives of gloo with kinds and sizes of FSDP's hooks: each hook starts the next collective."""
     found = sorted(observed, key=lambda timed: timed[0])
     starts = [when for when, _ in found]
-    for hook in hooks:
-        position = bisect_left(starts, hook.when)
+    for start, hook in hooks:
+        position = bisect_left(starts, start)
         if position < len(found) and found[position][1].bytes is None:
             when, one = found[position]
             found[position] = when, replace(one, kind=hook.kind, bytes=hook.bytes, axis="shard")
@@ -167,29 +125,26 @@ def _chunks(start: float, end: float, longest: float) -> Iterator[float]:
     yield from (start + i * (end - start) / count for i in range(count))
 
 
-def _launch(kernel: Kernel) -> Interval:
+def _launch(kernel: chrome_trace.Kernel) -> Interval:
     assert kernel.launch is not None
     return kernel.launch
 
 
-def _durations(trace: Trace) -> dict[int, float]:
-    """Return the time that each kernel occupies the GPU, by its identity.
-
-    Time at which several kernels run counts once. The start of a kernel that is in the queue counts as part of it.
-    """
+def _durations(trace: chrome_trace.Trace) -> dict[int, float]:
+    """Return the time that each kernel occupies the GPU alone, with its start from the queue, by its identity."""
     found: dict[int, float] = {}
     busy = float("-inf")
     for event in sorted(trace.device_events, key=lambda event: event.when):
         start, end = event.when
         queued = event.launch is not None and event.launch[1] <= busy and start - busy <= QUEUE_GAP_S
-        if isinstance(event, Kernel):
+        if isinstance(event, chrome_trace.Kernel):
             found[id(event)] = max(0.0, end - max(busy, start)) + (max(0.0, start - busy) if queued else 0.0)
             busy = max(busy, end)
     return found
 
 
 def _segment(
-    when: Interval, kernels: Sequence[Kernel], durations: Mapping[int, float], waits: Sequence[Interval]
+    when: Interval, kernels: Sequence[chrome_trace.Kernel], durations: Mapping[int, float], waits: Sequence[Interval]
 ) -> Segment:
     """Return the segment of a time of the CPU, without its place in the step."""
     host = _busy(when[0], when[1], waits)
@@ -219,24 +174,20 @@ def _fewer_micro_batches(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(item for item in items if item.micro_batch in (0, *kept, last))
 
 
-# Lanes of one step for a picture: computation, collectives, and the CPU.
+MAX_SPANS = 400  # Most spans of a lane. With more, the step is divided into so many cells, each with its longest label.
+GAP = 0.002  # spans are merged if the gap between them is a smaller fraction of the step
 
-
-MAX_SPANS = 400
-"""Most spans of a lane. With more, the step is divided into so many cells, each with its longest label."""
-GAP = 0.002
-"""Spans are merged if the gap between them is a smaller fraction of the step."""
-
-Spans = list[tuple[Interval, str]]
 Layers = Sequence[tuple[str, Sequence[Interval]]]
 
 
-def lanes_of(trace: Trace, step: StepParts, collectives: Sequence[Transfer], rank: int) -> dict[str, Any]:
-    """Return the entry of a rank in ``profile/summary.json``, with labels as text."""
+def lanes_of(
+    trace: chrome_trace.Trace, step: breakdown.StepParts, collectives: Sequence[breakdown.Transfer], rank: int
+) -> dict[str, Any]:
+    """Return the entry of a rank in ``profile/summary.json``: lanes of computation, collectives and the CPU."""
     kinds, start = sorted({one.kind for one in collectives}), step.window[0]
-    compute = (("matmul", MATMUL), ("other_kernels", OTHER_KERNEL), ("optimizer", "optimizer"))
+    compute = {"matmul": chrome_trace.MATMUL, "other_kernels": chrome_trace.OTHER_KERNEL, "optimizer": "optimizer"}
     layers: dict[str, Layers] = {
-        "compute": [(label, step.parts[part]) for part, label in compute],
+        "compute": [(label, step.parts[part]) for part, label in compute.items()],
         "communication": [
             *((kind, [one.transfer for one in collectives if one.kind == kind]) for kind in kinds),
             ("waiting", [one.wait for one in collectives]),
@@ -257,13 +208,8 @@ def lanes_of(trace: Trace, step: StepParts, collectives: Sequence[Transfer], ran
 
 
 def _paint(window: Interval, layers: Layers) -> Spans:
-    """Return disjoint spans in the order of time. Where layers overlap, the first one counts."""
-    left, spans = [window], []
-    for label, intervals in layers:
-        covered = merge(clip(intervals, window))
-        spans += [(interval, label) for interval in intersect(left, covered)]
-        left = subtract(left, covered)
-    joined = _join(sorted(spans), GAP * (window[1] - window[0]))
+    """Return disjoint spans in the order of time."""
+    joined = _join(sorted(partition(window, layers)[0]), GAP * (window[1] - window[0]))
     return joined if len(joined) <= MAX_SPANS else _rasterize(joined, window)
 
 
@@ -294,23 +240,20 @@ def _rasterize(spans: Spans, window: Interval) -> Spans:
     return _join(painted, width / 2)
 
 
-# What the ranks need to know of each other's traces to find the parts of a step.
-
-
 @dataclass(frozen=True)
 class RankSummary:
     """What the other ranks need to know of the trace of a rank."""
 
-    shares: CommunicationShares
+    shares: chrome_trace.CommunicationShares
     step_s: list[float]  # duration of each profiled step
-    collectives: Durations
+    collectives: breakdown.Durations
 
     @classmethod
-    def of(cls, trace: Trace) -> RankSummary:
+    def of(cls, trace: chrome_trace.Trace) -> RankSummary:
         """Return the summary of a trace."""
-        durations = [end - start for start, end in step_windows(trace)]
-        collectives = durations_of(trace.collectives, several_groups=has_several_groups())
-        return cls(communication_shares(timeline_of(trace)), durations, collectives)
+        durations = [end - start for start, end in breakdown.step_windows(trace)]
+        collectives = breakdown.durations_of(trace.collectives, several_groups=has_several_groups())
+        return cls(chrome_trace.communication_shares(trace), durations, collectives)
 
 
 @dataclass(frozen=True)
@@ -318,15 +261,15 @@ class MedianStep:
     """The profiled step of a rank whose duration is the median, as a mean over the ranks."""
 
     position: int  # number of the step in the trace, the same for all ranks
-    transfers: list[Transfer]  # collectives of the trace, with the waiting for other ranks
-    parts: StepParts  # parts of the step
+    transfers: list[breakdown.Transfer]  # collectives of the trace, with the waiting for other ranks
+    parts: breakdown.StepParts  # parts of the step
 
     @classmethod
-    def of(cls, trace: Trace, ranks: Sequence[RankSummary]) -> MedianStep:
+    def of(cls, trace: chrome_trace.Trace, ranks: Sequence[RankSummary]) -> MedianStep:
         """Return the median step of a rank. Raises ValueError if the ranks have different numbers of steps."""
         if len({len(rank.step_s) for rank in ranks}) > 1:
             raise ValueError("the ranks have different numbers of profiled steps")
         totals = [sum(durations) for durations in zip(*(rank.step_s for rank in ranks), strict=True)]
         position = sorted(range(len(totals)), key=lambda number: totals[number])[(len(totals) - 1) // 2]
-        transfers = split_collectives(trace.collectives, [rank.collectives for rank in ranks])
-        return cls(position, transfers, split_step(trace, step_windows(trace)[position], transfers))
+        transfers = breakdown.split_collectives(trace.collectives, [rank.collectives for rank in ranks])
+        return cls(position, transfers, breakdown.split_step(trace, breakdown.step_windows(trace)[position], transfers))

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from distexp.measure.memory import rank_memory, step_recording
-from distexp.measure.memory.rank_memory import OutOfMemoryWatch, UsedBlock, describe_blocks, report_of
+from distexp.measure.memory.rank_memory import OutOfMemoryWatch, describe_blocks, report_of
 from distexp.measure.memory.step_parts import Frame
+from distexp.measure.memory.step_recording import UsedBlock
 from distexp.strategies.optimizer import ModelTensors, read_model_tensors
 from distexp.system.units import MIB
 from distexp.worker.__main__ import describe_error

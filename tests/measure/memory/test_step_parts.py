@@ -25,7 +25,7 @@ from distexp.measure.memory.step_parts import (
     is_communication,
     phase_peaks,
 )
-from distexp.measure.memory.step_recording import StepRecording, blocks_in_use, known_parts
+from distexp.measure.memory.step_recording import StepRecording, UsedBlock, known_parts, used_blocks
 from distexp.runs.memory_trace import PEAK_PARTS, highest_peak, peak_entries
 from distexp.runs.record import RunRecord
 from distexp.strategies.optimizer import ModelTensors
@@ -201,14 +201,18 @@ def test_blocks_of_a_snapshot() -> None:
     block = {"address": 1, "size": 2048, "requested_size": 1500, "state": "active_allocated"}
     unused = {**block, "address": 2, "state": "inactive"}
     segments = [{"device": 0, "blocks": [block, unused]}, {"device": 1, "blocks": [{**block, "address": 3}]}]
-    assert blocks_in_use(segments, 0) == {1: (2048, 1500)}
+    assert used_blocks(segments, 0) == [UsedBlock(1, 2048, requested=1500)]
 
 
 def test_tensors_of_the_model_have_known_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view counts for its storage, and buckets that only DDP can reach are found by their sizes."""
     monkeypatch.setattr(step_recording, "_on_gpu", iter)
     weight, state, buffer = torch.zeros(10), torch.zeros(20), torch.zeros(5)
-    blocks = {1: (2048, 1500), 2: (2048, 1500), 3: (2048, 1501)}
+    blocks = [
+        UsedBlock(1, 2048, requested=1500),
+        UsedBlock(2, 2048, requested=1500),
+        UsedBlock(3, 2048, requested=1501),
+    ]
     tensors = ModelTensors([weight], [weight[:5]], [state], communication=[buffer], bucket_sizes=[1500])
     assert known_parts(tensors, blocks) == {
         weight.data_ptr(): "parameters", state.data_ptr(): "optimizer_states", buffer.data_ptr(): "communication",

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from distexp.measure.profiling.breakdown import durations_of, split_collectives, split_step, step_windows
-from distexp.measure.profiling.chrome_trace import Trace, TraceCollective, read_trace
-from distexp.measure.profiling.intervals import Interval, kernel_category, nccl_kind, operator_category
+from distexp.measure.profiling.chrome_trace import (
+    Trace,
+    TraceCollective,
+    kernel_category,
+    nccl_kind,
+    operator_category,
+    read_trace,
+)
+from distexp.measure.profiling.intervals import Interval
 from distexp.measure.profiling.step_segments import MAX_SPANS, lanes_of
 from distexp.runs.step_files import PARTS, read_profile_summary, write_profile_summary
 from distexp.system.torch_internals.annotations import DATA, OPTIMIZER, activate_annotations, annotate, annotate_items

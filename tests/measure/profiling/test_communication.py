@@ -12,13 +12,18 @@ import pytest
 
 from distexp.config import TrainConfig
 from distexp.console.run_summary import summary_lines
-from distexp.measure.profiling.chrome_trace import read_trace, timeline_of
+from distexp.measure.profiling.chrome_trace import (
+    MATMUL,
+    Kernel,
+    Trace,
+    TraceCollective,
+    communication_shares,
+    read_trace,
+)
 from distexp.measure.profiling.intervals import (
     Interval,
     ProfileWindow,
-    Timeline,
-    communication_shares,
-    intersection_length,
+    intersect,
     merge,
     subtract,
 )
@@ -47,10 +52,10 @@ def test_merge_of_overlapping_nested_and_touching_intervals(intervals: list[Inte
     assert merge(intervals) == union
 
 
-def test_intersection_length() -> None:
+def test_intersect() -> None:
     one, other = [(0.0, 4.0), (6.0, 7.0), (9.0, 12.0)], [(1.0, 2.0), (3.0, 6.5), (10.0, 20.0)]
-    assert intersection_length(one, other) == intersection_length(other, one) == 1 + 1 + 0.5 + 2
-    assert intersection_length(one, []) == 0
+    assert intersect(one, other) == intersect(other, one) == [(1, 2), (3, 4), (6, 6.5), (10, 12)]
+    assert intersect(one, []) == []
 
 
 def test_subtract() -> None:
@@ -63,23 +68,26 @@ def test_subtract() -> None:
 
 def test_shares_of_a_rank() -> None:
     """Two steps of 5 s: all-reduces in two streams, an all-gather that starts before the window, and kernels."""
-    timeline = Timeline(
-        steps=2,
-        window=(10.0, 20.0),
-        collectives={"all_reduce": [(12.0, 14.0), (13.0, 15.0)], "all_gather": [(8.0, 11.0), (14.5, 15.5)], "none": []},
-        kernels=[(10.0, 13.0), (12.5, 12.7), (15.0, 30.0)],
-    )
+    times = {
+        "all_reduce": [(12.0, 14.0), (13.0, 15.0)],
+        "all_gather": [(8.0, 11.0), (14.5, 15.5)],
+        "none": [(1.0, 2.0)],
+    }
+    collectives = [TraceCollective(when, None, kind, "") for kind, intervals in times.items() for when in intervals]
+    kernels = [Kernel(when, None, MATMUL) for when in ((10.0, 13.0), (12.5, 12.7), (15.0, 30.0))]
+    steps = [(10.0, 15.0), (15.0, 20.0)]
+    timeline = Trace(True, steps, collectives, kernels, operators={}, data=[], optimizer=[], backward=[])
     found = communication_shares(timeline)
     assert found.step_s == 5
     assert found.share == pytest.approx((1 + 3.5) / 10)
     assert found.exposed_share == pytest.approx(2 / 10)
     assert found.by_collective == pytest.approx({"all_gather": 1.0, "all_reduce": 1.5})
-    assert communication_shares(replace(timeline, kernels=None)).exposed_share is None
+    assert communication_shares(replace(timeline, on_gpu=False)).exposed_share is None
     assert communication_shares(replace(timeline, kernels=[])).exposed_share == pytest.approx(found.share)
-    silent = communication_shares(replace(timeline, collectives={}))
+    silent = communication_shares(replace(timeline, collectives=[]))
     assert (silent.share, silent.exposed_share, silent.by_collective) == (0.0, 0.0, {})
     with pytest.raises(ValueError, match="no duration"):
-        communication_shares(replace(timeline, window=(1.0, 1.0)))
+        communication_shares(replace(timeline, steps=[(1.0, 1.0)]))
 
 
 def event(category: str, name: str, begin: float, end: float, **arguments: Any) -> dict[str, Any]:
@@ -115,7 +123,7 @@ def trace(folder: Path, *events: dict[str, Any]) -> Path:
 
 
 def test_gpu_trace_separates_nccl_and_compute_kernels(tmp_path: Path) -> None:
-    found = communication_shares(timeline_of(read_trace(trace(tmp_path, *STEPS, *HOST, *DEVICE), on_gpu=True)))
+    found = communication_shares(read_trace(trace(tmp_path, *STEPS, *HOST, *DEVICE), on_gpu=True))
     assert found.step_s == pytest.approx(0.010)
     assert found.share == pytest.approx((3 + 1 + 0.5 + 1 + 0.5) / 20)
     assert found.exposed_share == pytest.approx((2 + 1 + 0.5 + 1 + 0.5) / 20), "a copy is no computation"

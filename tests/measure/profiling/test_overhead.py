@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.measure.profiling.breakdown import StepSizes, remove_overhead
+from distexp.measure.profiling.breakdown import have_other_sizes, remove_overhead
 from distexp.runs.step_files import PARTS
 
 
@@ -87,10 +87,7 @@ def test_the_parts_add_up_to_the_median_step_on_a_cpu(median_s: float, sizes_dif
 )
 def test_steps_are_compared_by_the_sizes_of_their_batches(sizes: list[tuple[int, ...]], differ: bool) -> None:
     """Rows, and tokens in the layers and in the logits; images have rows only."""
-    found = StepSizes()
-    for size in sizes:
-        found.add(*size)
-    assert found.differ == differ
+    assert have_other_sizes(sizes) == differ
 
 
 def test_nothing_is_removed_if_the_steps_have_different_work() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from distexp.forecast.simulate import simulate
 from distexp.measure.profiling.breakdown import durations_of, split_collectives, split_step, step_windows
+from distexp.measure.profiling.chrome_trace import BACKWARD as BACKWARD_MARK
 from distexp.measure.profiling.chrome_trace import read_trace
-from distexp.measure.profiling.intervals import BACKWARD as BACKWARD_MARK
 from distexp.measure.profiling.phases import collectives_of_hooks, cpu_busy_ms, find_phases
 from distexp.measure.profiling.step_segments import MedianStep, ProfiledStep, items_of
 from distexp.runs.step_files import (
@@ -151,12 +151,12 @@ def test_the_hooks_of_fsdp_show_where_it_gathers_and_reduces() -> None:
         (91, "FSDP::post_backward_reduce"),
     ]
     found = collectives_of_hooks([(name, (when, when + 0.1)) for when, name in hooks], units, phases)
-    gathers = [(collective.when, collective.bytes) for collective in found if collective.kind == "all_gather"]
+    gathers = [(when, collective.bytes) for when, collective in found if collective.kind == "all_gather"]
     assert gathers == [(1, 8), (2, 2), (6, 3), (52, 3), (53, 2)]  # the root keeps its weights
-    assert [(e.when, e.bytes) for e in found if e.kind == "reduce_scatter"] == [(61, 6), (71, 4), (91, 16)]
+    assert [(when, e.bytes) for when, e in found if e.kind == "reduce_scatter"] == [(61, 6), (71, 4), (91, 16)]
     several = [*hooks, (3, "FSDP::all_gather (b)")]
     observed = collectives_of_hooks([(name, (when, when + 0.1)) for when, name in several], units, phases)
-    assert [(e.when, e.bytes) for e in observed if e.kind == "all_gather"] == [(3, 3)]
+    assert [(when, e.bytes) for when, e in observed if e.kind == "all_gather"] == [(3, 3)]
 
 
 def test_shard_grad_op_keeps_its_weights_until_the_last_backward_pass() -> None:
@@ -169,7 +169,7 @@ def test_shard_grad_op_keeps_its_weights_until_the_last_backward_pass() -> None:
         *((begin + 31, "FSDP::post_backward_reshard") for begin in (0, 40)),  # after the last event of the pass
     ]
     found = collectives_of_hooks([(name, (when, when + 0.1)) for when, name in hooks], units, phases)
-    assert [(collective.when, collective.bytes) for collective in found] == [(1, 8), (2, 2)]
+    assert [(when, collective.bytes) for when, collective in found] == [(1, 8), (2, 2)]
 
 
 def test_forward_passes_are_the_longest_gaps_between_events_of_the_backward_pass() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,6 @@ from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSe
 from distexp.training.build import build_model, load_data
 from distexp.worker.size_processes import (
     MEMORY_CODE,
-    ModelParts,
     Round,
     SearchError,
     allowed_sizes,
@@ -146,9 +145,7 @@ def conclude(tmp_path: Path, *ends: dict[str, object]) -> SizeSearch:
     """Return what the ranks conclude after size 1 was tried, and their processes have ended."""
     one = TriedSize(1, FITS, 5.0, 100.0, 50.0, 900.0)
     store = Memory(sizes=[1, 2, 4, 8], candidates=1, **{"candidate/0": asdict(one)})
-    return Round(make_spec(*SINGLE, *AUTO), tmp_path, ModelParts(load_data, build_model), store, 0, [])._conclude(
-        [*ends]
-    )
+    return Round(make_spec(*SINGLE, *AUTO), tmp_path, store, [])._conclude([*ends])
 
 
 ENDED_BY_OTHERS = {"code": None}
@@ -214,6 +211,23 @@ def test_if_nothing_fits_the_status_names_the_memory(
     assert hint in str(error)
     write_error_file(RANK_ERROR.path(tmp_path, 0, 0), RunError(type(error).__name__, str(error), "search", 0))
     assert classify_failure(tmp_path, {0: 1}, spec)[0] == status
+
+
+@dataclass
+class MegatronConfig:
+    tensor_parallel: int = 1
+
+
+@dataclass
+class ExtendedConfig(Config):
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+def test_a_section_that_is_added_to_the_configuration_is_part_of_the_key() -> None:
+    config = resolve_cell(*SINGLE, *AUTO)
+    sections = {section.name: getattr(config, section.name) for section in fields(config)}
+    paths = {stored_path(ExtendedConfig(**sections, megatron=MegatronConfig(parts))) for parts in (1, 2)}
+    assert len({stored_path(config), *paths}) == 3
 
 
 def test_a_search_is_stored_for_equal_speed_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
