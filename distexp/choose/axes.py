@@ -29,25 +29,18 @@ from distexp.strategies.base import reference_name, shipped_strategies
 from distexp.strategies.traits import Option, StepTraits
 
 AUTO = "auto"
-Values = dict[str, tuple[str, ...]]
-"""Values to try, by key."""
+Values = dict[str, tuple[str, ...]]  # values to try, by key
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The values to try, by key.
+    """The values to try, by key."""
 
-    Attributes:
-        values: Values of the axes of DEFAULT_VALUES that vary. Others keep the value of the command.
-        micro_batches: Micro-batches to try; None for all divisors, empty for that of the command.
-        further: Values of other keys.
-        is_micro_batch_named: Whether the user requests several micro-batches, or one.
-    """
-
+    # Values of the axes of DEFAULT_VALUES that vary. Others keep the value of the command.
     values: Mapping[str, tuple[str, ...]]
-    micro_batches: tuple[int, ...] | None
-    further: Mapping[str, tuple[str, ...]]
-    is_micro_batch_named: bool = False
+    micro_batches: tuple[int, ...] | None  # micro-batches to try; None for all divisors, empty for that of the command
+    further: Mapping[str, tuple[str, ...]]  # values of other keys
+    is_micro_batch_named: bool = False  # whether the user requests several micro-batches, or one
 
     def overrides_of(self, axis: str) -> list[str]:
         """Return the overrides of an axis; one empty override if it does not vary."""
@@ -272,8 +265,7 @@ def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
 # The strategies that are tried on a part of the cluster, with and without offloading.
 
 
-Kinds = Mapping[str, type[StepTraits]]
-"""The class of each strategy by its name."""
+Kinds = Mapping[str, type[StepTraits]]  # the class of each strategy by its name
 
 
 @dataclass(frozen=True)

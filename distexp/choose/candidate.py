@@ -41,35 +41,20 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True)
 class Trial:
-    """One short run of a candidate.
+    """One short run of a candidate."""
 
-    Attributes:
-        steps: Number of measured steps.
-        status: Status of the run's record.
-        directory: Run directory; None if there is none.
-        step_s: Median time of a step.
-        samples_per_second: Throughput of all workers together.
-        peak_allocated_mib: Highest peak of any worker.
-        j_per_sample: Energy of a sample.
-        price_per_sample: Price of a sample.
-        gpu_seconds: Time of the trial, with its start, times the number of workers.
-        error: Why it failed, in one line; empty if it did not.
-        disturbed: Whether its repeat was so much better that this trial does not count.
-        dropout: Largest dropout rate of its model; None if it is unknown.
-    """
-
-    steps: int
-    status: str
-    directory: Path | None = None
-    step_s: float | None = None
-    samples_per_second: float | None = None
-    peak_allocated_mib: float | None = None
-    j_per_sample: float | None = None
-    price_per_sample: float | None = None
-    gpu_seconds: float = 0.0
-    error: str = ""
-    disturbed: bool = False
-    dropout: float | None = None
+    steps: int  # number of measured steps
+    status: str  # status of the run's record
+    directory: Path | None = None  # run directory; None if there is none
+    step_s: float | None = None  # median time of a step
+    samples_per_second: float | None = None  # throughput of all workers together
+    peak_allocated_mib: float | None = None  # highest peak of any worker
+    j_per_sample: float | None = None  # energy of a sample
+    price_per_sample: float | None = None  # price of a sample
+    gpu_seconds: float = 0.0  # time of the trial, with its start, times the number of workers
+    error: str = ""  # why it failed, in one line; empty if it did not
+    disturbed: bool = False  # whether its repeat was so much better that this trial does not count
+    dropout: float | None = None  # largest dropout rate of its model; None if it is unknown
 
     def score(self, objective: Objective) -> float | None:
         """Return what the objective minimizes; None if it is unknown.
@@ -91,37 +76,25 @@ class Trial:
 
 @dataclass(eq=False)
 class Candidate:
-    """One configuration of a search. The search changes status, reason and trials in place.
+    """One configuration of a search. The search changes status, reason and trials in place."""
 
-    Attributes:
-        overrides: Overrides besides those of the command.
-        family: The overrides without that of the micro-batch.
-        micro_batch: Samples per worker and forward pass; 0 for an invalid candidate of which it is not known.
-        workers: Number of workers.
-        config: Resolved configuration; None for an invalid candidate.
-        estimate: Estimate of ``plan``; None if it was not predicted, or if it follows from another member.
-        predicted: Prediction of its memory; None as for ``estimate``.
-        expected_mib: Expected peak, perhaps interpolated; None if it is unknown. On a GPU it is that of the allocated
-            memory, on CPUs that of all processes of a node.
-        too_close: Whether the prediction is not certain that it fits. Such a candidate is tried after the others.
-        forecast_s: Forecast of the step time; None if it is unknown.
-        reason: Why it is pruned or failed.
-        trials: All of its trials, in order.
-    """
-
-    overrides: tuple[str, ...]
-    family: tuple[str, ...]
-    micro_batch: int
-    workers: int = 1
-    config: Config | None = None
+    overrides: tuple[str, ...]  # overrides besides those of the command
+    family: tuple[str, ...]  # the overrides without that of the micro-batch
+    micro_batch: int  # samples per worker and forward pass; 0 for an invalid candidate of which it is not known
+    workers: int = 1  # number of workers
+    config: Config | None = None  # resolved configuration; None for an invalid candidate
+    # Estimate of ``plan``; None if it was not predicted, or if it follows from another member.
     estimate: Estimate | None = None
-    predicted: Predicted | None = None
+    predicted: Predicted | None = None  # prediction of its memory; None as for ``estimate``
+    # Expected peak, perhaps interpolated; None if it is unknown. On a GPU it is that of the allocated memory, on CPUs
+    # that of all processes of a node.
     expected_mib: float | None = None
+    # Whether the prediction is not certain that it fits. Such a candidate is tried after the others.
     too_close: bool = False
-    forecast_s: float | None = None
+    forecast_s: float | None = None  # forecast of the step time; None if it is unknown
     status: Status = Status.WAITING
-    reason: str = ""
-    trials: tuple[Trial, ...] = field(default=())
+    reason: str = ""  # why it is pruned or failed
+    trials: tuple[Trial, ...] = field(default=())  # all of its trials, in order
 
     def prune(self, reason: str) -> None:
         """Remove the candidate from the search."""
@@ -210,8 +183,7 @@ DEFAULT_VALUES: Mapping[str, tuple[str, ...]] = {
 }
 """Values of each axis, without the micro-batch, whose values are the divisors of a worker's samples."""
 
-AXES = (*DEFAULT_VALUES, MICRO_BATCH)
-"""All keys that vary by default."""
+AXES = (*DEFAULT_VALUES, MICRO_BATCH)  # all keys that vary by default
 
 GROUP_OF_KEY = {
     **{kind.option_key: kind.option_group for kind in shipped_strategies().values() if kind.option_group},
@@ -234,59 +206,43 @@ def strategy_in(overrides: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class SearchRules(UsualErrors):
-    """Numbers that decide how thorough a search is, and the usual errors of its forecasts.
+    """Numbers that decide how thorough a search is, and the usual errors of its forecasts."""
 
-    Attributes:
-        steps: Measured steps of a first trial.
-        growth: Factor of the steps of a repeat, compared with those of a first trial.
-        wave: Families that are tried together, before the forecasts are scaled again. The first one is tried alone.
-        families: Families whose neighbors are tried.
-        near: Most that a family's score may exceed the best one if its neighbors are tried, relative to it.
-        neighbor_forecast: Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
-        neighbor_certain: The same if other families have measured its micro-batch. A smaller neighbor must be
-            expected to be as good as the best one.
-        worthwhile: Least gain for which a candidate is tried that probably does not fit.
-        neighbor_rounds: Most rounds of neighbors.
-        repeats: Most rounds of repeats. A round repeats one or two candidates.
-        negligible: Gain that the repeats may give up: they end if no candidate can be better by more than this, at the
-            end of the 95 % confidence interval.
-        usual_noise: Standard deviation of the score of a first trial on a quiet GPU, relative to it.
-        usual_trials: Weight of the usual noise: degrees of freedom that it has next to the repeated trials.
-        same_kernels: Most that the scaled forecast of a family may exceed the best score, if a family that differs only
-            in checkpointing was tried.
-        least_gain: Least expected improvement for which a family is tried, relative to the best score. Jones et al.,
-            Efficient Global Optimization of Expensive Black-Box Functions, 1998, end at 1 % too.
-        gain_of_sweep: The same, for a trial of all candidates together: in a large space, each of them costs a smaller
-            part of an exhaustive sweep, so a smaller improvement is worth it.
-        contradiction: Factor by which a first trial must be worse than its scaled forecast to be repeated.
-        disturbed: Factor by which it must then be worse than its repeat to be left out of the mean.
-    """
-
-    steps: int = 5
-    growth: int = 2
+    steps: int = 5  # measured steps of a first trial
+    growth: int = 2  # factor of the steps of a repeat, compared with those of a first trial
+    # Families that are tried together, before the forecasts are scaled again. The first one is tried alone.
     wave: int = 1
-    families: int = 4
-    near: float = 0.25
+    families: int = 4  # families whose neighbors are tried
+    near: float = 0.25  # most that a family's score may exceed the best one if its neighbors are tried, relative to it
+    # Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
     neighbor_forecast: float = 0.15
+    # The same if other families have measured its micro-batch. A smaller neighbor must be expected to be as good as the
+    # best one.
     neighbor_certain: float = 0.05
-    worthwhile: float = 0.05
-    neighbor_rounds: int = 4
-    repeats: int = 12
+    worthwhile: float = 0.05  # least gain for which a candidate is tried that probably does not fit
+    neighbor_rounds: int = 4  # most rounds of neighbors
+    repeats: int = 12  # Most rounds of repeats. A round repeats one or two candidates.
+    # Gain that the repeats may give up: they end if no candidate can be better by more than this, at the end of the 95
+    # % confidence interval.
     negligible: float = 0.04
-    usual_noise: float = 0.02
-    usual_trials: int = 3
+    usual_noise: float = 0.02  # standard deviation of the score of a first trial on a quiet GPU, relative to it
+    usual_trials: int = 3  # weight of the usual noise: degrees of freedom that it has next to the repeated trials
+    # Most that the scaled forecast of a family may exceed the best score, if a family that differs only in
+    # checkpointing was tried.
     same_kernels: float = 0.2
+    # Least expected improvement for which a family is tried, relative to the best score. Jones et al., Efficient Global
+    # Optimization of Expensive Black-Box Functions, 1998, end at 1 % too.
     least_gain: float = 0.01
+    # The same, for a trial of all candidates together: in a large space, each of them costs a smaller part of an
+    # exhaustive sweep, so a smaller improvement is worth it.
     gain_of_sweep: float = 0.25
-    contradiction: float = 4.0
-    disturbed: float = 2.0
+    contradiction: float = 4.0  # factor by which a first trial must be worse than its scaled forecast to be repeated
+    disturbed: float = 2.0  # factor by which it must then be worse than its repeat to be left out of the mean
 
 
 DEFAULT_RULES = SearchRules()
 
-SLURM_WAVE = 4
-"""Families that are tried together on Slurm: trials run at the same time, and may wait in a queue."""
-
+SLURM_WAVE = 4  # families that are tried together on Slurm: trials run at the same time, and may wait in a queue
 CPU_ERROR, CPU_ERROR_TRIALS = 0.4, 2
 """Usual error of the forecasts on CPUs, and its weight. Their scale is unknown: they are for a GPU."""
 

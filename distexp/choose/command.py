@@ -45,8 +45,7 @@ from distexp.system.cgroups import visible_gpus
 from distexp.system.files import nan_to_none
 from distexp.tables.columns import print_plain
 
-MAX_CHECKED = 3
-"""Most candidates whose losses are checked before the search ends without a winner."""
+MAX_CHECKED = 3  # most candidates whose losses are checked before the search ends without a winner
 
 
 def run_choose(

@@ -38,25 +38,17 @@ from distexp.system.files import read_entries
 from distexp.system.typed_values import number_of
 
 NO_DROPOUT = "model.dropout=0"
-MAX_REFERENCES = 3
-"""Most references to try. One that fails, as out of memory, is followed by the next."""
+MAX_REFERENCES = 3  # Most references to try. One that fails, as out of memory, is followed by the next.
 
 
 @dataclass(frozen=True)
 class LossCheck:
-    """Result of the check.
+    """Result of the check."""
 
-    Attributes:
-        reference: Label of the configuration that the losses are compared with; empty if there is none.
-        comparison: The differences; None if nothing could be compared.
-        reason: Why nothing could be compared, or why the reference is not ``single``.
-        outside_speed: Samples/s of the reference, if it is no candidate of the search.
-    """
-
-    reference: str = ""
-    comparison: LossComparison | None = None
-    reason: str = ""
-    outside_speed: float | None = None
+    reference: str = ""  # label of the configuration that the losses are compared with; empty if there is none
+    comparison: LossComparison | None = None  # the differences; None if nothing could be compared
+    reason: str = ""  # why nothing could be compared, or why the reference is not ``single``
+    outside_speed: float | None = None  # samples/s of the reference, if it is no candidate of the search
 
     @property
     def equal(self) -> bool | None:
@@ -80,17 +72,11 @@ class LossCheck:
 
 @dataclass
 class LossChecker:
-    """Checks of candidates. A reference runs once. If it is a candidate, its trial counts in the search.
+    """Checks of candidates. A reference runs once. If it is a candidate, its trial counts in the search."""
 
-    Attributes:
-        candidates: All candidates of the search.
-        trials: Runs trials.
-        singles: Configurations of ``single`` that are no candidates but are predicted to fit.
-    """
-
-    candidates: Sequence[Candidate]
-    trials: Trials
-    singles: Sequence[Candidate] = ()
+    candidates: Sequence[Candidate]  # all candidates of the search
+    trials: Trials  # runs trials
+    singles: Sequence[Candidate] = ()  # configurations of ``single`` that are no candidates but are predicted to fit
     _errors: dict[Candidate, str] = field(default_factory=dict)
     _outside_speeds: dict[Candidate, float | None] = field(default_factory=dict)
 

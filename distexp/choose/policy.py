@@ -36,8 +36,7 @@ from distexp.choose.ranking import PlannedTrial, by_score, deviation_of_a_step
 from distexp.plan.verdict import available_mib
 from distexp.statistics.noise import expected_gain
 
-Families = Collection[Sequence[Candidate]]
-"""All candidates, by family and in the order of their micro-batches."""
+Families = Collection[Sequence[Candidate]]  # all candidates, by family and in the order of their micro-batches
 
 # Forecasts: how the measured scores compare with them.
 
@@ -346,8 +345,7 @@ def candidates_to_repeat(candidates: Sequence[Candidate], objective: Objective, 
 # Budget: the expected cost of trials, and which of them it allows.
 
 
-STARTUP_S = 15.0
-"""Assumed start of a trial: libraries, data and model. The first trials measure it."""
+STARTUP_S = 15.0  # Assumed start of a trial: libraries, data and model. The first trials measure it.
 
 
 def affordable_trials(

@@ -32,15 +32,11 @@ def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candid
 
 @dataclass(frozen=True)
 class Margin:
-    """How much worse one candidate is than another.
+    """How much worse one candidate is than another."""
 
-    Attributes:
-        value: Difference of the scores, relative to the score of the winner.
-        noise: Half of the 95 % confidence interval of the logarithm of their ratio; None if no trial was repeated. With
-            the logarithm, a candidate that is several times slower is not equal because of a large noise.
-    """
-
-    value: float
+    value: float  # difference of the scores, relative to the score of the winner
+    # Half of the 95 % confidence interval of the logarithm of their ratio; None if no trial was repeated. With the
+    # logarithm, a candidate that is several times slower is not equal because of a large noise.
     noise: float | None
 
     @property
@@ -236,36 +232,22 @@ TryAll = Callable[[Sequence[PlannedTrial]], Sequence[Trial]]
 
 @dataclass(frozen=True)
 class Rung:
-    """A batch of trials that has ended.
+    """A batch of trials that has ended."""
 
-    Attributes:
-        name: Why it was run: ``families``, ``neighbors``, ``repeats`` or ``finalists``.
-        trials: What was tried, in order.
-        gpu_seconds: Cost of the batch.
-    """
-
-    name: str
-    trials: tuple[PlannedTrial, ...]
-    gpu_seconds: float
+    name: str  # why it was run: ``families``, ``neighbors``, ``repeats`` or ``finalists``
+    trials: tuple[PlannedTrial, ...]  # what was tried, in order
+    gpu_seconds: float  # cost of the batch
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        winner: The best candidate; None if none completed.
-        candidates: All candidates, with their trials.
-        rungs: The batches of trials, in order.
-        stopped: Why the search ended early, as a sentence; empty if it ended by itself.
-        statement: What prevents a winner, with the nearest configuration; empty if there is a winner.
-    """
-
-    winner: Candidate | None
-    candidates: tuple[Candidate, ...]
-    rungs: tuple[Rung, ...] = ()
-    stopped: str = ""
-    statement: str = ""
+    winner: Candidate | None  # the best candidate; None if none completed
+    candidates: tuple[Candidate, ...]  # all candidates, with their trials
+    rungs: tuple[Rung, ...] = ()  # the batches of trials, in order
+    stopped: str = ""  # why the search ended early, as a sentence; empty if it ended by itself
+    statement: str = ""  # what prevents a winner, with the nearest configuration; empty if there is a winner
 
     @property
     def gpu_seconds(self) -> float:

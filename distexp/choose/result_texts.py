@@ -19,8 +19,7 @@ from distexp.system.units import format_amount
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
 
-SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")
-"""Overrides that set the number of workers."""
+SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")  # overrides that set the number of workers
 
 
 def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> str:
@@ -131,8 +130,7 @@ def loss_sentence(check: LossCheck) -> str:
 # Trade-offs: candidates that give up something for something else, beyond the noise.
 
 
-SAME = 0.02
-"""Relative difference from which a change is worth a mention."""
+SAME = 0.02  # relative difference from which a change is worth a mention
 
 MORE_AND_LESS = {
     Objective.THROUGHPUT: ("faster", "slower"),

@@ -85,12 +85,7 @@ def first_trials(
 
 @dataclass
 class _Search:
-    """A search that runs. The arguments are those of ``search``.
-
-    Attributes:
-        rungs: The batches that have ended.
-        stopped: Why the search ends early; empty if it does not.
-    """
+    """A search that runs. The arguments are those of ``search``."""
 
     candidates: Sequence[Candidate]
     try_all: TryAll
@@ -98,8 +93,8 @@ class _Search:
     budget_gpu_s: float
     rules: SearchRules
     reserved_gpu_s: Callable[[], float] = lambda: 0.0
-    rungs: list[Rung] = field(default_factory=list)
-    stopped: str = ""
+    rungs: list[Rung] = field(default_factory=list)  # the batches that have ended
+    stopped: str = ""  # why the search ends early; empty if it does not
 
     def __post_init__(self) -> None:
         self.families: dict[tuple[str, ...], list[Candidate]] = {}
@@ -202,14 +197,9 @@ def _shared_start(planned: PlannedTrial) -> tuple[int, list[str]]:
 # Why the candidates that still wait at the end of a search were not tried.
 
 
-NOT_TRIED = "not tried"
-"""Start of the reason of a candidate that fits, and that the search left out."""
-
-LOOKS_EQUAL = 0.005
-"""Ratios that are nearer to 1 look like 1 with two decimals."""
-
-LOOKS_LIKE_ONE = 1.05
-"""Smaller ratios look like 1 or less with one decimal."""
+NOT_TRIED = "not tried"  # start of the reason of a candidate that fits, and that the search left out
+LOOKS_EQUAL = 0.005  # ratios that are nearer to 1 look like 1 with two decimals
+LOOKS_LIKE_ONE = 1.05  # smaller ratios look like 1 or less with one decimal
 
 NEEDED = {
     Objective.THROUGHPUT: "time",

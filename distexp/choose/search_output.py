@@ -45,25 +45,16 @@ from distexp.tables.columns import cell, print_plain
 
 @dataclass
 class Outcome:
-    """What is known of a search so far.
+    """What is known of a search so far."""
 
-    Attributes:
-        settings: Settings of the search.
-        candidates: All candidates.
-        result: Result of the search; None before its end.
-        winner: The winner, whose losses were checked; None before the end, or if there is none.
-        check: Check of the winner's losses.
-        rejected: Better candidates whose losses differ, with the check.
-        finished: Whether the losses were checked, too.
-    """
-
-    settings: Settings
-    candidates: Sequence[Candidate]
-    result: SearchResult | None = None
-    winner: Candidate | None = None
-    check: LossCheck | None = None
+    settings: Settings  # settings of the search
+    candidates: Sequence[Candidate]  # all candidates
+    result: SearchResult | None = None  # result of the search; None before its end
+    winner: Candidate | None = None  # the winner, whose losses were checked; None before the end, or if there is none
+    check: LossCheck | None = None  # check of the winner's losses
+    # Better candidates whose losses differ, with the check.
     rejected: list[tuple[Candidate, LossCheck]] = field(default_factory=list)
-    finished: bool = False
+    finished: bool = False  # whether the losses were checked, too
 
     def to_json(self) -> dict[str, Any]:
         """Return the document, without the costs and trials that the state of the search adds."""
@@ -200,15 +191,9 @@ def describe_cost(state: SearchState, candidates: Iterable[Candidate]) -> str:
 # Tables of the candidates of a search on a terminal.
 
 
-MAX_LISTED = 6
-"""Most candidates without a trial that a table lists. More are counted by their reason."""
-
-NUMBER = re.compile(r"(?<![\w=-])\d+(?:[.,]\d+)*")
-"""A number, but not that of a name such as ZeRO-2 or zero_stage=2."""
-
-DETAILS = re.compile(r" \([^)]*\)")
-"""An explanation in parentheses."""
-
+MAX_LISTED = 6  # Most candidates without a trial that a table lists. More are counted by their reason.
+NUMBER = re.compile(r"(?<![\w=-])\d+(?:[.,]\d+)*")  # a number, but not that of a name such as ZeRO-2 or zero_stage=2
+DETAILS = re.compile(r" \([^)]*\)")  # an explanation in parentheses
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
 RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
 CPU_LEGEND = " On CPUs a longer run may need more: a short trial has few memory samples."

@@ -25,8 +25,7 @@ from distexp.runs.texts import join_errors
 from distexp.system.files import read_json, write_json
 from distexp.system.typed_values import parse_dataclass
 
-INTERRUPTED = frozenset({"killed", "preempted"})
-"""Statuses of trials that run again when a search is resumed."""
+INTERRUPTED = frozenset({"killed", "preempted"})  # statuses of trials that run again when a search is resumed
 
 
 @dataclass(frozen=True)
@@ -61,19 +60,12 @@ class _TrialRun:
 
 @dataclass
 class Trials:
-    """Runs trials in the directory of a search, and stores them in ``choose.json``.
+    """Runs trials in the directory of a search, and stores them in ``choose.json``."""
 
-    Attributes:
-        state: The file of the search, with the overrides of the command.
-        make: Composes a cell.
-        runner: Runs batches.
-        budget_min: Budget of the search in minutes, which limits each trial too.
-    """
-
-    state: SearchState
-    make: MakeCell
-    runner: TrialRunner
-    budget_min: float
+    state: SearchState  # the file of the search, with the overrides of the command
+    make: MakeCell  # composes a cell
+    runner: TrialRunner  # runs batches
+    budget_min: float  # budget of the search in minutes, which limits each trial too
     _repeats: dict[tuple[tuple[str, ...], int], int] = field(default_factory=dict)
     _cells: dict[tuple[tuple[str, ...], int], Cell] = field(default_factory=dict)
 
@@ -149,11 +141,8 @@ class Trials:
 # The overrides that make a short trial of a training.
 
 
-EXCLUDED_STEPS = 3
-"""First steps of a trial that are not measured: compilation, and the recording of CUDA graphs."""
-
-SHORTEST_LIMIT_MIN = 10.0
-"""Least time limit of a trial. The first one may download and tokenize the data."""
+EXCLUDED_STEPS = 3  # first steps of a trial that are not measured: compilation, and the recording of CUDA graphs
+SHORTEST_LIMIT_MIN = 10.0  # Least time limit of a trial. The first one may download and tokenize the data.
 
 
 def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
@@ -193,44 +182,27 @@ VERSION = 1
 
 @dataclass
 class StoredTrial:
-    """A trial in ``choose.json``: which run it is, and what it has cost.
+    """A trial in ``choose.json``: which run it is, and what it has cost."""
 
-    Attributes:
-        overrides: Overrides of the candidate, and further ones of the trial.
-        steps: Number of measured steps.
-        repeat: Number of equal trials before it.
-        number: Number of its run.
-        status: Status of its record; None if it has not ended.
-        gpu_seconds: Time of the run times the number of workers.
-        startup_gpu_seconds: The part of it outside of training and evaluation.
-        compares_losses: Whether it was run to compare the losses, after the search.
-    """
-
-    overrides: list[str]
-    steps: int
-    repeat: int
-    number: int
-    status: str | None = None
-    gpu_seconds: float = 0.0
-    startup_gpu_seconds: float = 0.0
-    compares_losses: bool = False
+    overrides: list[str]  # overrides of the candidate, and further ones of the trial
+    steps: int  # number of measured steps
+    repeat: int  # number of equal trials before it
+    number: int  # number of its run
+    status: str | None = None  # status of its record; None if it has not ended
+    gpu_seconds: float = 0.0  # time of the run times the number of workers
+    startup_gpu_seconds: float = 0.0  # the part of it outside of training and evaluation
+    compares_losses: bool = False  # whether it was run to compare the losses, after the search
 
 
 @dataclass
 class SearchState:
-    """The file of a search.
+    """The file of a search."""
 
-    Attributes:
-        folder: Directory of the search.
-        command: Overrides that the search is about.
-        describe: Returns what else the file contains: winner, candidates and statements.
-        trials: Trials that were started, in order.
-    """
-
-    folder: Path
-    command: list[str]
+    folder: Path  # directory of the search
+    command: list[str]  # overrides that the search is about
+    # Returns what else the file contains: winner, candidates and statements.
     describe: Callable[[], dict[str, Any]] = dict
-    trials: list[StoredTrial] = field(default_factory=list)
+    trials: list[StoredTrial] = field(default_factory=list)  # trials that were started, in order
 
     @classmethod
     def open(cls, folder: Path, command: Sequence[str]) -> SearchState:

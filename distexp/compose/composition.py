@@ -111,14 +111,9 @@ def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None 
 
 # Composition of many cells in several processes, in the order of the sweep.
 
-MAX_PROCESSES = 8
-"""A login node has many cores and many users."""
-
-MIN_PARALLEL = 32
-"""Number of cells from which processes are started."""
-
-CHUNK = 8
-"""Number of cells that a process composes at a time."""
+MAX_PROCESSES = 8  # a login node has many cores and many users
+MIN_PARALLEL = 32  # number of cells from which processes are started
+CHUNK = 8  # number of cells that a process composes at a time
 
 
 def compose_all(make: MakeCell, overrides: Sequence[Sequence[str]]) -> Iterator[Cell]:
@@ -162,8 +157,7 @@ def _compose_chunks(make: MakeCell, chunks: Sequence[Sequence[Sequence[str]]], p
         pool.shutdown(cancel_futures=True)
 
 
-_inherited: dict[str, Any] = {}
-"""What a forked process needs. It is not pickled for each chunk."""
+_inherited: dict[str, Any] = {}  # What a forked process needs. It is not pickled for each chunk.
 
 
 def _compose_chunk(index: int) -> list[Cell]:

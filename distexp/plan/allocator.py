@@ -14,16 +14,13 @@ from dataclasses import dataclass, field
 from distexp.system.units import MIB
 
 MIN_BLOCK = 512
-SMALL_SIZE = MIB
-"""Largest block of the small pool."""
+SMALL_SIZE = MIB  # largest block of the small pool
 SMALL_SEGMENT = 2 * MIB
 MIN_LARGE_ALLOC = 10 * MIB
 LARGE_SEGMENT = 20 * MIB
 ROUND_LARGE = 2 * MIB
-ADDRESS_RANGE = 32 * MIB
-"""Multiple in which the driver takes addresses from the operating system, as seen on H200s."""
-HIGHEST_ADDRESS = 2**47
-"""End of the addresses of a process on Linux."""
+ADDRESS_RANGE = 32 * MIB  # multiple in which the driver takes addresses from the operating system, as seen on H200s
+HIGHEST_ADDRESS = 2**47  # end of the addresses of a process on Linux
 
 
 class OutOfMemoryError(Exception):

@@ -39,8 +39,7 @@ from distexp.system.files import nan_to_none
 from distexp.system.units import format_memory
 from distexp.tables.columns import print_plain
 
-SLOW_S = 100.0
-"""Time of a prediction from which no variants are predicted."""
+SLOW_S = 100.0  # time of a prediction from which no variants are predicted
 
 UNKNOWN_MEMORY = {
     "cuda": "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80 for a verdict",

@@ -27,11 +27,8 @@ SHOWN_PARTS = tuple(part for part in PARTS if part != "batch")
 
 STATES = ("parameters", "gradients", "optimizer_states")
 HOST = "host_"
-ALLOCATED_ERROR = 0.02
-"""Largest error of the allocated peak on a GPU, if it is too high."""
-
-NATIVE = "native"
-"""The trainer whose steps are traced."""
+ALLOCATED_ERROR = 0.02  # largest error of the allocated peak on a GPU, if it is too high
+NATIVE = "native"  # the trainer whose steps are traced
 
 
 @dataclass(frozen=True)
@@ -226,8 +223,7 @@ def _expected_states_mib(config: Config, counted: int | None = None) -> States |
     }
 
 
-COMPILED = 0.08
-"""``train.compile``: the prediction was up to 7 % less than the measured memory."""
+COMPILED = 0.08  # ``train.compile``: the prediction was up to 7 % less than the measured memory
 
 
 def gpu_error_bound(config: Config) -> float:

@@ -132,12 +132,8 @@ def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> I
 # The largest micro-batch that fits into the memory of a GPU.
 
 LARGEST_MICRO_BATCH = 1 << 20
-MAX_ROUNDS = 5
-"""Most rounds of a search. In each, two sizes are estimated at the same time."""
-
-MAX_SIZES = 2 * MAX_ROUNDS + 1
-"""Most sizes that a search estimates: those of the rounds, and the whole global batch."""
-
+MAX_ROUNDS = 5  # Most rounds of a search. In each, two sizes are estimated at the same time.
+MAX_SIZES = 2 * MAX_ROUNDS + 1  # most sizes that a search estimates: those of the rounds, and the whole global batch
 NOT_PREDICTED = "the memory of a larger one could not be predicted"
 
 MICRO_BATCH = "train.micro_batch_size"

@@ -21,8 +21,7 @@ from distexp.system.units import MIB_PER_GB, format_memory
 from distexp.tables.columns import ALWAYS, Column, build_table, fitted_table
 
 UNKNOWN = "-"
-MAX_NAMED_CELLS = 3
-"""Most cells with the same error that are named."""
+MAX_NAMED_CELLS = 3  # most cells with the same error that are named
 
 
 def cells_table(cells: Sequence[PlannedCell], width: int) -> list[Table | Text]:
@@ -171,8 +170,7 @@ def describe_change(change: ConfigChange, memory_mib: float) -> str:
 
 # The trainings that are predicted: model, data, and the size of the data.
 
-LARGE_MIB = 1.0 * MIB_PER_GB
-"""Peak from which a sample of a dataset is unlikely to be the data of the real training."""
+LARGE_MIB = 1.0 * MIB_PER_GB  # peak from which a sample of a dataset is unlikely to be the data of the real training
 
 
 @dataclass(frozen=True)

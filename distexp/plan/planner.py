@@ -37,16 +37,11 @@ from distexp.system.typed_values import parse_dataclass, read_dataclass
 from distexp.system.units import GIB
 
 SERVER = "distexp.plan.trace.server"
-MEMORY_PER_PROCESS = 3 * GIB
-"""Memory that a process may need to trace a model."""
-
-MAX_PROCESSES = 16
-"""Most configurations that are traced at a time; a login node has many cores and many users."""
-
+MEMORY_PER_PROCESS = 3 * GIB  # memory that a process may need to trace a model
+MAX_PROCESSES = 16  # most configurations that are traced at a time; a login node has many cores and many users
 GRACE_S = 1.0
 
-Outcome = Estimate | str
-"""An estimate, or why there is none."""
+Outcome = Estimate | str  # an estimate, or why there is none
 
 
 class Planner:

@@ -17,8 +17,7 @@ from distexp.system.units import MIB
 CPU_ERROR_BOUND = 0.15
 """Largest relative error of a predicted peak of the processes of a run on CPUs, if its tensors are large."""
 
-BASE_ERROR_MIB = 200.0
-"""Error of the memory of Python and the libraries, which is most of the memory of a tiny model."""
+BASE_ERROR_MIB = 200.0  # error of the memory of Python and the libraries, which is most of the memory of a tiny model
 
 
 def node_peak_mib(

@@ -78,8 +78,7 @@ class StepTrace:
 
 
 CURVE_POINTS = 160
-LIMIT_ACCURACY = 0.01
-"""Relative accuracy of the smallest memory in which a step runs."""
+LIMIT_ACCURACY = 0.01  # relative accuracy of the smallest memory in which a step runs
 
 
 @dataclass(frozen=True)

@@ -54,16 +54,11 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean of a metric over several runs.
-
-    Attributes:
-        deviation: Sample standard deviation; None for a single value.
-        noise: Half of the 95 % confidence interval of the mean; None if unknown.
-    """
+    """Mean of a metric over several runs."""
 
     mean: float
-    deviation: float | None
-    noise: float | None = None
+    deviation: float | None  # sample standard deviation; None for a single value
+    noise: float | None = None  # half of the 95 % confidence interval of the mean; None if unknown
 
 
 def t_quantile(degrees_of_freedom: int) -> float:
@@ -138,17 +133,11 @@ STANDARD_NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class UsualErrors:
-    """Errors of the forecasts that are usual before the first trial.
+    """Errors of the forecasts that are usual before the first trial."""
 
-    Attributes:
-        usual_error: Error that is expected, as a standard deviation of the logarithm of score / forecast.
-        usual_error_trials: Weight of the usual error next to the measured ones, in trials.
-        usual_scale_trials: Weight of a forecast that is exact on average, next to the measured scales, in trials.
-    """
-
-    usual_error: float = 0.2
-    usual_error_trials: int = 1
-    usual_scale_trials: int = 1
+    usual_error: float = 0.2  # error that is expected, as a standard deviation of the logarithm of score / forecast
+    usual_error_trials: int = 1  # weight of the usual error next to the measured ones, in trials
+    usual_scale_trials: int = 1  # weight of a forecast that is exact on average, next to the measured scales, in trials
 
 
 def expected_gain(
@@ -197,8 +186,7 @@ def _predicted_scale(logarithms: Sequence[float], usual: UsualErrors) -> tuple[f
 # through the two largest sizes that ran. The three differ in what an answer costs: a prediction, or a trial.
 
 
-Point = tuple[int, float]
-"""A micro-batch and its memory in MiB."""
+Point = tuple[int, float]  # a micro-batch and its memory in MiB
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,10 @@ from math import inf, isnan
 
 @dataclass(frozen=True)
 class LossBounds:
-    """Largest differences between the losses of equal trainings.
+    """Largest differences between the losses of equal trainings."""
 
-    Attributes:
-        step: Largest relative difference at any step.
-        mean: Largest mean of the signed relative differences; None: no such bound.
-    """
-
-    step: float
-    mean: float | None = None
+    step: float  # largest relative difference at any step
+    mean: float | None = None  # largest mean of the signed relative differences; None: no such bound
 
 
 @dataclass(frozen=True)
@@ -53,19 +48,12 @@ def whole_training_bound(precision: str) -> float:
 
 @dataclass(frozen=True)
 class LossComparison:
-    """Differences between the losses of two runs.
+    """Differences between the losses of two runs."""
 
-    Attributes:
-        steps: Number of compared steps.
-        largest: Largest relative difference at any step.
-        mean: Mean of the signed relative differences.
-        bounds: Bounds for equal trainings.
-    """
-
-    steps: int
-    largest: float
-    mean: float
-    bounds: LossBounds
+    steps: int  # number of compared steps
+    largest: float  # largest relative difference at any step
+    mean: float  # mean of the signed relative differences
+    bounds: LossBounds  # bounds for equal trainings
 
     @property
     def equal(self) -> bool:

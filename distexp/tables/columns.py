@@ -17,12 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # spaces between two columns; one of them is part of rich's box
-ALWAYS = 1000
-"""Importance of a required column, which is never hidden."""
-
+ALWAYS = 1000  # importance of a required column, which is never hidden
 PIPED_WIDTH = 240  # characters, if the output is not a terminal
-MIN_CELLS = 20
-"""Number of cells from which a bar is shown; fewer take less than a second."""
+MIN_CELLS = 20  # number of cells from which a bar is shown; fewer take less than a second
 
 
 @dataclass(frozen=True)

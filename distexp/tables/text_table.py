@@ -18,8 +18,7 @@ from distexp.tables.columns import GAP, empty_table, split_widths
 MIN_GAP = 1
 SHORT_TEXT = 7  # characters of a text that is kept in one line
 
-NOT_MEASURED = "-"
-"""Cell of a value that a run does not have."""
+NOT_MEASURED = "-"  # cell of a value that a run does not have
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,16 @@ from distexp.resolve.resources import parameter_count
 from distexp.statistics.noise import MemoryLine
 from distexp.system.units import MIB
 
-PER_SAMPLE = ("activations", "logits")
-"""Parts that grow with the micro-batch in proportion. The others may, too."""
-
+PER_SAMPLE = ("activations", "logits")  # Parts that grow with the micro-batch in proportion. The others may, too.
 GRADIENT_BYTES = 4
 
 
 @dataclass
 class FamilyMemory:
-    """Members of a family in the order of their micro-batches, and what is known of their memory.
+    """Members of a family in the order of their micro-batches, and what is known of their memory."""
 
-    Attributes:
-        candidates: The members that are valid.
-        unknown: Why the family cannot be predicted; empty if it can.
-    """
-
-    candidates: Sequence[Candidate]
-    unknown: str = ""
+    candidates: Sequence[Candidate]  # the members that are valid
+    unknown: str = ""  # why the family cannot be predicted; empty if it can
     _verdicts: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

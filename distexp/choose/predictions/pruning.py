@@ -31,9 +31,7 @@ DEFAULT_LIMIT_S = 600.0
 EQUAL_FAILURES = 4
 """If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
 
-MAX_ERRORS = 3
-"""Most errors of predictions that are printed."""
-
+MAX_ERRORS = 3  # most errors of predictions that are printed
 Families = dict[tuple[str, ...], FamilyMemory]
 
 
@@ -70,28 +68,20 @@ def prune_by_plan(
 
 @dataclass
 class _Pruning:
-    """A pruning that runs. The attributes without a text are the arguments of ``prune_by_plan``.
+    """A pruning that runs. The attributes without a text are the arguments of ``prune_by_plan``."""
 
-    Attributes:
-        families: What is known of each family, by its overrides.
-        lighter: The override that needs less memory, by each override that chooses an option of a strategy.
-        deadline: Time of ``clock`` after which nothing more is predicted.
-        done: Number of predictions, also of those that failed.
-        ended: Whether nothing more is predicted: the deadline has passed, or all predictions fail alike.
-        errors: Errors of the predictions that failed.
-    """
-
-    families: Families
+    families: Families  # what is known of each family, by its overrides
+    # The override that needs less memory, by each override that chooses an option of a strategy.
     lighter: Mapping[str, str]
     estimate_all: EstimateAll
     objective: Objective
     at_a_time: int
-    deadline: float
+    deadline: float  # time of ``clock`` after which nothing more is predicted
     report: Callable[[str], None]
     clock: Callable[[], float]
-    done: int = 0
-    ended: bool = False
-    errors: Counter[str] = field(default_factory=Counter)
+    done: int = 0  # number of predictions, also of those that failed
+    ended: bool = False  # whether nothing more is predicted: the deadline has passed, or all predictions fail alike
+    errors: Counter[str] = field(default_factory=Counter)  # errors of the predictions that failed
 
     def predict_stage(self, *, offload: bool, checkpoints: bool) -> None:
         """Predict the families of a stage, in the order of their memory."""

@@ -249,14 +249,9 @@ class WorkCounter:
 THREADS_PER_BLOCK = 512
 WARP = 32
 THREADS_PER_MULTIPROCESSOR = 2048
-VALUES_PER_THREAD = 16, 256
-"""Values that a thread adds, at least and at most, before more blocks share a sum."""
-
-ACCUMULATED_BYTES = 4
-"""Sums of 16-bit numbers are in fp32 until they are complete."""
-
-MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot")
-"""Operations of cuBLAS."""
+VALUES_PER_THREAD = 16, 256  # values that a thread adds, at least and at most, before more blocks share a sum
+ACCUMULATED_BYTES = 4  # sums of 16-bit numbers are in fp32 until they are complete
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot")  # operations of cuBLAS
 
 
 def is_matrix_product(func: Any) -> bool:

@@ -35,8 +35,7 @@ from distexp.worker.preload import own_modules, preload
 NICENESS = 10
 """Lower priority of the processes that trace, because others may use the machine, for example a login node."""
 
-FALLBACK_S = 120.0
-"""Longest time of an estimate by arithmetic, which builds the model again."""
+FALLBACK_S = 120.0  # longest time of an estimate by arithmetic, which builds the model again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -47,8 +47,7 @@ def traced_context(config: Config) -> Context:
 
 # The micro-batch of a run that needs the most memory.
 
-READ_BATCHES = 8
-"""Micro-batches that are read and compared if the lengths of the samples are not known."""
+READ_BATCHES = 8  # micro-batches that are read and compared if the lengths of the samples are not known
 
 
 def largest_batch(config: Config, data: TaskData) -> Batch:
@@ -125,9 +124,7 @@ def count_parameters(config: Config) -> int | None:
 
 DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 """Sizes of DDP's buckets. The first one is smaller, unless ``bucket_cap_mb`` is set."""
-BROADCAST_MB = 250
-"""Size of the flat copies of weights that DDP sends from rank 0."""
-
+BROADCAST_MB = 250  # size of the flat copies of weights that DDP sends from rank 0
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 

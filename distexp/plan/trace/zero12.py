@@ -205,8 +205,7 @@ class ZeroOneTwo(ShardedOptimizer):
 
 # What stages 1 and 2 keep on one rank, computed from the shapes of the parameters.
 
-ALIGNMENT = 2
-"""Elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)."""
+ALIGNMENT = 2  # elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from distexp.config import Config
 from distexp.strategies.optimizer import parameter_groups
 
-CHECKED_VERSION = "0.19.8"
-"""Version of DeepSpeed with which the models of ZeRO's memory were checked."""
-
-DEFAULT_BUCKET = 500_000_000
-"""DeepSpeed's default of reduce_bucket_size in elements."""
+CHECKED_VERSION = "0.19.8"  # version of DeepSpeed with which the models of ZeRO's memory were checked
+DEFAULT_BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size in elements
 
 
 def version_note() -> str | None:
@@ -64,8 +61,7 @@ class ShardedOptimizer(ABC):
         """Update the weights."""
 
 
-Assign = Callable[[str, Iterable[Tensor]], None]
-"""Sets the part of tensors, see ``distexp.plan.replay.PARTS``."""
+Assign = Callable[[str, Iterable[Tensor]], None]  # sets the part of tensors, see ``distexp.plan.replay.PARTS``
 
 
 @dataclass(frozen=True)
