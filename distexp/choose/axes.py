@@ -118,9 +118,6 @@ def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_b
     return Axes(varied, micro_batches, further, is_named)
 
 
-# Checks of the entries of ``choose.space``: which keys may vary, and which values they may have.
-
-
 FURTHER_SECTIONS = (*(kind.section for kind in shipped_strategies().values() if kind.section), "offload")
 FURTHER_KEYS = (
     *("train.logits", "train.loss", "train.loss_chunk_tokens", "train.compile", "train.activation_budget"),
@@ -177,9 +174,6 @@ def _options_of(group: str) -> Sequence[str]:
     return sorted({*options_of(group), *found})
 
 
-# Parser of the entries of ``choose.space``: ``KEY`` or ``KEY=VALUE,VALUE``.
-
-
 @dataclass(frozen=True)
 class SpaceEntry:
     """An entry of ``choose.space`` as typed, its key, and the values to try; None for an entry without values."""
@@ -216,9 +210,6 @@ def _as_typed(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
-
-
-# The parts of the cluster that a search tries: ``choose.gpus``.
 
 
 @dataclass(frozen=True)
@@ -260,9 +251,6 @@ def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
         for number in gpus
     )
     return list(dict.fromkeys(sizes))
-
-
-# The strategies that are tried on a part of the cluster, with and without offloading.
 
 
 Kinds = Mapping[str, type[StepTraits]]  # the class of each strategy by its name

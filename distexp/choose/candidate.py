@@ -160,9 +160,6 @@ class Candidate:
         return step_s if step_s is None or objective is Objective.THROUGHPUT else step_s * self.workers
 
 
-# The keys that a search varies, with the values that it tries by default: strategies state their options.
-
-
 MICRO_BATCH = "train.micro_batch_size"
 CHECKPOINTING = "train.activation_checkpointing"
 STRATEGY, OFFLOAD, KERNELS = "strategy", "offload", "kernels"
@@ -199,9 +196,6 @@ def strategy_in(overrides: Iterable[str]) -> str:
         if key == STRATEGY or key in STRATEGY_OF:
             return STRATEGY_OF.get(key, value)
     return ""
-
-
-# The numbers that decide how thorough a search is.
 
 
 @dataclass(frozen=True)
@@ -253,9 +247,6 @@ def rules_for(*, on_cpus: bool = False, on_slurm: bool = False) -> SearchRules:
     if not on_cpus:
         return rules
     return replace(rules, usual_error=CPU_ERROR, usual_error_trials=CPU_ERROR_TRIALS, usual_scale_trials=0)
-
-
-# Names of candidates and of objectives in texts.
 
 
 BETTER = {

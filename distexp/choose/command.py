@@ -176,9 +176,6 @@ def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) ->
     )
 
 
-# Output of ``choose.dry_run=true``: the candidates, what is left out and why, and the first trials with their cost.
-
-
 def print_plan(outcome: Outcome, console: Console) -> None:
     """Print what a search would do.
 
@@ -248,9 +245,6 @@ the trials that compare the losses. Nothing was started."""
     )
     if hint := other_sizes_hint(outcome.candidates, outcome.settings):
         line(hint)
-
-
-# What a search prints before it starts: what differs from what a user may expect.
 
 
 HOW_TO_NAME_MEMORY = {

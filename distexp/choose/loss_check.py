@@ -205,9 +205,6 @@ def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
     )
 
 
-# Configurations of ``single`` for the check of the losses, if it is not among the candidates.
-
-
 def fitting_singles(
     candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell, planner: Planner
 ) -> list[Candidate]:
@@ -234,9 +231,6 @@ def _valid_singles(candidates: Sequence[Candidate], command: Sequence[str], make
         config = make(with_overrides(kept, overrides)).config
         if config is not None:
             yield Candidate(overrides, family, config.train.micro_batch, 1, config)
-
-
-# The expected cost of the check of the losses, which the search leaves in the budget.
 
 
 def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candidate], objective: Objective) -> float:

@@ -111,9 +111,6 @@ def squared_deviations(candidates: Iterable[Candidate], objective: Objective) ->
     return squares, freedom
 
 
-# Measured values of a candidate.
-
-
 @dataclass(frozen=True)
 class MeanMetrics:
     """Means over the trials of a candidate, weighted by their steps. None: not measured."""
@@ -187,9 +184,6 @@ def measured_json(candidate: Candidate) -> dict[str, Any] | None:
     }
 
 
-# Candidates that are as good as the winner within the noise, and the simplest one of all.
-
-
 def equal_candidates(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> list[Candidate]:
     """Return the other candidates whose difference to the winner is within the noise, the best one first."""
     margins = [
@@ -213,9 +207,6 @@ def _complexity(config: Config | None) -> tuple[int | bool, ...]:
     is_fast, is_checkpointed = config.kernels.name != "reference", config.train.activation_checkpointing
     option = strategy.option_complexity(config)
     return strategy.own_complexity(), config.offload.enabled, is_checkpointed, is_fast, option
-
-
-# The batches of trials of a search, and its result.
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,6 @@ def loss_sentence(check: LossCheck) -> str:
     return f"the losses DIFFER from those of {check.reference}{why}: {check.comparison}"
 
 
-# Trade-offs: candidates that give up something for something else, beyond the noise.
-
-
 SAME = 0.02  # relative difference from which a change is worth a mention
 
 MORE_AND_LESS = {

@@ -194,9 +194,6 @@ def _shared_start(planned: PlannedTrial) -> tuple[int, list[str]]:
     return candidate.workers, [name for name in kind.requires if name != COMMUNICATION]
 
 
-# Why the candidates that still wait at the end of a search were not tried.
-
-
 NOT_TRIED = "not tried"  # start of the reason of a candidate that fits, and that the search left out
 LOOKS_EQUAL = 0.005  # ratios that are nearer to 1 look like 1 with two decimals
 LOOKS_LIKE_ONE = 1.05  # smaller ratios look like 1 or less with one decimal

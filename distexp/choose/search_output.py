@@ -133,9 +133,6 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-# What is printed at the end of a search: the table, the winner, and what was given up for what.
-
-
 MAX_TRADE_OFFS = 5
 
 
@@ -186,9 +183,6 @@ def describe_cost(state: SearchState, candidates: Iterable[Candidate]) -> str:
     if not checks:
         return cost
     return f"{cost}, and {state.check_gpu_seconds:,.0f} for {format_count(checks, 'trial')} that compared the losses"
-
-
-# Tables of the candidates of a search on a terminal.
 
 
 MAX_LISTED = 6  # Most candidates without a trial that a table lists. More are counted by their reason.

@@ -186,9 +186,6 @@ def _prune_duplicates(candidates: Sequence[Candidate]) -> None:
             candidate.prune(f"the same as {' '.join(first.overrides)}")
 
 
-# The overrides of a command with those of a candidate in their place.
-
-
 SHARDED_KEYS = (*(f"{key}=" for key in (*STRATEGY_OF, *GROUP_OF_KEY)), "offload.")
 """Overrides of a command that contradict the reference."""
 
@@ -203,9 +200,6 @@ def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> 
     if REFERENCE[0] not in overrides:
         return list(command)
     return [text for text in command if not text.startswith(SHARDED_KEYS)]
-
-
-# Settings of a search, and checks of the command line that starts it.
 
 
 BATCH = "train.global_batch_size"

@@ -82,9 +82,6 @@ def peak_mib(record: RunRecord) -> float | None:
     return max(allocated) if allocated else cpu_peak_mib(record.memory)
 
 
-# What a trial means for its candidate, and for the other members of its family.
-
-
 UNMEASURED = {
     Objective.THROUGHPUT: "the run measured no throughput",
     Objective.ENERGY: "the run measured no energy: use choose.objective=throughput",
@@ -129,9 +126,6 @@ def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> N
     if completed and all(trial.measured(objective) is None for trial in completed):
         for waiting in (candidate for candidate in candidates if candidate.status is Status.WAITING):
             waiting.prune(UNMEASURED[objective])
-
-
-# Errors that all candidates have in common, such as a data set that cannot be read. They end a search early.
 
 
 UNSUCCESSFUL = ("failed", "invalid")

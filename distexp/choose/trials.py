@@ -138,9 +138,6 @@ class Trials:
         self.state.write()
 
 
-# The overrides that make a short trial of a training.
-
-
 EXCLUDED_STEPS = 3  # first steps of a trial that are not measured: compilation, and the recording of CUDA graphs
 SHORTEST_LIMIT_MIN = 10.0  # Least time limit of a trial. The first one may download and tokenize the data.
 
@@ -172,9 +169,6 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
     if samples is not None and "eval_size" in config.dataset.keys:
         found.append(f"dataset.eval_size={min(samples, config.dataset.eval_size or samples)}")
     return found
-
-
-# What is stored of a search, in ``choose.json``: its trials, so that it can be resumed, and its result.
 
 
 VERSION = 1

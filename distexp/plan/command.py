@@ -167,9 +167,6 @@ def _print_search(
         print_plain(console, note)
 
 
-# Progress of predictions on stderr: a line for each step, or on a terminal one that changes.
-
-
 @contextmanager
 def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
     """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.

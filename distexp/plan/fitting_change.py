@@ -129,8 +129,6 @@ def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> I
             yield (f"{MICRO_BATCH}={size}", *more)
 
 
-# The largest micro-batch that fits into the memory of a GPU.
-
 LARGEST_MICRO_BATCH = 1 << 20
 MAX_ROUNDS = 5  # Most rounds of a search. In each, two sizes are estimated at the same time.
 MAX_SIZES = 2 * MAX_ROUNDS + 1  # most sizes that a search estimates: those of the rounds, and the whole global batch

@@ -168,8 +168,6 @@ def describe_change(change: ConfigChange, memory_mib: float) -> str:
     return f"{' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"
 
 
-# The trainings that are predicted: model, data, and the size of the data.
-
 LARGE_MIB = 1.0 * MIB_PER_GB  # peak from which a sample of a dataset is unlikely to be the data of the real training
 
 

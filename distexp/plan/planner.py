@@ -165,9 +165,6 @@ def started_server(processes: int) -> Iterator[TraceServer]:
                 end_tree(process, GRACE_S)
 
 
-# Cache of estimates, by configuration, by the code of distexp and of custom packages, and by versions of libraries.
-
-
 SOURCES = (
     *("config", "data", "distributed", "engines", "models", "plan", "resolve", "strategies", "system", "training"),
     "worker",
@@ -268,8 +265,6 @@ def library_versions() -> dict[str, str]:
             found[name] = version(name)
     return found
 
-
-# Files between the planner and the process that traces.
 
 POLL_S = 0.05
 LOG = "log.txt"

@@ -23,8 +23,6 @@ from distexp.system.cache_dir import cache_dir
 from distexp.system.files import read_json
 from distexp.system.units import MIB
 
-# The communication of a step: the collectives of ``distexp forecast``, as bytes on links.
-
 
 GB, TERA = 1e9, 1e12
 
@@ -46,9 +44,6 @@ def _ring_s(size: float, group: GroupLayout, speeds: MachineSpeeds) -> float:
     if group.nodes > 1:
         link = min(link, speeds.network_gb_per_s * group.ranks_per_node)
     return size * (group.ranks - 1) / group.ranks / (link * GB)
-
-
-# Speeds of a machine for the order of the candidates: measured ones if a preflight stored them, else rough ones.
 
 
 REACHED_SHARE = 0.6  # share of the datasheet's peak that a large matrix product reaches
@@ -97,8 +92,6 @@ def stored_tflops(device: str, precision: str) -> float | None:
                 found.append(float(read_json(path)["tflops"]))
     return max(found, default=None)
 
-
-# The time of a step.
 
 ADAMW_BYTES = 28  # bytes per parameter that a step of AdamW reads and writes: weight, gradient and two moments in fp32
 PASSES = 3  # how often a micro-batch reads all weights: in the forward pass, and for both products of the backward pass

@@ -207,8 +207,6 @@ def _allocate(node: fx.Node) -> Any:
     return tensors if isinstance(node.meta.get("val"), (tuple, list)) else tensors[0]
 
 
-# Counter of the work of a traced step: floating point operations, launched kernels, and bytes that are written.
-
 NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 """Operations without a kernel, besides views."""
 

@@ -195,9 +195,6 @@ def _efficient_attention(  # noqa: PLR0917
     return output
 
 
-# Optimizers of fake tensors, with the kernels of CUDA.
-
-
 def make_optimizer(module: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Return the optimizer of a run, with the kernels that it uses on CUDA."""
     optimizer = build_optimizer(module, config.train, fused=False)

@@ -236,8 +236,6 @@ def tensors_in(content: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-# The events of a recorded training: what is allocated and freed, and what for.
-
 WORKSPACE_BLOCKS = {"forward": -1, "backward": -2}
 """Blocks of the workspaces of cuBLAS, by the phase that allocates them. Each phase has its own thread."""
 

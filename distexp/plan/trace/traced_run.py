@@ -45,8 +45,6 @@ def traced_context(config: Config) -> Context:
     )
 
 
-# The micro-batch of a run that needs the most memory.
-
 READ_BATCHES = 8  # micro-batches that are read and compared if the lengths of the samples are not known
 
 
@@ -77,8 +75,6 @@ def evaluation_batch(config: Config, data: TaskData) -> Batch:
     order = range(len(data.evaluation)) if lengths is None else np.argsort(-lengths, kind="stable").tolist()
     return data.collate([data.evaluation[index] for index in order[:size]])
 
-
-# Trainings that cannot be traced: why, and the number of their parameters.
 
 WITHOUT_KERNEL = "UnsupportedOperatorException"
 """Name of torch's exception for an operator that has no kernel for fake tensors. Its text is the operator."""

@@ -203,8 +203,6 @@ class ZeroOneTwo(ShardedOptimizer):
         return gradient
 
 
-# What stages 1 and 2 keep on one rank, computed from the shapes of the parameters.
-
 ALIGNMENT = 2  # elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)
 
 

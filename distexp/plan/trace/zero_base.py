@@ -116,9 +116,6 @@ def read_zero(settings: dict[str, Any], key: str, default: Any) -> Any:
     return settings["zero_optimization"].get(key, default)
 
 
-# How stage 3 of ZeRO divides parameters among the ranks, and their shares into sub-groups.
-
-
 class Partitions:
     """What ``zero.Init`` leaves of the parameters of each module: this rank's shares, and no whole parameter."""
 
