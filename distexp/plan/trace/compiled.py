@@ -84,9 +84,9 @@ class GraphMemory:
                 last[self.bases[node]] = len(self.nodes)
         return last
 
-    def _reads(self, node: fx.Node) -> set[fx.Node]:
+    def _reads(self, node: fx.Node) -> list[fx.Node]:
         """Return the buffers and inputs that the kernel of a node reads, also through fused operations."""
-        found: set[fx.Node] = set()
+        found: list[fx.Node] = []
         seen: set[fx.Node] = set()
         pending = list(node.all_input_nodes)
         while pending:
@@ -95,7 +95,7 @@ class GraphMemory:
                 continue
             seen.add(source)
             if source in self.buffers or source.op == "placeholder":
-                found.add(source)
+                found.append(source)
             else:
                 pending += source.all_input_nodes
         return found

@@ -205,7 +205,7 @@ class Fetcher:
             return
         for param in list(self.registry):
             self._wait(self.registry.pop(param))
-        for param in list(self.available):
+        for param in filter(self.available.__contains__, self.partition_order):
             self.active[param].clear()
             self._free(param)
 
