@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
 
 from distexp.config import Config
@@ -96,6 +97,11 @@ class Candidate:
     reason: str = ""  # why it is pruned or failed
     trials: tuple[Trial, ...] = field(default=())  # all of its trials, in order
 
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the candidate may be tried."""
+        return self.status is Status.WAITING
+
     def prune(self, reason: str) -> None:
         """Remove the candidate from the search."""
         self.status, self.reason = Status.PRUNED, reason
@@ -141,6 +147,12 @@ class Candidate:
         known = [(score, steps) for score, steps in found if score is not None]
         return sum(score * steps for score, steps in known) / sum(steps for _, steps in known) if known else None
 
+    def known_score(self, objective: Objective) -> float:
+        """Return the score of a candidate that has one."""
+        score = self.score(objective)
+        assert score is not None, "only candidates with a score are compared"
+        return score
+
     @property
     def step_s(self) -> float | None:
         """Return the mean step time of the completed trials; None without one."""
@@ -158,6 +170,14 @@ class Candidate:
     def _worker_time(self, step_s: float | None, objective: Objective) -> float | None:
         """Return a step time, for energy and cost that of all workers together."""
         return step_s if step_s is None or objective is Objective.THROUGHPUT else step_s * self.workers
+
+
+def families_of(candidates: Iterable[Candidate]) -> dict[tuple[str, ...], list[Candidate]]:
+    """Return the members of each family in the order of their micro-batches."""
+    families: dict[tuple[str, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        families.setdefault(candidate.family, []).append(candidate)
+    return {family: sorted(members, key=attrgetter("micro_batch")) for family, members in families.items()}
 
 
 MICRO_BATCH = "train.micro_batch_size"
@@ -223,7 +243,7 @@ class SearchRules(UsualErrors):
     usual_trials: int = 3  # weight of the usual noise: degrees of freedom that it has next to the repeated trials
     # Most that the scaled forecast of a family may exceed the best score, if a family that differs only in
     # checkpointing was tried.
-    same_kernels: float = 0.2
+    checkpointing_pair: float = 0.2
     # Least expected improvement for which a family is tried, relative to the best score. Jones et al., Efficient Global
     # Optimization of Expensive Black-Box Functions, 1998, end at 1 % too.
     least_gain: float = 0.01

@@ -108,7 +108,7 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
 
 def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
     """Print how many configurations may be predicted, and how long the trials may take."""
-    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    waiting = [candidate for candidate in candidates if candidate.is_waiting]
     if not waiting:
         return
     text = f"predicting the memory of up to {format_count(len(waiting), 'configuration')}"
@@ -124,7 +124,7 @@ def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
 def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:
     """Search, and check the losses of the winner. One with other losses is followed by the next best."""
     settings = outcome.settings
-    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+    waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     most = max((candidate.workers for candidate in waiting), default=1)
     objective, budget = settings.objective, settings.budget_gpu_s(most)
     reserved = partial(check_gpu_seconds, outcome.candidates, singles, objective)
@@ -182,7 +182,7 @@ def print_plan(outcome: Outcome, console: Console) -> None:
     Raises:
         SweepFailedError: nothing would be tried.
     """
-    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+    waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     planned = first_trials(outcome.candidates, outcome.settings.objective)
     costs = [
         trial.candidate.workers * (STARTUP_S + (trial.steps + EXCLUDED_STEPS) * (trial.candidate.forecast_s or 0.0))
@@ -220,7 +220,7 @@ def _print_tables(
     outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
 ) -> None:
     line = partial(print_plain, console)
-    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+    waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     left_out = [candidate for candidate in outcome.candidates if candidate.status is not Status.WAITING]
     line(f"{format_count(len(outcome.candidates), 'configuration')}, of which {len(waiting)} may be tried")
     if planned:

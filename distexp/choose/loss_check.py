@@ -209,13 +209,13 @@ def fitting_singles(
     candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell, planner: Planner
 ) -> list[Candidate]:
     """Return configurations of ``single`` that may fit, the fastest first; none if a candidate of ``single`` does."""
-    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    waiting = [candidate for candidate in candidates if candidate.is_waiting]
     if not waiting or any(each.config and load_strategy(each.config).is_reference for each in waiting):
         return []
     singles = list(_valid_singles(waiting, command, make))
     prune_by_plan(singles, planner.estimate, Objective.THROUGHPUT, at_a_time=parallel_processes())
     # Sorting keeps the order of equal ones.
-    return sorted((single for single in singles if single.status is Status.WAITING), key=lambda each: each.too_close)
+    return sorted((single for single in singles if single.is_waiting), key=lambda each: each.too_close)
 
 
 def _valid_singles(candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell) -> Iterator[Candidate]:
@@ -239,7 +239,7 @@ def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candida
     Before the first trial, the best candidate is the best forecast one. The cost is 0 if the reference has a trial of
     as many steps already, and if there is no reference.
     """
-    waiting = [each for each in candidates if each.status is Status.WAITING and each.config is not None]
+    waiting = [each for each in candidates if each.is_waiting and each.config is not None]
     by_forecast = sorted(waiting, key=lambda each: each.forecast(objective) or inf)
     best = next(iter([*by_score(candidates, objective), *by_forecast]), None)
     reference = next(references_of(best, candidates, singles), None) if best is not None else None

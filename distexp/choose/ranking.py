@@ -18,7 +18,7 @@ from distexp.strategies.traits import CUSTOM_COMPLEXITY
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
     """Return the candidates with a score, the best one first. If scores are equal, the faster one is first."""
     tried = [each for each in candidates if each.status is Status.TRIED and each.score(objective) is not None]
-    return sorted(tried, key=lambda each: (each.score(objective) or 0.0, each.score(Objective.THROUGHPUT) or 0.0))
+    return sorted(tried, key=lambda each: (each.known_score(objective), each.score(Objective.THROUGHPUT) or 0.0))
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:

@@ -19,11 +19,8 @@ A search is deterministic: with the same trials it makes the same decisions. ``p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import inf
-from operator import attrgetter
 
-from distexp.choose import policy
 from distexp.choose.candidate import (
     DEFAULT_RULES,
     Candidate,
@@ -33,6 +30,7 @@ from distexp.choose.candidate import (
     format_worker_time,
     strategy_in,
 )
+from distexp.choose.policy import Policy, affordable_trials, without_checkpointing
 from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, by_score, ranked
 from distexp.choose.trial_metrics import add_trial, most_different, prune_by_common_error, prune_unmeasured
 from distexp.hardware.facts import gpus_with
@@ -63,71 +61,58 @@ def search(
         rules: How thorough the search is.
         reserved_gpu_s: Returns the part of the budget that is for the check of the losses.
     """
-    state = _Search(candidates, try_all, objective, budget_gpu_s, rules, reserved_gpu_s)
+    policy = Policy(candidates, objective, rules)
+    state = _Search(policy, try_all, budget_gpu_s, reserved_gpu_s)
     state.try_first_family()
     state.try_families()
     state.try_neighbors()
     state.try_finalists()
-    prune_untried(state.families.values(), objective, near=rules.near, stopped=state.stopped)
+    prune_untried(policy, state.stopped)
     winner = next(iter(ranked(candidates, objective)), None)
     statement = "" if winner is not None else describe_no_winner(candidates)
     return SearchResult(winner, tuple(candidates), tuple(state.rungs), state.stopped, statement)
 
 
-def first_trials(
-    candidates: Sequence[Candidate], objective: Objective, rules: SearchRules = DEFAULT_RULES
-) -> list[PlannedTrial]:
+def first_trials(candidates: Sequence[Candidate], objective: Objective) -> list[PlannedTrial]:
     """Return the trial of one member of each family, in the order in which a search would run them."""
-    state = _Search(candidates, lambda batch: [], objective, inf, rules)
-    first = policy.representatives(state.families.values(), objective)
-    return [PlannedTrial(candidate, rules.steps) for candidate in first]
+    policy = Policy(candidates, objective)
+    return [PlannedTrial(candidate, policy.rules.steps) for candidate in policy.representatives()]
 
 
-@dataclass
 class _Search:
     """A search that runs. The arguments are those of ``search``."""
 
-    candidates: Sequence[Candidate]
-    try_all: TryAll
-    objective: Objective
-    budget_gpu_s: float
-    rules: SearchRules
-    reserved_gpu_s: Callable[[], float] = lambda: 0.0
-    rungs: list[Rung] = field(default_factory=list)  # the batches that have ended
-    stopped: str = ""  # why the search ends early; empty if it does not
-
-    def __post_init__(self) -> None:
-        self.families: dict[tuple[str, ...], list[Candidate]] = {}
-        for candidate in self.candidates:
-            self.families.setdefault(candidate.family, []).append(candidate)
-        for members in self.families.values():
-            members.sort(key=attrgetter("micro_batch"))
+    def __init__(
+        self, policy: Policy, try_all: TryAll, budget_gpu_s: float, reserved_gpu_s: Callable[[], float]
+    ) -> None:
+        self.policy, self.rules, self.try_all = policy, policy.rules, try_all
+        self.budget_gpu_s, self.reserved_gpu_s = budget_gpu_s, reserved_gpu_s
+        self.has_noise = policy.objective is not Objective.MEMORY  # The peak of the memory has none.
+        self.rungs: list[Rung] = []  # the batches that have ended
+        self.stopped = ""  # why the search ends early; empty if it does not
 
     def try_first_family(self) -> None:
         """Try the family with the best forecast, and its neighbors. A good score leaves out more of the others."""
-        first = policy.representatives(self.families.values(), self.objective)[:1]
-        if first and first[0].forecast(self.objective) is not None:
+        first = self.policy.representatives()[:1]
+        if first and first[0].forecast(self.policy.objective) is not None:
             self._try("families", first)
             self.try_neighbors()
 
     def try_families(self) -> None:
         """Try one member of each family that may be the best."""
-        while not self.stopped:
-            useful = policy.useful_representatives(self.families.values(), self.objective, self.rules)
-            if not useful:
-                return
-            if (different := most_different(useful, self.candidates)) is not None:
+        while not self.stopped and (useful := self.policy.useful_representatives()):
+            if (different := most_different(useful, self.policy.candidates)) is not None:
                 self._try("families", [different])
                 continue
             # One of two families that differ in checkpointing shows whether the other one may be better.
-            first_of = {policy.without_checkpointing(candidate): candidate for candidate in reversed(useful)}
-            wave = [candidate for candidate in useful if first_of[policy.without_checkpointing(candidate)] is candidate]
+            first_of = {without_checkpointing(candidate): candidate for candidate in reversed(useful)}
+            wave = [candidate for candidate in useful if first_of[without_checkpointing(candidate)] is candidate]
             self._try("families", wave[: self.rules.wave])
 
     def try_neighbors(self) -> None:
         """Try smaller and larger micro-batches of the best families."""
         for _ in range(self.rules.neighbor_rounds):
-            batch = policy.neighbors_to_try(self.families.values(), self.objective, self.rules)
+            batch = self.policy.neighbors_to_try()
             if not batch or self.stopped:
                 return
             self._try("neighbors", batch)
@@ -135,42 +120,39 @@ class _Search:
     def try_finalists(self) -> None:
         """Repeat the best candidate and its strongest rival, until the best one is certain enough.
 
-        The candidate that ran last is the first one of the next round. The peak of the memory has no noise.
+        The candidate that ran last is the first one of the next round.
         """
-        if self.objective is Objective.MEMORY:
-            return
-        steps = self.rules.steps * self.rules.growth
         last: Candidate | None = None
-        for _ in range(self.rules.repeats):
-            batch = policy.candidates_to_repeat(self.candidates, self.objective, self.rules)
+        for _ in range(self.rules.repeats if self.has_noise else 0):
+            batch = self.policy.candidates_to_repeat()
             if not batch or self.stopped:
                 return
             if batch[-1] is last:
                 batch.reverse()
-            self._run(FINALISTS, batch, steps)
+            self._run(FINALISTS, batch, self.rules.steps * self.rules.growth)
             last = batch[-1]
 
     def _try(self, name: str, batch: Sequence[Candidate]) -> None:
         """Run the first trials of a batch, and repeat those that other programs have probably disturbed."""
         self._run(name, batch, self.rules.steps)
-        if self.objective is Objective.MEMORY or self.stopped:
+        if not self.has_noise or self.stopped:
             return
-        doubtful = list(policy.doubtful_candidates(self.candidates, self.objective, self.rules))
+        doubtful = list(self.policy.doubtful_candidates())
         if doubtful:
             self._run("repeats", doubtful, self.rules.steps)
         for candidate in doubtful:
-            policy.mark_disturbed(candidate, self.objective, self.rules)
+            self.policy.mark_disturbed(candidate)
 
     def _run(self, name: str, batch: Sequence[Candidate], steps: int) -> None:
         """Run a batch of trials, as far as the budget allows."""
         planned = [PlannedTrial(candidate, steps) for candidate in batch]
-        reserved = self.reserved_gpu_s()
+        candidates, reserved = self.policy.candidates, self.reserved_gpu_s()
         spent = sum(rung.gpu_seconds for rung in self.rungs)
-        affordable = policy.affordable_trials(planned, self.candidates, spent, self.budget_gpu_s - reserved)
+        affordable = affordable_trials(planned, candidates, spent, self.budget_gpu_s - reserved)
         if not self.rungs:  # The first trial of a search is always allowed.
             affordable = affordable or planned[:1]
         if not affordable:
-            budget, check = format_worker_time(self.budget_gpu_s, self.candidates), ""
+            budget, check = format_worker_time(self.budget_gpu_s, candidates), ""
             if reserved and reserved >= self.budget_gpu_s:
                 check = f" (the check of the losses alone needs about {reserved:,.0f})"
             elif reserved:
@@ -181,9 +163,10 @@ class _Search:
             affordable.sort(key=_shared_start)
         trials = self.try_all(affordable)
         for started, trial in zip(affordable, trials, strict=True):
-            add_trial(started.candidate, trial, self.families[started.candidate.family], self.objective)
-        prune_unmeasured(self.candidates, self.objective)
-        prune_by_common_error(self.candidates)
+            family = self.policy.families[started.candidate.family]
+            add_trial(started.candidate, trial, family, self.policy.objective)
+        prune_unmeasured(candidates, self.policy.objective)
+        prune_by_common_error(candidates)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
 
 
@@ -207,25 +190,24 @@ NEEDED = {
 """What an objective minimizes."""
 
 
-def prune_untried(families: policy.Families, objective: Objective, *, near: float, stopped: str) -> None:
+def prune_untried(policy: Policy, stopped: str) -> None:
     """Prune the candidates that still wait, with the reason why they were not tried.
 
-    The neighbors of families within ``near`` of the best score were tried, unless something ``stopped`` the search.
+    The neighbors of families near the best score were tried, unless something ``stopped`` the search.
     """
-    candidates = [member for members in families for member in members]
-    best, needed = policy.best_score(candidates, objective), NEEDED[objective]
-    for members in families:
+    objective, best, needed = policy.objective, policy.best_score, NEEDED[policy.objective]
+    for members in policy.families.values():
         tried = by_score(members, objective)
         reason_of_family = ""
         if tried and best:
             micro_batch = f"micro-batch {tried[0].micro_batch} of this family"
-            ratio = (tried[0].score(objective) or 0.0) / best
-            if ratio > 1 + near:
+            ratio = tried[0].known_score(objective) / best
+            if ratio > 1 + policy.rules.near:
                 reason_of_family = f"{micro_batch} needs {ratio:.1f} times the {needed} of the best"
             elif not stopped:
                 reason_of_family = f"{micro_batch} is measured or forecast to be better"
-        for waiting in (member for member in members if member.status is Status.WAITING):
-            expected = policy.scaled_forecast(waiting, candidates, objective)
+        for waiting in (member for member in members if member.is_waiting):
+            expected = policy.scaled_forecast(waiting)
             ratio_of_forecast = None if best is None or expected is None else expected / best
             reason = reason_of_family or _reason_of_forecast(waiting, ratio_of_forecast, needed, stopped)
             waiting.prune(f"{NOT_TRIED}: {reason}")

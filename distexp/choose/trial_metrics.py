@@ -109,14 +109,14 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
     candidate.status = Status.FAILED
     ran_out, size = trial.status in OUT_OF_MEMORY, candidate.micro_batch
     candidate.reason = trial.error or ("it ran out of memory" if ran_out else f"the run is {trial.status}")
-    waiting = [member for member in family if member.status is Status.WAITING]
+    waiting = [member for member in family if member.is_waiting]
     for member in waiting:
         if ran_out and member.micro_batch > size:
             member.prune(f"micro-batch {member.micro_batch} needs more than {size}, which ran out of memory")
     # The rest of a family is pruned if too many of its trials failed for another reason than memory.
     failed = [member for member in family if member.status is Status.FAILED and not member.ran_out_of_memory]
     for member in waiting:
-        if len(failed) > MAX_FAILURES and member.status is Status.WAITING:
+        if len(failed) > MAX_FAILURES and member.is_waiting:
             member.prune(f"{len(failed)} trials of this family failed: {candidate.reason}")
 
 
@@ -124,7 +124,7 @@ def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> N
     """Prune all that wait if trials have completed and none measured the objective, because others will not either."""
     completed = [trial for candidate in candidates for trial in candidate.completed]
     if completed and all(trial.measured(objective) is None for trial in completed):
-        for waiting in (candidate for candidate in candidates if candidate.status is Status.WAITING):
+        for waiting in (candidate for candidate in candidates if candidate.is_waiting):
             waiting.prune(UNMEASURED[objective])
 
 
@@ -140,7 +140,7 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
     failed = _failed_alike(candidates)
     if len(failed) < 2:
         return
-    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    waiting = [candidate for candidate in candidates if candidate.is_waiting]
     common = _common_settings(failed, waiting)
     if all(common <= _settings(candidate, dict(common)) for candidate in waiting):
         for candidate in waiting:

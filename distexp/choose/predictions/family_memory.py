@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from distexp.choose.candidate import Candidate, Status
+from distexp.choose.candidate import Candidate
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
 from distexp.plan.process_overheads import simulated_nodes, step_reserve
@@ -55,7 +55,7 @@ class FamilyMemory:
 
     def waiting(self) -> list[Candidate]:
         """Return the members that are not pruned."""
-        return [member for member in self.members if member.status is Status.WAITING]
+        return [member for member in self.members if member.is_waiting]
 
     def next_to_predict(self) -> Candidate | None:
         """Return the member to predict next: the largest one that may fit; None if all are known."""
@@ -70,7 +70,7 @@ class FamilyMemory:
         if any(member.estimate is not None for member in accumulating):
             return None
         fitting = [member for member in accumulating if self._verdicts.get(member.micro_batch) == FITS]
-        return next((member for member in reversed(fitting) if member.status is Status.WAITING), None)
+        return next((member for member in reversed(fitting) if member.is_waiting), None)
 
     def probably_next(self) -> Candidate | None:
         """Return the member that will probably be predicted after ``next_to_predict``; None if there is none.
@@ -80,7 +80,7 @@ class FamilyMemory:
         following, accumulating = self.next_to_predict(), [member for member in self.members if _accumulates(member)]
         if following is None or following in accumulating or any(each.estimate is not None for each in accumulating):
             return None
-        return next((each for each in reversed(accumulating) if each.status is Status.WAITING), None)
+        return next((each for each in reversed(accumulating) if each.is_waiting), None)
 
     def add_estimate(self, member: Candidate, outcome: Estimate | str) -> None:
         """Keep the estimate of a member, and infer what follows for the others."""

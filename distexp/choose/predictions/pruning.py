@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective, Status
+from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective
 from distexp.choose.predictions.family_memory import FamilyMemory
 from distexp.config.overrides import format_count
 from distexp.plan.fitting_change import EstimateAll
@@ -52,7 +52,7 @@ def prune_by_plan(
     """
     families: dict[tuple[str, ...], list[Candidate]] = {}
     for candidate in candidates:
-        if candidate.config is not None and candidate.status is Status.WAITING:
+        if candidate.config is not None and candidate.is_waiting:
             families.setdefault(candidate.family, []).append(candidate)
     memories = {name: FamilyMemory(members) for name, members in families.items()}
     configs = [family.config for family in memories.values()]
@@ -61,7 +61,7 @@ def prune_by_plan(
     pruning = _Pruning(memories, lighter, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
     for offload, checkpoints in STAGES:
         pruning.predict_stage(offload=offload, checkpoints=checkpoints)
-    if not any(candidate.status is Status.WAITING for candidate in candidates):
+    if not any(candidate.is_waiting for candidate in candidates):
         pruning.predict_smallest()
     pruning.report_errors()
 

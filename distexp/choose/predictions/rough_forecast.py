@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from distexp.choose.candidate import Candidate, Status
+from distexp.choose.candidate import Candidate
 from distexp.config import Config, ConfigError
 from distexp.forecast.collectives import GroupLayout
 from distexp.forecast.communication import Target, group_layout
@@ -22,7 +22,6 @@ from distexp.strategies.base import load_strategy
 from distexp.system.cache_dir import cache_dir
 from distexp.system.files import read_json
 from distexp.system.units import MIB
-
 
 GB, TERA = 1e9, 1e12
 
@@ -121,7 +120,7 @@ def set_forecasts(
         families.setdefault(candidate.family, []).append(candidate)
     for members in families.values():
         estimated = [member for member in members if member.estimate is not None and member.estimate.flops is not None]
-        for waiting in (member for member in members if estimated and member.status is Status.WAITING):
+        for waiting in (member for member in members if estimated and member.is_waiting):
             config, size = waiting.config, waiting.micro_batch
             nearest = min(estimated, key=lambda other: abs(other.micro_batch - size))
             work = None if config is None else _scaled_work(nearest, config)
