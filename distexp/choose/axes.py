@@ -29,7 +29,6 @@ from distexp.strategies.base import reference_name, shipped_strategies
 from distexp.strategies.traits import Option, StepTraits
 
 AUTO = "auto"
-Values = dict[str, tuple[str, ...]]  # values to try, by key
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,32 @@ def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
     Raises:
         ConfigError: with all entries that are wrong.
     """
-    is_searched = any(key_of(text) == MICRO_BATCH and value_of(text) == AUTO for text in command)
-    return _make_axes(_read_entries(space), _values_in_command(command), any_micro_batch=is_searched)
+    named = {entry.key: entry.values for entry in _read_entries(space)}
+    typed = {GROUP_OF_KEY.get(key_of(text), key_of(text)): (value_of(text),) for text in command}
+    is_searched = typed.get(MICRO_BATCH) == (AUTO,)
+    in_command = {axis: value for axis, value in typed.items() if axis in AXES}
+    if is_searched:
+        del in_command[MICRO_BATCH]
+    chosen = in_command | {key: values for key, values in named.items() if values is not None}
+    only_named = None in named.values()
+    varied = {
+        key: chosen.get(key, default)
+        for key, default in DEFAULT_VALUES.items()
+        if key in chosen or key in named or not only_named
+    }
+    # A chosen option of strategies, such as a sharding, restricts the strategies to these.
+    implied = tuple(name for axis, name in STRATEGY_OF.items() if axis in chosen)
+    if implied and STRATEGY not in chosen and STRATEGY in varied:
+        varied[STRATEGY] = implied
+    is_named = is_searched or MICRO_BATCH in named
+    micro_batches: tuple[int, ...] | None = None if is_named or not only_named else ()
+    if MICRO_BATCH in chosen:
+        micro_batches = tuple(map(int, chosen[MICRO_BATCH]))
+    further = {key: values for key, values in named.items() if key not in AXES and values}
+    return Axes(varied, micro_batches, further, is_named)
 
 
 def _read_entries(space: Sequence[str]) -> list[SpaceEntry]:
-    """Return the checked entries of ``choose.space``.
-
-    Raises:
-        ConfigError: with all entries that are wrong.
-    """
     entries: list[SpaceEntry] = []
     errors: list[str] = []
     for text in space:
@@ -85,39 +100,6 @@ def _read_entries(space: Sequence[str]) -> list[SpaceEntry]:
     return entries
 
 
-def _values_in_command(command: Sequence[str]) -> Values:
-    """Return the axes that the command sets, with their values."""
-    found: Values = {}
-    for key, value in ((key_of(text), value_of(text)) for text in command):
-        axis = GROUP_OF_KEY.get(key, key)
-        if axis in AXES:
-            found[axis] = (value,)
-    if found.get(MICRO_BATCH) == (AUTO,):
-        del found[MICRO_BATCH]
-    return found
-
-
-def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_batch: bool) -> Axes:
-    named = {entry.key: entry.values for entry in entries}
-    chosen = in_command | {key: values for key, values in named.items() if values is not None}
-    only_named = None in named.values()
-    varied = {
-        key: chosen.get(key, default)
-        for key, default in DEFAULT_VALUES.items()
-        if key in chosen or key in named or not only_named
-    }
-    # A chosen option of strategies, such as a sharding, restricts the strategies to these.
-    implied = tuple(name for axis, name in STRATEGY_OF.items() if axis in chosen)
-    if implied and STRATEGY not in chosen and STRATEGY in varied:
-        varied[STRATEGY] = implied
-    is_named = any_micro_batch or MICRO_BATCH in named
-    micro_batches: tuple[int, ...] | None = None if is_named or not only_named else ()
-    if MICRO_BATCH in chosen:
-        micro_batches = tuple(map(int, chosen[MICRO_BATCH]))
-    further = {key: values for key, values in named.items() if key not in AXES and values}
-    return Axes(varied, micro_batches, further, is_named)
-
-
 FURTHER_SECTIONS = (*(kind.section for kind in shipped_strategies().values() if kind.section), "offload")
 FURTHER_KEYS = (
     *("train.logits", "train.loss", "train.loss_chunk_tokens", "train.compile", "train.activation_budget"),
@@ -128,11 +110,7 @@ FURTHER_KEYS = (
 
 
 def check_entry(entry: SpaceEntry) -> None:
-    """Check the key and the values of an entry.
-
-    Raises:
-        ConfigError: with what is possible instead.
-    """
+    """Raise a ConfigError with what is possible instead, if the key or a value of an entry cannot vary."""
     fields = list(schema_fields())
     further = [name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path]
     known = (*AXES, *(name for name in further if name.partition(".")[0] in FURTHER_SECTIONS), *FURTHER_KEYS)
@@ -184,11 +162,7 @@ class SpaceEntry:
 
 
 def parse_entry(text: str) -> SpaceEntry:
-    """Return the key and the values of an entry.
-
-    Raises:
-        ConfigError: the values have a syntax error.
-    """
+    """Return the key and the values of an entry. Raise a ConfigError for a syntax error in the values."""
     typed_key, equals, _ = text.partition("=")
     key = GROUP_OF_KEY.get(typed_key.strip(), typed_key.strip())
     if not equals:
@@ -226,11 +200,7 @@ class ClusterSize:
 
 
 def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
-    """Return the parts of the cluster to try.
-
-    Args:
-        base: Configuration of the command with all of its workers.
-        gpus: Numbers of workers, over all nodes; empty for that of the command.
+    """Return the parts of the cluster to try: those with some numbers of workers, or without any that of the command.
 
     Raises:
         ConfigError: a number of GPUs needs a part of a node.
@@ -246,29 +216,21 @@ def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
     ]
     if errors:
         raise ConfigError(errors)
-    sizes = (
-        ClusterSize(1, number) if number <= per_node or is_one_machine else ClusterSize(number // per_node, per_node)
-        for number in gpus
-    )
-    return list(dict.fromkeys(sizes))
+    nodes_of = {number: 1 if number <= per_node or is_one_machine else number // per_node for number in gpus}
+    return list(dict.fromkeys(ClusterSize(nodes, number // nodes) for number, nodes in nodes_of.items()))
 
 
 Kinds = Mapping[str, type[StepTraits]]  # the class of each strategy by its name
 
 
-@dataclass(frozen=True)
-class StrategyChoice:
-    """The overrides of a candidate that choose its strategy and offloading; empty for those of the command."""
+def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[tuple[str, str]]:
+    """Yield the overrides of strategy and offloading to try with a number of workers; empty for those of the command.
 
-    strategy: str = ""
-    offload: str = ""
-
-
-def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[StrategyChoice]:
-    """Yield the strategies to try with a number of workers. One that is the only one is tried in any case."""
+    A strategy or option that is the only one is tried in any case.
+    """
     names = axes.values.get(STRATEGY)
     if names is None:
-        yield from (StrategyChoice(offload=offload) for offload in axes.overrides_of(OFFLOAD))
+        yield from (("", offload) for offload in axes.overrides_of(OFFLOAD))
         return
     for name in names:
         kind = kinds[name]
@@ -278,11 +240,10 @@ def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[St
         elif (kind.max_workers is None or size.workers <= kind.max_workers) and (
             len(names) == 1 or kind.is_reference or not kind.equals_reference(size.workers)
         ):
-            yield StrategyChoice(f"{STRATEGY}={name}")
+            yield f"{STRATEGY}={name}", ""
 
 
-def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
-    """Yield the options of a strategy such as FSDP or DeepSpeed. One that is the only one is tried in any case."""
+def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes: Axes) -> Iterator[tuple[str, str]]:
     axis = kind.option_group
     values = axes.values.get(axis, ())
     is_only = len(values) <= 1
@@ -294,8 +255,7 @@ def _sharded_choices(name: str, kind: type[StepTraits], size: ClusterSize, axes:
         if option.needs_nodes and size.nodes == 1 and not is_only:
             continue
         for offload in axes.overrides_of(OFFLOAD):
-            if offload == f"{OFFLOAD}=false" and needs_offload:
-                continue
-            if offload == f"{OFFLOAD}=true" and not option.offloads and not is_only:
-                continue
-            yield StrategyChoice(f"{axis}={value}" if value else f"{STRATEGY}={name}", offload)
+            is_useless = offload == f"{OFFLOAD}=false" and needs_offload
+            is_impossible = offload == f"{OFFLOAD}=true" and not option.offloads and not is_only
+            if not is_useless and not is_impossible:
+                yield f"{axis}={value}" if value else f"{STRATEGY}={name}", offload

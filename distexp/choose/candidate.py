@@ -40,18 +40,46 @@ class Objective(StrEnum):
     MEMORY = "memory"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What one or more trials measured. None: not measured."""
+
+    samples_per_second: float | None = None  # throughput of all workers together
+    step_s: float | None = None  # median time of a step
+    peak_allocated_mib: float | None = None  # highest peak of any worker
+    j_per_sample: float | None = None  # energy of a sample
+    price_per_sample: float | None = None
+
+    def value(self, objective: Objective) -> float | None:
+        """Return the metric of an objective."""
+        return {
+            Objective.THROUGHPUT: self.samples_per_second,
+            Objective.ENERGY: self.j_per_sample,
+            Objective.COST: self.price_per_sample,
+            Objective.MEMORY: self.peak_allocated_mib,
+        }[objective]
+
+    def minimized(self, objective: Objective) -> float | None:
+        """Return what the objective minimizes: its metric, or the inverse of the throughput."""
+        value = self.value(objective)
+        if objective is Objective.THROUGHPUT:
+            return 1 / value if value else None
+        return value
+
+    def dominates(self, other: Metrics) -> bool:
+        """Return whether these values are nowhere worse than others, and somewhere better."""
+        pairs = [(self.minimized(each), other.minimized(each)) for each in Objective]
+        known = [(own, theirs) for own, theirs in pairs if own and theirs]
+        return all(own <= theirs for own, theirs in known) and any(own < theirs for own, theirs in known)
+
+
 @dataclass(frozen=True)
-class Trial:
+class Trial(Metrics):
     """One short run of a candidate."""
 
     steps: int  # number of measured steps
     status: str  # status of the run's record
     directory: Path | None = None  # run directory; None if there is none
-    step_s: float | None = None  # median time of a step
-    samples_per_second: float | None = None  # throughput of all workers together
-    peak_allocated_mib: float | None = None  # highest peak of any worker
-    j_per_sample: float | None = None  # energy of a sample
-    price_per_sample: float | None = None  # price of a sample
     gpu_seconds: float = 0.0  # time of the trial, with its start, times the number of workers
     error: str = ""  # why it failed, in one line; empty if it did not
     disturbed: bool = False  # whether its repeat was so much better that this trial does not count
@@ -62,17 +90,7 @@ class Trial:
 
         Nothing needs no energy. If a short run has 0, its counter did not advance.
         """
-        return self.measured(objective) or None
-
-    def measured(self, objective: Objective) -> float | None:
-        """Return what the objective minimizes, as measured; None if the run did not measure it."""
-        speed = self.samples_per_second
-        return {
-            Objective.THROUGHPUT: 1 / speed if speed else None,
-            Objective.ENERGY: self.j_per_sample,
-            Objective.COST: self.price_per_sample,
-            Objective.MEMORY: self.peak_allocated_mib,
-        }[objective]
+        return self.minimized(objective) or None
 
 
 @dataclass(eq=False)
@@ -143,9 +161,13 @@ class Candidate:
 
     def score(self, objective: Objective) -> float | None:
         """Return the mean score of the completed trials, weighted by their steps; None without one."""
-        found = [(trial.score(objective), trial.steps) for trial in self.completed]
-        known = [(score, steps) for score, steps in found if score is not None]
+        known = self.scores(objective)
         return sum(score * steps for score, steps in known) / sum(steps for _, steps in known) if known else None
+
+    def scores(self, objective: Objective) -> list[tuple[float, int]]:
+        """Return the known scores of the completed trials, and their steps."""
+        found = [(trial.score(objective), trial.steps) for trial in self.completed]
+        return [(score, steps) for score, steps in found if score is not None]
 
     def known_score(self, objective: Objective) -> float:
         """Return the score of a candidate that has one."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
+from distexp.choose import search_output as output
 from distexp.choose.axes import read_axes
-from distexp.choose.candidate import Candidate, Status, format_worker_minutes, format_worker_time, label, rules_for
+from distexp.choose.candidate import Candidate, format_worker_minutes, format_worker_time, label, rules_for
 from distexp.choose.loss_check import LossChecker, check_gpu_seconds, fitting_singles
 from distexp.choose.policy import STARTUP_S, expected_gpu_seconds
 from distexp.choose.predictions.pruning import prune_by_plan
@@ -21,15 +22,6 @@ from distexp.choose.predictions.rough_forecast import set_forecasts
 from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
 from distexp.choose.result_texts import describe_values, other_sizes_hint
 from distexp.choose.search import describe_no_winner, first_trials, search
-from distexp.choose.search_output import (
-    PLAN_LEGEND,
-    Outcome,
-    candidate_json,
-    others_table,
-    planned_table,
-    print_outcome,
-    typed_overrides,
-)
 from distexp.choose.space import Settings, base_config, kept_micro_batch, make_space, read_settings
 from distexp.choose.trial_metrics import add_trial
 from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials
@@ -65,7 +57,7 @@ def run_choose(
         candidates = find_candidates(settings, make, source)
         singles = fitting_singles(candidates, settings.command, make, source)
     set_forecasts(singles)
-    outcome = Outcome(settings, candidates)
+    outcome = output.Outcome(settings, candidates)
     if settings.section.dry_run:
         print_plan(outcome, console)
         return
@@ -85,7 +77,7 @@ def run_choose(
     if settings.as_json:
         print(json.dumps(nan_to_none(state.to_json()), indent=2))
     else:
-        print_outcome(outcome, state, sweep_dir, console)
+        output.print_outcome(outcome, state, sweep_dir, console)
     if outcome.winner is None:
         raise SweepFailedError
 
@@ -121,7 +113,7 @@ def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
     print(f"distexp: {text}", file=sys.stderr)
 
 
-def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:
+def _search(outcome: output.Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:
     """Search, and check the losses of the winner. One with other losses is followed by the next best."""
     settings = outcome.settings
     waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
@@ -143,7 +135,7 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
         outcome.rejected.append((candidate, check))
 
 
-def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> None:
+def _prefer_reference(outcome: output.Outcome, trials: Trials, left_gpu_s: float) -> None:
     """Take the reference of the losses as the winner, if it is a candidate whose trials are better.
 
     The search may have left it out because of its forecast. So it is repeated as often as the winner, if what is left
@@ -163,7 +155,7 @@ def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> No
         outcome.winner, outcome.check = best, replace(check, reference=label(winner), reason="")
 
 
-def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) -> None:
+def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: output.Outcome) -> None:
     """Print the best configuration so far, and how to continue."""
     done = sum(trial.status is not None for trial in state.trials)
     for best in ranked(outcome.usable, outcome.settings.objective)[:1]:
@@ -176,8 +168,8 @@ def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) ->
     )
 
 
-def print_plan(outcome: Outcome, console: Console) -> None:
-    """Print what a search would do.
+def print_plan(outcome: output.Outcome, console: Console) -> None:
+    """Print what a search would do: the candidates, what is left out and why, and the first trials with their cost.
 
     Raises:
         SweepFailedError: nothing would be tried.
@@ -190,43 +182,42 @@ def print_plan(outcome: Outcome, console: Console) -> None:
     ]
     budget = outcome.settings.budget_gpu_s(max((candidate.workers for candidate in waiting), default=1))
     if outcome.settings.as_json:
-        print(json.dumps(nan_to_none(plan_json(outcome, planned, costs, budget)), indent=2))
+        # The format is that of a result without a winner.
+        plan = {
+            "winner": None,
+            "dry_run": True,
+            "objective": str(outcome.settings.objective),
+            "candidates": [output.candidate_json(candidate) for candidate in outcome.candidates],
+            "planned": [
+                {
+                    "overrides": output.typed_overrides(trial.candidate),
+                    "steps": trial.steps,
+                    "gpu_seconds": round(cost, 1),
+                }
+                for trial, cost in zip(planned, costs, strict=True)
+            ],
+            "planned_gpu_seconds": round(sum(costs), 1),
+            "budget_gpu_seconds": budget,
+            "gpu_seconds": 0.0,
+        }
+        print(json.dumps(nan_to_none(plan), indent=2))
     else:
         _print_tables(outcome, planned, costs, budget, console)
     if not waiting:
         raise SweepFailedError
 
 
-def plan_json(
-    outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float
-) -> dict[str, object]:
-    """Return the plan for programs, in the format of a result without a winner."""
-    return {
-        "winner": None,
-        "dry_run": True,
-        "objective": str(outcome.settings.objective),
-        "candidates": [candidate_json(candidate) for candidate in outcome.candidates],
-        "planned": [
-            {"overrides": typed_overrides(candidate.candidate), "steps": candidate.steps, "gpu_seconds": round(cost, 1)}
-            for candidate, cost in zip(planned, costs, strict=True)
-        ],
-        "planned_gpu_seconds": round(sum(costs), 1),
-        "budget_gpu_seconds": budget,
-        "gpu_seconds": 0.0,
-    }
-
-
 def _print_tables(
-    outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
+    outcome: output.Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
 ) -> None:
     line = partial(print_plain, console)
     waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
-    left_out = [candidate for candidate in outcome.candidates if candidate.status is not Status.WAITING]
+    left_out = [candidate for candidate in outcome.candidates if not candidate.is_waiting]
     line(f"{format_count(len(outcome.candidates), 'configuration')}, of which {len(waiting)} may be tried")
     if planned:
-        console.print(planned_table(planned, costs))
-        line(PLAN_LEGEND)
-    for part in others_table(left_out):
+        console.print(output.planned_table(planned, costs))
+        line(output.PLAN_LEGEND)
+    for part in output.others_table(left_out):
         console.print(part)
     if not waiting:
         line(describe_no_winner(outcome.candidates))

@@ -8,7 +8,7 @@ from math import log, log1p, sqrt
 from operator import attrgetter
 from typing import Any
 
-from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, Status, Trial
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Metrics, Objective, SearchRules, Status, Trial
 from distexp.config import Config
 from distexp.statistics.noise import CPU_MEMORY_MIB, SINGLE_CPU_RUN, Deviation, distinct_ratio
 from distexp.strategies.base import load_strategy
@@ -103,53 +103,20 @@ def squared_deviations(candidates: Iterable[Candidate], objective: Objective) ->
     squares, freedom = 0.0, 0
     for candidate in candidates:
         mean = candidate.score(objective)
-        scores = [(trial.score(objective), trial.steps) for trial in candidate.completed]
-        known = [(score, steps) for score, steps in scores if score is not None]
+        known = candidate.scores(objective)
         if mean and len(known) > 1:
             squares += sum(steps * (score / mean - 1) ** 2 for score, steps in known)
             freedom += len(known) - 1
     return squares, freedom
 
 
-@dataclass(frozen=True)
-class MeanMetrics:
-    """Means over the trials of a candidate, weighted by their steps. None: not measured."""
-
-    samples_per_second: float | None = None
-    step_s: float | None = None
-    peak_allocated_mib: float | None = None
-    j_per_sample: float | None = None
-    price_per_sample: float | None = None
-
-    def dominates(self, other: MeanMetrics) -> bool:
-        """Return whether these values are nowhere worse than others, and somewhere better."""
-        pairs = [(own, theirs) for own, theirs in zip(self._costs(), other._costs(), strict=True) if own and theirs]
-        return all(own <= theirs for own, theirs in pairs) and any(own < theirs for own, theirs in pairs)
-
-    def _costs(self) -> tuple[float | None, ...]:
-        """Return numbers of which less is better."""
-        speed = self.samples_per_second
-        return (1 / speed if speed else None, self.peak_allocated_mib, self.j_per_sample, self.price_per_sample)
-
-    def value(self, objective: Objective) -> float | None:
-        """Return what an objective is about; None if it was not measured."""
-        return {
-            Objective.THROUGHPUT: self.samples_per_second,
-            Objective.ENERGY: self.j_per_sample,
-            Objective.COST: self.price_per_sample,
-            Objective.MEMORY: self.peak_allocated_mib,
-        }[objective]
-
-
-def mean_metrics(candidate: Candidate) -> MeanMetrics:
-    """Return the means of the completed trials of a candidate."""
+def mean_metrics(candidate: Candidate) -> Metrics:
+    """Return the means over the completed trials of a candidate, weighted by their steps, and the highest peak."""
     trials = candidate.completed
-    return MeanMetrics(
-        _mean(trials, "samples_per_second"),
-        _mean(trials, "step_s"),
-        max((trial.peak_allocated_mib for trial in trials if trial.peak_allocated_mib is not None), default=None),
-        _mean(trials, "j_per_sample"),
-        _mean(trials, "price_per_sample"),
+    peaks = [trial.peak_allocated_mib for trial in trials if trial.peak_allocated_mib is not None]
+    return Metrics(
+        **{name: _mean(trials, name) for name in ("samples_per_second", "step_s", "j_per_sample", "price_per_sample")},
+        peak_allocated_mib=max(peaks, default=None),
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from math import expm1
 
 from distexp.choose.axes import read_axes
-from distexp.choose.candidate import BETTER, STRATEGY, Candidate, Objective, format_gb, format_share, label
+from distexp.choose.candidate import BETTER, STRATEGY, Candidate, Metrics, Objective, format_gb, format_share, label
 from distexp.choose.loss_check import LossCheck
-from distexp.choose.ranking import Margin, MeanMetrics, margin_between, mean_metrics, ranked, simplest
+from distexp.choose.ranking import Margin, margin_between, mean_metrics, ranked, simplest
 from distexp.choose.space import Settings
 from distexp.config.overrides import copyable_override, shell_quote
 from distexp.plan.planned_cells import replace_overrides
@@ -32,7 +32,7 @@ def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objectiv
     return f"{evidence}, {describe_margin(margin, objective, label(second))}"
 
 
-def describe_values(values: MeanMetrics) -> str:
+def describe_values(values: Metrics) -> str:
     """Return the measured values: ``812.0 samples/s at 31.2 GB, 0.52 J/sample``."""
     speed = "-" if values.samples_per_second is None else f"{values.samples_per_second:,.1f} samples/s"
     parts = [f"{speed} at {format_gb(values.peak_allocated_mib)}"]

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from distexp.choose import result_texts as texts
 from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status, format_worker_time, label, row_label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.ranking import (
@@ -23,17 +24,6 @@ from distexp.choose.ranking import (
     measured_json,
     ranked,
     simplest,
-)
-from distexp.choose.result_texts import (
-    command_line,
-    equals_sentence,
-    faster_reference,
-    loss_sentence,
-    may_add_single,
-    other_sizes_hint,
-    trade_offs,
-    training_overrides,
-    winner_sentence,
 )
 from distexp.choose.search import NOT_TRIED
 from distexp.choose.space import Settings
@@ -81,8 +71,8 @@ class Outcome:
             "overrides": typed_overrides(self.winner),
             "samples_per_second": values.samples_per_second,
             "peak_allocated_mib": values.peak_allocated_mib,
-            "command": command_line(self.settings.command, self.winner),
-            "all_overrides": training_overrides(self.settings.command, self.winner),
+            "command": texts.command_line(self.settings.command, self.winner),
+            "all_overrides": texts.training_overrides(self.settings.command, self.winner),
         }
 
     @property
@@ -99,7 +89,7 @@ class Outcome:
         """Return the winner with its evidence; empty if there is none."""
         if self.winner is None or self.result is None:
             return ""
-        return winner_sentence(self.usable, self.winner, self.settings.objective)
+        return texts.winner_sentence(self.usable, self.winner, self.settings.objective)
 
     @property
     def equal(self) -> list[Candidate]:
@@ -147,31 +137,31 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
     if result is not None and result.stopped:
         line(f"{result.stopped}: there may be a better one. For more trials, raise choose.budget_min")
     for candidate, check in outcome.rejected:
-        line(f"not chosen: {label(candidate)}: {loss_sentence(check)}", "red")
+        line(f"not chosen: {label(candidate)}: {texts.loss_sentence(check)}", "red")
     if outcome.winner is None:
         line(outcome.statement or "no candidate completed a trial")
     else:
         line(f"best {objective}: {outcome.sentence}", "bold")
         if outcome.equal:
-            line(equals_sentence(outcome.winner, outcome.equal))
+            line(texts.equals_sentence(outcome.winner, outcome.equal))
         if outcome.check is not None:
-            line(loss_sentence(outcome.check))
-        for text in list(trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
+            line(texts.loss_sentence(outcome.check))
+        for text in list(texts.trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
             line(f"or: {text}")
-        is_for_speed = objective is Objective.THROUGHPUT and may_add_single(outcome.settings)
-        faster = is_for_speed and faster_reference(outcome.check, outcome.winner, outcome.candidates)
-        if hint := faster or other_sizes_hint(outcome.candidates, outcome.settings):
+        is_for_speed = objective is Objective.THROUGHPUT and texts.may_add_single(outcome.settings)
+        faster = is_for_speed and texts.faster_reference(outcome.check, outcome.winner, outcome.candidates)
+        if hint := faster or texts.other_sizes_hint(outcome.candidates, outcome.settings):
             line(hint)
     line(describe_cost(state, outcome.candidates), "dim")
     if state.trials:
         line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")
     if outcome.winner is not None:
         line("\nto train with it:")
-        line(f"  {command_line(outcome.settings.command, outcome.winner)}")
+        line(f"  {texts.command_line(outcome.settings.command, outcome.winner)}")
         simple = simplest([outcome.winner, *outcome.equal])
         if simple is not outcome.winner:
             line("\nor with the simplest of the equal configurations:")
-            line(f"  {command_line(outcome.settings.command, simple)}")
+            line(f"  {texts.command_line(outcome.settings.command, simple)}")
 
 
 def describe_cost(state: SearchState, candidates: Iterable[Candidate]) -> str:

@@ -9,7 +9,7 @@ from math import gcd
 
 from omegaconf import DictConfig, OmegaConf
 
-from distexp.choose.axes import Axes, ClusterSize, Kinds, StrategyChoice, cluster_sizes, strategy_choices
+from distexp.choose.axes import Axes, ClusterSize, Kinds, cluster_sizes, strategy_choices
 from distexp.choose.candidate import (
     CHECKPOINTING,
     DEFAULT_VALUES,
@@ -145,22 +145,22 @@ def _combinations(
     cluster = (*nodes, f"cluster.workers_per_node={size.workers_per_node}")
     # Defaults are left out of the overrides, unless the command sets another value.
     defaults = {f"{key}={DEFAULT_VALUES[key][0]}" for key in (OFFLOAD, CHECKPOINTING, KERNELS) if key not in typed}
-    for choice in strategy_choices(size, axes, kinds):
+    for strategy, offload in strategy_choices(size, axes, kinds):
         further = [
-            [f"{key}={value}" for value in values] for key, values in axes.further.items() if _applies(key, choice)
+            [f"{key}={value}" for value in values] for key, values in axes.further.items() if _applies(key, strategy)
         ]
         for others in product(axes.overrides_of(CHECKPOINTING), axes.overrides_of(KERNELS), *further):
-            overrides = (choice.strategy, choice.offload, *others, *cluster)
+            overrides = (strategy, offload, *others, *cluster)
             family = tuple(text for text in overrides if text and text not in defaults)
             for micro_batch in _micro_batches(base, size, axes):
                 yield Candidate((*family, f"{MICRO_BATCH}={micro_batch}"), family, micro_batch, size.workers)
 
 
-def _applies(key: str, choice: StrategyChoice) -> bool:
-    """Return whether a key is for a strategy. The keys of a strategy's section are for that one only."""
+def _applies(key: str, strategy: str) -> bool:
+    """Return whether a key is for the strategy of an override. The keys of its section are for that one only."""
     section = key.partition(".")[0]
     owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
-    return section not in owners or not choice.strategy or strategy_in([choice.strategy]) == owners[section]
+    return section not in owners or not strategy or strategy_in([strategy]) == owners[section]
 
 
 def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:

@@ -103,7 +103,7 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
     if trial.status == COMPLETED:
         known = candidate.score(objective) is not None
         candidate.status = Status.TRIED if known else Status.FAILED
-        why = UNMEASURED[objective] if trial.measured(objective) is None else NOT_ADVANCED
+        why = UNMEASURED[objective] if trial.minimized(objective) is None else NOT_ADVANCED
         candidate.reason = "" if known else why
         return
     candidate.status = Status.FAILED
@@ -123,7 +123,7 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
 def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> None:
     """Prune all that wait if trials have completed and none measured the objective, because others will not either."""
     completed = [trial for candidate in candidates for trial in candidate.completed]
-    if completed and all(trial.measured(objective) is None for trial in completed):
+    if completed and all(trial.minimized(objective) is None for trial in completed):
         for waiting in (candidate for candidate in candidates if candidate.is_waiting):
             waiting.prune(UNMEASURED[objective])
 
