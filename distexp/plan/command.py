@@ -14,21 +14,9 @@ from distexp.compose.cells import Cell, MakeCell
 from distexp.config import Config
 from distexp.config.overrides import format_count
 from distexp.exceptions import SweepFailedError, SweepInterrupted
+from distexp.plan import plan_table
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import MAX_SIZES, Search, candidate_overrides
-from distexp.plan.plan_table import (
-    cells_table,
-    change_lines,
-    describe_change,
-    full_data_override,
-    micro_batch_line,
-    notes,
-    parts_table,
-    parts_title,
-    sample_notes,
-    sharding_notes,
-    training_lines,
-)
 from distexp.plan.planned_cells import PlannedCell, change_notes, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.process_overheads import BASE_ERROR_MIB, CPU_ERROR_BOUND
@@ -74,11 +62,16 @@ def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = No
 
 def _print_tables(planned: Sequence[PlannedCell], make: MakeCell, planner: Planner) -> None:
     console = Console()
-    for line in training_lines(planned):
+    for line in plan_table.training_lines(planned):
         print_plain(console, line)
-    for part in cells_table(planned, console.width):
+    for part in plan_table.cells_table(planned, console.width):
         console.print(part, soft_wrap=True)
-    for line in (*sample_notes(planned), *sharding_notes(planned), *_assumptions(planned), *notes(planned)):
+    for line in (
+        *plan_table.sample_notes(planned),
+        *plan_table.sharding_notes(planned),
+        *_assumptions(planned),
+        *plan_table.notes(planned),
+    ):
         console.print(line, style="dim", highlight=False, markup=False, emoji=False, soft_wrap=True)
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)
@@ -119,8 +112,8 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if predicted is None or estimate is None or config is None:
         return
     if predicted.parts:
-        print_plain(console, f"\n{parts_title(predicted, config)}\n")
-        console.print(parts_table(predicted))
+        print_plain(console, f"\n{plan_table.parts_title(predicted, config)}\n")
+        console.print(plan_table.parts_table(predicted))
     if memory_to_fit_mib(config) is None or not estimate.traced or estimate.error_bound is None:
         return
     if estimate.seconds > SLOW_S:
@@ -134,12 +127,12 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
 
     try:
         _print_search(planned, config, estimate, search, console)
-        if (override := full_data_override(planned)) is not None:
+        if (override := plan_table.full_data_override(planned)) is not None:
             with show_search(f"what {override} needs", 1) as advance:
                 found = search(advance)
                 variant = found.variant(override)
             if variant is not None:
-                print_plain(console, f"with {describe_change(variant, found.memory_mib)}")
+                print_plain(console, f"with {plan_table.describe_change(variant, found.memory_mib)}")
     except KeyboardInterrupt:
         raise SweepInterrupted("the search for what fits was interrupted; the prediction is complete") from None
 
@@ -155,13 +148,13 @@ def _print_search(
     remark = f" (about {estimate.seconds:.0f} s a variant; Ctrl-C skips the search)"
     with show_search("the largest micro-batch", MAX_SIZES, remark) as advance:
         largest = search(advance).largest_micro_batch(estimate)
-    print_plain(console, micro_batch_line(largest))
+    print_plain(console, plan_table.micro_batch_line(largest))
     memory_mib = memory_to_fit_mib(config)
     if verdict_of(estimate, memory_mib) == FITS or memory_mib is None:
         return
     with show_search("what fits", len(list(candidate_overrides(config, largest))), remark) as advance:
         changes = search(advance).changes(largest)
-    for line in change_lines(changes, memory_mib, config.cluster.device, estimate.required_mib):
+    for line in plan_table.change_lines(changes, memory_mib, config.cluster.device, estimate.required_mib):
         print_plain(console, line)
     for note in change_notes(planned.cell.overrides, changes, config):
         print_plain(console, note)

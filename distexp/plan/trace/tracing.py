@@ -32,7 +32,7 @@ from distexp.models.objective import evaluation_sums
 from distexp.plan.replay import PlanError, StepTrace
 from distexp.plan.trace.compiled import KernelBuffers, traced_compilation
 from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast, use_cuda_kernels
-from distexp.plan.trace.recorder import GPU, Recorded, StorageRecorder, tensors_in
+from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
 from distexp.plan.trace.traced_run import (
     TracedDDP,
     describe_failure,
@@ -86,13 +86,13 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
     try:
         with warnings.catch_warnings(), redirect_stdout(printed):
             warnings.simplefilter("ignore")
-            recorded = _record(config, images_on_gpu=images_on_gpu, on_gpu=on_gpu)
+            trace = _record(config, images_on_gpu=images_on_gpu, on_gpu=on_gpu)
     except (PlanError, ConfigError):
         raise
     except Exception as error:
         raise PlanError(describe_failure(error)) from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
-    return recorded.to_trace(time.perf_counter() - started, notes)
+    return replace(trace, seconds=time.perf_counter() - started, notes=tuple(notes))
 
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
@@ -120,7 +120,7 @@ def _decoded_bytes(samples: Samples) -> int:
     return decoded_bytes(samples)
 
 
-def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
+def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
     """Build the model, run two steps (three with DDP) and an evaluation if it is needed; return what was recorded."""
     context = traced_context(config)
     data = load_data(config, context)
@@ -167,16 +167,8 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         if evaluated is not None:
             step.evaluate(_to_fake(evaluated))
         # The model is freed after this block, which is no part of the step.
-        return Recorded(
-            tuple(recorder.history),
-            tuple(recorder.changes[:end]),
-            tuple(recorder.changes[end:]),
-            vocabulary,
-            cublas_workspace(config.plan.gpu) if on_gpu else 0,
-            recorder.first_products,
-            work,
-            parameters,
-        )
+        trace = recorder.trace(end, vocabulary, cublas_workspace(config.plan.gpu) if on_gpu else 0)
+        return replace(trace, work=work, parameters=parameters)
 
 
 def _replacements(
