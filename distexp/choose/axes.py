@@ -178,7 +178,6 @@ def parse_entry(text: str) -> SpaceEntry:
 
 
 def _as_typed(value: object) -> str:
-    """Return a parsed value as a user would type it."""
     if isinstance(value, QuotedString):
         return str(value.text)
     if isinstance(value, bool):

@@ -43,12 +43,7 @@ MAX_CHECKED = 3  # most candidates whose losses are checked before the search en
 def run_choose(
     cells: Sequence[Cell], master: DictConfig, make: MakeCell, launcher: TrialLauncher, planner: Planner | None = None
 ) -> None:
-    """Search for the best configuration of a command, and print it.
-
-    Raises:
-        ConfigError: the command is no search.
-        SweepFailedError: there is no winner.
-    """
+    """Search for the best configuration of a command, and print it. Raise SweepFailedError if there is no winner."""
     settings = read_settings(cells, master)
     console = Console(stderr=settings.as_json)
     for note in (*settings.notes, *search_notes(make, settings)):
@@ -99,7 +94,6 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
 
 
 def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
-    """Print how many configurations may be predicted, and how long the trials may take."""
     waiting = [candidate for candidate in candidates if candidate.is_waiting]
     if not waiting:
         return
@@ -156,7 +150,6 @@ def _prefer_reference(outcome: output.Outcome, trials: Trials, left_gpu_s: float
 
 
 def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: output.Outcome) -> None:
-    """Print the best configuration so far, and how to continue."""
     done = sum(trial.status is not None for trial in state.trials)
     for best in ranked(outcome.usable, outcome.settings.objective)[:1]:
         print(f"distexp: best so far: {label(best)}: {describe_values(mean_metrics(best))}", file=sys.stderr)
@@ -171,8 +164,7 @@ def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: output.Outc
 def print_plan(outcome: output.Outcome, console: Console) -> None:
     """Print what a search would do: the candidates, what is left out and why, and the first trials with their cost.
 
-    Raises:
-        SweepFailedError: nothing would be tried.
+    It raises SweepFailedError if nothing would be tried.
     """
     waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     planned = first_trials(outcome.candidates, outcome.settings.objective)

@@ -192,7 +192,6 @@ def _only_completed(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
-    """Return a key that is smaller for a configuration that changes the arithmetic of a step less."""
     config = candidate.config
     assert config is not None
     train = config.train

@@ -167,7 +167,6 @@ def simplest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _complexity(config: Config | None) -> tuple[int | bool, ...]:
-    """Return a key that is smaller for a simpler configuration."""
     if config is None:
         return (CUSTOM_COMPLEXITY,)
     strategy = load_strategy(config)

@@ -99,7 +99,6 @@ class _Search:
             self.try_neighbors()
 
     def try_families(self) -> None:
-        """Try one member of each family that may be the best."""
         while not self.stopped and (useful := self.policy.useful_representatives()):
             if (different := most_different(useful, self.policy.candidates)) is not None:
                 self._try("families", [different])
@@ -110,7 +109,6 @@ class _Search:
             self._try("families", wave[: self.rules.wave])
 
     def try_neighbors(self) -> None:
-        """Try smaller and larger micro-batches of the best families."""
         for _ in range(self.rules.neighbor_rounds):
             batch = self.policy.neighbors_to_try()
             if not batch or self.stopped:
@@ -144,7 +142,6 @@ class _Search:
             self.policy.mark_disturbed(candidate)
 
     def _run(self, name: str, batch: Sequence[Candidate], steps: int) -> None:
-        """Run a batch of trials, as far as the budget allows."""
         planned = [PlannedTrial(candidate, steps) for candidate in batch]
         candidates, reserved = self.policy.candidates, self.reserved_gpu_s()
         spent = sum(rung.gpu_seconds for rung in self.rungs)
@@ -214,7 +211,6 @@ def prune_untried(policy: Policy, stopped: str) -> None:
 
 
 def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, stopped: str) -> str:
-    """Return why a candidate was not tried, by its scaled forecast relative to the best score."""
     if stopped or ratio is None:
         return stopped or "the search ended"
     if ratio <= 1 and candidate.too_close:

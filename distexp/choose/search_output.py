@@ -204,7 +204,6 @@ def result_table(
 
 
 def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None, equal: Sequence[Candidate]) -> Table:
-    """Return the table of the candidates that were tried."""
     values = [mean_metrics(candidate) for candidate in candidates]
     energy, price = any(metrics.j_per_sample for metrics in values), any(metrics.price_per_sample for metrics in values)
     table = _table("candidate", "workers", "samples/s", "peak GB", "predicted")

@@ -93,11 +93,7 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
 
 
 def _check_global_batch(samples: int, sizes: Sequence[ClusterSize]) -> None:
-    """Check that some number of workers can share the samples of a step.
-
-    Raises:
-        ConfigError: none can.
-    """
+    """Raise a ConfigError if no number of workers can share the samples of a step."""
     counts = sorted({size.workers for size in sizes})
     if all(samples % workers for workers in counts):
         raise ConfigError(
@@ -273,7 +269,6 @@ def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
 
 
 def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:
-    """Return the settings of a command whose global batch is the same for all candidates."""
     notes = []
     if not sets_key(command, BATCH) and config.train.global_batch_size is None:
         samples = global_batch(config)
@@ -288,11 +283,7 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
 
 
 def global_batch(config: Config) -> int:
-    """Return the samples of an optimizer step.
-
-    Raises:
-        ConfigError: the micro-batch is searched by the workers.
-    """
+    """Return the samples of an optimizer step. Raise a ConfigError if the workers search the micro-batch."""
     train = config.train
     if isinstance(train.micro_batch_size, str):
         raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")

@@ -170,7 +170,6 @@ def _failed_alike(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _common_settings(failed: Sequence[Candidate], waiting: Sequence[Candidate]) -> set[tuple[str, str]]:
-    """Return the settings that all failed candidates have, as pairs of key and value."""
     keys = {key for candidate in (*failed, *waiting) for key, _ in _overrides(candidate)}
     return set.intersection(*(_settings(candidate, keys) for candidate in failed))
 

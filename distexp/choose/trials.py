@@ -48,7 +48,6 @@ class _TrialRun:
         return record.error is None or record.error.type != SUBMISSION_REFUSED
 
     def store_cost(self) -> None:
-        """Set status and cost in the entry, if the run has a record."""
         record, stored = read_record(self.directory), self.stored
         if record is not None:
             stored.status = record.status

@@ -75,7 +75,6 @@ def compose_cells(
 
 
 def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:
-    """Return the cells, and show how many are composed."""
     cells = []
     try:
         with show_progress("composing", len(overrides)) as advance:
@@ -117,11 +116,7 @@ CHUNK = 8  # number of cells that a process composes at a time
 
 
 def compose_all(make: MakeCell, overrides: Sequence[Sequence[str]]) -> Iterator[Cell]:
-    """Yield all cells in order. If there are many, several processes make them.
-
-    Raises:
-        OSError: if a process was killed.
-    """
+    """Yield all cells in order. If there are many, several processes make them; OSError if one was killed."""
     if not overrides:
         return
     # The processes inherit what the first cell has imported, read and composed.
@@ -246,7 +241,6 @@ def ignored_plan_keys(cells: Iterable[tuple[Sequence[str], Config | None]]) -> l
 
 
 def _situation(config: Config) -> str:
-    """Return which rules hold for a cell."""
     memory = config.forecast.memory
     situations = {
         f"forecast.memory={memory}": config.command == Command.FORECAST and memory != "predict",

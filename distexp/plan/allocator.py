@@ -104,11 +104,7 @@ class CachingAllocator:
         self._addresses = Addresses()
 
     def allocate(self, size: int, stream: str = "") -> Block:
-        """Allocate memory for a stream.
-
-        Raises:
-            OutOfMemoryError: if the limit is too low.
-        """
+        """Allocate memory for a stream. Raise OutOfMemoryError if the limit is too low."""
         rounded = round_size(size)
         small = rounded <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), Pool(small))

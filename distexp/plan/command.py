@@ -43,11 +43,7 @@ DECIDES = {
 
 
 def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
-    """Predict all cells and print the result.
-
-    Raises:
-        SweepFailedError: if there is no prediction at all. The reasons are in the output.
-    """
+    """Predict all cells and print the result. Raise SweepFailedError if there is no prediction at all."""
     with planner or Planner() as source:
         configs = [cell.config for cell in cells if cell.config is not None]
         with show_predictions(source.count_missing(configs), "") as advance:
@@ -164,8 +160,7 @@ def _print_search(
 def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
     """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
 
-    Yields:
-        Function to call after each prediction of a configuration that is not in the cache.
+    It yields a function to call after each prediction of a configuration that is not in the cache.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not total:
@@ -181,11 +176,7 @@ def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def show_search(title: str, most: int, remark: str = "") -> Iterator[Callable[[], None]]:
-    """Show on stderr that variants are predicted, and how many of the most are done.
-
-    Yields:
-        Function to call after each prediction.
-    """
+    """Show on stderr how many of the most variants are predicted; yield a function to call after each one."""
     console, title, done = Console(stderr=True), f"searching for {title}", 0
     status = console.status(f"{title}{remark}") if console.is_terminal else None
 

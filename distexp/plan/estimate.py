@@ -131,7 +131,6 @@ def _cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
 
 
 def _replayed(trace: StepTrace, found: Replay) -> Estimate:
-    """Return what a replay shows on any device."""
     shown = [_shown(point) for point in found.curve]
     return Estimate(
         peak_allocated_mib=_mib(found.peak_allocated),

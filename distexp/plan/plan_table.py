@@ -34,7 +34,6 @@ def cells_table(cells: Sequence[PlannedCell], width: int) -> list[Table | Text]:
 
 
 def _error_lines(cells: Sequence[PlannedCell]) -> Iterator[str]:
-    """Yield each error once, with the cells that it concerns."""
     by_error: dict[str, list[PlannedCell]] = {}
     for cell in cells:
         if cell.error:
@@ -202,7 +201,6 @@ def training_lines(cells: Sequence[PlannedCell]) -> list[str]:
 
 
 def _data_size(config: Config) -> str:
-    """Return the size of the texts or images; empty if it is not known."""
     dataset = config.dataset
     if config.model.task == "image_classification":
         return f"images of {dataset.image_size} x {dataset.image_size}" if dataset.image_size else ""

@@ -209,7 +209,6 @@ def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
 
 
 def _smallest_limit(events: Sequence[Event], allocated: int, reserved: int) -> int:
-    """Return the smallest limit in which the events run, by bisection."""
     low, high = allocated, reserved
     while high - low > max(LIMIT_ACCURACY * reserved, MIB):
         middle = (low + high) // 2

@@ -113,7 +113,6 @@ def describe_verdict(predicted: Predicted) -> str:
 
 
 def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
-    """Return the text of the verdict on a training whose peak is known."""
     if predicted.error_bound is None:
         return f"needs {describe_need(needed, memory)}, with an unknown error"
     if predicted.verdict == FITS:

@@ -155,7 +155,6 @@ class FamilyMemory:
 
 
 def _sum_of_parts(estimate: Estimate, *parts: str) -> float:
-    """Return some parts of the peak of a worker in MiB."""
     return sum(estimate.parts.get(part, 0.0) for part in parts)
 
 

@@ -113,7 +113,6 @@ class _Pruning:
         self._estimate([(family, family.members[0]) for family in chosen if family.members[0].estimate is None])
 
     def _prune_without_prediction(self, name: tuple[str, ...], *, offload: bool, checkpoints: bool) -> None:
-        """Prune members that follow from the families before."""
         family = self.families[name]
         if self.objective is not Objective.MEMORY:
             if offload:
@@ -206,7 +205,6 @@ class _Pruning:
         return self.ended
 
     def report_errors(self) -> None:
-        """Print why predictions failed, the most frequent error first."""
         for error, count in self.errors.most_common(MAX_ERRORS):
             all_of = "all of the first " if self.errors.total() == self.done else ""
             self.report(f"{all_of}{format_count(count, 'prediction')} failed: {error}")

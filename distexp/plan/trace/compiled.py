@@ -62,7 +62,6 @@ class GraphMemory:
         self.last_use = self._find_last_uses()
 
     def _find_buffers(self) -> set[fx.Node]:
-        """Return the nodes whose results are in memory."""
         found = {self.bases[node] for node in self.outputs if isinstance(node, fx.Node)}
         for node in self.nodes:
             if _is_extern(node):

@@ -105,7 +105,6 @@ class CudaFunctions(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, or its replacement."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
             self._on_backward()

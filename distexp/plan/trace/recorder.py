@@ -87,7 +87,6 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forward_blocks: list[TracedBlock] = []  # of the forward pass that runs now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record its outputs."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # The operations on the local tensors come here too.
         if self._forward_blocks and self._is_in_backward():
@@ -113,7 +112,6 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return fits and count_references(old) == self._unshared
 
     def _use_buffers(self, func: Any, arguments: Any) -> None:
-        """Record what a kernel of the GPU allocates for itself."""
         if self._kernels is None:
             return
         if is_matrix_product(func):

@@ -185,7 +185,6 @@ def _replacements(
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """Return the size of the vocabulary; None for image models."""
     sizes = (getattr(module, "weight", None) for _, module in find_embeddings(model))
     return next((len(weight) for weight in sizes if isinstance(weight, Tensor)), None)
 

@@ -111,7 +111,6 @@ class Fetcher:
         self.position += 1
 
     def _is_away(self, param: nn.Parameter) -> bool:
-        """Return whether a parameter is neither here nor on the way."""
         return param not in self.available and param not in self.registry
 
     def _forget_queued(self, params: Iterable[nn.Parameter]) -> None:
