@@ -10,16 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import QuotedString
 from hydra.errors import OverrideParseException
 
-from distexp.choose.candidate import (
-    AXES,
-    CHECKPOINTING,
-    DEFAULT_VALUES,
-    GROUP_OF_KEY,
-    MICRO_BATCH,
-    OFFLOAD,
-    STRATEGY,
-    STRATEGY_OF,
-)
+from distexp.choose.candidate import AXES, DEFAULT_VALUES, GROUP_OF_KEY, MICRO_BATCH, OFFLOAD, STRATEGY, STRATEGY_OF
 from distexp.config import Config, ConfigError
 from distexp.config.fields import info_of
 from distexp.config.keys import options_of, schema_fields
@@ -133,7 +124,7 @@ def _check_values(entry: SpaceEntry, values: Sequence[str]) -> None:
     if entry.key == MICRO_BATCH:
         wrong, limits = [value for value in values if not value.isdecimal() or int(value) < 1], "at least 1"
     elif entry.key in DEFAULT_VALUES:
-        options = ("false", "true") if entry.key == CHECKPOINTING else _options_of(entry.key)
+        options = DEFAULT_VALUES[entry.key] if "." in entry.key else _options_of(entry.key)  # a key, or a group
         wrong, limits = [value for value in values if value not in options], ", ".join(options)
     else:
         info = next(info_of(spec) for name, spec in schema_fields() if name == entry.key)

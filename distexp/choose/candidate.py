@@ -120,6 +120,16 @@ class Candidate:
         """Return whether the candidate may be tried."""
         return self.status is Status.WAITING
 
+    @property
+    def is_tried(self) -> bool:
+        """Return whether a trial has measured the objective, or the losses."""
+        return self.status is Status.TRIED
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether its last trial failed, or did not measure the objective."""
+        return self.status is Status.FAILED
+
     def prune(self, reason: str) -> None:
         """Remove the candidate from the search."""
         self.status, self.reason = Status.PRUNED, reason
@@ -143,6 +153,11 @@ class Candidate:
     def ran_out_of_memory(self) -> bool:
         """Return whether a trial ran out of memory."""
         return any(trial.status in OUT_OF_MEMORY for trial in self.trials)
+
+    @property
+    def ran_out_of_predicted_memory(self) -> bool:
+        """Return whether a trial ran out of the memory that is predicted: that of a GPU, or on CPUs that of a node."""
+        return any(trial.status == (OOM_HOST if self.on_cpus else OOM_GPU) for trial in self.trials)
 
     @property
     def required_mib(self) -> float | None:

@@ -140,8 +140,8 @@ def references_of(
     # A search prunes candidates that fit but cannot win, too. They can run.
     runnable = [
         each for each in candidates
-        if each.status is Status.TRIED
-        or (each.status is not Status.FAILED and each.predicted is not None and each.predicted.verdict == FITS)
+        if each.is_tried
+        or (not each.has_failed and each.predicted is not None and each.predicted.verdict == FITS)
     ]  # fmt: skip
     others = [each for each in (*runnable, *singles) if each.config is not None and run_id(each.config) != own]
     other_training = depends_on_micro_batch(winner.config)

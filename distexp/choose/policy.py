@@ -8,18 +8,7 @@ from math import exp, inf, log, sqrt
 from operator import itemgetter
 from statistics import fmean, median
 
-from distexp.choose.candidate import (
-    CHECKPOINTING,
-    DEFAULT_RULES,
-    KERNELS,
-    OOM_GPU,
-    OOM_HOST,
-    Candidate,
-    Objective,
-    SearchRules,
-    Status,
-    families_of,
-)
+from distexp.choose.candidate import CHECKPOINTING, KERNELS, Candidate, Objective, SearchRules, Status, families_of
 from distexp.choose.ranking import PlannedTrial, by_score, deviation_of_a_step
 from distexp.plan.verdict import available_mib
 from distexp.statistics.noise import expected_gain
@@ -34,9 +23,7 @@ class Policy:
     micro-batches. ``rules`` are the numbers behind the decisions.
     """
 
-    def __init__(
-        self, candidates: Iterable[Candidate], objective: Objective, rules: SearchRules = DEFAULT_RULES
-    ) -> None:
+    def __init__(self, candidates: Iterable[Candidate], objective: Objective, rules: SearchRules) -> None:
         self.objective, self.rules = objective, rules
         self.families = families_of(candidates)
         self.candidates = [member for members in self.families.values() for member in members]
@@ -54,7 +41,7 @@ class Policy:
 
         For a candidate that was not tried, they are those that ``fewer_launches_factor`` allows for it.
         """
-        tried = [candidate for candidate in candidates if candidate.status is Status.TRIED]
+        tried = [candidate for candidate in candidates if candidate.is_tried]
         known = [(each, each.score(self.objective), each.forecast(self.objective)) for each in tried]
         return [
             score / forecast * (1.0 if applied_to is None else self._fewer_launches_factor(each, applied_to))
@@ -96,7 +83,7 @@ class Policy:
         logarithms = [
             log(score / step_s)
             for candidate in self.candidates
-            if candidate.status is Status.TRIED
+            if candidate.is_tried
             and (score := candidate.score(self.objective))
             and (step_s := candidate.measured_time(self.objective))
         ]
@@ -119,7 +106,7 @@ class Policy:
         chosen = []
         for members in self.families.values():
             waiting = [each for each in members if each.is_waiting and not (only_certain and each.too_close)]
-            if waiting and not any(member.status is Status.TRIED for member in members):
+            if waiting and not any(member.is_tried for member in members):
                 # Of two with the same forecast, the larger micro-batch launches fewer kernels.
                 chosen.append(self._in_order(reversed(waiting))[0])
         return self._in_order(chosen)
@@ -178,7 +165,7 @@ class Policy:
         best_members = (each for members in self.families.values() for each in by_score(members, self.objective)[:1])
         found: list[Candidate] = []
         for known in by_score(best_members, self.objective):
-            usable = [each for each in self.families[known.family] if each.is_waiting or each.status is Status.TRIED]
+            usable = [each for each in self.families[known.family] if each.is_waiting or each.is_tried]
             position = usable.index(known)
             around = [each for each in usable[max(0, position - 1) : position + 2] if each.is_waiting]
             found += [each for each in around if self._neighbor_may_win(each, known)]
@@ -292,8 +279,7 @@ def probably_fits(candidate: Candidate, candidates: Iterable[Candidate]) -> bool
         if required is None:
             continue
         # A trial is better evidence than the prediction: one that needs less has run out of this memory.
-        ran_out = any(trial.status == (OOM_HOST if other.on_cpus else OOM_GPU) for trial in other.trials)
-        if ran_out and required <= needed:
+        if other.ran_out_of_predicted_memory and required <= needed:
             return False
         if other.completed:
             memory = max(memory, required)
@@ -319,7 +305,7 @@ def expected_gpu_seconds(planned: PlannedTrial, candidates: Sequence[Candidate])
     The step time is that of the candidate's last trial. Without one it is the forecast, scaled by the median of
     measured / forecast step times. Steps of an unknown time count as 0.
     """
-    tried = [candidate for candidate in candidates if candidate.status is Status.TRIED]
+    tried = [candidate for candidate in candidates if candidate.is_tried]
     done = [(each, trial, trial.step_s) for each in tried for trial in each.completed if trial.step_s]
     scales = [step_s / each.forecast_s for each, _, step_s in done if each.forecast_s]
     candidate = planned.candidate

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import log, log1p, sqrt
 from operator import attrgetter
-from typing import Any
 
-from distexp.choose.candidate import DEFAULT_RULES, Candidate, Metrics, Objective, SearchRules, Status, Trial
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Metrics, Objective, SearchRules, Trial
 from distexp.config import Config
 from distexp.statistics.noise import CPU_MEMORY_MIB, SINGLE_CPU_RUN, Deviation, distinct_ratio
 from distexp.strategies.base import load_strategy
@@ -17,7 +16,7 @@ from distexp.strategies.traits import CUSTOM_COMPLEXITY
 
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
     """Return the candidates with a score, the best one first. If scores are equal, the faster one is first."""
-    tried = [each for each in candidates if each.status is Status.TRIED and each.score(objective) is not None]
+    tried = [each for each in candidates if each.is_tried and each.score(objective) is not None]
     return sorted(tried, key=lambda each: (each.known_score(objective), each.score(Objective.THROUGHPUT) or 0.0))
 
 
@@ -129,26 +128,6 @@ def _mean(trials: Sequence[Trial], name: str) -> float | None:
     if name == "samples_per_second":
         return float(steps / sum(count / value for value, count in known))
     return float(sum(value * count for value, count in known) / steps)
-
-
-def measured_json(candidate: Candidate) -> dict[str, Any] | None:
-    """Return what the trials of a candidate measured; None if it was not tried."""
-    if not candidate.trials:
-        return None
-    return {
-        **asdict(mean_metrics(candidate)),
-        "gpu_seconds": round(sum(trial.gpu_seconds for trial in candidate.trials), 1),
-        "trials": [
-            {
-                "steps": trial.steps,
-                "status": trial.status,
-                "directory": None if trial.directory is None else str(trial.directory),
-                "samples_per_second": trial.samples_per_second,
-                "disturbed": trial.disturbed,
-            }
-            for trial in candidate.trials
-        ],
-    }
 
 
 def equal_candidates(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> list[Candidate]:

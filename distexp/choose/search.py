@@ -21,15 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 
-from distexp.choose.candidate import (
-    DEFAULT_RULES,
-    Candidate,
-    Objective,
-    SearchRules,
-    Status,
-    format_worker_time,
-    strategy_in,
-)
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, format_worker_time, strategy_in
 from distexp.choose.policy import Policy, affordable_trials, without_checkpointing
 from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, by_score, ranked
 from distexp.choose.trial_metrics import add_trial, most_different, prune_by_common_error, prune_unmeasured
@@ -75,7 +67,7 @@ def search(
 
 def first_trials(candidates: Sequence[Candidate], objective: Objective) -> list[PlannedTrial]:
     """Return the trial of one member of each family, in the order in which a search would run them."""
-    policy = Policy(candidates, objective)
+    policy = Policy(candidates, objective, DEFAULT_RULES)
     return [PlannedTrial(candidate, policy.rules.steps) for candidate in policy.representatives()]
 
 
@@ -178,12 +170,7 @@ NOT_TRIED = "not tried"  # start of the reason of a candidate that fits, and tha
 LOOKS_EQUAL = 0.005  # ratios that are nearer to 1 look like 1 with two decimals
 LOOKS_LIKE_ONE = 1.05  # smaller ratios look like 1 or less with one decimal
 
-NEEDED = {
-    Objective.THROUGHPUT: "time",
-    Objective.ENERGY: "energy",
-    Objective.COST: "price",
-    Objective.MEMORY: "memory",
-}
+NEEDED = {Objective.THROUGHPUT: "time", Objective.ENERGY: "energy", Objective.COST: "price", Objective.MEMORY: "memory"}
 """What an objective minimizes."""
 
 
@@ -223,7 +210,7 @@ def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, 
 
 def describe_no_winner(candidates: Sequence[Candidate]) -> str:
     """Return why no candidate completed, with the configuration that needs the least memory."""
-    failed = [candidate for candidate in candidates if candidate.status is Status.FAILED]
+    failed = [candidate for candidate in candidates if candidate.has_failed]
     known = [candidate for candidate in failed or candidates if candidate.required_mib is not None]
     nearest = min(known, key=lambda candidate: candidate.required_mib or 0.0, default=None)
     if failed:

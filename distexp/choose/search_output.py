@@ -14,17 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from distexp.choose import result_texts as texts
-from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status, format_worker_time, label, row_label
+from distexp.choose.candidate import COMPLETED, Candidate, Objective, format_worker_time, label, row_label
 from distexp.choose.loss_check import LossCheck
-from distexp.choose.ranking import (
-    PlannedTrial,
-    SearchResult,
-    equal_candidates,
-    mean_metrics,
-    measured_json,
-    ranked,
-    simplest,
-)
+from distexp.choose.ranking import PlannedTrial, SearchResult, equal_candidates, mean_metrics, ranked, simplest
 from distexp.choose.search import NOT_TRIED
 from distexp.choose.space import Settings
 from distexp.choose.trials import SearchState
@@ -102,7 +94,7 @@ class Outcome:
     def usable(self) -> list[Candidate]:
         """Return the candidates that were tried, without the families of those whose losses differ."""
         rejected = [candidate.family for candidate, _ in self.rejected]
-        return [each for each in self.candidates if each.status is Status.TRIED and each.family not in rejected]
+        return [each for each in self.candidates if each.is_tried and each.family not in rejected]
 
 
 def typed_overrides(candidate: Candidate) -> list[str]:
@@ -120,6 +112,26 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "expected_mib": candidate.expected_mib,
         "forecast_s": candidate.forecast_s,
         "measured": measured_json(candidate),
+    }
+
+
+def measured_json(candidate: Candidate) -> dict[str, Any] | None:
+    """Return what the trials of a candidate measured; None if it was not tried."""
+    if not candidate.trials:
+        return None
+    return {
+        **asdict(mean_metrics(candidate)),
+        "gpu_seconds": round(sum(trial.gpu_seconds for trial in candidate.trials), 1),
+        "trials": [
+            {
+                "steps": trial.steps,
+                "status": trial.status,
+                "directory": None if trial.directory is None else str(trial.directory),
+                "samples_per_second": trial.samples_per_second,
+                "disturbed": trial.disturbed,
+            }
+            for trial in candidate.trials
+        ],
     }
 
 
@@ -280,7 +292,7 @@ def _table(first: str, *numbers: str) -> Table:
 
 def _failure(candidate: Candidate) -> str:
     """Return the status of the trial that failed; empty if all completed, perhaps without the objective's metric."""
-    if candidate.status is not Status.FAILED:
+    if not candidate.has_failed:
         return ""
     return next((trial.status for trial in reversed(candidate.trials) if trial.status != COMPLETED), "")
 

@@ -114,7 +114,7 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
         if ran_out and member.micro_batch > size:
             member.prune(f"micro-batch {member.micro_batch} needs more than {size}, which ran out of memory")
     # The rest of a family is pruned if too many of its trials failed for another reason than memory.
-    failed = [member for member in family if member.status is Status.FAILED and not member.ran_out_of_memory]
+    failed = [member for member in family if member.has_failed and not member.ran_out_of_memory]
     for member in waiting:
         if len(failed) > MAX_FAILURES and member.is_waiting:
             member.prune(f"{len(failed)} trials of this family failed: {candidate.reason}")

@@ -7,13 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distexp.config import Config
-from distexp.plan.process_overheads import (
-    error_bound,
-    host_peak_mib,
-    node_peak_mib,
-    reason_not_measured,
-    simulated_nodes,
-)
+from distexp.plan import process_overheads
 from distexp.plan.replay import PARTS, PlanError, Point, Replay, StepTrace, host_peak, replay
 from distexp.resolve.resources import parameter_count, ties_embeddings
 from distexp.runs.memory_trace import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
@@ -92,12 +86,12 @@ def make_estimate(config: Config) -> Estimate:
     work = trace.work
     if work is None:
         return found
-    operations = {"operations": work.operations, "optimizer_operations": work.optimizer_operations}
-    return replace(found, flops=work.flops, written_mib=_mib(work.written), **operations)
+    found = replace(found, operations=work.operations, optimizer_operations=work.optimizer_operations)
+    return replace(found, flops=work.flops, written_mib=_mib(work.written))
 
 
 def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
-    host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
+    host_mib = process_overheads.host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
     if config.engine.name != NATIVE:
         note = (
             f"engine={config.engine.name}: this is an estimate of engine={NATIVE} with the same options; the two were "
@@ -118,14 +112,14 @@ def _cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     found = replay(events, evaluation=evaluation)
     parts = _shown(found.peak)
     states = sum(parts[name] for name in STATES)
-    host_mib = node_peak_mib(config, states, sum(parts.values()) - states, *model_size(config, trace))
-    reason = reason_not_measured(config)
+    host_mib = process_overheads.node_peak_mib(config, states, sum(parts.values()) - states, *model_size(config, trace))
+    reason = process_overheads.reason_not_measured(config)
     return replace(
         _replayed(trace, found),
-        step_mib=host_mib * simulated_nodes(config),
+        step_mib=host_mib * process_overheads.simulated_nodes(config),
         host_mib=host_mib,
         notes=[*trace.notes, *([f"no verdict: {reason}"] if reason else [])],
-        error_bound=error_bound(config, host_mib),
+        error_bound=process_overheads.error_bound(config, host_mib),
         on_cpu=True,
     )
 

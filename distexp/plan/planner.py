@@ -152,10 +152,7 @@ def started_server(processes: int) -> Iterator[TraceServer]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # A signal that is ignored stays ignored, as with nohup.
     ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    with (
-        handle_signals(interrupt, *ending),
-        tempfile.TemporaryDirectory(prefix="distexp-plan-") as name,
-    ):
+    with handle_signals(interrupt, *ending), tempfile.TemporaryDirectory(prefix="distexp-plan-") as name:
         folder = Path(name)
         with (folder / LOG).open("w") as log:
             process = start_module(SERVER, name, str(processes), env=environment, output=log)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from distexp.choose.candidate import Candidate
 from distexp.config import Config
@@ -23,12 +22,11 @@ GRADIENT_BYTES = 4
 class FamilyMemory:
     """Members of a family in the order of their micro-batches, and what is known of their memory."""
 
-    candidates: Sequence[Candidate]  # the members that are valid
+    members: Sequence[Candidate]  # the valid ones
     unknown: str = ""  # why the family cannot be predicted; empty if it can
     _verdicts: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.members = sorted(self.candidates, key=attrgetter("micro_batch"))
         self.memory_mib = memory_to_fit_mib(self.config)
         # On CPUs the memory of a node is measured, and that of the simulated nodes together decides.
         cluster, on_cpus = self.config.cluster, self.config.cluster.device == "cpu"
@@ -39,7 +37,7 @@ class FamilyMemory:
     @property
     def config(self) -> Config:
         """Return the configuration of a member."""
-        config = self.candidates[0].config
+        config = self.members[0].config
         assert config is not None, "the members are valid"
         return config
 

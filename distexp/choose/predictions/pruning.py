@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective
+from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective, families_of
 from distexp.choose.predictions.family_memory import FamilyMemory
 from distexp.config.overrides import format_count
 from distexp.plan.fitting_change import EstimateAll
@@ -50,11 +50,8 @@ def prune_by_plan(
     The others get their predictions. For the objective memory, nothing is pruned because it is slower. After the limit,
     no more are predicted: the others stay, without a forecast.
     """
-    families: dict[tuple[str, ...], list[Candidate]] = {}
-    for candidate in candidates:
-        if candidate.config is not None and candidate.is_waiting:
-            families.setdefault(candidate.family, []).append(candidate)
-    memories = {name: FamilyMemory(members) for name, members in families.items()}
+    valid = [candidate for candidate in candidates if candidate.config is not None and candidate.is_waiting]
+    memories = {name: FamilyMemory(members) for name, members in families_of(valid).items()}
     configs = [family.config for family in memories.values()]
     kinds = {**shipped_strategies(), **{config.strategy.name: type(load_strategy(config)) for config in configs}}
     lighter = {text: other for name, kind in kinds.items() for text, other in kind.lighter_overrides(name).items()}
@@ -124,7 +121,7 @@ class _Pruning:
             return
         for member in family.waiting():
             if lighter.is_too_large(member.micro_batch):
-                member.prune(f"needs more memory than {' '.join(lighter.candidates[0].family)}, which does not fit")
+                member.prune(f"needs more memory than {' '.join(lighter.members[0].family)}, which does not fit")
 
     def _prune_offloaded(self, family: FamilyMemory) -> None:
         """Prune a family with offloading, which is slow, if something fits without it on the same workers."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from distexp.choose.candidate import Candidate
+from distexp.choose.candidate import Candidate, families_of
 from distexp.config import Config, ConfigError
 from distexp.forecast.collectives import GroupLayout
 from distexp.forecast.communication import Target, group_layout
@@ -115,10 +115,7 @@ def set_forecasts(
     candidates: Sequence[Candidate], speeds_of: Callable[[Config], MachineSpeeds] = read_machine_speeds
 ) -> None:
     """Set the forecast of each candidate whose family has an estimate."""
-    families: dict[tuple[str, ...], list[Candidate]] = {}
-    for candidate in candidates:
-        families.setdefault(candidate.family, []).append(candidate)
-    for members in families.values():
+    for members in families_of(candidates).values():
         estimated = [member for member in members if member.estimate is not None and member.estimate.flops is not None]
         for waiting in (member for member in members if estimated and member.is_waiting):
             config, size = waiting.config, waiting.micro_batch

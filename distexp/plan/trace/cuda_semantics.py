@@ -173,13 +173,7 @@ def _flash_attention(  # noqa: PLR0917
 
 
 def _efficient_attention(  # noqa: PLR0917
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float | None
 ) -> Tensor:
     if mask is not None:
         if mask.dtype == torch.bool:

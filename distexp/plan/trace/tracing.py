@@ -30,27 +30,15 @@ from distexp.models.blueprint import Blueprint
 from distexp.models.introspection import find_embeddings
 from distexp.models.objective import evaluation_sums
 from distexp.plan.replay import PlanError, StepTrace
+from distexp.plan.trace import traced_run
 from distexp.plan.trace.compiled import KernelBuffers, traced_compilation
 from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast, use_cuda_kernels
 from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
-from distexp.plan.trace.traced_run import (
-    TracedDDP,
-    describe_failure,
-    evaluation_batch,
-    largest_batch,
-    traced_context,
-    traced_ddp,
-)
 from distexp.plan.trace.zero_base import version_note
 from distexp.strategies.base import load_strategy
 from distexp.strategies.torch_model import TorchModel
+from distexp.system.torch_internals import tensors
 from distexp.system.torch_internals.collectives import fake_process_group, fsdp_device
-from distexp.system.torch_internals.tensors import (
-    FakeMode,
-    grouped_products_of_any_precision,
-    make_fake_mode,
-    without_fake_mode,
-)
 from distexp.training.build import build_model, load_data
 
 STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2
@@ -90,7 +78,7 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
     except (PlanError, ConfigError):
         raise
     except Exception as error:
-        raise PlanError(describe_failure(error)) from error
+        raise PlanError(traced_run.describe_failure(error)) from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
     return replace(trace, seconds=time.perf_counter() - started, notes=tuple(notes))
 
@@ -122,15 +110,15 @@ def _decoded_bytes(samples: Samples) -> int:
 
 def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
     """Build the model, run two steps (three with DDP) and an evaluation if it is needed; return what was recorded."""
-    context = traced_context(config)
+    context = traced_run.traced_context(config)
     data = load_data(config, context)
     image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
-    batch = largest_batch(config, data)
+    batch = traced_run.largest_batch(config, data)
     train, evaluated = config.train, None
     # A compiled evaluation takes long to trace, and seldom needs more memory.
     if train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch):
-        evaluated = evaluation_batch(config, data)
-    fake_mode = make_fake_mode()
+        evaluated = traced_run.evaluation_batch(config, data)
+    fake_mode = tensors.make_fake_mode()
     kernels = KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
     recorder = StorageRecorder(fake_mode, kernels)
 
@@ -172,14 +160,14 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
 
 
 def _replacements(
-    config: Config, context: Context, recorder: StorageRecorder, fake_mode: FakeMode, *, on_gpu: bool
+    config: Config, context: Context, recorder: StorageRecorder, fake_mode: tensors.FakeMode, *, on_gpu: bool
 ) -> Iterator[AbstractContextManager[Any]]:
     """Yield the contexts that replace what a step needs of the machine: other processes, GPUs and the compiler."""
     yield fake_process_group(context.world_size)
     if on_gpu:
         yield cuda_autocast()
     yield fsdp_device(GPU)
-    yield grouped_products_of_any_precision()
+    yield tensors.grouped_products_of_any_precision()
     if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
         yield traced_compilation(fake_mode, lambda: recorder)
 
@@ -207,7 +195,7 @@ class TracedStep:
     ) -> None:
         self.recorder, self.task = recorder, config.model.task
         self.model = _set_up(config, blueprint, context, recorder)
-        self.is_ddp = isinstance(self.model.module, TracedDDP)
+        self.is_ddp = isinstance(self.model.module, traced_run.TracedDDP)
         self.model.module.train()
         self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
         if isinstance(self.model, TorchModel):
@@ -265,7 +253,7 @@ def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: St
     if strategy.tracer is not None:
         traced: Traceable = locate(strategy.tracer)(blueprint, config, context, recorder)
         return traced
-    with _mesh_outside_of_fake_mode(), traced_ddp(recorder.assign):
+    with _mesh_outside_of_fake_mode(), traced_run.traced_ddp(recorder.assign):
         model = strategy.setup(blueprint, config, context)
     if not isinstance(model, TorchModel):
         raise PlanError(f"strategy={config.strategy.name} cannot be traced")
@@ -276,7 +264,7 @@ def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: St
 def _mesh_outside_of_fake_mode() -> Iterator[None]:
     """Let ``init_device_mesh`` use real tensors during the block. It reads their values."""
     original = device_mesh.init_device_mesh
-    device_mesh.init_device_mesh = without_fake_mode()(original)
+    device_mesh.init_device_mesh = tensors.without_fake_mode()(original)
     try:
         yield
     finally:
