@@ -190,11 +190,7 @@ class ClusterSize:
 
 
 def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
-    """Return the parts of the cluster to try: those with some numbers of workers, or without any that of the command.
-
-    Raises:
-        ConfigError: a number of GPUs needs a part of a node.
-    """
+    """Return the parts of the cluster to try. Raise a ConfigError if a number of GPUs needs a part of a node."""
     nodes, per_node = base.cluster.nodes, base.cluster.workers_per_node or 1
     if not gpus:
         return [ClusterSize(nodes, per_node)]

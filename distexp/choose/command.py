@@ -162,10 +162,7 @@ def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: output.Outc
 
 
 def print_plan(outcome: output.Outcome, console: Console) -> None:
-    """Print what a search would do: the candidates, what is left out and why, and the first trials with their cost.
-
-    It raises SweepFailedError if nothing would be tried.
-    """
+    """Print what a search would try, what is left out, and the cost. Raise SweepFailedError if nothing is tried."""
     waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     planned = first_trials(outcome.candidates, outcome.settings.objective)
     costs = [

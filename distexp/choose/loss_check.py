@@ -156,10 +156,7 @@ def references_of(
 
 
 def dropout_overrides(candidate: Candidate) -> tuple[str, ...]:
-    """Return the override without dropout for a model with dropout; empty for another one.
-
-    With ``model.dropout=null`` the model has its own rates, which its trials have read.
-    """
+    """Return the override without dropout, if the model may have some: by default it has its own rates."""
     assert candidate.config is not None
     model = candidate.config.model
     if model.dropout == 0 or "dropout" not in model.keys:
@@ -179,10 +176,7 @@ def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: st
 
 
 def read_losses(run_dir: Path) -> list[float]:
-    """Return the loss of each step of a run with ``train.log_every=1``; empty if it logged none.
-
-    A loss that is not finite is logged as null.
-    """
+    """Return the losses of all steps, logged with ``train.log_every=1``. One that is not finite is logged as null."""
     losses = [number_of(entry, "loss") for entry in read_entries(run_dir / METRICS) if "loss" in entry]
     return [nan if loss is None else loss for loss in losses]
 

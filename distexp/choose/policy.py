@@ -37,10 +37,7 @@ class Policy:
     # Forecasts: what the measured scores show about candidates that were not tried.
 
     def _scales(self, candidates: Iterable[Candidate], applied_to: Candidate | None = None) -> list[float]:
-        """Return score / forecast of each candidate that was tried and has both.
-
-        For a candidate that was not tried, they are those that ``fewer_launches_factor`` allows for it.
-        """
+        """Return score / forecast of the tried candidates, or what ``_fewer_launches_factor`` leaves for another one."""
         tried = [candidate for candidate in candidates if candidate.is_tried]
         known = [(each, each.score(self.objective), each.forecast(self.objective)) for each in tried]
         return [
@@ -74,10 +71,7 @@ class Policy:
         return forecast * median(scales) if forecast is not None and scales else None
 
     def exact_scale(self) -> float | None:
-        """Return score / forecast if the forecasts have no error: the score of a second of step time, on average.
-
-        Candidates that were tried show how the score depends on the step time; None if no step time was measured.
-        """
+        """Return the mean score of a second of step time: score / forecast if the forecasts have no error; or None."""
         if self.objective is Objective.MEMORY:  # Its forecast is in the unit of its score.
             return 1.0
         logarithms = [

@@ -101,10 +101,7 @@ def may_add_single(settings: Settings) -> bool:
 
 
 def faster_reference(check: LossCheck | None, winner: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Return that the reference of the losses, which is no candidate, was faster than the winner; empty if not.
-
-    Its speed was measured once, so on CPUs it must be larger by more than the noise.
-    """
+    """Return that a reference that is no candidate was faster in its one trial, beyond the noise; empty if not."""
     speed, best = check.outside_speed if check else None, mean_metrics(winner).samples_per_second
     is_on_cpus = winner.config is not None and winner.config.cluster.device == "cpu"
     least = distinct_ratio(SINGLE_CPU_RUN) if is_on_cpus else 1.0

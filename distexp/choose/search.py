@@ -108,10 +108,7 @@ class _Search:
             self._try("neighbors", batch)
 
     def try_finalists(self) -> None:
-        """Repeat the best candidate and its strongest rival, until the best one is certain enough.
-
-        The candidate that ran last is the first one of the next round.
-        """
+        """Repeat the best candidate and its strongest rival, the last one first, until the best one is certain."""
         last: Candidate | None = None
         for _ in range(self.rules.repeats if self.has_noise else 0):
             batch = self.policy.candidates_to_repeat()

@@ -256,10 +256,7 @@ def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
 
 
 def count_reasons(candidates: Sequence[Candidate]) -> dict[str, int]:
-    """Return how many candidates have each reason, the most frequent first.
-
-    Reasons that differ only in their numbers or details count as one. Their numbers are then shown as N.
-    """
+    """Return how many candidates have each reason, the most frequent first. Numbers that differ are shown as N."""
     groups: dict[str, list[str]] = {}
     for candidate in candidates:
         short = DETAILS.sub("", _reason(candidate).partition(":")[0]).partition(" by ")[0]

@@ -103,11 +103,7 @@ def _check_global_batch(samples: int, sizes: Sequence[ClusterSize]) -> None:
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:
-    """Return the configuration of the command with all of its workers. Its batch sizes may not fit.
-
-    Raises:
-        ConfigError: the command is invalid for another reason than its strategy or sizes.
-    """
+    """Return the configuration of the command with all workers, whatever its batch sizes. Raise a ConfigError."""
     kinds = shipped_strategies()
     limiting = [f"{STRATEGY}={name}" for name, kind in kinds.items() if kind.max_workers is not None]
     # The strategy of the command may decide the size of the cluster. Otherwise it is read with the simplest one that
@@ -232,11 +228,7 @@ class Settings:
 
 
 def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
-    """Return the settings of a command.
-
-    Raises:
-        ConfigError: the command has several cells, or its objective or directory is impossible.
-    """
+    """Return the settings of a command. Raise a ConfigError if it has several cells, or settings that are wrong."""
     if len(cells) != 1:
         raise ConfigError(
             f"distexp choose is for one training, and these arguments have {len(cells)} cells: leave out presets with "

@@ -148,10 +148,7 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
 
 
 def most_different(waiting: Sequence[Candidate], candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the waiting candidate with the fewest settings that all failed ones have.
-
-    Of several, it is the first one; None if a trial completed, none failed, or the errors differ.
-    """
+    """Return the first waiting candidate with the fewest settings of all failed ones; None if it is not needed."""
     failed = _failed_alike(candidates)
     if not failed:
         return None

@@ -199,11 +199,7 @@ class SearchState:
 
     @classmethod
     def open(cls, folder: Path, command: Sequence[str]) -> SearchState:
-        """Return the state of a directory, an empty one if it has no search yet.
-
-        Raises:
-            ConfigError: if the directory contains another search, or a damaged file.
-        """
+        """Return the state of a directory, perhaps empty. Raise a ConfigError for another search or a damaged file."""
         path = folder / CHOICE
         try:
             raw = read_json(path)

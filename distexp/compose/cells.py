@@ -70,12 +70,7 @@ class CellComposer:
 
     @interruptions_kept()
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the composed configuration of a cell.
-
-        Raises:
-            HydraException: if an override is wrong.
-            ConfigError: if a foreign file contains values that could run code.
-        """
+        """Return the composed configuration of a cell; ConfigError if a foreign file has values that could run code."""
         parsed = self._parser.parse_overrides(list(overrides))
         if any(override.is_hydra_override() for override in parsed):
             return self._loader.load_sweep_config(self._master, list(overrides))

@@ -227,10 +227,7 @@ DEVICE_RULES = {
 
 
 def ignored_plan_keys(cells: Iterable[tuple[Sequence[str], Config | None]]) -> list[str]:
-    """Return an error for each override of ``plan`` that has no effect in any cell. One with the default is none.
-
-    An override of a cell without a configuration is no error.
-    """
+    """Return an error for each override of ``plan`` without an effect in any valid cell, unless it is the default."""
     errors: dict[str, str | None] = {}
     for overrides, config in cells:
         for text in overrides:

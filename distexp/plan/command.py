@@ -158,10 +158,7 @@ def _print_search(
 
 @contextmanager
 def show_predictions(total: int, remark: str) -> Iterator[Callable[[], None]]:
-    """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
-
-    It yields a function to call after each prediction of a configuration that is not in the cache.
-    """
+    """Show on stderr that memory is predicted; yield a function to call after each prediction that is not cached."""
     console = Console(stderr=True)
     if not console.is_terminal or not total:
         if total:

@@ -147,10 +147,7 @@ def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
 
 
 def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: float | None) -> Estimate:
-    """Return the estimate of a traced step.
-
-    The overheads are MiB outside of the allocator, by name. Names that start with ``host_`` are not on the GPU.
-    """
+    """Return the estimate of a traced step. Overheads in MiB whose names start with ``host_`` are not on the GPU."""
     found = replay(trace.events, trace.history, trace.evaluation)
     return replace(
         _replayed(trace, found),

@@ -43,17 +43,11 @@ class Search:
         return MicroBatchSizes(self).largest(known)
 
     def changes(self, largest: LargestMicroBatch) -> list[ConfigChange]:
-        """Return the changes that reduce the memory, the smallest change first. Each has its estimate.
-
-        The last one is all of them together, without offloading.
-        """
+        """Return the changes that reduce the memory, the smallest first; the last is all of them without offloading."""
         return self._estimate(list(candidate_overrides(self.config, largest)))
 
     def first_change(self, at_a_time: int, has_time: Callable[[], bool]) -> tuple[ConfigChange | None, int]:
-        """Return the smallest change that fits, and how many changes there was no time for; None if none fits.
-
-        ``at_a_time`` changes are estimated before the next ones, until one fits.
-        """
+        """Return the smallest change that fits, or None; and how many changes there was no time for."""
         candidates = list(candidate_overrides(self.config))
         for start in range(0, len(candidates), at_a_time):
             if not has_time():
@@ -237,10 +231,7 @@ class MicroBatchSizes:
         return sorted({min(max(position, low + 1), high - 1) for position in wanted})
 
     def _proposal(self, low: int, high: int | None) -> tuple[int, ...]:
-        """Return two sizes to estimate, or none. The memory is nearly linear in the micro-batch.
-
-        ``low`` is the largest size that is known to fit, or 0, and ``high`` the smallest one that does not, or None.
-        """
+        """Return two sizes to estimate between one that fits, or 0, and one that does not, or None; or return none."""
         # The whole global batch is not on the line of the other sizes, see ``largest``.
         whole = None if self.search.config.train.global_batch_size is None else samples_per_worker(self.search.config)
         on_line = [(size, mib) for size, mib in self._most.items() if size != whole]

@@ -143,10 +143,7 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
 def change_lines(
     changes: Sequence[ConfigChange], memory_mib: float, device: str, required_mib: float | None
 ) -> Iterator[str]:
-    """Yield the smallest change that makes a training fit, and what all changes need that reduce the memory.
-
-    The smallest change comes first. ``required_mib`` is the memory that the training needs without a change.
-    """
+    """Yield the smallest change that makes a training fit, and what each change needs that reduces the memory."""
     may_fit = any(verdict_of(change.estimate, memory_mib) in (TOO_CLOSE, None) for change in changes)
     less = [change for change in changes if (change.estimate.required_mib or inf) < (required_mib or inf)]
     verdicts = [verdict_of(change.estimate, memory_mib) for change in less]
@@ -187,10 +184,7 @@ FULL_DATA = {
 
 
 def training_lines(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return a line for each training, such as ``gpt on squad: 512 tokens, bf16, micro-batch 4 x 2 accumulation``.
-
-    The micro-batch is that of a single cell. The table has those of several.
-    """
+    """Return a line for each training: ``gpt on squad: 512 tokens, bf16, micro-batch 4 x 2 accumulation``."""
     found: dict[str, None] = {}
     for config in (cell.cell.config for cell in cells if cell.cell.config is not None):
         batch = f"micro-batch {_micro_batch(config, ' accumulation')}" if len(cells) == 1 else ""
@@ -232,10 +226,7 @@ def sharding_notes(cells: Sequence[PlannedCell]) -> list[str]:
 
 
 def full_data_override(cell: PlannedCell) -> str | None:
-    """Return what to type for texts or images of the real size.
-
-    It is None if the training has them, if the user has typed their size, or if the training is small.
-    """
+    """Return what to type for data of the real size; None if it is set or smaller anyway, or the training small."""
     config, predicted = cell.cell.config, cell.predicted
     if config is None or predicted is None:
         return None

@@ -67,10 +67,7 @@ def plan_cells(cells: Sequence[Cell], planner: Planner, advance: Callable[[], No
 def search_of(
     cell: Cell, config: Config, make: MakeCell, planner: Planner, advance: Callable[[], None] = lambda: None
 ) -> Search | None:
-    """Return the search among variants of a cell; None if the memory of the GPU is unknown.
-
-    ``advance`` is called after each variant that is not in the cache.
-    """
+    """Return the search among variants of a cell, which calls ``advance``; None if the memory is unknown."""
     memory = memory_to_fit_mib(config)
 
     def compose(overrides: Sequence[str]) -> Config | str:

@@ -66,10 +66,7 @@ class Planner:
         return sum(not path.exists() for path in {cache_path(config) for config in configs})
 
     def estimate(self, configs: Sequence[Config], advance: Callable[[], None] = lambda: None) -> list[Outcome]:
-        """Return the estimate of each configuration, in their order. Equal ones are traced once.
-
-        ``advance`` is called after each configuration that is not in the cache.
-        """
+        """Return the estimates in the order of the configurations. ``advance`` is called after each uncached one."""
         configs = [with_gpu(config) for config in configs]
         paths = [cache_path(config) for config in configs]
         unique = dict(zip(paths, configs, strict=True))

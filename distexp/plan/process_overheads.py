@@ -105,10 +105,7 @@ def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> floa
 
 
 def host_peak_mib(config: Config, traced_mib: float, parameters: int, tied_parameters: int = 0) -> float:
-    """Return the peak of the host memory on the first node in MiB.
-
-    ``traced_mib`` is the peak of the host tensors of one worker in a step, for example of offloaded states.
-    """
+    """Return the peak of the host memory on the first node in MiB. ``traced_mib`` is that of a worker's tensors."""
     workers = config.cluster.workers_per_node or 1
     training = sum(processes_mib(config).values()) + workers * traced_mib
     saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model

@@ -192,10 +192,7 @@ def _following(step: Sequence[Event], evaluation: Sequence[Event]) -> list[Event
 
 
 def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
-    """Return what the next step frees of this one: blocks of this step, by what this one frees of an earlier step.
-
-    It is for example the batch. None if the memory grows or shrinks in each step.
-    """
+    """Return the blocks of this step that the next one frees, such as the batch, by those that this one frees."""
     born = {event.block: event.bytes for event in step if event.is_allocation}
     freed = {event.block: -event.bytes for event in step if event.bytes < 0}
     # Blocks of one size are freed in the order of their allocation, so pop() below must take the oldest first.
@@ -204,7 +201,7 @@ def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
         kept[born[block]].append(block)
     older = [block for block in freed if block not in born]
     if sorted(freed[block] for block in older) != sorted(size for size, blocks in kept.items() for _ in blocks):
-        return None
+        return None  # The memory grows or shrinks in each step.
     return {block: kept[freed[block]].pop() for block in older}
 
 

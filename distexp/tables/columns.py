@@ -81,10 +81,7 @@ def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
 
 
 def split_widths(widths: Sequence[int], num_labels: int, gap: int, width: int) -> list[list[int]]:
-    """Return the indices of columns in blocks that fit into a width; each block repeats the labels.
-
-    A block has at least one column besides the labels, even if it is wider.
-    """
+    """Return the indices of columns in blocks that fit into a width. Each has the labels, and another column."""
     labels = list(range(num_labels))
     room = width - sum(widths[:num_labels]) - gap * num_labels
     blocks, used = [labels.copy()], 0

@@ -71,10 +71,7 @@ class FamilyMemory:
         return next((member for member in reversed(fitting) if member.is_waiting), None)
 
     def probably_next(self) -> Candidate | None:
-        """Return the member that will probably be predicted after ``next_to_predict``; None if there is none.
-
-        It is the largest one that accumulates gradients: its memory is needed if a larger one fits, and if none fits.
-        """
+        """Return the largest waiting member that accumulates gradients, if its memory will be needed next."""
         following, accumulating = self.next_to_predict(), [member for member in self.members if _accumulates(member)]
         if following is None or following in accumulating or any(each.estimate is not None for each in accumulating):
             return None

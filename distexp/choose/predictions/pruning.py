@@ -143,13 +143,11 @@ class _Pruning:
                 member.prune(f"checkpointing is slower, and not needed: micro-batch {fitting.micro_batch} fits without")
 
     def _lighter(self, name: tuple[str, ...]) -> FamilyMemory | None:
-        """Return the family that differs only in the strategy, which needs less memory; None if there is none.
-
-        On CPUs, FSDP may need more than DDP: the C library keeps more of what each step allocates.
-        """
+        """Return the family that differs only in its strategy, and needs less memory; None if there is none."""
         found = self.families.get(tuple(self.lighter.get(text, text) for text in name)) if self._level(name) else None
         if found is None or found.config.cluster.device == "cuda":
             return found
+        # On CPUs, FSDP may need more than DDP: the C library keeps more of what each step allocates.
         return found if step_reserve(found.config) <= step_reserve(self.families[name].config) else None
 
     def _level(self, name: Sequence[str]) -> int:

@@ -137,10 +137,7 @@ class GraphMemory:
 
 @contextmanager
 def traced_compilation(fake_mode: FakeMode, record: Record) -> Iterator[None]:
-    """Replace the code generation of ``torch.compile`` by ``GraphMemory`` for models that are built in the block.
-
-    Flex attention outside of compiled blocks is compiled too, as on a GPU.
-    """
+    """Let ``GraphMemory`` replace the code that ``torch.compile`` generates for models built in the block."""
     backend = graph_backend(lambda graph: GraphMemory(graph, record))
 
     def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -96,10 +96,7 @@ def _estimate_states(config: Config, path: Path, reason: str) -> None:
 
 
 def continue_job(job: TraceJob, start: Start = _start) -> TraceJob | None:
-    """Return the job that is left: this one, or the estimate by arithmetic if it left no result; None if all is done.
-
-    The process of a job is killed after its deadline.
-    """
+    """Return the job that is left: this one, or the estimate by arithmetic if it left no result; else None."""
     late = time.monotonic() > job.deadline
     if job.process.is_alive():
         if not late:

@@ -62,11 +62,7 @@ class EmptyBlueprint(Blueprint):
 
 
 def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
-    """Return the allocations of one optimizer step of rank 0, on a GPU that this machine need not have, or on a CPU.
-
-    Raises:
-        PlanError: the model cannot be traced, or the configuration is not supported.
-    """
+    """Return the allocations of an optimizer step of rank 0. Raise PlanError if it cannot be traced."""
     started = time.perf_counter()
     images_on_gpu = config.dataset.cache == "gpu"
     config, notes = _prepare(config)

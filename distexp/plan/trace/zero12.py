@@ -227,10 +227,7 @@ def partition_group(sizes: Sequence[int], world_size: int, rank: int) -> Partiti
 
 
 def fullest_rank(groups: Sequence[Sequence[int]], world_size: int) -> int:
-    """Return the rank with the most elements in the parameters that its shares overlap.
-
-    A rank keeps the whole gradient of a parameter, even if its share has only a part of it.
-    """
+    """Return the rank that keeps most: the whole gradients of all parameters that its shares overlap."""
 
     def kept(rank: int) -> int:
         owned = (zip(sizes, partition_group(sizes, world_size, rank).owned, strict=True) for sizes in groups)
