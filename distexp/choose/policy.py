@@ -37,7 +37,7 @@ class Policy:
     # Forecasts: what the measured scores show about candidates that were not tried.
 
     def _scales(self, candidates: Iterable[Candidate], applied_to: Candidate | None = None) -> list[float]:
-        """Return score / forecast of the tried candidates, or what ``_fewer_launches_factor`` leaves for another one."""
+        """Return score / forecast of the tried candidates, or what ``_fewer_launches_factor`` leaves for another."""
         tried = [candidate for candidate in candidates if candidate.is_tried]
         known = [(each, each.score(self.objective), each.forecast(self.objective)) for each in tried]
         return [

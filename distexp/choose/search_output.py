@@ -218,11 +218,8 @@ def result_table(
 def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None, equal: Sequence[Candidate]) -> Table:
     values = [mean_metrics(candidate) for candidate in candidates]
     energy, price = any(metrics.j_per_sample for metrics in values), any(metrics.price_per_sample for metrics in values)
-    table = _table("candidate", "workers", "samples/s", "peak GB", "predicted")
-    for title, shown in (("J/sample", energy), ("price/10⁶", price)):
-        if shown:
-            table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
+    further = [title for title, shown in (("J/sample", energy), ("price/10⁶", price)) if shown]
+    table = _table("candidate", "workers", "samples/s", "peak GB", "predicted", *further, "steps")
     for candidate, found in zip(candidates, values, strict=True):
         price_of_many = None if found.price_per_sample is None else 1e6 * found.price_per_sample
         cells = [

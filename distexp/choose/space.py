@@ -79,13 +79,8 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
     It is the largest one that all numbers of workers can have, and not above that of the configuration. A typed one is
     kept anyway.
     """
-    samples = base.train.global_batch_size
-    if (
-        samples is None
-        or not depends_on_micro_batch(base)
-        or axes.is_micro_batch_named
-        or axes.micro_batches is not None
-    ):
+    samples, is_chosen = base.train.global_batch_size, axes.is_micro_batch_named or axes.micro_batches is not None
+    if samples is None or is_chosen or not depends_on_micro_batch(base):
         return None
     counts = {size.workers for size in cluster_sizes(base, gpus)}
     common = gcd(*(samples // workers for workers in counts if samples % workers == 0))

@@ -51,14 +51,13 @@ class Cell:
 
 MakeCell = Callable[[Sequence[str]], Cell]
 
-# Composition of cells with one composition by Hydra for each choice of options.
-#
-# Hydra needs about 50 ms for a composition, mostly to read YAML files and to merge them. Cells that choose the same
-# options differ only in values, which are set on a copy.
-
 
 class CellComposer:
-    """Composition of cells with the result of Hydra's ``load_sweep_config``, but with one call for each choice."""
+    """Composition of cells with the result of Hydra's ``load_sweep_config``, but with one call for each choice.
+
+    A call needs about 50 ms, mostly to read YAML files and to merge them. Cells that choose the same options differ
+    only in values, which are set on a copy.
+    """
 
     def __init__(self, loader: CheckedConfigLoader, master: DictConfig) -> None:
         """Create the composer of the cells of a command, with its own configuration."""

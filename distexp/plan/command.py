@@ -58,29 +58,25 @@ def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = No
 
 def _print_tables(planned: Sequence[PlannedCell], make: MakeCell, planner: Planner) -> None:
     console = Console()
-    for line in plan_table.training_lines(planned):
+    for line in dict.fromkeys(plan_table.training_lines(planned)):
         print_plain(console, line)
     for part in plan_table.cells_table(planned, console.width):
         console.print(part, soft_wrap=True)
-    for line in (
-        *plan_table.sample_notes(planned),
-        *plan_table.sharding_notes(planned),
-        *_assumptions(planned),
-        *plan_table.notes(planned),
-    ):
+    notes = plan_table.sample_notes, plan_table.sharding_notes, _assumptions, plan_table.notes
+    for line in dict.fromkeys(line for lines_of in notes for line in lines_of(planned)):
         console.print(line, style="dim", highlight=False, markup=False, emoji=False, soft_wrap=True)
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)
 
 
 def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
-    found = [cell.predicted for cell in planned if cell.predicted is not None]
-    configs = [cell.cell.config for cell in planned if cell.predicted is not None]
-    unknown = {config.cluster.device for config in configs if config is not None and memory_to_fit_mib(config) is None}
+    found = [(cell.predicted, cell.cell.config) for cell in planned]
+    known = [(predicted, config) for predicted, config in found if predicted is not None and config is not None]
+    configs = [config for _, config in known]
+    unknown = {config.cluster.device for config in configs if memory_to_fit_mib(config) is None}
     yield from (hint for device, hint in UNKNOWN_MEMORY.items() if device in unknown)
     names_no_gpu = any(
-        config is not None
-        and config.cluster.device == "cuda"
+        config.cluster.device == "cuda"
         and config.plan.gpu is None
         and config.plan.gpu_memory_gb is None
         and launcher_traits(config).runs_here
@@ -89,17 +85,15 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     if names_no_gpu and not visible_gpus():
         yield "this is for GPUs, but a run on this machine would use its CPUs: set cluster.device=cpu to predict that"
     memories = {
-        (kind, memory, cell.error_bound)
-        for cell in found
-        for kind, memory in (("gpu", cell.gpu_memory_mib), ("cpu", cell.host_memory_mib))
-        if memory is not None and cell.error_bound is not None
+        (kind, memory, predicted.error_bound)
+        for predicted, _ in known
+        for kind, memory in (("gpu", predicted.gpu_memory_mib), ("cpu", predicted.host_memory_mib))
+        if memory is not None and predicted.error_bound is not None
     }
-    lines = []
     for kind, memory, error in sorted(memories):
         is_constant = kind == "cpu" and error > CPU_ERROR_BOUND  # as for the processes of a tiny model
         bound = f"{BASE_ERROR_MIB:.0f} MiB per node" if is_constant else f"{100 * error:.0f} %"
-        lines.append(DECIDES[kind].format(memory=format_memory(memory), error=bound))
-    yield from dict.fromkeys(lines)
+        yield DECIDES[kind].format(memory=format_memory(memory), error=bound)
 
 
 def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:

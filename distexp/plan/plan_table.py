@@ -119,14 +119,12 @@ def parts_table(predicted: Predicted) -> Table:
     )
 
 
-def notes(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return the assumptions of all cells, each one once."""
-    found: dict[str, None] = {}
+def notes(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield the assumptions of all cells."""
     for cell in cells:
         label = " ".join(_varied(cell)) if len(cells) > 1 else ""
         for note in cell.predicted.notes if cell.predicted else ():
-            found[f"{label}: {note}" if label and note.startswith("not traced:") else note] = None
-    return list(found)
+            yield f"{label}: {note}" if label and note.startswith("not traced:") else note
 
 
 def micro_batch_line(largest: LargestMicroBatch) -> str:
@@ -183,15 +181,14 @@ FULL_DATA = {
 """The samples whose texts or images are smaller than those of the dataset. They need less memory."""
 
 
-def training_lines(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return a line for each training: ``gpt on squad: 512 tokens, bf16, micro-batch 4 x 2 accumulation``."""
-    found: dict[str, None] = {}
+def training_lines(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield a line for each training, such as ``gpt on squad: 512 tokens, bf16, micro-batch 4 x 2 accumulation``."""
     for config in (cell.cell.config for cell in cells if cell.cell.config is not None):
+        # The table has the micro-batches of several cells.
         batch = f"micro-batch {_micro_batch(config, ' accumulation')}" if len(cells) == 1 else ""
         model = model_label(config.model.name, config.scale.name)
         sizes = ", ".join(filter(None, [_data_size(config), config.precision.name, batch]))
-        found[f"{model} on {config.dataset.name}: {sizes}"] = None
-    return list(found)
+        yield f"{model} on {config.dataset.name}: {sizes}"
 
 
 def _data_size(config: Config) -> str:
@@ -203,26 +200,22 @@ def _data_size(config: Config) -> str:
     return f"{'up to ' if is_limit else ''}{length} tokens" if length else ""
 
 
-def sample_notes(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return what to type if trainings with a large peak have data that is smaller than the real data."""
-    found: dict[str, None] = {}
+def sample_notes(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield what to type if trainings with a large peak have data that is smaller than the real data."""
     for cell in cells:
         override, config = full_data_override(cell), cell.cell.config
         if override is not None and config is not None:
             dataset, full = config.dataset, FULL_DATA[config.dataset.name]
             size = f"{full.key}={getattr(dataset, full.key)}"
-            text = f"note: {dataset.name} has {size}, so it needs less memory than {full.name}: type {override}"
-            found[text] = None
-    return list(found)
+            yield f"note: {dataset.name} has {size}, so it needs less memory than {full.name}: type {override}"
 
 
-def sharding_notes(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return a note if the only worker of a training has all that its strategy would shard."""
+def sharding_notes(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield a note if the only worker of a training has all that its strategy would shard."""
     configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
     sharding = [config for config in configs if load_strategy(config).keeps_states_whole(config) is False]
-    if not sharding or any(config.cluster.world_size > 1 for config in sharding):
-        return []
-    return ["note: with one worker nothing is sharded: type, for example, cluster.workers_per_node=4"]
+    if sharding and all(config.cluster.world_size == 1 for config in sharding):
+        yield "note: with one worker nothing is sharded: type, for example, cluster.workers_per_node=4"
 
 
 def full_data_override(cell: PlannedCell) -> str | None:

@@ -44,15 +44,10 @@ Record = Callable[[], AbstractContextManager[Any]]
 
 
 class GraphMemory:
-    """A graph that allocates what its kernels would allocate, and computes nothing.
-
-    Args:
-        graph_module: the graph, with the shape of each result in ``node.meta["val"]``.
-        record: returns the context in which allocations are recorded.
-    """
+    """A graph that allocates what its kernels would allocate, and computes nothing."""
 
     def __init__(self, graph_module: fx.GraphModule, record: Record) -> None:
-        self.record = record
+        self.record = record  # returns the context in which allocations are recorded
         self._boxed_call = True  # The caller hands over its references, so that inputs can be freed early.
         self.nodes = list(graph_module.graph.nodes)
         self.bases = {node: _base(node) for node in self.nodes}

@@ -82,17 +82,12 @@ def _with_fp32_result(operation: Any, position: int) -> Callable[..., Any]:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Replaces functions whose CUDA kernels keep other tensors than those of the CPU.
-
-    Args:
-        on_backward: called when a backward pass starts.
-        on_gpu: whether the run is on a GPU. Else only the devices of new tensors are replaced.
-    """
+    """Replaces functions whose CUDA kernels keep other tensors than those of the CPU."""
 
     def __init__(self, on_backward: Callable[[], None], *, on_gpu: bool = True) -> None:
         super().__init__()
-        self._on_gpu = on_gpu
-        self._on_backward = on_backward
+        self._on_gpu = on_gpu  # Without a GPU, only the devices of new tensors are replaced.
+        self._on_backward = on_backward  # called when a backward pass starts
         self._is_suspended = False
 
     @contextmanager

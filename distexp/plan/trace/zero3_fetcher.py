@@ -62,14 +62,7 @@ class Fetcher:
         partition_order: Mapping[nn.Parameter, int],
         settings: dict[str, Any],
     ) -> None:
-        """Create a fetcher.
-
-        Args:
-            receiver: allocates what parameters arrive in.
-            persistent: small parameters, which stay until the next optimizer step.
-            partition_order: numbers of the parameters, see ``Partitions.order``.
-            settings: the ds_config of the run.
-        """
+        """Create a fetcher. Persistent parameters are small, and stay until the next optimizer step."""
         self.receiver, self.persistent, self.partition_order = receiver, persistent, partition_order
         self.gathers = receiver.world_size > 1 or receiver.offloads
         self.prefetch_size = int(read_zero(settings, "stage3_prefetch_bucket_size", 50_000_000))

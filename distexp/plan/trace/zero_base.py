@@ -27,14 +27,7 @@ def version_note() -> str | None:
 
 
 class ShardedOptimizer(ABC):
-    """An optimizer that shards its states, and takes each gradient when autograd has accumulated it.
-
-    Args:
-        module: the model in the precision of the training, on the GPU.
-        config: the configuration.
-        settings: the ds_config of the run.
-        buffers: allocates on the GPU and on the host.
-    """
+    """An optimizer that shards its states, and takes each gradient when autograd has accumulated it."""
 
     def __init__(self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers) -> None:
         self.buffers, self.offloads, self.is_last = buffers, config.offload.enabled, False
