@@ -12,17 +12,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
+from distexp.choose import axes, loss_check, policy, space
+from distexp.choose import result_texts as texts
 from distexp.choose import search_output as output
-from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, format_worker_minutes, format_worker_time, label, rules_for
-from distexp.choose.loss_check import LossChecker, check_gpu_seconds, fitting_singles
-from distexp.choose.policy import STARTUP_S, expected_gpu_seconds
 from distexp.choose.predictions.pruning import prune_by_plan
 from distexp.choose.predictions.rough_forecast import set_forecasts
 from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
-from distexp.choose.result_texts import describe_values, other_sizes_hint
 from distexp.choose.search import describe_no_winner, first_trials, search
-from distexp.choose.space import Settings, base_config, kept_micro_batch, make_space, read_settings
 from distexp.choose.trial_metrics import add_trial
 from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials
 from distexp.compose.cells import Cell, MakeCell
@@ -44,13 +41,13 @@ def run_choose(
     cells: Sequence[Cell], master: DictConfig, make: MakeCell, launcher: TrialLauncher, planner: Planner | None = None
 ) -> None:
     """Search for the best configuration of a command, and print it. Raise SweepFailedError if there is no winner."""
-    settings = read_settings(cells, master)
+    settings = space.read_settings(cells, master)
     console = Console(stderr=settings.as_json)
     for note in (*settings.notes, *search_notes(make, settings)):
         print(f"distexp: {note}", file=sys.stderr)
     with planner or Planner() as source:
         candidates = find_candidates(settings, make, source)
-        singles = fitting_singles(candidates, settings.command, make, source)
+        singles = loss_check.fitting_singles(candidates, settings.command, make, source)
     set_forecasts(singles)
     outcome = output.Outcome(settings, candidates)
     if settings.section.dry_run:
@@ -77,10 +74,10 @@ def run_choose(
         raise SweepFailedError
 
 
-def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> list[Candidate]:
+def find_candidates(settings: space.Settings, make: MakeCell, planner: Planner) -> list[Candidate]:
     """Return all candidates with their predictions and forecasts. Those that do not fit are pruned."""
     command = settings.command
-    candidates = make_space(make, command, settings.section.gpus, read_axes(settings.section.space, command))
+    candidates = space.make_space(make, command, settings.section.gpus, axes.read_axes(settings.section.space, command))
     _announce(candidates, settings)
     prune_by_plan(
         candidates,
@@ -93,7 +90,7 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
     return candidates
 
 
-def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
+def _announce(candidates: Sequence[Candidate], settings: space.Settings) -> None:
     waiting = [candidate for candidate in candidates if candidate.is_waiting]
     if not waiting:
         return
@@ -113,11 +110,11 @@ def _search(outcome: output.Outcome, trials: Trials, singles: Sequence[Candidate
     waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     most = max((candidate.workers for candidate in waiting), default=1)
     objective, budget = settings.objective, settings.budget_gpu_s(most)
-    reserved = partial(check_gpu_seconds, outcome.candidates, singles, objective)
+    reserved = partial(loss_check.check_gpu_seconds, outcome.candidates, singles, objective)
     in_queue = any(candidate.queues for candidate in waiting)
     rules = rules_for(on_cpus=any(candidate.on_cpus for candidate in waiting), on_slurm=in_queue)
     outcome.result = search(outcome.candidates, trials.try_all, objective, budget, rules, reserved_gpu_s=reserved)
-    checker = LossChecker(outcome.candidates, trials, singles)
+    checker = loss_check.LossChecker(outcome.candidates, trials, singles)
     for candidate in ranked(outcome.candidates, settings.objective)[:MAX_CHECKED]:
         check = checker.check(candidate)
         if check.equal is not False:
@@ -141,7 +138,7 @@ def _prefer_reference(outcome: output.Outcome, trials: Trials, left_gpu_s: float
     if winner is None or check is None or not check.equal or label(best) != check.reference:
         return
     missing = [PlannedTrial(best, trial.steps) for trial in winner.completed[len(best.completed) :]]
-    if sum(expected_gpu_seconds(planned, outcome.candidates) for planned in missing) > left_gpu_s:
+    if sum(policy.expected_gpu_seconds(planned, outcome.candidates) for planned in missing) > left_gpu_s:
         missing = []
     for trial in trials.try_all(missing):
         add_trial(best, trial, [best], objective)
@@ -152,7 +149,7 @@ def _prefer_reference(outcome: output.Outcome, trials: Trials, left_gpu_s: float
 def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: output.Outcome) -> None:
     done = sum(trial.status is not None for trial in state.trials)
     for best in ranked(outcome.usable, outcome.settings.objective)[:1]:
-        print(f"distexp: best so far: {label(best)}: {describe_values(mean_metrics(best))}", file=sys.stderr)
+        print(f"distexp: best so far: {label(best)}: {texts.describe_values(mean_metrics(best))}", file=sys.stderr)
     kept = " They are kept." if done else ""
     print(
         f"distexp: the search was interrupted after {format_count(done, 'trial')}.{kept} To continue: "
@@ -166,7 +163,8 @@ def print_plan(outcome: output.Outcome, console: Console) -> None:
     waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     planned = first_trials(outcome.candidates, outcome.settings.objective)
     costs = [
-        trial.candidate.workers * (STARTUP_S + (trial.steps + EXCLUDED_STEPS) * (trial.candidate.forecast_s or 0.0))
+        trial.candidate.workers
+        * (policy.STARTUP_S + (trial.steps + EXCLUDED_STEPS) * (trial.candidate.forecast_s or 0.0))
         for trial in planned
     ]
     budget = outcome.settings.budget_gpu_s(max((candidate.workers for candidate in waiting), default=1))
@@ -218,12 +216,12 @@ def _print_tables(
     line(
         f"""
 The search would start with these trials: one micro-batch of each strategy and its settings. It skips those that
-cannot win any more. All of them cost {cost}, with {STARTUP_S:.0f} s for each start-up.
+cannot win any more. All of them cost {cost}, with {policy.STARTUP_S:.0f} s for each start-up.
 It also {sizes}repeats the best configurations with more steps.
 It ends at {limit} (choose.budget_min={budget_min:g} on all workers). A part of this time is left for
 the trials that compare the losses. Nothing was started."""
     )
-    if hint := other_sizes_hint(outcome.candidates, outcome.settings):
+    if hint := texts.other_sizes_hint(outcome.candidates, outcome.settings):
         line(hint)
 
 
@@ -234,9 +232,9 @@ HOW_TO_NAME_MEMORY = {
 """What to type if the memory of the machine is unknown, by device."""
 
 
-def search_notes(make: MakeCell, settings: Settings) -> Iterator[str]:
+def search_notes(make: MakeCell, settings: space.Settings) -> Iterator[str]:
     """Yield the lines about the device, its memory, and the micro-batch."""
-    config = base_config(make, settings.command)
+    config = space.base_config(make, settings.command)
     device, requested = config.cluster.device, any("cluster.device=" in text for text in settings.command)
     if launcher_traits(config).runs_here and device == "cpu" and not requested and not visible_gpus():
         yield "this machine has no GPU that can be used: the trials run on its CPUs"
@@ -246,7 +244,9 @@ def search_notes(make: MakeCell, settings: Settings) -> Iterator[str]:
             f"the {memory} is unknown, so trials may run out of it: {HOW_TO_NAME_MEMORY[device]}. Then configurations "
             "that do not fit are left out"
         )
-    kept = kept_micro_batch(config, settings.section.gpus, read_axes(settings.section.space, settings.command))
+    kept = space.kept_micro_batch(
+        config, settings.section.gpus, axes.read_axes(settings.section.space, settings.command)
+    )
     if kept is not None:
         yield (
             f"all configurations have train.micro_batch_size={kept}. A batch norm uses the statistics of a "

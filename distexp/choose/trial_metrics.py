@@ -137,38 +137,35 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
 
     A setting explains an error if all trials that failed have it, and some candidate that waits does not.
     """
-    failed = _failed_alike(candidates)
-    if len(failed) < 2:
-        return
     waiting = [candidate for candidate in candidates if candidate.is_waiting]
-    common = _common_settings(failed, waiting)
-    if all(common <= _settings(candidate, dict(common)) for candidate in waiting):
+    failed, common = _failed_alike(candidates, waiting)
+    if len(failed) > 1 and all(common <= _settings(candidate, dict(common)) for candidate in waiting):
         for candidate in waiting:
             candidate.prune(f"{len(failed)} trials with other settings failed: {failed[0].trials[-1].error}")
 
 
 def most_different(waiting: Sequence[Candidate], candidates: Iterable[Candidate]) -> Candidate | None:
     """Return the first waiting candidate with the fewest settings of all failed ones; None if it is not needed."""
-    failed = _failed_alike(candidates)
+    failed, common = _failed_alike(candidates, waiting)
     if not failed:
         return None
-    common = _common_settings(failed, waiting)
     return min(waiting, key=lambda candidate: len(common & _settings(candidate, dict(common))), default=None)
 
 
-def _failed_alike(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that failed, if no trial completed and all have the same error; else none."""
+def _failed_alike(
+    candidates: Iterable[Candidate], waiting: Sequence[Candidate]
+) -> tuple[list[Candidate], set[tuple[str, str]]]:
+    """Return the candidates that failed, and the settings that all of them have, as pairs of key and value.
+
+    There are none if a trial completed, or the errors differ.
+    """
     tried = [candidate for candidate in candidates if candidate.trials]
     failed = [candidate for candidate in tried if candidate.trials[-1].status in UNSUCCESSFUL]
     errors = {candidate.trials[-1].error for candidate in failed}
     if len(errors) != 1 or "" in errors or any(candidate.completed for candidate in tried):
-        return []
-    return failed
-
-
-def _common_settings(failed: Sequence[Candidate], waiting: Sequence[Candidate]) -> set[tuple[str, str]]:
+        return [], set()
     keys = {key for candidate in (*failed, *waiting) for key, _ in _overrides(candidate)}
-    return set.intersection(*(_settings(candidate, keys) for candidate in failed))
+    return failed, set.intersection(*(_settings(candidate, keys) for candidate in failed))
 
 
 def _settings(candidate: Candidate, keys: Iterable[str]) -> set[tuple[str, str]]:

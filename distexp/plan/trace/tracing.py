@@ -25,20 +25,14 @@ from distexp.data.base import Batch, Samples
 from distexp.data.images import ImageFiles, channel_statistics, decoded_bytes
 from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace, gpu_facts
-from distexp.models.attention import clear_caches
+from distexp.models import attention, introspection, objective
 from distexp.models.blueprint import Blueprint
-from distexp.models.introspection import find_embeddings
-from distexp.models.objective import evaluation_sums
 from distexp.plan.replay import PlanError, StepTrace
-from distexp.plan.trace import traced_run
-from distexp.plan.trace.compiled import KernelBuffers, traced_compilation
-from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast, use_cuda_kernels
+from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero_base
 from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
-from distexp.plan.trace.zero_base import version_note
 from distexp.strategies.base import load_strategy
 from distexp.strategies.torch_model import TorchModel
-from distexp.system.torch_internals import tensors
-from distexp.system.torch_internals.collectives import fake_process_group, fsdp_device
+from distexp.system.torch_internals import collectives, tensors
 from distexp.training.build import build_model, load_data
 
 STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2
@@ -85,7 +79,7 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     notes: list[str] = []
     if load_strategy(config).tracer is None:
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
-    elif note := version_note():
+    elif note := zero_base.version_note():
         notes.append(note)
     config.dataset.num_workers = 0
     if config.train.compiled == "graphs":
@@ -115,7 +109,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
     if train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch):
         evaluated = traced_run.evaluation_batch(config, data)
     fake_mode = tensors.make_fake_mode()
-    kernels = KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
+    kernels = compiled.KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
     recorder = StorageRecorder(fake_mode, kernels)
 
     def start_backward() -> None:
@@ -123,7 +117,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
         recorder.end_forward()
 
     with ExitStack() as stack:
-        for clear in (channel_statistics.cache_clear, clear_caches):
+        for clear in (channel_statistics.cache_clear, attention.clear_caches):
             stack.callback(clear)  # They would keep fake tensors.
         for replacement in _replacements(config, context, recorder, fake_mode, on_gpu=on_gpu):
             stack.enter_context(replacement)
@@ -132,7 +126,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
         parameters = sum(parameter.numel() for parameter in blueprint.model.parameters())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder.recording())
-        stack.enter_context(CudaFunctions(start_backward, on_gpu=on_gpu).used())
+        stack.enter_context(cuda_semantics.CudaFunctions(start_backward, on_gpu=on_gpu).used())
         images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
         recorder.assign("batch", [images])
         step = TracedStep(config, blueprint, context, recorder, on_gpu=on_gpu)
@@ -159,17 +153,17 @@ def _replacements(
     config: Config, context: Context, recorder: StorageRecorder, fake_mode: tensors.FakeMode, *, on_gpu: bool
 ) -> Iterator[AbstractContextManager[Any]]:
     """Yield the contexts that replace what a step needs of the machine: other processes, GPUs and the compiler."""
-    yield fake_process_group(context.world_size)
+    yield collectives.fake_process_group(context.world_size)
     if on_gpu:
-        yield cuda_autocast()
-    yield fsdp_device(GPU)
+        yield cuda_semantics.cuda_autocast()
+    yield collectives.fsdp_device(GPU)
     yield tensors.grouped_products_of_any_precision()
     if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
-        yield traced_compilation(fake_mode, lambda: recorder)
+        yield compiled.traced_compilation(fake_mode, lambda: recorder)
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    sizes = (getattr(module, "weight", None) for _, module in find_embeddings(model))
+    sizes = (getattr(module, "weight", None) for _, module in introspection.find_embeddings(model))
     return next((len(weight) for weight in sizes if isinstance(weight, Tensor)), None)
 
 
@@ -197,7 +191,7 @@ class TracedStep:
         if isinstance(self.model, TorchModel):
             module, optimizer = self.model.module, self.model.optimizer
             if on_gpu:
-                use_cuda_kernels(config, optimizer)
+                cuda_semantics.use_cuda_kernels(config, optimizer)
             self.model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
             self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
             recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
@@ -226,7 +220,7 @@ class TracedStep:
         self.recorder.assign("batch", tensors_in((batch.inputs, batch.labels)))
         self.model.module.eval()
         with torch.no_grad():
-            evaluation_sums(self.task, self.model.forward(batch), batch)
+            objective.evaluation_sums(self.task, self.model.forward(batch), batch)
 
 
 class Traceable(Protocol):
