@@ -38,14 +38,10 @@ class Axes:
 
 
 def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
-    """Return what to vary.
+    """Return what to vary, by the entries of ``choose.space`` and the overrides of the command.
 
-    A key that is typed on the command line has that value only, unless ``choose.space`` names it.
-
-    Args:
-        space: Entries of ``choose.space``. ``KEY=VALUE,VALUE`` sets the values of an axis, or adds a key. A key alone
-            keeps its default values; then only the named axes vary.
-        command: Overrides of the command.
+    ``KEY=VALUE,VALUE`` sets the values of an axis, or adds a key. A key alone keeps its default values; then only the
+    named axes vary. A key that is typed on the command line has that value only, unless an entry names it.
 
     Raises:
         ConfigError: with all entries that are wrong.

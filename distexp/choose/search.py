@@ -1,17 +1,14 @@
 """The search: which candidates to try, with how many steps, and when to stop.
 
-1. *families*: the best forecast micro-batch of each family, in the order of the forecasts. After the first family, and
-   then after each few, the forecasts are scaled to the measured scores. Families that are not expected to improve the
-   best score are not tried. If the first one fails, the one that differs most is next. If all fail alike, the search
-   ends.
+1. *families*: the best forecast micro-batch of each family, in the order of the forecasts. After each few, these are
+   scaled to the measured scores. Families that are not expected to improve the best score are not tried. If the first
+   one fails, the one that differs most is next. If all fail alike, the search ends.
 2. *neighbors*: the next smaller and larger micro-batches of the best families, until none is better. Those of the first
-   family come before the other families. What they measure shows which micro-batches of the others can be better.
-   A trial of both that is far slower than its forecast is repeated at once. If the repeat is far faster, other programs
-   have disturbed the first trial, and it does not count.
+   family come before the other families, and show which micro-batches of the others can be better. A trial of both that
+   is far slower than its forecast is repeated at once. If other programs have disturbed it, it does not count.
 3. *finalists*: the best candidate and its strongest rival, again with more steps, until no rival can be much better
-   within the noise. On a busy machine, the repeats may show that the best one was only lucky. Then the next one is
-   repeated, so no candidate wins by one trial. The order alternates, so that a machine that gets slower is no
-   advantage for the first one.
+   within the noise. So no candidate wins by one lucky trial. The order alternates, so that a machine that gets slower
+   is no advantage for the first one.
 
 A search is deterministic: with the same trials it makes the same decisions. ``policy`` makes them.
 """
@@ -49,7 +46,7 @@ def search(
         candidates: All candidates. Those that wait may be tried.
         try_all: Runs a batch of trials.
         objective: What the best candidate has least of.
-        budget_gpu_s: Most GPU-seconds of all trials together, with the check of the losses. At least one trial is run.
+        budget_gpu_s: Most GPU-seconds of all trials together. At least one trial is run.
         rules: How thorough the search is.
         reserved_gpu_s: Returns the part of the budget that is for the check of the losses.
     """

@@ -58,7 +58,12 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
         axes = replace(axes, micro_batches=(kept,))
     typed = {key_of(text) for text in command}
     sizes, kinds = cluster_sizes(base, gpus), _kinds(make, command, axes)
-    _check_global_batch(base.train.global_batch_size, sizes)
+    samples, counts = base.train.global_batch_size, sorted({size.workers for size in sizes})
+    if all(samples % workers for workers in counts):
+        raise ConfigError(
+            f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
+            f"{multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
+        )
     candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed, kinds)]
     if not candidates:
         raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
@@ -85,16 +90,6 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
     counts = {size.workers for size in cluster_sizes(base, gpus)}
     common = gcd(*(samples // workers for workers in counts if samples % workers == 0))
     return max(divisors(common, base.train.micro_batch))
-
-
-def _check_global_batch(samples: int, sizes: Sequence[ClusterSize]) -> None:
-    """Raise a ConfigError if no number of workers can share the samples of a step."""
-    counts = sorted({size.workers for size in sizes})
-    if all(samples % workers for workers in counts):
-        raise ConfigError(
-            f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
-            f"{multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
-        )
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:

@@ -152,16 +152,9 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
         f"train.max_steps={total}",
         f"train.num_epochs={total}",  # A small data set has fewer steps in an epoch.
         f"train.measure_after_step={EXCLUDED_STEPS}",
-        "train.log_every=1",
-        "train.checkpoint_every=null",
-        "train.resume=null",
-        "train.save_model=false",
-        "train.evaluate=false",
-        "train.score_answers=false",
-        "train.profile_steps=0",
-        "profile=false",
-        "tracker=none",
-        "preflight.enabled=false",
+        *("train.log_every=1", "train.checkpoint_every=null", "train.resume=null", "train.save_model=false"),
+        *("train.evaluate=false", "train.score_answers=false", "train.profile_steps=0"),
+        *("profile=false", "tracker=none", "preflight.enabled=false"),
         f"cluster.timeout_min={min(limit, config.cluster.timeout_min or limit):g}",
     ]
     samples = train.global_batch_size

@@ -66,10 +66,10 @@ def compose_cells(
     errors = cells[0].errors if len(cells) == 1 and not rules.may_be_invalid else []
     errors = [*errors, *ignored_plan_keys((cell.overrides, cell.config) for cell in cells)]
     if not resumes and not rules.keeps_accumulation:
-        errors += replaced_accumulation(cells, typed)
+        errors += dict.fromkeys(replaced_accumulation(cells, typed))
     if errors:
         raise ConfigError(errors)
-    for warning in () if resumes else lowered_values(cells, typed):
+    for warning in () if resumes else dict.fromkeys(lowered_values(cells, typed)):
         print(f"distexp: warning: {warning}", file=sys.stderr)
     return cells
 
@@ -276,12 +276,11 @@ LIMITS = {
 """Keys of ``scale`` that limit a key."""
 
 
-def lowered_values(cells: Iterable[Cell], given: Container[str]) -> list[str]:
-    """Return a warning for each value of the given keys that the scale lowers, once for all cells.
+def lowered_values(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
+    """Yield a warning for each value of the given keys that the scale lowers.
 
     They are the keys of the command itself. A preset of the workshop expects that its own values are lowered.
     """
-    found: dict[str, None] = {}
     for cell in cells:
         config = cell.config
         if config is None or config.scale.name == "full":
@@ -295,17 +294,15 @@ def lowered_values(cells: Iterable[Cell], given: Container[str]) -> list[str]:
             if used is not None and used < int(value):
                 limits = [f"scale.{limit}=null" for limit in LIMITS[key] if getattr(config.scale, limit) is not None]
                 hint = f": to keep {value}, add {' '.join(limits)}" if limits else ""
-                found[f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"] = None
-    return list(found)
+                yield f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"
 
 
-def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> list[str]:
-    """Return an error for each accumulation of the command that the global batch of a cell would replace.
+def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
+    """Yield an error for each accumulation of the command that the global batch of a cell would replace.
 
     A global batch on the command line may replace the accumulation of a preset, which is none of the given keys.
     """
     key = "train.gradient_accumulation_steps"
-    errors: dict[str, None] = {}
     for cell in cells if key in given else ():
         config = cell.config
         if config is None or config.train.global_batch_size is None or config.scale.name != "full":
@@ -314,5 +311,4 @@ def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> list[
         for text in cell.overrides:
             if key_of(text) == key and value_of(text) != str(steps):
                 hint = f"train.global_batch_size={total} sets the accumulation to {steps}. Leave one of the two out"
-                errors[f"{text} has no effect: {hint}"] = None
-    return list(errors)
+                yield f"{text} has no effect: {hint}"

@@ -16,7 +16,7 @@ from distexp.plan.planned_cells import PlannedCell
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, LARGER_MACHINE, TOO_CLOSE, describe_verdict, predict, verdict_of
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import model_label
-from distexp.strategies.base import load_strategy
+from distexp.strategies.base import load_strategy, strategy_label
 from distexp.system.units import MIB_PER_GB, format_memory
 from distexp.tables.columns import ALWAYS, Column, build_table, fitted_table
 
@@ -58,7 +58,7 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
     workers, peak = ("workers", "peak of\na worker") if on_cpus else ("GPUs", "peak")
     columns = [
         Column("cell", tuple(" ".join(map(_without_section, _varied(cell))) for cell in cells), 96, right=False),
-        Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
+        Column("strategy", tuple(map(strategy_label, configs)), 95, right=False),
         Column(workers, tuple(str(config.cluster.world_size) for config in configs), 90),
         Column("micro-\nbatch", tuple(_micro_batch(config, "") for config in configs), ALWAYS),
         Column(peak, tuple(_or_states(cell.peak_allocated_mib, cell) for cell in found), 92),
@@ -67,7 +67,7 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
         Column("host", tuple(_memory(cell.host_peak_mib) for cell in found), 75),
         Column("phase", tuple(cell.phase or UNKNOWN for cell in found), 50, right=False),
         Column("needs", tuple(_or_states(cell.required_mib, cell) for cell in found), ALWAYS),
-        Column("verdict", tuple(cell.verdict for cell in cells), ALWAYS, right=False),
+        Column("verdict", tuple(map(describe_verdict, found)), ALWAYS, right=False),
     ]
     known = [column for column in columns if set(column.cells) != {UNKNOWN}]
     return known if len(cells) > 1 else known[1:]

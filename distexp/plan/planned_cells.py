@@ -13,10 +13,9 @@ from distexp.config.overrides import format_override, key_of, quote_choice
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import MICRO_BATCH, ConfigChange, Search
 from distexp.plan.planner import Outcome, Planner
-from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
+from distexp.plan.verdict import memory_to_fit_mib, predict
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors
-from distexp.strategies.base import strategy_label
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,6 @@ class PlannedCell:
         """Return the overrides as typed, without those that the command adds."""
         typed = map(format_override, self.cell.overrides)
         return [text for text in typed if not text.startswith("plan.output=")]
-
-    @property
-    def title(self) -> str:
-        """Return strategy and precision: ``fsdp full_shard, offloaded``."""
-        config = self.cell.config
-        return "" if config is None else strategy_label(config)
-
-    @property
-    def verdict(self) -> str:
-        """Return the text of the verdict."""
-        return describe_verdict(self.predicted) if self.predicted else ""
 
     def to_json(self) -> dict[str, object]:
         """Return the cell for programs: its overrides, what is predicted, and the error if there is one."""

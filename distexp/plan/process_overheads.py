@@ -25,12 +25,8 @@ def node_peak_mib(
 ) -> float:
     """Return the peak of the memory on the first node in MiB.
 
-    Args:
-        config: a resolved configuration.
-        states_mib: parameters, gradients and optimizer states of one worker at the peak of its tensors.
-        step_mib: other tensors of the worker at the peak.
-        parameters: number of parameters of the model.
-        tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
+    ``states_mib`` are the model states of one worker at the peak of its tensors, and ``step_mib`` its other tensors.
+    transformers first allocates an output head that is tied to the embedding, the ``tied_parameters``.
     """
     workers = config.cluster.workers_per_node or 1
     known = facts().processes

@@ -12,11 +12,9 @@ on CPU have at least the noise of other programs on the machine.
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, hypot, log, sqrt
 from statistics import NormalDist, fmean
 
 from distexp.system.typed_values import number_of
@@ -49,7 +47,7 @@ class Deviation:
 
     def noise_of_mean(self, count: int) -> float:
         """Return the relative noise of the mean of some runs."""
-        return t_quantile(self.degrees_of_freedom) * self.relative / math.sqrt(count)
+        return t_quantile(self.degrees_of_freedom) * self.relative / sqrt(count)
 
 
 @dataclass(frozen=True)
@@ -77,18 +75,18 @@ def distinct_ratio(noise: float) -> float:
 
     It is the q for which q - 1 equals noise * sqrt(q**2 + 1), the noise of the difference.
     """
-    return (1 + noise * math.sqrt(2 - noise**2)) / (1 - noise**2)
+    return (1 + noise * sqrt(2 - noise**2)) / (1 - noise**2)
 
 
 def pool_deviations(repeats: Iterable[Sequence[float]]) -> Deviation | None:
     """Return the relative deviation within sets of equal runs; None if nothing was repeated."""
     squares, degrees_of_freedom = 0.0, 0
     for values in repeats:
-        mean = statistics.fmean(values) if len(values) > 1 else 0.0
+        mean = fmean(values) if len(values) > 1 else 0.0
         if mean:
             squares += sum((value / mean - 1) ** 2 for value in values)
             degrees_of_freedom += len(values) - 1
-    return Deviation(math.sqrt(squares / degrees_of_freedom), degrees_of_freedom) if degrees_of_freedom else None
+    return Deviation(sqrt(squares / degrees_of_freedom), degrees_of_freedom) if degrees_of_freedom else None
 
 
 def step_noise(error: dict[str, float] | None) -> float | None:
@@ -116,7 +114,7 @@ def difference_noise(one: Spread, other: Spread) -> float | None:
     """Return the noise of a difference of two independent means; None if unknown."""
     if one.noise is None or other.noise is None:
         return None
-    return math.hypot(one.noise, other.noise)
+    return hypot(one.noise, other.noise)
 
 
 # How much better than the best candidate another one may be, by the errors of the forecasts so far.
@@ -126,9 +124,6 @@ def difference_noise(one: Spread, other: Spread) -> float | None:
 # usual values decide, and with many the measured ones. With few trials the distribution is Student's t, whose tails
 # are heavier: the gains of unlikely candidates are larger than these. So the 1 % of ``distexp choose`` is a rule that
 # was tested with measured sweeps.
-
-
-STANDARD_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
@@ -146,19 +141,14 @@ def expected_gain(
     """Return the expected improvement of a candidate, relative to the best score: 0.01 is 1 %.
 
     Source of the formula: Jones, Schonlau and Welch, *Efficient Global Optimization of Expensive Black-Box Functions*,
-    1998, equation 15, for the logarithms of the scores.
-
-    Args:
-        forecast: Forecast of the candidate, of the score.
-        best: Best score so far.
-        scales: Score / forecast of the candidates that were tried; at least one.
-        exact: Score / forecast if the forecasts have no error. If it is unknown, it is taken from the scales.
-        usual: What is usual.
+    1998, equation 15, for the logarithms of the scores. ``scales`` are score / forecast of the candidates that were
+    tried, at least one, and ``exact`` is that of forecasts without an error. If unknown, it is taken from the scales.
     """
     known = exact or exp(fmean(map(log, scales)))
     mean, deviation = _predicted_scale([log(scale / known) for scale in scales], usual)
     distance = (log(best / (forecast * known)) - mean) / deviation
-    return deviation * (distance * STANDARD_NORMAL.cdf(distance) + STANDARD_NORMAL.pdf(distance))
+    normal = NormalDist()
+    return deviation * (distance * normal.cdf(distance) + normal.pdf(distance))
 
 
 def _predicted_scale(logarithms: Sequence[float], usual: UsualErrors) -> tuple[float, float]:

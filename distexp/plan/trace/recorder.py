@@ -205,12 +205,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.work.step(micro_batches, min(micro_batches, most_traced), written)
 
     def trace(self, end: int, vocabulary: int | None, workspace: int) -> StepTrace:
-        """Return the events so far: those before the step, and those of the step and of the evaluation after it.
+        """Return the events before the step, those of the step, and those of an evaluation, which starts at ``end``.
 
-        Args:
-            end: position in ``changes`` at which the evaluation starts.
-            vocabulary: size of the vocabulary; None for image models.
-            workspace: bytes of a workspace of cuBLAS.
+        ``vocabulary`` is None for image models. ``workspace`` are the bytes of a workspace of cuBLAS.
         """
 
         def event(change: BlockChange) -> Event:
