@@ -26,8 +26,7 @@ AUTO = "auto"
 class Axes:
     """The values to try, by key."""
 
-    # Values of the axes of DEFAULT_VALUES that vary. Others keep the value of the command.
-    values: Mapping[str, tuple[str, ...]]
+    values: Mapping[str, tuple[str, ...]]  # of the axes of DEFAULT_VALUES that vary; others keep that of the command
     micro_batches: tuple[int, ...] | None  # micro-batches to try; None for all divisors, empty for that of the command
     further: Mapping[str, tuple[str, ...]]  # values of other keys
     is_micro_batch_named: bool = False  # whether the user requests several micro-batches, or one

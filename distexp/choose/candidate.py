@@ -19,7 +19,6 @@ from distexp.system.units import MIB_PER_GB
 
 COMPLETED = "completed"
 OOM_GPU, OOM_HOST = "oom_gpu", "oom_host"
-OUT_OF_MEMORY = (OOM_GPU, OOM_HOST)
 
 
 class Status(StrEnum):
@@ -85,6 +84,11 @@ class Trial(Metrics):
     disturbed: bool = False  # whether its repeat was so much better that this trial does not count
     dropout: float | None = None  # largest dropout rate of its model; None if it is unknown
 
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Return whether the run ran out of memory."""
+        return self.status in (OOM_GPU, OOM_HOST)
+
     def score(self, objective: Objective) -> float | None:
         """Return what the objective minimizes; None if it is unknown.
 
@@ -102,14 +106,12 @@ class Candidate:
     micro_batch: int  # samples per worker and forward pass; 0 for an invalid candidate of which it is not known
     workers: int = 1  # number of workers
     config: Config | None = None  # resolved configuration; None for an invalid candidate
-    # Estimate of ``plan``; None if it was not predicted, or if it follows from another member.
-    estimate: Estimate | None = None
+    estimate: Estimate | None = None  # of ``plan``; None if not predicted, or if it follows from another member
     predicted: Predicted | None = None  # prediction of its memory; None as for ``estimate``
     # Expected peak, perhaps interpolated; None if it is unknown. On a GPU it is that of the allocated memory, on CPUs
     # that of all processes of a node.
     expected_mib: float | None = None
-    # Whether the prediction is not certain that it fits. Such a candidate is tried after the others.
-    too_close: bool = False
+    too_close: bool = False  # whether it may not fit, by the prediction. Then it is tried after the others.
     forecast_s: float | None = None  # forecast of the step time; None if it is unknown
     status: Status = Status.WAITING
     reason: str = ""  # why it is pruned or failed
@@ -152,7 +154,7 @@ class Candidate:
     @property
     def ran_out_of_memory(self) -> bool:
         """Return whether a trial ran out of memory."""
-        return any(trial.status in OUT_OF_MEMORY for trial in self.trials)
+        return any(trial.ran_out_of_memory for trial in self.trials)
 
     @property
     def ran_out_of_predicted_memory(self) -> bool:
@@ -221,16 +223,14 @@ MICRO_BATCH = "train.micro_batch_size"
 CHECKPOINTING = "train.activation_checkpointing"
 STRATEGY, OFFLOAD, KERNELS = "strategy", "offload", "kernels"
 
-STRATEGY_OF = {kind.option_group: name for name, kind in shipped_strategies().items() if kind.option_group}
+_WITH_OPTIONS = {name: kind for name, kind in shipped_strategies().items() if kind.option_group}
+
+STRATEGY_OF = {kind.option_group: name for name, kind in _WITH_OPTIONS.items()}
 """The strategy that an override of an option group chooses: ``fsdp`` for ``sharding``."""
 
 DEFAULT_VALUES: Mapping[str, tuple[str, ...]] = {
     STRATEGY: tuple(shipped_strategies()),
-    **{
-        kind.option_group: tuple(option.value for option in kind.options)
-        for kind in shipped_strategies().values()
-        if kind.option_group
-    },
+    **{kind.option_group: tuple(option.value for option in kind.options) for kind in _WITH_OPTIONS.values()},
     OFFLOAD: ("false", "true"),
     CHECKPOINTING: ("false", "true"),
     KERNELS: ("reference", "fast"),
@@ -239,10 +239,7 @@ DEFAULT_VALUES: Mapping[str, tuple[str, ...]] = {
 
 AXES = (*DEFAULT_VALUES, MICRO_BATCH)  # all keys that vary by default
 
-GROUP_OF_KEY = {
-    **{kind.option_key: kind.option_group for kind in shipped_strategies().values() if kind.option_group},
-    "offload.enabled": OFFLOAD,
-}
+GROUP_OF_KEY = {kind.option_key: kind.option_group for kind in _WITH_OPTIONS.values()} | {"offload.enabled": OFFLOAD}
 """The axis of a key that a config group sets. A user may type either."""
 
 
@@ -261,26 +258,20 @@ class SearchRules(UsualErrors):
 
     steps: int = 5  # measured steps of a first trial
     growth: int = 2  # factor of the steps of a repeat, compared with those of a first trial
-    # Families that are tried together, before the forecasts are scaled again. The first one is tried alone.
-    wave: int = 1
+    wave: int = 1  # families after the first one that are tried before the forecasts are scaled again
     families: int = 4  # families whose neighbors are tried
     near: float = 0.25  # most that a family's score may exceed the best one if its neighbors are tried, relative to it
-    # Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
-    neighbor_forecast: float = 0.15
+    neighbor_forecast: float = 0.15  # most that a larger neighbor's forecast may exceed the best score
     # The same if other families have measured its micro-batch. A smaller neighbor must be expected to be as good as the
     # best one.
     neighbor_certain: float = 0.05
     worthwhile: float = 0.05  # least gain for which a candidate is tried that probably does not fit
     neighbor_rounds: int = 4  # most rounds of neighbors
     repeats: int = 12  # Most rounds of repeats. A round repeats one or two candidates.
-    # Gain that the repeats may give up: they end if no candidate can be better by more than this, at the end of the 95
-    # % confidence interval.
-    negligible: float = 0.04
+    negligible: float = 0.04  # gain of a rival, at the end of the 95 % confidence interval, below which repeats end
     usual_noise: float = 0.02  # standard deviation of the score of a first trial on a quiet GPU, relative to it
     usual_trials: int = 3  # weight of the usual noise: degrees of freedom that it has next to the repeated trials
-    # Most that the scaled forecast of a family may exceed the best score, if a family that differs only in
-    # checkpointing was tried.
-    checkpointing_pair: float = 0.2
+    checkpointing_pair: float = 0.2  # most excess of a forecast, if the family was tried with or without checkpointing
     # Least expected improvement for which a family is tried, relative to the best score. Jones et al., Efficient Global
     # Optimization of Expensive Black-Box Functions, 1998, end at 1 % too.
     least_gain: float = 0.01

@@ -37,7 +37,6 @@ from distexp.strategies.single import REFERENCE
 from distexp.system.files import read_entries
 from distexp.system.typed_values import number_of
 
-NO_DROPOUT = "model.dropout=0"
 MAX_REFERENCES = 3  # Most references to try. One that fails, as out of memory, is followed by the next.
 
 
@@ -83,20 +82,22 @@ class LossChecker:
     def check(self, winner: Candidate) -> LossCheck:
         """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
         assert winner.config is not None
-        without_dropout = dropout_overrides(winner)
+        without_dropout, precision = dropout_overrides(winner), winner.config.precision.name
         references = list(references_of(winner, self.candidates, self.singles))
         if not references:
             return LossCheck(reason="no other configuration can run")
         own: Sequence[Trial] = winner.completed
         steps = min(trial.steps for trial in own)
         if without_dropout:  # Each strategy draws other random numbers.
-            tried = self._try(winner, steps, without_dropout)
+            tried = self.trials.try_all([PlannedTrial(winner, steps)], without_dropout, compares_losses=True)
             own = _only_completed(tried)
             if not own:
                 trial = f"the trial of {label(winner)} with {' '.join(without_dropout)}"
                 return LossCheck(reason=f"{trial} failed: {tried[0].error or tried[0].status}")
         for reference in references[:MAX_REFERENCES]:
-            found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
+            # A trial of equal steps is there already, or one is run.
+            found = None if without_dropout else _compare_trials(own, reference.completed, precision)
+            found = found or _compare_trials(own, self._run_reference(reference, steps, without_dropout), precision)
             if found is not None:
                 configs = [candidate.config for candidate in (reference, winner) if candidate.config is not None]
                 has_single = any(load_strategy(config).is_reference for config in configs)
@@ -106,19 +107,9 @@ class LossChecker:
         reason = f"no reference completed: {'; '.join(failed)}" if failed else "no trial has equal steps"
         return LossCheck(label(references[0]), reason=reason)
 
-    def _compare(
-        self, own: Sequence[Trial], reference: Candidate, steps: int, further: Sequence[str], precision: str
-    ) -> LossComparison | None:
-        """Compare with an earlier trial of equal steps; else run one. Return None if nothing can be compared."""
-        found = None if further else _compare_trials(own, reference.completed, precision)
-        return found or _compare_trials(own, self._run_reference(reference, steps, further), precision)
-
-    def _try(self, candidate: Candidate, steps: int, further: Sequence[str]) -> list[Trial]:
-        return self.trials.try_all([PlannedTrial(candidate, steps)], further, compares_losses=True)
-
     def _run_reference(self, reference: Candidate, steps: int, further: Sequence[str]) -> list[Trial]:
         """Run a trial of a reference; return it if it completed. Without further overrides it counts in the search."""
-        trials = self._try(reference, steps, further)
+        trials = self.trials.try_all([PlannedTrial(reference, steps)], further, compares_losses=True)
         completed = _only_completed(trials)
         if not completed:
             self._errors[reference] = trials[0].error or trials[0].status
@@ -144,14 +135,11 @@ def references_of(
         or (not each.has_failed and each.predicted is not None and each.predicted.verdict == FITS)
     ]  # fmt: skip
     others = [each for each in (*runnable, *singles) if each.config is not None and run_id(each.config) != own]
-    other_training = depends_on_micro_batch(winner.config)
+    other_training, size = depends_on_micro_batch(winner.config), winner.micro_batch
     # Of two that are equally simple, one with a trial needs no other.
     yield from sorted(
         others,
-        key=lambda other: (
-            *(other_training and other.micro_batch != winner.micro_batch, *_simplicity(other)),
-            not other.completed,
-        ),
+        key=lambda other: (other_training and other.micro_batch != size, *_simplicity(other), not other.completed),
     )
 
 
@@ -162,7 +150,7 @@ def dropout_overrides(candidate: Candidate) -> tuple[str, ...]:
     if model.dropout == 0 or "dropout" not in model.keys:
         return ()
     without = model.dropout is None and any(trial.dropout == 0 for trial in candidate.completed)
-    return () if without else (NO_DROPOUT,)
+    return () if without else ("model.dropout=0",)
 
 
 def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: str) -> LossComparison | None:

@@ -144,11 +144,7 @@ class Policy:
         return expected < best * (self._allowed_if_too_close(candidate) if candidate.too_close else pair)
 
     def least_gain(self) -> float:
-        """Return the expected improvement for which a trial is worth its cost, relative to the best score.
-
-        It is the smaller one of ``least_gain`` and of ``gain_of_sweep`` divided by the number of candidates that may be
-        tried: in a large space a trial costs a smaller part of the sweep.
-        """
+        """Return the expected improvement for which a trial is worth its cost: smaller in a large space."""
         fitting = sum(candidate.status is not Status.PRUNED for candidate in self.candidates)
         return min(self.rules.least_gain, self.rules.gain_of_sweep / max(1, fitting))
 

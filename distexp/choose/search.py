@@ -169,10 +169,7 @@ NEEDED = {Objective.THROUGHPUT: "time", Objective.ENERGY: "energy", Objective.CO
 
 
 def prune_untried(policy: Policy, stopped: str) -> None:
-    """Prune the candidates that still wait, with the reason why they were not tried.
-
-    The neighbors of families near the best score were tried, unless something ``stopped`` the search.
-    """
+    """Prune the candidates that still wait, with the reason why they were not tried, or what ``stopped`` the search."""
     objective, best, needed = policy.objective, policy.best_score, NEEDED[policy.objective]
     for members in policy.families.values():
         tried = by_score(members, objective)

@@ -34,8 +34,7 @@ class Outcome:
     result: SearchResult | None = None  # result of the search; None before its end
     winner: Candidate | None = None  # the winner, whose losses were checked; None before the end, or if there is none
     check: LossCheck | None = None  # check of the winner's losses
-    # Better candidates whose losses differ, with the check.
-    rejected: list[tuple[Candidate, LossCheck]] = field(default_factory=list)
+    rejected: list[tuple[Candidate, LossCheck]] = field(default_factory=list)  # better ones whose losses differ
     finished: bool = False  # whether the losses were checked, too
 
     def to_json(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:
-    """Return the configuration of the command with all workers, whatever its batch sizes. Raise a ConfigError."""
+    """Return the configuration of the command with all workers, even if its batch sizes do not fit."""
     kinds = shipped_strategies()
     limiting = [f"{STRATEGY}={name}" for name, kind in kinds.items() if kind.max_workers is not None]
     # The strategy of the command may decide the size of the cluster. Otherwise it is read with the simplest one that
@@ -127,22 +127,20 @@ def _combinations(
     cluster = (*nodes, f"cluster.workers_per_node={size.workers_per_node}")
     # Defaults are left out of the overrides, unless the command sets another value.
     defaults = {f"{key}={DEFAULT_VALUES[key][0]}" for key in (OFFLOAD, CHECKPOINTING, KERNELS) if key not in typed}
+    owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
     for strategy, offload in strategy_choices(size, axes, kinds):
+        chosen = strategy_in([strategy])
         further = [
-            [f"{key}={value}" for value in values] for key, values in axes.further.items() if _applies(key, strategy)
+            [f"{key}={value}" for value in values]
+            for key, values in axes.further.items()
+            # The keys of a strategy's section are for that one only.
+            if not strategy or owners.get(key.partition(".")[0], chosen) == chosen
         ]
         for others in product(axes.overrides_of(CHECKPOINTING), axes.overrides_of(KERNELS), *further):
             overrides = (strategy, offload, *others, *cluster)
             family = tuple(text for text in overrides if text and text not in defaults)
             for micro_batch in _micro_batches(base, size, axes):
                 yield Candidate((*family, f"{MICRO_BATCH}={micro_batch}"), family, micro_batch, size.workers)
-
-
-def _applies(key: str, strategy: str) -> bool:
-    """Return whether a key is for the strategy of an override. The keys of its section are for that one only."""
-    section = key.partition(".")[0]
-    owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
-    return section not in owners or not strategy or strategy_in([strategy]) == owners[section]
 
 
 def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
@@ -191,8 +189,6 @@ OWN_KEYS = ("choose.", "hydra.", "sweep.")
 DRY_RUN = "choose.dry_run=true"
 """Override of a dry run for the GPUs of another machine. Without it, this machine must have as many GPUs."""
 
-SECONDS_PER_MINUTE = 60.0
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -214,7 +210,7 @@ class Settings:
 
     def budget_gpu_s(self, workers: int) -> float:
         """Return the GPU time of the trials."""
-        return self.section.budget_min * SECONDS_PER_MINUTE * workers
+        return 60.0 * self.section.budget_min * workers
 
 
 def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:

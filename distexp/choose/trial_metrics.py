@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from distexp.choose.candidate import (
-    COMPLETED,
-    OUT_OF_MEMORY,
-    STRATEGY,
-    STRATEGY_OF,
-    Candidate,
-    Objective,
-    Status,
-    Trial,
-)
+from distexp.choose.candidate import COMPLETED, STRATEGY, STRATEGY_OF, Candidate, Objective, Status, Trial
 from distexp.config import Config
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import OPERATORS, RECORD, SPEC
@@ -90,9 +81,6 @@ UNMEASURED = {
 }
 """Why a completed trial has no score."""
 
-NOT_ADVANCED = "its measured value is 0: the counter did not advance in so short a run"
-"""Why a completed trial with a value of 0 has no score."""
-
 MAX_FAILURES = 1
 """Most trials of a family that may fail for another reason than memory before the rest of the family is pruned."""
 
@@ -101,13 +89,16 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
     """Add a trial to its candidate, and set the status. If it failed, prune what would fail too."""
     candidate.trials = (*candidate.trials, trial)
     if trial.status == COMPLETED:
-        known = candidate.score(objective) is not None
-        candidate.status = Status.TRIED if known else Status.FAILED
-        why = UNMEASURED[objective] if trial.minimized(objective) is None else NOT_ADVANCED
-        candidate.reason = "" if known else why
+        if candidate.score(objective) is not None:
+            candidate.status, candidate.reason = Status.TRIED, ""
+        elif trial.minimized(objective) is None:
+            candidate.status, candidate.reason = Status.FAILED, UNMEASURED[objective]
+        else:
+            reason = "its measured value is 0: the counter did not advance in so short a run"
+            candidate.status, candidate.reason = Status.FAILED, reason
         return
     candidate.status = Status.FAILED
-    ran_out, size = trial.status in OUT_OF_MEMORY, candidate.micro_batch
+    ran_out, size = trial.ran_out_of_memory, candidate.micro_batch
     candidate.reason = trial.error or ("it ran out of memory" if ran_out else f"the run is {trial.status}")
     waiting = [member for member in family if member.is_waiting]
     for member in waiting:

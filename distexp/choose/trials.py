@@ -142,10 +142,7 @@ SHORTEST_LIMIT_MIN = 10.0  # Least time limit of a trial. The first one may down
 
 
 def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
-    """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output.
-
-    The model, the global batch, the seed and the order of the data stay the same.
-    """
+    """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output."""
     total, train = steps + EXCLUDED_STEPS, config.train
     limit = max(budget_min, SHORTEST_LIMIT_MIN)
     found = [
@@ -161,9 +158,6 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
     if samples is not None and "eval_size" in config.dataset.keys:
         found.append(f"dataset.eval_size={min(samples, config.dataset.eval_size or samples)}")
     return found
-
-
-VERSION = 1
 
 
 @dataclass
@@ -186,8 +180,7 @@ class SearchState:
 
     folder: Path  # directory of the search
     command: list[str]  # overrides that the search is about
-    # Returns what else the file contains: winner, candidates and statements.
-    describe: Callable[[], dict[str, Any]] = dict
+    describe: Callable[[], dict[str, Any]] = dict  # returns what else the file contains: the winner and candidates
     trials: list[StoredTrial] = field(default_factory=list)  # trials that were started, in order
 
     @classmethod
@@ -238,7 +231,7 @@ class SearchState:
             "check_gpu_seconds": round(self.check_gpu_seconds, 1),
             "command": self.command,
             "trials": [asdict(trial) for trial in self.trials],
-            "version": VERSION,
+            "version": 1,
         }
 
     def write(self) -> None:

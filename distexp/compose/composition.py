@@ -108,8 +108,6 @@ def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None 
     return make
 
 
-# Composition of many cells in several processes, in the order of the sweep.
-
 MAX_PROCESSES = 8  # a login node has many cores and many users
 MIN_PARALLEL = 32  # number of cells from which processes are started
 CHUNK = 8  # number of cells that a process composes at a time
@@ -257,8 +255,6 @@ def _broken_rule(text: str, config: Config) -> Rule | None:
     rules = (*RULES[_situation(config)], DEVICE_RULES[config.cluster.device])
     return next((rule for rule in rules if name in rule.keys), None)
 
-
-# Warnings about values of a command that the scale lowers, as ``scale=tiny train.micro_batch_size=8`` does.
 
 LIMITS = {
     "train.micro_batch_size": ("micro_batch_size",),

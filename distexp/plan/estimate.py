@@ -19,8 +19,6 @@ from distexp.system.units import MIB
 SHOWN_PARTS = tuple(part for part in PARTS if part != "batch")
 """Parts of a prediction. The batch is small and counts as temporary."""
 
-STATES = ("parameters", "gradients", "optimizer_states")
-HOST = "host_"
 ALLOCATED_ERROR = 0.02  # largest error of the allocated peak on a GPU, if it is too high
 NATIVE = "native"  # the trainer whose steps are traced
 
@@ -111,7 +109,7 @@ def _cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     )
     found = replay(events, evaluation=evaluation)
     parts = _shown(found.peak)
-    states = sum(parts[name] for name in STATES)
+    states = sum(parts[name] for name in ("parameters", "gradients", "optimizer_states"))
     host_mib = process_overheads.node_peak_mib(config, states, sum(parts.values()) - states, *model_size(config, trace))
     reason = process_overheads.reason_not_measured(config)
     return replace(
@@ -153,7 +151,7 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
         _replayed(trace, found),
         peak_reserved_mib=_mib(found.peak_reserved),
         step_mib=_mib(found.required),
-        overhead_mib=sum(mib for name, mib in overheads.items() if not name.startswith(HOST)),
+        overhead_mib=sum(mib for name, mib in overheads.items() if not name.startswith("host_")),
         host_mib=host_mib,
     )
 

@@ -24,10 +24,6 @@ class ConfigChange:
     overrides: tuple[str, ...]
     estimate: Estimate
 
-    def fits(self, memory_mib: float) -> bool:
-        """Return whether the changed training fits."""
-        return verdict_of(self.estimate, memory_mib) == FITS
-
 
 @dataclass
 class Search:
@@ -56,7 +52,7 @@ class Search:
             if not has_time():
                 return None, len(candidates) - start
             for change in self._estimate(candidates[start : start + at_a_time]):
-                if change.fits(self.memory_mib):
+                if verdict_of(change.estimate, self.memory_mib) == FITS:
                     return change, 0
         return None, 0
 

@@ -12,7 +12,7 @@ from distexp.config.model_checks import depends_on_micro_batch
 from distexp.config.overrides import format_override, key_of, quote_choice
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import MICRO_BATCH, ConfigChange, Search
-from distexp.plan.planner import Outcome, Planner
+from distexp.plan.planner import Planner
 from distexp.plan.verdict import memory_to_fit_mib, predict
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors
@@ -63,10 +63,9 @@ def search_of(
         variant = make(replace_overrides(cell.overrides, quoted))
         return variant.config or join_errors(variant.errors)
 
-    def estimate(configs: Sequence[Config]) -> Sequence[Outcome]:
-        return planner.estimate(configs, advance)
-
-    return None if memory is None else Search(config, compose, estimate, memory)
+    if memory is None:
+        return None
+    return Search(config, compose, lambda configs: planner.estimate(configs, advance), memory)
 
 
 def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:

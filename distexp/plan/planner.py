@@ -39,8 +39,6 @@ from distexp.system.units import GIB
 SERVER = "distexp.plan.trace.server"
 MEMORY_PER_PROCESS = 3 * GIB  # memory that a process may need to trace a model
 MAX_PROCESSES = 16  # most configurations that are traced at a time; a login node has many cores and many users
-GRACE_S = 1.0
-
 Outcome = Estimate | str  # an estimate, or why there is none
 
 
@@ -137,11 +135,7 @@ def parallel_processes() -> int:
 
 @contextmanager
 def started_server(processes: int) -> Iterator[TraceServer]:
-    """Start the process that traces, and end it with the block. It sees no GPU, and each of its processes one core.
-
-    Raises:
-        InterruptedRunError: on a signal that would end this process, after the folder was removed.
-    """
+    """Start the process that traces, without GPUs; end it with the block. A signal raises InterruptedRunError."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         raise InterruptedRunError(number, " before all predictions were made")
@@ -156,7 +150,7 @@ def started_server(processes: int) -> Iterator[TraceServer]:
             try:
                 yield TraceServer(process, folder)
             finally:
-                end_tree(process, GRACE_S)
+                end_tree(process, grace_s=1.0)
 
 
 SOURCES = (

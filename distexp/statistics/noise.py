@@ -20,17 +20,12 @@ from statistics import NormalDist, fmean
 from distexp.system.typed_values import number_of
 
 SINGLE_CPU_RUN = 0.4
-"""Least relative noise of a speed on CPU without repeats.
-
-Other programs share the cores. Equal runs on two cores differed by 1.7x, although the steps of each were even.
-"""
+"""Least relative noise of a speed on CPU without repeats, because other programs share the cores.
+Equal runs on two cores differed by 1.7x, although the steps of each were even."""
 
 CPU_MEMORY_MIB = 200.0
-"""Noise of the peak CPU memory of a run without repeats, in MiB.
-
-The kernel divides the pages of libraries among all processes that map them. Equal runs had 710 MiB alone,
-and 541 MiB next to four idle processes that import torch.
-"""
+"""Noise of the peak CPU memory of a run without repeats, in MiB. The kernel divides the pages of libraries among all
+processes that map them: equal runs had 710 MiB alone, and 541 MiB next to four idle processes that import torch."""
 
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """97.5 % quantiles of Student's t distribution for 1 to 9 degrees of freedom."""
@@ -117,18 +112,14 @@ def difference_noise(one: Spread, other: Spread) -> float | None:
     return hypot(one.noise, other.noise)
 
 
-# How much better than the best candidate another one may be, by the errors of the forecasts so far.
-#
-# The logarithm of score / forecast is taken to be normal over the candidates. Its mean and its variance follow from
-# the trials, and from what is usual: a forecast that is right on average, with the usual error. With few trials, the
-# usual values decide, and with many the measured ones. With few trials the distribution is Student's t, whose tails
-# are heavier: the gains of unlikely candidates are larger than these. So the 1 % of ``distexp choose`` is a rule that
-# was tested with measured sweeps.
-
-
 @dataclass(frozen=True)
 class UsualErrors:
-    """Errors of the forecasts that are usual before the first trial."""
+    """Errors of the forecasts that are usual before the first trial. With many trials, the measured ones decide.
+
+    The logarithm of score / forecast is taken to be normal over the candidates. With few trials its distribution is
+    Student's t, whose tails are heavier: unlikely candidates gain more than ``expected_gain``. So the 1 % of
+    ``distexp choose`` is a rule that was tested with measured sweeps.
+    """
 
     usual_error: float = 0.2  # error that is expected, as a standard deviation of the logarithm of score / forecast
     usual_error_trials: int = 1  # weight of the usual error next to the measured ones, in trials
@@ -169,19 +160,16 @@ def _predicted_scale(logarithms: Sequence[float], usual: UsualErrors) -> tuple[f
     return center * count / (count + weight), sqrt(variance)
 
 
-# Memory as a line over the micro-batch: what a search of the largest micro-batch expects of sizes it has not tried.
-#
-# ``distexp plan`` searches between two sizes by the line through the two nearest predictions. ``distexp choose`` goes
-# down from a size that was predicted, by its activations. ``train.micro_batch_size=auto`` goes up, by the line
-# through the two largest sizes that ran. The three differ in what an answer costs: a prediction, or a trial.
-
-
 Point = tuple[int, float]  # a micro-batch and its memory in MiB
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """Line through the memory of a size, with the MiB of each further sample."""
+    """Line through the memory of a size, with the MiB of each further sample.
+
+    ``distexp plan`` searches between two sizes by the line through the two nearest predictions. ``distexp choose`` goes
+    down from a predicted size, by its activations. ``train.micro_batch_size=auto`` goes up from the sizes that ran.
+    """
 
     size: int
     mib: float

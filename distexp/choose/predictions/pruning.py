@@ -26,8 +26,6 @@ from distexp.strategies.base import load_strategy, shipped_strategies
 STAGES = ((False, False), (False, True), (True, False), (True, True))
 """Offloading and activation checkpointing of each stage."""
 
-DEFAULT_LIMIT_S = 600.0
-
 EQUAL_FAILURES = 4
 """If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
 
@@ -40,7 +38,7 @@ def prune_by_plan(
     objective: Objective,
     *,
     at_a_time: int,
-    limit_s: float = DEFAULT_LIMIT_S,
+    limit_s: float = 600.0,
     report: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -67,8 +65,7 @@ class _Pruning:
     """A pruning that runs. The attributes without a text are the arguments of ``prune_by_plan``."""
 
     families: dict[tuple[str, ...], FamilyMemory]  # what is known of each family, by its overrides
-    # The override that needs less memory, by each override that chooses an option of a strategy.
-    lighter: Mapping[str, str]
+    lighter: Mapping[str, str]  # the override that needs less memory, by that of an option of a strategy
     estimate_all: EstimateAll
     objective: Objective
     at_a_time: int

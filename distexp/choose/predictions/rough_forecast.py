@@ -104,9 +104,7 @@ class Work:
     """What a worker does in one step."""
 
     flops: float  # floating point operations
-    # Number of kernels to launch in the forward and backward passes. Those of the optimizer are few on a GPU, and short
-    # on a CPU.
-    operations: float
+    operations: float  # kernels to launch in the passes. Those of the optimizer are few on a GPU, and short on a CPU.
     written_bytes: float  # size of the tensors that it allocates
     parameters: float  # number of parameters of the whole model
 
@@ -120,9 +118,7 @@ def set_forecasts(
         for waiting in (member for member in members if estimated and member.is_waiting):
             config, size = waiting.config, waiting.micro_batch
             nearest = min(estimated, key=lambda other: abs(other.micro_batch - size))
-            work = None if config is None else _scaled_work(nearest, config)
-            waiting.forecast_s = None
-            if config is not None and work is not None:
+            if config is not None and (work := _scaled_work(nearest, config)) is not None:
                 waiting.forecast_s = rough_step_s(config, work, speeds_of(config))
 
 

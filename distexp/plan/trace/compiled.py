@@ -235,9 +235,7 @@ class WorkCounter:
 
 # Memory that kernels of CUDA use for themselves: allocated after their outputs, and freed when they return.
 
-THREADS_PER_BLOCK = 512
-WARP = 32
-THREADS_PER_MULTIPROCESSOR = 2048
+THREADS_PER_BLOCK, WARP, THREADS_PER_MULTIPROCESSOR = 512, 32, 2048
 VALUES_PER_THREAD = 16, 256  # values that a thread adds, at least and at most, before more blocks share a sum
 ACCUMULATED_BYTES = 4  # sums of 16-bit numbers are in fp32 until they are complete
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot")  # operations of cuBLAS

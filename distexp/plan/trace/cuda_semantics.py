@@ -92,10 +92,7 @@ class CudaFunctions(TorchFunctionMode):
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use the replacements during the block, also in the recomputation of checkpointed blocks.
-
-        Torch leaves the mode while it calls ``Tensor.backward``.
-        """
+        """Use the replacements during the block, also in recomputations: ``Tensor.backward`` leaves the mode."""
         with around_backward(lambda: self if self._is_suspended else nullcontext()), self:
             yield
 

@@ -116,8 +116,6 @@ def count_parameters(config: Config) -> int | None:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# DistributedDataParallel for fake tensors: the buckets of torch's reducer, without communication.
-
 DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 """Sizes of DDP's buckets. The first one is smaller, unless ``bucket_cap_mb`` is set."""
 BROADCAST_MB = 250  # size of the flat copies of weights that DDP sends from rank 0
@@ -134,7 +132,7 @@ class Bucket:
 
 
 class TracedDDP(DistributedDataParallel):
-    """A module whose gradients are copied to buckets, as by DDP.
+    """A module whose gradients are copied to buckets, as by DDP, but without communication.
 
     One bucket has all gradients at first. The first synchronized backward pass shows their order. The next forward pass
     starts with the allocation of the final buckets.

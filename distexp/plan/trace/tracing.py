@@ -36,9 +36,7 @@ from distexp.system.torch_internals import collectives, tensors
 from distexp.training.build import build_model, load_data
 
 STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2
-"""Steps before the recorded one. The first one allocates the states of the optimizer. DDP rebuilds its buckets in the
-second one.
-"""
+"""Steps before the recorded one. The first one allocates the optimizer's states, the second one DDP's final buckets."""
 
 MICRO_BATCHES = 3
 """Micro-batches of a step that are traced: the first one, one that adds to gradients, and the last one."""

@@ -252,10 +252,7 @@ def cut_into_slices(offset: int, size: int, share: int) -> list[Slice]:
 
 
 def reduced_at_once(gradients: Sequence[Sequence[Slice]], bucket_size: int) -> list[list[Slice]]:
-    """Return the slices of a bucket that are reduced together (``allreduce_and_scatter``).
-
-    Neighbors of one rank are one slice. A reduction ends when it has more elements than a bucket.
-    """
+    """Return the slices that are reduced together, up to more than a bucket. Neighbors of one rank are one slice."""
     slices = [part for gradient in gradients for part in gradient]
     merged = [Slice(rank, sum(part.size for part in found)) for rank, found in groupby(slices, lambda part: part.rank)]
     reductions: list[list[Slice]] = [[]]
