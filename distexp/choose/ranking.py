@@ -39,6 +39,11 @@ class Margin:
     noise: float | None
 
     @property
+    def error(self) -> float | None:
+        """Return half of the 95 % confidence interval of ``value``, for a small noise; None if it is unknown."""
+        return None if self.noise is None else (1 + self.value) * self.noise
+
+    @property
     def is_noise(self) -> bool:
         """Return whether the difference is within the noise. If the noise is unknown, it is not."""
         return self.noise is not None and abs(log1p(self.value)) <= self.noise

@@ -51,8 +51,7 @@ def describe_margin(margin: Margin, objective: Objective, second: str) -> str:
         saving = -margin.value
         gain = saving / (1 - saving) if objective is Objective.THROUGHPUT else saving
         return f"but a shorter trial of {second} was {format_share(gain)} better"
-    # Half of the 95 % confidence interval of the value, for a small noise.
-    share, error = margin.value, None if margin.noise is None else (1 + margin.value) * margin.noise
+    share, error = margin.value, margin.error
     if objective is not Objective.THROUGHPUT:  # A saving is a share of what the second best needs.
         share, error = share / (1 + share), None if error is None else error / (1 + share) ** 2
     if error is not None:

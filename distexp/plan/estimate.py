@@ -206,8 +206,6 @@ COMPILED = 0.08  # ``train.compile``: the prediction was up to 7 % less than the
 
 
 def gpu_error_bound(config: Config) -> float:
-    """Return the largest relative error of the required GPU memory, from the tables in ``docs/results/plan.md``.
-
-    It depends on the order of allocations, whose replay is not exact in some cases. The allocated peak always is.
-    """
+    """Return the largest relative error of the required GPU memory, from ``docs/results/plan.md``."""
+    # The replay of the order of allocations is not exact in some cases. The allocated peak always is.
     return COMPILED if config.train.compiled != "none" else load_strategy(config).gpu_memory_error(config)

@@ -237,7 +237,6 @@ class WorkCounter:
 
 THREADS_PER_BLOCK, WARP, THREADS_PER_MULTIPROCESSOR = 512, 32, 2048
 VALUES_PER_THREAD = 16, 256  # values that a thread adds, at least and at most, before more blocks share a sum
-ACCUMULATED_BYTES = 4  # sums of 16-bit numbers are in fp32 until they are complete
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot")  # operations of cuBLAS
 
 
@@ -294,4 +293,5 @@ class KernelBuffers:
             return []
         fewest, most = (-(-values // size) for size in reversed(VALUES_PER_THREAD))
         blocks = max(min(-(-target // grid), most), fewest)
-        return [ACCUMULATED_BYTES * columns * blocks * width * vector, 4 * grid] if blocks > 1 else []
+        # Sums of 16-bit numbers are in fp32 until they are complete.
+        return [4 * columns * blocks * width * vector, 4 * grid] if blocks > 1 else []
