@@ -133,10 +133,8 @@ def _attention(  # noqa: PLR0917 (the arguments of torch)
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with FlashAttention, or with the memory-efficient kernel if there is a mask or fp32.
-
-    Both keep their inputs, the output, and a number in fp32 for each query.
-    """
+    """Compute attention with FlashAttention, or with the memory-efficient kernel if there is a mask or fp32."""
+    # Both keep their inputs, the output, and a number in fp32 for each query.
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
