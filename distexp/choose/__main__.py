@@ -38,7 +38,6 @@ examples:
       choose.dry_run=true"""
 
 JSON = "--json"
-NAME = "name="
 LISTS = ("choose.gpus", "choose.space")
 """Keys with several values. Hydra would sweep over them, because they have no brackets."""
 
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     output = ["choose.output=json"] if JSON in given else []
-    name = [] if any(text.startswith(NAME) for text in given) else ["name=choose"]
+    name = [] if any(text.startswith("name=") for text in given) else ["name=choose"]
     return run([with_brackets(text) for text in given if text != JSON], Command.CHOOSE, [*output, *name])
 
 

@@ -10,16 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import QuotedString
 from hydra.errors import OverrideParseException
 
-from distexp.choose.candidate import (
-    AXES,
-    CHECKPOINTING,
-    DEFAULT_VALUES,
-    GROUP_OF_KEY,
-    MICRO_BATCH,
-    OFFLOAD,
-    STRATEGY,
-    STRATEGY_OF,
-)
+from distexp.choose.candidate import AXES, DEFAULT_VALUES, GROUP_OF_KEY, MICRO_BATCH, OFFLOAD, STRATEGY, STRATEGY_OF
 from distexp.config import Config, ConfigError
 from distexp.config.fields import info_of
 from distexp.config.keys import options_of, schema_fields
@@ -29,25 +20,16 @@ from distexp.strategies.base import reference_name, shipped_strategies
 from distexp.strategies.traits import Option, Traits
 
 AUTO = "auto"
-Values = dict[str, tuple[str, ...]]
-"""Values to try, by key."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The values to try, by key.
+    """The values to try, by key."""
 
-    Attributes:
-        values: Values of the axes of DEFAULT_VALUES that vary. Others keep the value of the command.
-        micro_batches: Micro-batches to try; None for all divisors, empty for that of the command.
-        further: Values of other keys.
-        is_micro_batch_named: Whether the user requests several micro-batches, or one.
-    """
-
-    values: Mapping[str, tuple[str, ...]]
-    micro_batches: tuple[int, ...] | None
-    further: Mapping[str, tuple[str, ...]]
-    is_micro_batch_named: bool = False
+    values: Mapping[str, tuple[str, ...]]  # of the axes of DEFAULT_VALUES that vary; others keep that of the command
+    micro_batches: tuple[int, ...] | None  # micro-batches to try; None for all divisors, empty for that of the command
+    further: Mapping[str, tuple[str, ...]]  # values of other keys
+    is_micro_batch_named: bool = False  # whether the user requests several micro-batches, or one
 
     def overrides_of(self, axis: str) -> list[str]:
         """Return the overrides of an axis; one empty override if it does not vary."""
@@ -55,28 +37,40 @@ class Axes:
 
 
 def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
-    """Return what to vary.
+    """Return what to vary, by the entries of ``choose.space`` and the overrides of the command.
 
-    A key that is typed on the command line has that value only, unless ``choose.space`` names it.
-
-    Args:
-        space: Entries of ``choose.space``. ``KEY=VALUE,VALUE`` sets the values of an axis, or adds a key. A key alone
-            keeps its default values; then only the named axes vary.
-        command: Overrides of the command.
+    ``KEY=VALUE,VALUE`` sets the values of an axis, or adds a key. A key alone keeps its default values; then only the
+    named axes vary. A key that is typed on the command line has that value only, unless an entry names it.
 
     Raises:
         ConfigError: with all entries that are wrong.
     """
-    is_searched = any(key_of(text) == MICRO_BATCH and value_of(text) == AUTO for text in command)
-    return _make_axes(_read_entries(space), _values_in_command(command), any_micro_batch=is_searched)
+    named = {entry.key: entry.values for entry in _read_entries(space)}
+    typed = {GROUP_OF_KEY.get(key_of(text), key_of(text)): (value_of(text),) for text in command}
+    is_searched = typed.get(MICRO_BATCH) == (AUTO,)
+    in_command = {axis: value for axis, value in typed.items() if axis in AXES}
+    if is_searched:
+        del in_command[MICRO_BATCH]
+    chosen = in_command | {key: values for key, values in named.items() if values is not None}
+    only_named = None in named.values()
+    varied = {
+        key: chosen.get(key, default)
+        for key, default in DEFAULT_VALUES.items()
+        if key in chosen or key in named or not only_named
+    }
+    # A chosen option of strategies, such as a sharding, restricts the strategies to these.
+    implied = tuple(name for axis, name in STRATEGY_OF.items() if axis in chosen)
+    if implied and STRATEGY not in chosen and STRATEGY in varied:
+        varied[STRATEGY] = implied
+    is_named = is_searched or MICRO_BATCH in named
+    micro_batches: tuple[int, ...] | None = None if is_named or not only_named else ()
+    if MICRO_BATCH in chosen:
+        micro_batches = tuple(map(int, chosen[MICRO_BATCH]))
+    further = {key: values for key, values in named.items() if key not in AXES and values}
+    return Axes(varied, micro_batches, further, is_named)
 
 
 def _read_entries(space: Sequence[str]) -> list[SpaceEntry]:
-    """Return the checked entries of ``choose.space``.
-
-    Raises:
-        ConfigError: with all entries that are wrong.
-    """
     entries: list[SpaceEntry] = []
     errors: list[str] = []
     for text in space:
@@ -92,42 +86,6 @@ def _read_entries(space: Sequence[str]) -> list[SpaceEntry]:
     return entries
 
 
-def _values_in_command(command: Sequence[str]) -> Values:
-    """Return the axes that the command sets, with their values."""
-    found: Values = {}
-    for key, value in ((key_of(text), value_of(text)) for text in command):
-        axis = GROUP_OF_KEY.get(key, key)
-        if axis in AXES:
-            found[axis] = (value,)
-    if found.get(MICRO_BATCH) == (AUTO,):
-        del found[MICRO_BATCH]
-    return found
-
-
-def _make_axes(entries: Sequence[SpaceEntry], in_command: Values, *, any_micro_batch: bool) -> Axes:
-    named = {entry.key: entry.values for entry in entries}
-    chosen = in_command | {key: values for key, values in named.items() if values is not None}
-    only_named = None in named.values()
-    varied = {
-        key: chosen.get(key, default)
-        for key, default in DEFAULT_VALUES.items()
-        if key in chosen or key in named or not only_named
-    }
-    # A chosen option of strategies, such as a sharding, restricts the strategies to these.
-    implied = tuple(name for axis, name in STRATEGY_OF.items() if axis in chosen)
-    if implied and STRATEGY not in chosen and STRATEGY in varied:
-        varied[STRATEGY] = implied
-    is_named = any_micro_batch or MICRO_BATCH in named
-    micro_batches: tuple[int, ...] | None = None if is_named or not only_named else ()
-    if MICRO_BATCH in chosen:
-        micro_batches = tuple(map(int, chosen[MICRO_BATCH]))
-    further = {key: values for key, values in named.items() if key not in AXES and values}
-    return Axes(varied, micro_batches, further, is_named)
-
-
-# Checks of the entries of ``choose.space``: which keys may vary, and which values they may have.
-
-
 FURTHER_SECTIONS = (*(kind.section for kind in shipped_strategies().values() if kind.section), "offload")
 FURTHER_KEYS = (
     *("train.logits", "train.loss", "train.loss_chunk_tokens", "train.compile", "train.activation_budget"),
@@ -138,11 +96,7 @@ FURTHER_KEYS = (
 
 
 def check_entry(entry: SpaceEntry) -> None:
-    """Check the key and the values of an entry.
-
-    Raises:
-        ConfigError: with what is possible instead.
-    """
+    """Raise a ConfigError with what is possible instead, if the key or a value of an entry cannot vary."""
     fields = list(schema_fields())
     further = [name for name, spec in fields if name not in GROUP_OF_KEY and not info_of(spec).path]
     known = (*AXES, *(name for name in further if name.partition(".")[0] in FURTHER_SECTIONS), *FURTHER_KEYS)
@@ -165,7 +119,7 @@ def _check_values(entry: SpaceEntry, values: Sequence[str]) -> None:
     if entry.key == MICRO_BATCH:
         wrong, limits = [value for value in values if not value.isdecimal() or int(value) < 1], "at least 1"
     elif entry.key in DEFAULT_VALUES:
-        options = ("false", "true") if entry.key == CHECKPOINTING else _options_of(entry.key)
+        options = DEFAULT_VALUES[entry.key] if "." in entry.key else _options_of(entry.key)  # a key, or a group
         wrong, limits = [value for value in values if value not in options], ", ".join(options)
     else:
         info = next(info_of(spec) for name, spec in schema_fields() if name == entry.key)
@@ -184,9 +138,6 @@ def _options_of(group: str) -> Sequence[str]:
     return sorted({*options_of(group), *found})
 
 
-# Parser of the entries of ``choose.space``: ``KEY`` or ``KEY=VALUE,VALUE``.
-
-
 @dataclass(frozen=True)
 class SpaceEntry:
     """An entry of ``choose.space`` as typed, its key, and the values to try; None for an entry without values."""
@@ -197,11 +148,7 @@ class SpaceEntry:
 
 
 def parse_entry(text: str) -> SpaceEntry:
-    """Return the key and the values of an entry.
-
-    Raises:
-        ConfigError: the values have a syntax error.
-    """
+    """Return the key and the values of an entry. Raise a ConfigError for a syntax error in the values."""
     typed_key, equals, _ = text.partition("=")
     key = GROUP_OF_KEY.get(typed_key.strip(), typed_key.strip())
     if not equals:
@@ -217,15 +164,11 @@ def parse_entry(text: str) -> SpaceEntry:
 
 
 def _as_typed(value: object) -> str:
-    """Return a parsed value as a user would type it."""
     if isinstance(value, QuotedString):
         return str(value.text)
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
-
-
-# The parts of the cluster that a search tries: ``choose.gpus``.
 
 
 @dataclass(frozen=True)
@@ -242,15 +185,7 @@ class ClusterSize:
 
 
 def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
-    """Return the parts of the cluster to try.
-
-    Args:
-        base: Configuration of the command with all of its workers.
-        gpus: Numbers of workers, over all nodes; empty for that of the command.
-
-    Raises:
-        ConfigError: a number of GPUs needs a part of a node.
-    """
+    """Return the parts of the cluster to try. Raise a ConfigError if a number of GPUs needs a part of a node."""
     nodes, per_node = base.cluster.nodes, base.cluster.workers_per_node or 1
     if not gpus:
         return [ClusterSize(nodes, per_node)]
@@ -262,33 +197,21 @@ def cluster_sizes(base: Config, gpus: Sequence[int]) -> list[ClusterSize]:
     ]
     if errors:
         raise ConfigError(errors)
-    sizes = (
-        ClusterSize(1, number) if number <= per_node or is_one_machine else ClusterSize(number // per_node, per_node)
-        for number in gpus
-    )
-    return list(dict.fromkeys(sizes))
+    nodes_of = {number: 1 if number <= per_node or is_one_machine else number // per_node for number in gpus}
+    return list(dict.fromkeys(ClusterSize(nodes, number // nodes) for number, nodes in nodes_of.items()))
 
 
-# The strategies that are tried on a part of the cluster, with and without offloading.
+Kinds = Mapping[str, type[Traits]]  # the class of each strategy by its name
 
 
-Kinds = Mapping[str, type[Traits]]
-"""The class of each strategy by its name."""
+def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[tuple[str, str]]:
+    """Yield the overrides of strategy and offloading to try with a number of workers; empty for those of the command.
 
-
-@dataclass(frozen=True)
-class StrategyChoice:
-    """The overrides of a candidate that choose its strategy and offloading; empty for those of the command."""
-
-    strategy: str = ""
-    offload: str = ""
-
-
-def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[StrategyChoice]:
-    """Yield the strategies to try with a number of workers. One that is the only one is tried in any case."""
+    A strategy or option that is the only one is tried in any case.
+    """
     names = axes.values.get(STRATEGY)
     if names is None:
-        yield from (StrategyChoice(offload=offload) for offload in axes.overrides_of(OFFLOAD))
+        yield from (("", offload) for offload in axes.overrides_of(OFFLOAD))
         return
     for name in names:
         kind = kinds[name]
@@ -298,11 +221,10 @@ def strategy_choices(size: ClusterSize, axes: Axes, kinds: Kinds) -> Iterator[St
         elif (kind.max_workers is None or size.workers <= kind.max_workers) and (
             len(names) == 1 or kind.is_reference or not (kind.equals_reference and size.workers == 1)
         ):
-            yield StrategyChoice(f"{STRATEGY}={name}")
+            yield f"{STRATEGY}={name}", ""
 
 
-def _sharded_choices(name: str, kind: type[Traits], size: ClusterSize, axes: Axes) -> Iterator[StrategyChoice]:
-    """Yield the options of a strategy such as FSDP or DeepSpeed. One that is the only one is tried in any case."""
+def _sharded_choices(name: str, kind: type[Traits], size: ClusterSize, axes: Axes) -> Iterator[tuple[str, str]]:
     axis = kind.option_group
     values = axes.values.get(axis, ())
     is_only = len(values) <= 1
@@ -315,8 +237,7 @@ def _sharded_choices(name: str, kind: type[Traits], size: ClusterSize, axes: Axe
         if option.needs_nodes and size.nodes == 1 and not is_only:
             continue
         for offload in axes.overrides_of(OFFLOAD):
-            if offload == f"{OFFLOAD}=false" and needs_offload:
-                continue
-            if offload == f"{OFFLOAD}=true" and not option.offloads and not is_only:
-                continue
-            yield StrategyChoice(f"{axis}={value}" if value else f"{STRATEGY}={name}", offload)
+            is_useless = offload == f"{OFFLOAD}=false" and needs_offload
+            is_impossible = offload == f"{OFFLOAD}=true" and not option.offloads and not is_only
+            if not is_useless and not is_impossible:
+                yield f"{axis}={value}" if value else f"{STRATEGY}={name}", offload

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
 
 from distexp.config import Config
@@ -18,7 +19,6 @@ from distexp.system.units import MIB_PER_GB
 
 COMPLETED = "completed"
 OOM_GPU, OOM_HOST = "oom_gpu", "oom_host"
-OUT_OF_MEMORY = (OOM_GPU, OOM_HOST)
 
 
 class Status(StrEnum):
@@ -39,89 +39,98 @@ class Objective(StrEnum):
     MEMORY = "memory"
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One short run of a candidate.
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What one or more trials measured. None: not measured."""
 
-    Attributes:
-        steps: Number of measured steps.
-        status: Status of the run's record.
-        directory: Run directory; None if there is none.
-        step_s: Median time of a step.
-        samples_per_second: Throughput of all workers together.
-        peak_allocated_mib: Highest peak of any worker.
-        j_per_sample: Energy of a sample.
-        price_per_sample: Price of a sample.
-        gpu_seconds: Time of the trial, with its start, times the number of workers.
-        error: Why it failed, in one line; empty if it did not.
-        disturbed: Whether its repeat was so much better that this trial does not count.
-        dropout: Largest dropout rate of its model; None if it is unknown.
-    """
-
-    steps: int
-    status: str
-    directory: Path | None = None
-    step_s: float | None = None
-    samples_per_second: float | None = None
-    peak_allocated_mib: float | None = None
-    j_per_sample: float | None = None
+    samples_per_second: float | None = None  # throughput of all workers together
+    step_s: float | None = None  # median time of a step
+    peak_allocated_mib: float | None = None  # highest peak of any worker
+    j_per_sample: float | None = None  # energy of a sample
     price_per_sample: float | None = None
-    gpu_seconds: float = 0.0
-    error: str = ""
-    disturbed: bool = False
-    dropout: float | None = None
+
+    def value(self, objective: Objective) -> float | None:
+        """Return the metric of an objective."""
+        return {
+            Objective.THROUGHPUT: self.samples_per_second,
+            Objective.ENERGY: self.j_per_sample,
+            Objective.COST: self.price_per_sample,
+            Objective.MEMORY: self.peak_allocated_mib,
+        }[objective]
+
+    def minimized(self, objective: Objective) -> float | None:
+        """Return what the objective minimizes: its metric, or the inverse of the throughput."""
+        value = self.value(objective)
+        if objective is Objective.THROUGHPUT:
+            return 1 / value if value else None
+        return value
+
+    def dominates(self, other: Metrics) -> bool:
+        """Return whether these values are nowhere worse than others, and somewhere better."""
+        pairs = [(self.minimized(each), other.minimized(each)) for each in Objective]
+        known = [(own, theirs) for own, theirs in pairs if own and theirs]
+        return all(own <= theirs for own, theirs in known) and any(own < theirs for own, theirs in known)
+
+
+@dataclass(frozen=True)
+class Trial(Metrics):
+    """One short run of a candidate."""
+
+    steps: int  # number of measured steps
+    status: str  # status of the run's record
+    directory: Path | None = None  # run directory; None if there is none
+    gpu_seconds: float = 0.0  # time of the trial, with its start, times the number of workers
+    error: str = ""  # why it failed, in one line; empty if it did not
+    disturbed: bool = False  # whether its repeat was so much better that this trial does not count
+    dropout: float | None = None  # largest dropout rate of its model; None if it is unknown
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Return whether the run ran out of memory."""
+        return self.status in (OOM_GPU, OOM_HOST)
 
     def score(self, objective: Objective) -> float | None:
         """Return what the objective minimizes; None if it is unknown.
 
         Nothing needs no energy. If a short run has 0, its counter did not advance.
         """
-        return self.measured(objective) or None
-
-    def measured(self, objective: Objective) -> float | None:
-        """Return what the objective minimizes, as measured; None if the run did not measure it."""
-        speed = self.samples_per_second
-        return {
-            Objective.THROUGHPUT: 1 / speed if speed else None,
-            Objective.ENERGY: self.j_per_sample,
-            Objective.COST: self.price_per_sample,
-            Objective.MEMORY: self.peak_allocated_mib,
-        }[objective]
+        return self.minimized(objective) or None
 
 
 @dataclass(eq=False)
 class Candidate:
-    """One configuration of a search. The search changes status, reason and trials in place.
+    """One configuration of a search. The search changes status, reason and trials in place."""
 
-    Attributes:
-        overrides: Overrides besides those of the command.
-        family: The overrides without that of the micro-batch.
-        micro_batch: Samples per worker and forward pass; 0 for an invalid candidate of which it is not known.
-        workers: Number of workers.
-        config: Resolved configuration; None for an invalid candidate.
-        estimate: Estimate of ``plan``; None if it was not predicted, or if it follows from another member.
-        predicted: Prediction of its memory; None as for ``estimate``.
-        expected_mib: Expected peak, perhaps interpolated; None if it is unknown. On a GPU it is that of the allocated
-            memory, on CPUs that of all processes of a node.
-        too_close: Whether the prediction is not certain that it fits. Such a candidate is tried after the others.
-        forecast_s: Forecast of the step time; None if it is unknown.
-        reason: Why it is pruned or failed.
-        trials: All of its trials, in order.
-    """
-
-    overrides: tuple[str, ...]
-    family: tuple[str, ...]
-    micro_batch: int
-    workers: int = 1
-    config: Config | None = None
-    estimate: Estimate | None = None
-    predicted: Predicted | None = None
+    overrides: tuple[str, ...]  # overrides besides those of the command
+    family: tuple[str, ...]  # the overrides without that of the micro-batch
+    micro_batch: int  # samples per worker and forward pass; 0 for an invalid candidate of which it is not known
+    workers: int = 1  # number of workers
+    config: Config | None = None  # resolved configuration; None for an invalid candidate
+    estimate: Estimate | None = None  # of ``plan``; None if not predicted, or if it follows from another member
+    predicted: Predicted | None = None  # prediction of its memory; None as for ``estimate``
+    # Expected peak, perhaps interpolated; None if it is unknown. On a GPU it is that of the allocated memory, on CPUs
+    # that of all processes of a node.
     expected_mib: float | None = None
-    too_close: bool = False
-    forecast_s: float | None = None
+    too_close: bool = False  # whether it may not fit, by the prediction. Then it is tried after the others.
+    forecast_s: float | None = None  # forecast of the step time; None if it is unknown
     status: Status = Status.WAITING
-    reason: str = ""
-    trials: tuple[Trial, ...] = field(default=())
+    reason: str = ""  # why it is pruned or failed
+    trials: tuple[Trial, ...] = field(default=())  # all of its trials, in order
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the candidate may be tried."""
+        return self.status is Status.WAITING
+
+    @property
+    def is_tried(self) -> bool:
+        """Return whether a trial has measured the objective, or the losses."""
+        return self.status is Status.TRIED
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether its last trial failed, or did not measure the objective."""
+        return self.status is Status.FAILED
 
     def prune(self, reason: str) -> None:
         """Remove the candidate from the search."""
@@ -145,7 +154,12 @@ class Candidate:
     @property
     def ran_out_of_memory(self) -> bool:
         """Return whether a trial ran out of memory."""
-        return any(trial.status in OUT_OF_MEMORY for trial in self.trials)
+        return any(trial.ran_out_of_memory for trial in self.trials)
+
+    @property
+    def ran_out_of_predicted_memory(self) -> bool:
+        """Return whether a trial ran out of the memory that is predicted: that of a GPU, or on CPUs that of a node."""
+        return any(trial.status == (OOM_HOST if self.on_cpus else OOM_GPU) for trial in self.trials)
 
     @property
     def required_mib(self) -> float | None:
@@ -164,9 +178,19 @@ class Candidate:
 
     def score(self, objective: Objective) -> float | None:
         """Return the mean score of the completed trials, weighted by their steps; None without one."""
-        found = [(trial.score(objective), trial.steps) for trial in self.completed]
-        known = [(score, steps) for score, steps in found if score is not None]
+        known = self.scores(objective)
         return sum(score * steps for score, steps in known) / sum(steps for _, steps in known) if known else None
+
+    def scores(self, objective: Objective) -> list[tuple[float, int]]:
+        """Return the known scores of the completed trials, and their steps."""
+        found = [(trial.score(objective), trial.steps) for trial in self.completed]
+        return [(score, steps) for score, steps in found if score is not None]
+
+    def known_score(self, objective: Objective) -> float:
+        """Return the score of a candidate that has one."""
+        score = self.score(objective)
+        assert score is not None, "only candidates with a score are compared"
+        return score
 
     @property
     def step_s(self) -> float | None:
@@ -187,36 +211,35 @@ class Candidate:
         return step_s if step_s is None or objective is Objective.THROUGHPUT else step_s * self.workers
 
 
-# The keys that a search varies, with the values that it tries by default: strategies state their options.
+def families_of(candidates: Iterable[Candidate]) -> dict[tuple[str, ...], list[Candidate]]:
+    """Return the members of each family in the order of their micro-batches."""
+    families: dict[tuple[str, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        families.setdefault(candidate.family, []).append(candidate)
+    return {family: sorted(members, key=attrgetter("micro_batch")) for family, members in families.items()}
 
 
 MICRO_BATCH = "train.micro_batch_size"
 CHECKPOINTING = "train.activation_checkpointing"
 STRATEGY, OFFLOAD, KERNELS = "strategy", "offload", "kernels"
 
-STRATEGY_OF = {kind.option_group: name for name, kind in shipped_strategies().items() if kind.option_group}
+_WITH_OPTIONS = {name: kind for name, kind in shipped_strategies().items() if kind.option_group}
+
+STRATEGY_OF = {kind.option_group: name for name, kind in _WITH_OPTIONS.items()}
 """The strategy that an override of an option group chooses: ``fsdp`` for ``sharding``."""
 
 DEFAULT_VALUES: Mapping[str, tuple[str, ...]] = {
     STRATEGY: tuple(shipped_strategies()),
-    **{
-        kind.option_group: tuple(option.value for option in kind.options)
-        for kind in shipped_strategies().values()
-        if kind.option_group
-    },
+    **{kind.option_group: tuple(option.value for option in kind.options) for kind in _WITH_OPTIONS.values()},
     OFFLOAD: ("false", "true"),
     CHECKPOINTING: ("false", "true"),
     KERNELS: ("reference", "fast"),
 }
 """Values of each axis, without the micro-batch, whose values are the divisors of a worker's samples."""
 
-AXES = (*DEFAULT_VALUES, MICRO_BATCH)
-"""All keys that vary by default."""
+AXES = (*DEFAULT_VALUES, MICRO_BATCH)  # all keys that vary by default
 
-GROUP_OF_KEY = {
-    **{kind.option_key: kind.option_group for kind in shipped_strategies().values() if kind.option_group},
-    "offload.enabled": OFFLOAD,
-}
+GROUP_OF_KEY = {kind.option_key: kind.option_group for kind in _WITH_OPTIONS.values()} | {"offload.enabled": OFFLOAD}
 """The axis of a key that a config group sets. A user may type either."""
 
 
@@ -229,64 +252,39 @@ def strategy_in(overrides: Iterable[str]) -> str:
     return ""
 
 
-# The numbers that decide how thorough a search is.
-
-
 @dataclass(frozen=True)
 class SearchRules(UsualErrors):
-    """Numbers that decide how thorough a search is, and the usual errors of its forecasts.
+    """Numbers that decide how thorough a search is, and the usual errors of its forecasts."""
 
-    Attributes:
-        steps: Measured steps of a first trial.
-        growth: Factor of the steps of a repeat, compared with those of a first trial.
-        wave: Families that are tried together, before the forecasts are scaled again. The first one is tried alone.
-        families: Families whose neighbors are tried.
-        near: Most that a family's score may exceed the best one if its neighbors are tried, relative to it.
-        neighbor_forecast: Most that the expected score of a larger neighbor may exceed the best one, by the forecasts.
-        neighbor_certain: The same if other families have measured its micro-batch. A smaller neighbor must be
-            expected to be as good as the best one.
-        worthwhile: Least gain for which a candidate is tried that probably does not fit.
-        neighbor_rounds: Most rounds of neighbors.
-        repeats: Most rounds of repeats. A round repeats one or two candidates.
-        negligible: Gain that the repeats may give up: they end if no candidate can be better by more than this, at the
-            end of the 95 % confidence interval.
-        usual_noise: Standard deviation of the score of a first trial on a quiet GPU, relative to it.
-        usual_trials: Weight of the usual noise: degrees of freedom that it has next to the repeated trials.
-        same_kernels: Most that the scaled forecast of a family may exceed the best score, if a family that differs only
-            in checkpointing was tried.
-        least_gain: Least expected improvement for which a family is tried, relative to the best score. Jones et al.,
-            Efficient Global Optimization of Expensive Black-Box Functions, 1998, end at 1 % too.
-        gain_of_sweep: The same, for a trial of all candidates together: in a large space, each of them costs a smaller
-            part of an exhaustive sweep, so a smaller improvement is worth it.
-        contradiction: Factor by which a first trial must be worse than its scaled forecast to be repeated.
-        disturbed: Factor by which it must then be worse than its repeat to be left out of the mean.
-    """
-
-    steps: int = 5
-    growth: int = 2
-    wave: int = 1
-    families: int = 4
-    near: float = 0.25
-    neighbor_forecast: float = 0.15
+    steps: int = 5  # measured steps of a first trial
+    growth: int = 2  # factor of the steps of a repeat, compared with those of a first trial
+    wave: int = 1  # families after the first one that are tried before the forecasts are scaled again
+    families: int = 4  # families whose neighbors are tried
+    near: float = 0.25  # most that a family's score may exceed the best one if its neighbors are tried, relative to it
+    neighbor_forecast: float = 0.15  # most that a larger neighbor's forecast may exceed the best score
+    # The same if other families have measured its micro-batch. A smaller neighbor must be expected to be as good as the
+    # best one.
     neighbor_certain: float = 0.05
-    worthwhile: float = 0.05
-    neighbor_rounds: int = 4
-    repeats: int = 12
-    negligible: float = 0.04
-    usual_noise: float = 0.02
-    usual_trials: int = 3
-    same_kernels: float = 0.2
+    worthwhile: float = 0.05  # least gain for which a candidate is tried that probably does not fit
+    neighbor_rounds: int = 4  # most rounds of neighbors
+    repeats: int = 12  # Most rounds of repeats. A round repeats one or two candidates.
+    negligible: float = 0.04  # gain of a rival, at the end of the 95 % confidence interval, below which repeats end
+    usual_noise: float = 0.02  # standard deviation of the score of a first trial on a quiet GPU, relative to it
+    usual_trials: int = 3  # weight of the usual noise: degrees of freedom that it has next to the repeated trials
+    checkpointing_pair: float = 0.2  # most excess of a forecast, if the family was tried with or without checkpointing
+    # Least expected improvement for which a family is tried, relative to the best score. Jones et al., Efficient Global
+    # Optimization of Expensive Black-Box Functions, 1998, end at 1 % too.
     least_gain: float = 0.01
+    # The same, for a trial of all candidates together: in a large space, each of them costs a smaller part of an
+    # exhaustive sweep, so a smaller improvement is worth it.
     gain_of_sweep: float = 0.25
-    contradiction: float = 4.0
-    disturbed: float = 2.0
+    contradiction: float = 4.0  # factor by which a first trial must be worse than its scaled forecast to be repeated
+    disturbed: float = 2.0  # factor by which it must then be worse than its repeat to be left out of the mean
 
 
 DEFAULT_RULES = SearchRules()
 
-SLURM_WAVE = 4
-"""Families that are tried together on Slurm: trials run at the same time, and may wait in a queue."""
-
+SLURM_WAVE = 4  # families that are tried together on Slurm: trials run at the same time, and may wait in a queue
 CPU_ERROR, CPU_ERROR_TRIALS = 0.4, 2
 """Usual error of the forecasts on CPUs, and its weight. Their scale is unknown: they are for a GPU."""
 
@@ -297,9 +295,6 @@ def rules_for(*, on_cpus: bool = False, on_slurm: bool = False) -> SearchRules:
     if not on_cpus:
         return rules
     return replace(rules, usual_error=CPU_ERROR, usual_error_trials=CPU_ERROR_TRIALS, usual_scale_trials=0)
-
-
-# Names of candidates and of objectives in texts.
 
 
 BETTER = {

@@ -12,25 +12,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from distexp.choose.axes import read_axes
-from distexp.choose.candidate import Candidate, Status, format_worker_minutes, format_worker_time, label, rules_for
-from distexp.choose.loss_check import LossChecker, check_gpu_seconds, fitting_singles
-from distexp.choose.policy import STARTUP_S, expected_gpu_seconds
+from distexp.choose import axes, loss_check, policy, space
+from distexp.choose import result_texts as texts
+from distexp.choose import search_output as output
+from distexp.choose.candidate import Candidate, format_worker_minutes, format_worker_time, label, rules_for
 from distexp.choose.predictions.pruning import prune_by_plan
 from distexp.choose.predictions.rough_forecast import set_forecasts
 from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
-from distexp.choose.result_texts import describe_values, other_sizes_hint
 from distexp.choose.search import describe_no_winner, first_trials, search
-from distexp.choose.search_output import (
-    PLAN_LEGEND,
-    Outcome,
-    candidate_json,
-    others_table,
-    planned_table,
-    print_outcome,
-    typed_overrides,
-)
-from distexp.choose.space import Settings, base_config, kept_micro_batch, make_space, read_settings
 from distexp.choose.trial_metrics import add_trial
 from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials
 from distexp.compose.cells import Cell, MakeCell
@@ -45,28 +34,22 @@ from distexp.system.cgroups import visible_gpus
 from distexp.system.files import nan_to_none
 from distexp.tables.columns import print_plain
 
-MAX_CHECKED = 3
-"""Most candidates whose losses are checked before the search ends without a winner."""
+MAX_CHECKED = 3  # most candidates whose losses are checked before the search ends without a winner
 
 
 def run_choose(
     cells: Sequence[Cell], master: DictConfig, make: MakeCell, launcher: TrialLauncher, planner: Planner | None = None
 ) -> None:
-    """Search for the best configuration of a command, and print it.
-
-    Raises:
-        ConfigError: the command is no search.
-        SweepFailedError: there is no winner.
-    """
-    settings = read_settings(cells, master)
+    """Search for the best configuration of a command, and print it. Raise SweepFailedError if there is no winner."""
+    settings = space.read_settings(cells, master)
     console = Console(stderr=settings.as_json)
     for note in (*settings.notes, *search_notes(make, settings)):
         print(f"distexp: {note}", file=sys.stderr)
     with planner or Planner() as source:
         candidates = find_candidates(settings, make, source)
-        singles = fitting_singles(candidates, settings.command, make, source)
+        singles = loss_check.fitting_singles(candidates, settings.command, make, source)
     set_forecasts(singles)
-    outcome = Outcome(settings, candidates)
+    outcome = output.Outcome(settings, candidates)
     if settings.section.dry_run:
         print_plan(outcome, console)
         return
@@ -86,15 +69,15 @@ def run_choose(
     if settings.as_json:
         print(json.dumps(nan_to_none(state.to_json()), indent=2))
     else:
-        print_outcome(outcome, state, sweep_dir, console)
+        output.print_outcome(outcome, state, sweep_dir, console)
     if outcome.winner is None:
         raise SweepFailedError
 
 
-def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> list[Candidate]:
+def find_candidates(settings: space.Settings, make: MakeCell, planner: Planner) -> list[Candidate]:
     """Return all candidates with their predictions and forecasts. Those that do not fit are pruned."""
     command = settings.command
-    candidates = make_space(make, command, settings.section.gpus, read_axes(settings.section.space, command))
+    candidates = space.make_space(make, command, settings.section.gpus, axes.read_axes(settings.section.space, command))
     _announce(candidates, settings)
     prune_by_plan(
         candidates,
@@ -107,9 +90,8 @@ def find_candidates(settings: Settings, make: MakeCell, planner: Planner) -> lis
     return candidates
 
 
-def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
-    """Print how many configurations may be predicted, and how long the trials may take."""
-    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+def _announce(candidates: Sequence[Candidate], settings: space.Settings) -> None:
+    waiting = [candidate for candidate in candidates if candidate.is_waiting]
     if not waiting:
         return
     text = f"predicting the memory of up to {format_count(len(waiting), 'configuration')}"
@@ -122,17 +104,17 @@ def _announce(candidates: Sequence[Candidate], settings: Settings) -> None:
     print(f"distexp: {text}", file=sys.stderr)
 
 
-def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:
+def _search(outcome: output.Outcome, trials: Trials, singles: Sequence[Candidate]) -> None:
     """Search, and check the losses of the winner. One with other losses is followed by the next best."""
     settings = outcome.settings
-    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+    waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     most = max((candidate.workers for candidate in waiting), default=1)
     objective, budget = settings.objective, settings.budget_gpu_s(most)
-    reserved = partial(check_gpu_seconds, outcome.candidates, singles, objective)
+    reserved = partial(loss_check.check_gpu_seconds, outcome.candidates, singles, objective)
     in_queue = any(candidate.queues for candidate in waiting)
     rules = rules_for(on_cpus=any(candidate.on_cpus for candidate in waiting), on_slurm=in_queue)
     outcome.result = search(outcome.candidates, trials.try_all, objective, budget, rules, reserved_gpu_s=reserved)
-    checker = LossChecker(outcome.candidates, trials, singles)
+    checker = loss_check.LossChecker(outcome.candidates, trials, singles)
     for candidate in ranked(outcome.candidates, settings.objective)[:MAX_CHECKED]:
         check = checker.check(candidate)
         if check.equal is not False:
@@ -144,7 +126,7 @@ def _search(outcome: Outcome, trials: Trials, singles: Sequence[Candidate]) -> N
         outcome.rejected.append((candidate, check))
 
 
-def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> None:
+def _prefer_reference(outcome: output.Outcome, trials: Trials, left_gpu_s: float) -> None:
     """Take the reference of the losses as the winner, if it is a candidate whose trials are better.
 
     The search may have left it out because of its forecast. So it is repeated as often as the winner, if what is left
@@ -156,7 +138,7 @@ def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> No
     if winner is None or check is None or not check.equal or label(best) != check.reference:
         return
     missing = [PlannedTrial(best, trial.steps) for trial in winner.completed[len(best.completed) :]]
-    if sum(expected_gpu_seconds(planned, outcome.candidates) for planned in missing) > left_gpu_s:
+    if sum(policy.expected_gpu_seconds(planned, outcome.candidates) for planned in missing) > left_gpu_s:
         missing = []
     for trial in trials.try_all(missing):
         add_trial(best, trial, [best], objective)
@@ -164,11 +146,10 @@ def _prefer_reference(outcome: Outcome, trials: Trials, left_gpu_s: float) -> No
         outcome.winner, outcome.check = best, replace(check, reference=label(winner), reason="")
 
 
-def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) -> None:
-    """Print the best configuration so far, and how to continue."""
+def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: output.Outcome) -> None:
     done = sum(trial.status is not None for trial in state.trials)
     for best in ranked(outcome.usable, outcome.settings.objective)[:1]:
-        print(f"distexp: best so far: {label(best)}: {describe_values(mean_metrics(best))}", file=sys.stderr)
+        print(f"distexp: best so far: {label(best)}: {texts.describe_values(mean_metrics(best))}", file=sys.stderr)
     kept = " They are kept." if done else ""
     print(
         f"distexp: the search was interrupted after {format_count(done, 'trial')}.{kept} To continue: "
@@ -177,60 +158,53 @@ def _print_interrupted(sweep_dir: Path, state: SearchState, outcome: Outcome) ->
     )
 
 
-# Output of ``choose.dry_run=true``: the candidates, what is left out and why, and the first trials with their cost.
-
-
-def print_plan(outcome: Outcome, console: Console) -> None:
-    """Print what a search would do.
-
-    Raises:
-        SweepFailedError: nothing would be tried.
-    """
-    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
+def print_plan(outcome: output.Outcome, console: Console) -> None:
+    """Print what a search would try, what is left out, and the cost. Raise SweepFailedError if nothing is tried."""
+    waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
     planned = first_trials(outcome.candidates, outcome.settings.objective)
     costs = [
-        trial.candidate.workers * (STARTUP_S + (trial.steps + EXCLUDED_STEPS) * (trial.candidate.forecast_s or 0.0))
+        trial.candidate.workers
+        * (policy.STARTUP_S + (trial.steps + EXCLUDED_STEPS) * (trial.candidate.forecast_s or 0.0))
         for trial in planned
     ]
     budget = outcome.settings.budget_gpu_s(max((candidate.workers for candidate in waiting), default=1))
     if outcome.settings.as_json:
-        print(json.dumps(nan_to_none(plan_json(outcome, planned, costs, budget)), indent=2))
+        # The format is that of a result without a winner.
+        plan = {
+            "winner": None,
+            "dry_run": True,
+            "objective": str(outcome.settings.objective),
+            "candidates": [output.candidate_json(candidate) for candidate in outcome.candidates],
+            "planned": [
+                {
+                    "overrides": output.typed_overrides(trial.candidate),
+                    "steps": trial.steps,
+                    "gpu_seconds": round(cost, 1),
+                }
+                for trial, cost in zip(planned, costs, strict=True)
+            ],
+            "planned_gpu_seconds": round(sum(costs), 1),
+            "budget_gpu_seconds": budget,
+            "gpu_seconds": 0.0,
+        }
+        print(json.dumps(nan_to_none(plan), indent=2))
     else:
         _print_tables(outcome, planned, costs, budget, console)
     if not waiting:
         raise SweepFailedError
 
 
-def plan_json(
-    outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float
-) -> dict[str, object]:
-    """Return the plan for programs, in the format of a result without a winner."""
-    return {
-        "winner": None,
-        "dry_run": True,
-        "objective": str(outcome.settings.objective),
-        "candidates": [candidate_json(candidate) for candidate in outcome.candidates],
-        "planned": [
-            {"overrides": typed_overrides(candidate.candidate), "steps": candidate.steps, "gpu_seconds": round(cost, 1)}
-            for candidate, cost in zip(planned, costs, strict=True)
-        ],
-        "planned_gpu_seconds": round(sum(costs), 1),
-        "budget_gpu_seconds": budget,
-        "gpu_seconds": 0.0,
-    }
-
-
 def _print_tables(
-    outcome: Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
+    outcome: output.Outcome, planned: Sequence[PlannedTrial], costs: Sequence[float], budget: float, console: Console
 ) -> None:
     line = partial(print_plain, console)
-    waiting = [candidate for candidate in outcome.candidates if candidate.status is Status.WAITING]
-    left_out = [candidate for candidate in outcome.candidates if candidate.status is not Status.WAITING]
+    waiting = [candidate for candidate in outcome.candidates if candidate.is_waiting]
+    left_out = [candidate for candidate in outcome.candidates if not candidate.is_waiting]
     line(f"{format_count(len(outcome.candidates), 'configuration')}, of which {len(waiting)} may be tried")
     if planned:
-        console.print(planned_table(planned, costs))
-        line(PLAN_LEGEND)
-    for part in others_table(left_out):
+        console.print(output.planned_table(planned, costs))
+        line(output.PLAN_LEGEND)
+    for part in output.others_table(left_out):
         console.print(part)
     if not waiting:
         line(describe_no_winner(outcome.candidates))
@@ -242,16 +216,13 @@ def _print_tables(
     line(
         f"""
 The search would start with these trials: one micro-batch of each strategy and its settings. It skips those that
-cannot win any more. All of them cost {cost}, with {STARTUP_S:.0f} s for each start-up.
+cannot win any more. All of them cost {cost}, with {policy.STARTUP_S:.0f} s for each start-up.
 It also {sizes}repeats the best configurations with more steps.
 It ends at {limit} (choose.budget_min={budget_min:g} on all workers). A part of this time is left for
 the trials that compare the losses. Nothing was started."""
     )
-    if hint := other_sizes_hint(outcome.candidates, outcome.settings):
+    if hint := texts.other_sizes_hint(outcome.candidates, outcome.settings):
         line(hint)
-
-
-# What a search prints before it starts: what differs from what a user may expect.
 
 
 HOW_TO_NAME_MEMORY = {
@@ -261,9 +232,9 @@ HOW_TO_NAME_MEMORY = {
 """What to type if the memory of the machine is unknown, by device."""
 
 
-def search_notes(make: MakeCell, settings: Settings) -> Iterator[str]:
+def search_notes(make: MakeCell, settings: space.Settings) -> Iterator[str]:
     """Yield the lines about the device, its memory, and the micro-batch."""
-    config = base_config(make, settings.command)
+    config = space.base_config(make, settings.command)
     device, requested = config.cluster.device, any("cluster.device=" in text for text in settings.command)
     if launcher_traits(config).runs_here and device == "cpu" and not requested and not visible_gpus():
         yield "this machine has no GPU that can be used: the trials run on its CPUs"
@@ -273,7 +244,9 @@ def search_notes(make: MakeCell, settings: Settings) -> Iterator[str]:
             f"the {memory} is unknown, so trials may run out of it: {HOW_TO_NAME_MEMORY[device]}. Then configurations "
             "that do not fit are left out"
         )
-    kept = kept_micro_batch(config, settings.section.gpus, read_axes(settings.section.space, settings.command))
+    kept = space.kept_micro_batch(
+        config, settings.section.gpus, axes.read_axes(settings.section.space, settings.command)
+    )
     if kept is not None:
         yield (
             f"all configurations have train.micro_batch_size={kept}. A batch norm uses the statistics of a "

@@ -37,26 +37,17 @@ from distexp.strategies.single import REFERENCE
 from distexp.system.files import read_entries
 from distexp.system.typed_values import number_of
 
-NO_DROPOUT = "model.dropout=0"
-MAX_REFERENCES = 3
-"""Most references to try. One that fails, as out of memory, is followed by the next."""
+MAX_REFERENCES = 3  # Most references to try. One that fails, as out of memory, is followed by the next.
 
 
 @dataclass(frozen=True)
 class LossCheck:
-    """Result of the check.
+    """Result of the check."""
 
-    Attributes:
-        reference: Label of the configuration that the losses are compared with; empty if there is none.
-        comparison: The differences; None if nothing could be compared.
-        reason: Why nothing could be compared, or why the reference is not ``single``.
-        outside_speed: Samples/s of the reference, if it is no candidate of the search.
-    """
-
-    reference: str = ""
-    comparison: LossComparison | None = None
-    reason: str = ""
-    outside_speed: float | None = None
+    reference: str = ""  # label of the configuration that the losses are compared with; empty if there is none
+    comparison: LossComparison | None = None  # the differences; None if nothing could be compared
+    reason: str = ""  # why nothing could be compared, or why the reference is not ``single``
+    outside_speed: float | None = None  # samples/s of the reference, if it is no candidate of the search
 
     @property
     def equal(self) -> bool | None:
@@ -80,37 +71,33 @@ class LossCheck:
 
 @dataclass
 class LossChecker:
-    """Checks of candidates. A reference runs once. If it is a candidate, its trial counts in the search.
+    """Checks of candidates. A reference runs once. If it is a candidate, its trial counts in the search."""
 
-    Attributes:
-        candidates: All candidates of the search.
-        trials: Runs trials.
-        singles: Configurations of ``single`` that are no candidates but are predicted to fit.
-    """
-
-    candidates: Sequence[Candidate]
-    trials: Trials
-    singles: Sequence[Candidate] = ()
+    candidates: Sequence[Candidate]  # all candidates of the search
+    trials: Trials  # runs trials
+    singles: Sequence[Candidate] = ()  # configurations of ``single`` that are no candidates but are predicted to fit
     _errors: dict[Candidate, str] = field(default_factory=dict)
     _outside_speeds: dict[Candidate, float | None] = field(default_factory=dict)
 
     def check(self, winner: Candidate) -> LossCheck:
         """Compare the losses of a candidate with those of the reference, and run the trials that are missing."""
         assert winner.config is not None
-        without_dropout = dropout_overrides(winner)
+        without_dropout, precision = dropout_overrides(winner), winner.config.precision.name
         references = list(references_of(winner, self.candidates, self.singles))
         if not references:
             return LossCheck(reason="no other configuration can run")
         own: Sequence[Trial] = winner.completed
         steps = min(trial.steps for trial in own)
         if without_dropout:  # Each strategy draws other random numbers.
-            tried = self._try(winner, steps, without_dropout)
+            tried = self.trials.try_all([PlannedTrial(winner, steps)], without_dropout, compares_losses=True)
             own = _only_completed(tried)
             if not own:
                 trial = f"the trial of {label(winner)} with {' '.join(without_dropout)}"
                 return LossCheck(reason=f"{trial} failed: {tried[0].error or tried[0].status}")
         for reference in references[:MAX_REFERENCES]:
-            found = self._compare(own, reference, steps, without_dropout, winner.config.precision.name)
+            # A trial of equal steps is there already, or one is run.
+            found = None if without_dropout else _compare_trials(own, reference.completed, precision)
+            found = found or _compare_trials(own, self._run_reference(reference, steps, without_dropout), precision)
             if found is not None:
                 configs = [candidate.config for candidate in (reference, winner) if candidate.config is not None]
                 has_single = any(load_strategy(config).is_reference for config in configs)
@@ -120,19 +107,9 @@ class LossChecker:
         reason = f"no reference completed: {'; '.join(failed)}" if failed else "no trial has equal steps"
         return LossCheck(label(references[0]), reason=reason)
 
-    def _compare(
-        self, own: Sequence[Trial], reference: Candidate, steps: int, further: Sequence[str], precision: str
-    ) -> LossComparison | None:
-        """Compare with an earlier trial of equal steps; else run one. Return None if nothing can be compared."""
-        found = None if further else _compare_trials(own, reference.completed, precision)
-        return found or _compare_trials(own, self._run_reference(reference, steps, further), precision)
-
-    def _try(self, candidate: Candidate, steps: int, further: Sequence[str]) -> list[Trial]:
-        return self.trials.try_all([PlannedTrial(candidate, steps)], further, compares_losses=True)
-
     def _run_reference(self, reference: Candidate, steps: int, further: Sequence[str]) -> list[Trial]:
         """Run a trial of a reference; return it if it completed. Without further overrides it counts in the search."""
-        trials = self._try(reference, steps, further)
+        trials = self.trials.try_all([PlannedTrial(reference, steps)], further, compares_losses=True)
         completed = _only_completed(trials)
         if not completed:
             self._errors[reference] = trials[0].error or trials[0].status
@@ -154,32 +131,26 @@ def references_of(
     # A search prunes candidates that fit but cannot win, too. They can run.
     runnable = [
         each for each in candidates
-        if each.status is Status.TRIED
-        or (each.status is not Status.FAILED and each.predicted is not None and each.predicted.verdict == FITS)
+        if each.is_tried
+        or (not each.has_failed and each.predicted is not None and each.predicted.verdict == FITS)
     ]  # fmt: skip
     others = [each for each in (*runnable, *singles) if each.config is not None and run_id(each.config) != own]
-    other_training = depends_on_micro_batch(winner.config)
+    other_training, size = depends_on_micro_batch(winner.config), winner.micro_batch
     # Of two that are equally simple, one with a trial needs no other.
     yield from sorted(
         others,
-        key=lambda other: (
-            *(other_training and other.micro_batch != winner.micro_batch, *_simplicity(other)),
-            not other.completed,
-        ),
+        key=lambda other: (other_training and other.micro_batch != size, *_simplicity(other), not other.completed),
     )
 
 
 def dropout_overrides(candidate: Candidate) -> tuple[str, ...]:
-    """Return the override without dropout for a model with dropout; empty for another one.
-
-    With ``model.dropout=null`` the model has its own rates, which its trials have read.
-    """
+    """Return the override without dropout, if the model may have some: by default it has its own rates."""
     assert candidate.config is not None
     model = candidate.config.model
     if model.dropout == 0 or "dropout" not in model.keys:
         return ()
     without = model.dropout is None and any(trial.dropout == 0 for trial in candidate.completed)
-    return () if without else (NO_DROPOUT,)
+    return () if without else ("model.dropout=0",)
 
 
 def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: str) -> LossComparison | None:
@@ -193,10 +164,7 @@ def _compare_trials(own: Sequence[Trial], others: Sequence[Trial], precision: st
 
 
 def read_losses(run_dir: Path) -> list[float]:
-    """Return the loss of each step of a run with ``train.log_every=1``; empty if it logged none.
-
-    A loss that is not finite is logged as null.
-    """
+    """Return the losses of all steps, logged with ``train.log_every=1``. One that is not finite is logged as null."""
     losses = [number_of(entry, "loss") for entry in read_entries(run_dir / METRICS) if "loss" in entry]
     return [nan if loss is None else loss for loss in losses]
 
@@ -206,7 +174,6 @@ def _only_completed(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
-    """Return a key that is smaller for a configuration that changes the arithmetic of a step less."""
     config = candidate.config
     assert config is not None
     train = config.train
@@ -219,20 +186,17 @@ def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
     )
 
 
-# Configurations of ``single`` for the check of the losses, if it is not among the candidates.
-
-
 def fitting_singles(
     candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell, planner: Planner
 ) -> list[Candidate]:
     """Return configurations of ``single`` that may fit, the fastest first; none if a candidate of ``single`` does."""
-    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
+    waiting = [candidate for candidate in candidates if candidate.is_waiting]
     if not waiting or any(each.config and load_strategy(each.config).is_reference for each in waiting):
         return []
     singles = list(_valid_singles(waiting, command, make))
     prune_by_plan(singles, planner.estimate, Objective.THROUGHPUT, at_a_time=parallel_processes())
     # Sorting keeps the order of equal ones.
-    return sorted((single for single in singles if single.status is Status.WAITING), key=lambda each: each.too_close)
+    return sorted((single for single in singles if single.is_waiting), key=lambda each: each.too_close)
 
 
 def _valid_singles(candidates: Sequence[Candidate], command: Sequence[str], make: MakeCell) -> Iterator[Candidate]:
@@ -250,16 +214,13 @@ def _valid_singles(candidates: Sequence[Candidate], command: Sequence[str], make
             yield Candidate(overrides, family, config.train.micro_batch, 1, config)
 
 
-# The expected cost of the check of the losses, which the search leaves in the budget.
-
-
 def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candidate], objective: Objective) -> float:
     """Return the expected GPU-seconds of the trials that compare the losses of the best candidate so far.
 
     Before the first trial, the best candidate is the best forecast one. The cost is 0 if the reference has a trial of
     as many steps already, and if there is no reference.
     """
-    waiting = [each for each in candidates if each.status is Status.WAITING and each.config is not None]
+    waiting = [each for each in candidates if each.is_waiting and each.config is not None]
     by_forecast = sorted(waiting, key=lambda each: each.forecast(objective) or inf)
     best = next(iter([*by_score(candidates, objective), *by_forecast]), None)
     reference = next(references_of(best, candidates, singles), None) if best is not None else None

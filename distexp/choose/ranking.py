@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import log, log1p, sqrt
 from operator import attrgetter
-from typing import Any
 
-from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, Status, Trial
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Metrics, Objective, SearchRules, Trial
 from distexp.config import Config
 from distexp.statistics.noise import CPU_MEMORY_MIB, SINGLE_CPU_RUN, Deviation, distinct_ratio
 from distexp.strategies.base import load_strategy
@@ -17,8 +16,8 @@ from distexp.strategies.traits import CUSTOM_COMPLEXITY
 
 def by_score(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
     """Return the candidates with a score, the best one first. If scores are equal, the faster one is first."""
-    tried = [each for each in candidates if each.status is Status.TRIED and each.score(objective) is not None]
-    return sorted(tried, key=lambda each: (each.score(objective) or 0.0, each.score(Objective.THROUGHPUT) or 0.0))
+    tried = [each for each in candidates if each.is_tried and each.score(objective) is not None]
+    return sorted(tried, key=lambda each: (each.known_score(objective), each.score(Objective.THROUGHPUT) or 0.0))
 
 
 def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candidate]:
@@ -32,15 +31,11 @@ def ranked(candidates: Iterable[Candidate], objective: Objective) -> list[Candid
 
 @dataclass(frozen=True)
 class Margin:
-    """How much worse one candidate is than another.
+    """How much worse one candidate is than another."""
 
-    Attributes:
-        value: Difference of the scores, relative to the score of the winner.
-        noise: Half of the 95 % confidence interval of the logarithm of their ratio; None if no trial was repeated. With
-            the logarithm, a candidate that is several times slower is not equal because of a large noise.
-    """
-
-    value: float
+    value: float  # difference of the scores, relative to the score of the winner
+    # Half of the 95 % confidence interval of the logarithm of their ratio; None if no trial was repeated. With the
+    # logarithm, a candidate that is several times slower is not equal because of a large noise.
     noise: float | None
 
     @property
@@ -107,56 +102,20 @@ def squared_deviations(candidates: Iterable[Candidate], objective: Objective) ->
     squares, freedom = 0.0, 0
     for candidate in candidates:
         mean = candidate.score(objective)
-        scores = [(trial.score(objective), trial.steps) for trial in candidate.completed]
-        known = [(score, steps) for score, steps in scores if score is not None]
+        known = candidate.scores(objective)
         if mean and len(known) > 1:
             squares += sum(steps * (score / mean - 1) ** 2 for score, steps in known)
             freedom += len(known) - 1
     return squares, freedom
 
 
-# Measured values of a candidate.
-
-
-@dataclass(frozen=True)
-class MeanMetrics:
-    """Means over the trials of a candidate, weighted by their steps. None: not measured."""
-
-    samples_per_second: float | None = None
-    step_s: float | None = None
-    peak_allocated_mib: float | None = None
-    j_per_sample: float | None = None
-    price_per_sample: float | None = None
-
-    def dominates(self, other: MeanMetrics) -> bool:
-        """Return whether these values are nowhere worse than others, and somewhere better."""
-        pairs = [(own, theirs) for own, theirs in zip(self._costs(), other._costs(), strict=True) if own and theirs]
-        return all(own <= theirs for own, theirs in pairs) and any(own < theirs for own, theirs in pairs)
-
-    def _costs(self) -> tuple[float | None, ...]:
-        """Return numbers of which less is better."""
-        speed = self.samples_per_second
-        return (1 / speed if speed else None, self.peak_allocated_mib, self.j_per_sample, self.price_per_sample)
-
-    def value(self, objective: Objective) -> float | None:
-        """Return what an objective is about; None if it was not measured."""
-        return {
-            Objective.THROUGHPUT: self.samples_per_second,
-            Objective.ENERGY: self.j_per_sample,
-            Objective.COST: self.price_per_sample,
-            Objective.MEMORY: self.peak_allocated_mib,
-        }[objective]
-
-
-def mean_metrics(candidate: Candidate) -> MeanMetrics:
-    """Return the means of the completed trials of a candidate."""
+def mean_metrics(candidate: Candidate) -> Metrics:
+    """Return the means over the completed trials of a candidate, weighted by their steps, and the highest peak."""
     trials = candidate.completed
-    return MeanMetrics(
-        _mean(trials, "samples_per_second"),
-        _mean(trials, "step_s"),
-        max((trial.peak_allocated_mib for trial in trials if trial.peak_allocated_mib is not None), default=None),
-        _mean(trials, "j_per_sample"),
-        _mean(trials, "price_per_sample"),
+    peaks = [trial.peak_allocated_mib for trial in trials if trial.peak_allocated_mib is not None]
+    return Metrics(
+        **{name: _mean(trials, name) for name in ("samples_per_second", "step_s", "j_per_sample", "price_per_sample")},
+        peak_allocated_mib=max(peaks, default=None),
     )
 
 
@@ -169,29 +128,6 @@ def _mean(trials: Sequence[Trial], name: str) -> float | None:
     if name == "samples_per_second":
         return float(steps / sum(count / value for value, count in known))
     return float(sum(value * count for value, count in known) / steps)
-
-
-def measured_json(candidate: Candidate) -> dict[str, Any] | None:
-    """Return what the trials of a candidate measured; None if it was not tried."""
-    if not candidate.trials:
-        return None
-    return {
-        **asdict(mean_metrics(candidate)),
-        "gpu_seconds": round(sum(trial.gpu_seconds for trial in candidate.trials), 1),
-        "trials": [
-            {
-                "steps": trial.steps,
-                "status": trial.status,
-                "directory": None if trial.directory is None else str(trial.directory),
-                "samples_per_second": trial.samples_per_second,
-                "disturbed": trial.disturbed,
-            }
-            for trial in candidate.trials
-        ],
-    }
-
-
-# Candidates that are as good as the winner within the noise, and the simplest one of all.
 
 
 def equal_candidates(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> list[Candidate]:
@@ -210,16 +146,12 @@ def simplest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _complexity(config: Config | None) -> tuple[int | bool, ...]:
-    """Return a key that is smaller for a simpler configuration."""
     if config is None:
         return (CUSTOM_COMPLEXITY,)
     strategy = load_strategy(config)
     is_fast, is_checkpointed = config.kernels.name != "reference", config.train.activation_checkpointing
     option = strategy.option_complexity(config)
     return strategy.own_complexity(), config.offload.enabled, is_checkpointed, is_fast, option
-
-
-# The batches of trials of a search, and its result.
 
 
 @dataclass(frozen=True)
@@ -236,36 +168,22 @@ TryAll = Callable[[Sequence[PlannedTrial]], Sequence[Trial]]
 
 @dataclass(frozen=True)
 class Rung:
-    """A batch of trials that has ended.
+    """A batch of trials that has ended."""
 
-    Attributes:
-        name: Why it was run: ``families``, ``neighbors``, ``repeats`` or ``finalists``.
-        trials: What was tried, in order.
-        gpu_seconds: Cost of the batch.
-    """
-
-    name: str
-    trials: tuple[PlannedTrial, ...]
-    gpu_seconds: float
+    name: str  # why it was run: ``families``, ``neighbors``, ``repeats`` or ``finalists``
+    trials: tuple[PlannedTrial, ...]  # what was tried, in order
+    gpu_seconds: float  # cost of the batch
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        winner: The best candidate; None if none completed.
-        candidates: All candidates, with their trials.
-        rungs: The batches of trials, in order.
-        stopped: Why the search ended early, as a sentence; empty if it ended by itself.
-        statement: What prevents a winner, with the nearest configuration; empty if there is a winner.
-    """
-
-    winner: Candidate | None
-    candidates: tuple[Candidate, ...]
-    rungs: tuple[Rung, ...] = ()
-    stopped: str = ""
-    statement: str = ""
+    winner: Candidate | None  # the best candidate; None if none completed
+    candidates: tuple[Candidate, ...]  # all candidates, with their trials
+    rungs: tuple[Rung, ...] = ()  # the batches of trials, in order
+    stopped: str = ""  # why the search ended early, as a sentence; empty if it ended by itself
+    statement: str = ""  # what prevents a winner, with the nearest configuration; empty if there is a winner
 
     @property
     def gpu_seconds(self) -> float:

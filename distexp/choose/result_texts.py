@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from math import expm1
 
 from distexp.choose.axes import read_axes
-from distexp.choose.candidate import BETTER, STRATEGY, Candidate, Objective, format_gb, format_share, label
+from distexp.choose.candidate import BETTER, STRATEGY, Candidate, Metrics, Objective, format_gb, format_share, label
 from distexp.choose.loss_check import LossCheck
-from distexp.choose.ranking import Margin, MeanMetrics, margin_between, mean_metrics, ranked, simplest
+from distexp.choose.ranking import Margin, margin_between, mean_metrics, ranked, simplest
 from distexp.choose.space import Settings
 from distexp.config.overrides import copyable_override, shell_quote
 from distexp.plan.planned_cells import replace_overrides
@@ -19,8 +19,7 @@ from distexp.system.units import format_amount
 SET_BY_COMMAND = ("choose.", "hydra.", "plan.output=", "plan.timeout_s=", "name=choose")
 """Overrides that are not part of the real training."""
 
-SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")
-"""Overrides that set the number of workers."""
+SIZE_KEYS = ("cluster.nodes=", "cluster.workers_per_node=")  # overrides that set the number of workers
 
 
 def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objective: Objective) -> str:
@@ -33,7 +32,7 @@ def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objectiv
     return f"{evidence}, {describe_margin(margin, objective, label(second))}"
 
 
-def describe_values(values: MeanMetrics) -> str:
+def describe_values(values: Metrics) -> str:
     """Return the measured values: ``812.0 samples/s at 31.2 GB, 0.52 J/sample``."""
     speed = "-" if values.samples_per_second is None else f"{values.samples_per_second:,.1f} samples/s"
     parts = [f"{speed} at {format_gb(values.peak_allocated_mib)}"]
@@ -102,10 +101,7 @@ def may_add_single(settings: Settings) -> bool:
 
 
 def faster_reference(check: LossCheck | None, winner: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Return that the reference of the losses, which is no candidate, was faster than the winner; empty if not.
-
-    Its speed was measured once, so on CPUs it must be larger by more than the noise.
-    """
+    """Return that a reference that is no candidate was faster in its one trial, beyond the noise; empty if not."""
     speed, best = check.outside_speed if check else None, mean_metrics(winner).samples_per_second
     is_on_cpus = winner.config is not None and winner.config.cluster.device == "cpu"
     least = distinct_ratio(SINGLE_CPU_RUN) if is_on_cpus else 1.0
@@ -128,11 +124,7 @@ def loss_sentence(check: LossCheck) -> str:
     return f"the losses DIFFER from those of {check.reference}{why}: {check.comparison}"
 
 
-# Trade-offs: candidates that give up something for something else, beyond the noise.
-
-
-SAME = 0.02
-"""Relative difference from which a change is worth a mention."""
+SAME = 0.02  # relative difference from which a change is worth a mention
 
 MORE_AND_LESS = {
     Objective.THROUGHPUT: ("faster", "slower"),

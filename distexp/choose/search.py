@@ -1,17 +1,14 @@
 """The search: which candidates to try, with how many steps, and when to stop.
 
-1. *families*: the best forecast micro-batch of each family, in the order of the forecasts. After the first family, and
-   then after each few, the forecasts are scaled to the measured scores. Families that are not expected to improve the
-   best score are not tried. If the first one fails, the one that differs most is next. If all fail alike, the search
-   ends.
+1. *families*: the best forecast micro-batch of each family, in the order of the forecasts. After each few, these are
+   scaled to the measured scores. Families that are not expected to improve the best score are not tried. If the first
+   one fails, the one that differs most is next. If all fail alike, the search ends.
 2. *neighbors*: the next smaller and larger micro-batches of the best families, until none is better. Those of the first
-   family come before the other families. What they measure shows which micro-batches of the others can be better.
-   A trial of both that is far slower than its forecast is repeated at once. If the repeat is far faster, other programs
-   have disturbed the first trial, and it does not count.
+   family come before the other families, and show which micro-batches of the others can be better. A trial of both that
+   is far slower than its forecast is repeated at once. If other programs have disturbed it, it does not count.
 3. *finalists*: the best candidate and its strongest rival, again with more steps, until no rival can be much better
-   within the noise. On a busy machine, the repeats may show that the best one was only lucky. Then the next one is
-   repeated, so no candidate wins by one trial. The order alternates, so that a machine that gets slower is no
-   advantage for the first one.
+   within the noise. So no candidate wins by one lucky trial. The order alternates, so that a machine that gets slower
+   is no advantage for the first one.
 
 A search is deterministic: with the same trials it makes the same decisions. ``policy`` makes them.
 """
@@ -19,20 +16,10 @@ A search is deterministic: with the same trials it makes the same decisions. ``p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import inf
-from operator import attrgetter
 
-from distexp.choose import policy
-from distexp.choose.candidate import (
-    DEFAULT_RULES,
-    Candidate,
-    Objective,
-    SearchRules,
-    Status,
-    format_worker_time,
-    strategy_in,
-)
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, format_worker_time, strategy_in
+from distexp.choose.policy import Policy, affordable_trials, without_checkpointing
 from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, by_score, ranked
 from distexp.choose.trial_metrics import add_trial, most_different, prune_by_common_error, prune_unmeasured
 from distexp.hardware.facts import gpus_with
@@ -59,123 +46,96 @@ def search(
         candidates: All candidates. Those that wait may be tried.
         try_all: Runs a batch of trials.
         objective: What the best candidate has least of.
-        budget_gpu_s: Most GPU-seconds of all trials together, with the check of the losses. At least one trial is run.
+        budget_gpu_s: Most GPU-seconds of all trials together. At least one trial is run.
         rules: How thorough the search is.
         reserved_gpu_s: Returns the part of the budget that is for the check of the losses.
     """
-    state = _Search(candidates, try_all, objective, budget_gpu_s, rules, reserved_gpu_s)
+    policy = Policy(candidates, objective, rules)
+    state = _Search(policy, try_all, budget_gpu_s, reserved_gpu_s)
     state.try_first_family()
     state.try_families()
     state.try_neighbors()
     state.try_finalists()
-    prune_untried(state.families.values(), objective, near=rules.near, stopped=state.stopped)
+    prune_untried(policy, state.stopped)
     winner = next(iter(ranked(candidates, objective)), None)
     statement = "" if winner is not None else describe_no_winner(candidates)
     return SearchResult(winner, tuple(candidates), tuple(state.rungs), state.stopped, statement)
 
 
-def first_trials(
-    candidates: Sequence[Candidate], objective: Objective, rules: SearchRules = DEFAULT_RULES
-) -> list[PlannedTrial]:
+def first_trials(candidates: Sequence[Candidate], objective: Objective) -> list[PlannedTrial]:
     """Return the trial of one member of each family, in the order in which a search would run them."""
-    state = _Search(candidates, lambda batch: [], objective, inf, rules)
-    first = policy.representatives(state.families.values(), objective)
-    return [PlannedTrial(candidate, rules.steps) for candidate in first]
+    policy = Policy(candidates, objective, DEFAULT_RULES)
+    return [PlannedTrial(candidate, policy.rules.steps) for candidate in policy.representatives()]
 
 
-@dataclass
 class _Search:
-    """A search that runs. The arguments are those of ``search``.
+    """A search that runs. The arguments are those of ``search``."""
 
-    Attributes:
-        rungs: The batches that have ended.
-        stopped: Why the search ends early; empty if it does not.
-    """
-
-    candidates: Sequence[Candidate]
-    try_all: TryAll
-    objective: Objective
-    budget_gpu_s: float
-    rules: SearchRules
-    reserved_gpu_s: Callable[[], float] = lambda: 0.0
-    rungs: list[Rung] = field(default_factory=list)
-    stopped: str = ""
-
-    def __post_init__(self) -> None:
-        self.families: dict[tuple[str, ...], list[Candidate]] = {}
-        for candidate in self.candidates:
-            self.families.setdefault(candidate.family, []).append(candidate)
-        for members in self.families.values():
-            members.sort(key=attrgetter("micro_batch"))
+    def __init__(
+        self, policy: Policy, try_all: TryAll, budget_gpu_s: float, reserved_gpu_s: Callable[[], float]
+    ) -> None:
+        self.policy, self.rules, self.try_all = policy, policy.rules, try_all
+        self.budget_gpu_s, self.reserved_gpu_s = budget_gpu_s, reserved_gpu_s
+        self.has_noise = policy.objective is not Objective.MEMORY  # The peak of the memory has none.
+        self.rungs: list[Rung] = []  # the batches that have ended
+        self.stopped = ""  # why the search ends early; empty if it does not
 
     def try_first_family(self) -> None:
         """Try the family with the best forecast, and its neighbors. A good score leaves out more of the others."""
-        first = policy.representatives(self.families.values(), self.objective)[:1]
-        if first and first[0].forecast(self.objective) is not None:
+        first = self.policy.representatives()[:1]
+        if first and first[0].forecast(self.policy.objective) is not None:
             self._try("families", first)
             self.try_neighbors()
 
     def try_families(self) -> None:
-        """Try one member of each family that may be the best."""
-        while not self.stopped:
-            useful = policy.useful_representatives(self.families.values(), self.objective, self.rules)
-            if not useful:
-                return
-            if (different := most_different(useful, self.candidates)) is not None:
+        while not self.stopped and (useful := self.policy.useful_representatives()):
+            if (different := most_different(useful, self.policy.candidates)) is not None:
                 self._try("families", [different])
                 continue
             # One of two families that differ in checkpointing shows whether the other one may be better.
-            first_of = {policy.without_checkpointing(candidate): candidate for candidate in reversed(useful)}
-            wave = [candidate for candidate in useful if first_of[policy.without_checkpointing(candidate)] is candidate]
+            first_of = {without_checkpointing(candidate): candidate for candidate in reversed(useful)}
+            wave = [candidate for candidate in useful if first_of[without_checkpointing(candidate)] is candidate]
             self._try("families", wave[: self.rules.wave])
 
     def try_neighbors(self) -> None:
-        """Try smaller and larger micro-batches of the best families."""
         for _ in range(self.rules.neighbor_rounds):
-            batch = policy.neighbors_to_try(self.families.values(), self.objective, self.rules)
+            batch = self.policy.neighbors_to_try()
             if not batch or self.stopped:
                 return
             self._try("neighbors", batch)
 
     def try_finalists(self) -> None:
-        """Repeat the best candidate and its strongest rival, until the best one is certain enough.
-
-        The candidate that ran last is the first one of the next round. The peak of the memory has no noise.
-        """
-        if self.objective is Objective.MEMORY:
-            return
-        steps = self.rules.steps * self.rules.growth
+        """Repeat the best candidate and its strongest rival, the last one first, until the best one is certain."""
         last: Candidate | None = None
-        for _ in range(self.rules.repeats):
-            batch = policy.candidates_to_repeat(self.candidates, self.objective, self.rules)
+        for _ in range(self.rules.repeats if self.has_noise else 0):
+            batch = self.policy.candidates_to_repeat()
             if not batch or self.stopped:
                 return
             if batch[-1] is last:
                 batch.reverse()
-            self._run(FINALISTS, batch, steps)
+            self._run(FINALISTS, batch, self.rules.steps * self.rules.growth)
             last = batch[-1]
 
     def _try(self, name: str, batch: Sequence[Candidate]) -> None:
         """Run the first trials of a batch, and repeat those that other programs have probably disturbed."""
         self._run(name, batch, self.rules.steps)
-        if self.objective is Objective.MEMORY or self.stopped:
+        if not self.has_noise or self.stopped:
             return
-        doubtful = list(policy.doubtful_candidates(self.candidates, self.objective, self.rules))
+        doubtful = list(self.policy.doubtful_candidates())
         if doubtful:
             self._run("repeats", doubtful, self.rules.steps)
         for candidate in doubtful:
-            policy.mark_disturbed(candidate, self.objective, self.rules)
+            self.policy.mark_disturbed(candidate)
 
     def _run(self, name: str, batch: Sequence[Candidate], steps: int) -> None:
-        """Run a batch of trials, as far as the budget allows."""
         planned = [PlannedTrial(candidate, steps) for candidate in batch]
-        reserved = self.reserved_gpu_s()
+        candidates, reserved = self.policy.candidates, self.reserved_gpu_s()
         spent = sum(rung.gpu_seconds for rung in self.rungs)
-        affordable = policy.affordable_trials(planned, self.candidates, spent, self.budget_gpu_s - reserved)
+        affordable = affordable_trials(planned, candidates, spent, self.budget_gpu_s - reserved)
         if not self.rungs:  # The first trial of a search is always allowed.
             affordable = affordable or planned[:1]
         if not affordable:
-            budget, check = format_worker_time(self.budget_gpu_s, self.candidates), ""
+            budget, check = format_worker_time(self.budget_gpu_s, candidates), ""
             if reserved and reserved >= self.budget_gpu_s:
                 check = f" (the check of the losses alone needs about {reserved:,.0f})"
             elif reserved:
@@ -186,9 +146,10 @@ class _Search:
             affordable.sort(key=_shared_start)
         trials = self.try_all(affordable)
         for started, trial in zip(affordable, trials, strict=True):
-            add_trial(started.candidate, trial, self.families[started.candidate.family], self.objective)
-        prune_unmeasured(self.candidates, self.objective)
-        prune_by_common_error(self.candidates)
+            family = self.policy.families[started.candidate.family]
+            add_trial(started.candidate, trial, family, self.policy.objective)
+        prune_unmeasured(candidates, self.policy.objective)
+        prune_by_common_error(candidates)
         self.rungs.append(Rung(name, tuple(affordable), sum(trial.gpu_seconds for trial in trials)))
 
 
@@ -199,53 +160,35 @@ def _shared_start(planned: PlannedTrial) -> tuple[int, list[str]]:
     return candidate.workers, [name for name in kind.requires if name != COMMUNICATION]
 
 
-# Why the candidates that still wait at the end of a search were not tried.
+NOT_TRIED = "not tried"  # start of the reason of a candidate that fits, and that the search left out
+LOOKS_EQUAL = 0.005  # ratios that are nearer to 1 look like 1 with two decimals
+LOOKS_LIKE_ONE = 1.05  # smaller ratios look like 1 or less with one decimal
 
-
-NOT_TRIED = "not tried"
-"""Start of the reason of a candidate that fits, and that the search left out."""
-
-LOOKS_EQUAL = 0.005
-"""Ratios that are nearer to 1 look like 1 with two decimals."""
-
-LOOKS_LIKE_ONE = 1.05
-"""Smaller ratios look like 1 or less with one decimal."""
-
-NEEDED = {
-    Objective.THROUGHPUT: "time",
-    Objective.ENERGY: "energy",
-    Objective.COST: "price",
-    Objective.MEMORY: "memory",
-}
+NEEDED = {Objective.THROUGHPUT: "time", Objective.ENERGY: "energy", Objective.COST: "price", Objective.MEMORY: "memory"}
 """What an objective minimizes."""
 
 
-def prune_untried(families: policy.Families, objective: Objective, *, near: float, stopped: str) -> None:
-    """Prune the candidates that still wait, with the reason why they were not tried.
-
-    The neighbors of families within ``near`` of the best score were tried, unless something ``stopped`` the search.
-    """
-    candidates = [member for members in families for member in members]
-    best, needed = policy.best_score(candidates, objective), NEEDED[objective]
-    for members in families:
+def prune_untried(policy: Policy, stopped: str) -> None:
+    """Prune the candidates that still wait, with the reason why they were not tried, or what ``stopped`` the search."""
+    objective, best, needed = policy.objective, policy.best_score, NEEDED[policy.objective]
+    for members in policy.families.values():
         tried = by_score(members, objective)
         reason_of_family = ""
         if tried and best:
             micro_batch = f"micro-batch {tried[0].micro_batch} of this family"
-            ratio = (tried[0].score(objective) or 0.0) / best
-            if ratio > 1 + near:
+            ratio = tried[0].known_score(objective) / best
+            if ratio > 1 + policy.rules.near:
                 reason_of_family = f"{micro_batch} needs {ratio:.1f} times the {needed} of the best"
             elif not stopped:
                 reason_of_family = f"{micro_batch} is measured or forecast to be better"
-        for waiting in (member for member in members if member.status is Status.WAITING):
-            expected = policy.scaled_forecast(waiting, candidates, objective)
+        for waiting in (member for member in members if member.is_waiting):
+            expected = policy.scaled_forecast(waiting)
             ratio_of_forecast = None if best is None or expected is None else expected / best
             reason = reason_of_family or _reason_of_forecast(waiting, ratio_of_forecast, needed, stopped)
             waiting.prune(f"{NOT_TRIED}: {reason}")
 
 
 def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, stopped: str) -> str:
-    """Return why a candidate was not tried, by its scaled forecast relative to the best score."""
     if stopped or ratio is None:
         return stopped or "the search ended"
     if ratio <= 1 and candidate.too_close:
@@ -258,7 +201,7 @@ def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, 
 
 def describe_no_winner(candidates: Sequence[Candidate]) -> str:
     """Return why no candidate completed, with the configuration that needs the least memory."""
-    failed = [candidate for candidate in candidates if candidate.status is Status.FAILED]
+    failed = [candidate for candidate in candidates if candidate.has_failed]
     known = [candidate for candidate in failed or candidates if candidate.required_mib is not None]
     nearest = min(known, key=lambda candidate: candidate.required_mib or 0.0, default=None)
     if failed:

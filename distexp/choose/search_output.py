@@ -13,28 +13,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distexp.choose.candidate import COMPLETED, Candidate, Objective, Status, format_worker_time, label, row_label
+from distexp.choose import result_texts as texts
+from distexp.choose.candidate import COMPLETED, Candidate, Objective, format_worker_time, label, row_label
 from distexp.choose.loss_check import LossCheck
-from distexp.choose.ranking import (
-    PlannedTrial,
-    SearchResult,
-    equal_candidates,
-    mean_metrics,
-    measured_json,
-    ranked,
-    simplest,
-)
-from distexp.choose.result_texts import (
-    command_line,
-    equals_sentence,
-    faster_reference,
-    loss_sentence,
-    may_add_single,
-    other_sizes_hint,
-    trade_offs,
-    training_overrides,
-    winner_sentence,
-)
+from distexp.choose.ranking import PlannedTrial, SearchResult, equal_candidates, mean_metrics, ranked, simplest
 from distexp.choose.search import NOT_TRIED
 from distexp.choose.space import Settings
 from distexp.choose.trials import SearchState
@@ -45,25 +27,15 @@ from distexp.tables.columns import cell, print_plain
 
 @dataclass
 class Outcome:
-    """What is known of a search so far.
+    """What is known of a search so far."""
 
-    Attributes:
-        settings: Settings of the search.
-        candidates: All candidates.
-        result: Result of the search; None before its end.
-        winner: The winner, whose losses were checked; None before the end, or if there is none.
-        check: Check of the winner's losses.
-        rejected: Better candidates whose losses differ, with the check.
-        finished: Whether the losses were checked, too.
-    """
-
-    settings: Settings
-    candidates: Sequence[Candidate]
-    result: SearchResult | None = None
-    winner: Candidate | None = None
-    check: LossCheck | None = None
-    rejected: list[tuple[Candidate, LossCheck]] = field(default_factory=list)
-    finished: bool = False
+    settings: Settings  # settings of the search
+    candidates: Sequence[Candidate]  # all candidates
+    result: SearchResult | None = None  # result of the search; None before its end
+    winner: Candidate | None = None  # the winner, whose losses were checked; None before the end, or if there is none
+    check: LossCheck | None = None  # check of the winner's losses
+    rejected: list[tuple[Candidate, LossCheck]] = field(default_factory=list)  # better ones whose losses differ
+    finished: bool = False  # whether the losses were checked, too
 
     def to_json(self) -> dict[str, Any]:
         """Return the document, without the costs and trials that the state of the search adds."""
@@ -90,8 +62,8 @@ class Outcome:
             "overrides": typed_overrides(self.winner),
             "samples_per_second": values.samples_per_second,
             "peak_allocated_mib": values.peak_allocated_mib,
-            "command": command_line(self.settings.command, self.winner),
-            "all_overrides": training_overrides(self.settings.command, self.winner),
+            "command": texts.command_line(self.settings.command, self.winner),
+            "all_overrides": texts.training_overrides(self.settings.command, self.winner),
         }
 
     @property
@@ -108,7 +80,7 @@ class Outcome:
         """Return the winner with its evidence; empty if there is none."""
         if self.winner is None or self.result is None:
             return ""
-        return winner_sentence(self.usable, self.winner, self.settings.objective)
+        return texts.winner_sentence(self.usable, self.winner, self.settings.objective)
 
     @property
     def equal(self) -> list[Candidate]:
@@ -121,7 +93,7 @@ class Outcome:
     def usable(self) -> list[Candidate]:
         """Return the candidates that were tried, without the families of those whose losses differ."""
         rejected = [candidate.family for candidate, _ in self.rejected]
-        return [each for each in self.candidates if each.status is Status.TRIED and each.family not in rejected]
+        return [each for each in self.candidates if each.is_tried and each.family not in rejected]
 
 
 def typed_overrides(candidate: Candidate) -> list[str]:
@@ -142,7 +114,24 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-# What is printed at the end of a search: the table, the winner, and what was given up for what.
+def measured_json(candidate: Candidate) -> dict[str, Any] | None:
+    """Return what the trials of a candidate measured; None if it was not tried."""
+    if not candidate.trials:
+        return None
+    return {
+        **asdict(mean_metrics(candidate)),
+        "gpu_seconds": round(sum(trial.gpu_seconds for trial in candidate.trials), 1),
+        "trials": [
+            {
+                "steps": trial.steps,
+                "status": trial.status,
+                "directory": None if trial.directory is None else str(trial.directory),
+                "samples_per_second": trial.samples_per_second,
+                "disturbed": trial.disturbed,
+            }
+            for trial in candidate.trials
+        ],
+    }
 
 
 MAX_TRADE_OFFS = 5
@@ -159,31 +148,31 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
     if result is not None and result.stopped:
         line(f"{result.stopped}: there may be a better one. For more trials, raise choose.budget_min")
     for candidate, check in outcome.rejected:
-        line(f"not chosen: {label(candidate)}: {loss_sentence(check)}", "red")
+        line(f"not chosen: {label(candidate)}: {texts.loss_sentence(check)}", "red")
     if outcome.winner is None:
         line(outcome.statement or "no candidate completed a trial")
     else:
         line(f"best {objective}: {outcome.sentence}", "bold")
         if outcome.equal:
-            line(equals_sentence(outcome.winner, outcome.equal))
+            line(texts.equals_sentence(outcome.winner, outcome.equal))
         if outcome.check is not None:
-            line(loss_sentence(outcome.check))
-        for text in list(trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
+            line(texts.loss_sentence(outcome.check))
+        for text in list(texts.trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
             line(f"or: {text}")
-        is_for_speed = objective is Objective.THROUGHPUT and may_add_single(outcome.settings)
-        faster = is_for_speed and faster_reference(outcome.check, outcome.winner, outcome.candidates)
-        if hint := faster or other_sizes_hint(outcome.candidates, outcome.settings):
+        is_for_speed = objective is Objective.THROUGHPUT and texts.may_add_single(outcome.settings)
+        faster = is_for_speed and texts.faster_reference(outcome.check, outcome.winner, outcome.candidates)
+        if hint := faster or texts.other_sizes_hint(outcome.candidates, outcome.settings):
             line(hint)
     line(describe_cost(state, outcome.candidates), "dim")
     if state.trials:
         line(f"trials: {folder}; to look at them: {suggest_command('report', folder)}", "dim")
     if outcome.winner is not None:
         line("\nto train with it:")
-        line(f"  {command_line(outcome.settings.command, outcome.winner)}")
+        line(f"  {texts.command_line(outcome.settings.command, outcome.winner)}")
         simple = simplest([outcome.winner, *outcome.equal])
         if simple is not outcome.winner:
             line("\nor with the simplest of the equal configurations:")
-            line(f"  {command_line(outcome.settings.command, simple)}")
+            line(f"  {texts.command_line(outcome.settings.command, simple)}")
 
 
 def describe_cost(state: SearchState, candidates: Iterable[Candidate]) -> str:
@@ -197,18 +186,9 @@ def describe_cost(state: SearchState, candidates: Iterable[Candidate]) -> str:
     return f"{cost}, and {state.check_gpu_seconds:,.0f} for {format_count(checks, 'trial')} that compared the losses"
 
 
-# Tables of the candidates of a search on a terminal.
-
-
-MAX_LISTED = 6
-"""Most candidates without a trial that a table lists. More are counted by their reason."""
-
-NUMBER = re.compile(r"(?<![\w=-])\d+(?:[.,]\d+)*")
-"""A number, but not that of a name such as ZeRO-2 or zero_stage=2."""
-
-DETAILS = re.compile(r" \([^)]*\)")
-"""An explanation in parentheses."""
-
+MAX_LISTED = 6  # Most candidates without a trial that a table lists. More are counted by their reason.
+NUMBER = re.compile(r"(?<![\w=-])\d+(?:[.,]\d+)*")  # a number, but not that of a name such as ZeRO-2 or zero_stage=2
+DETAILS = re.compile(r" \([^)]*\)")  # an explanation in parentheses
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
 RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
 CPU_LEGEND = " On CPUs a longer run may need more: a short trial has few memory samples."
@@ -235,14 +215,10 @@ def result_table(
 
 
 def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None, equal: Sequence[Candidate]) -> Table:
-    """Return the table of the candidates that were tried."""
     values = [mean_metrics(candidate) for candidate in candidates]
     energy, price = any(metrics.j_per_sample for metrics in values), any(metrics.price_per_sample for metrics in values)
-    table = _table("candidate", "workers", "samples/s", "peak GB", "predicted")
-    for title, shown in (("J/sample", energy), ("price/10⁶", price)):
-        if shown:
-            table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("steps", justify="right", no_wrap=True)
+    further = [title for title, shown in (("J/sample", energy), ("price/10⁶", price)) if shown]
+    table = _table("candidate", "workers", "samples/s", "peak GB", "predicted", *further, "steps")
     for candidate, found in zip(candidates, values, strict=True):
         price_of_many = None if found.price_per_sample is None else 1e6 * found.price_per_sample
         cells = [
@@ -276,10 +252,7 @@ def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
 
 
 def count_reasons(candidates: Sequence[Candidate]) -> dict[str, int]:
-    """Return how many candidates have each reason, the most frequent first.
-
-    Reasons that differ only in their numbers or details count as one. Their numbers are then shown as N.
-    """
+    """Return how many candidates have each reason, the most frequent first. Numbers that differ are shown as N."""
     groups: dict[str, list[str]] = {}
     for candidate in candidates:
         short = DETAILS.sub("", _reason(candidate).partition(":")[0]).partition(" by ")[0]
@@ -312,7 +285,7 @@ def _table(first: str, *numbers: str) -> Table:
 
 def _failure(candidate: Candidate) -> str:
     """Return the status of the trial that failed; empty if all completed, perhaps without the objective's metric."""
-    if candidate.status is not Status.FAILED:
+    if not candidate.has_failed:
         return ""
     return next((trial.status for trial in reversed(candidate.trials) if trial.status != COMPLETED), "")
 

@@ -9,7 +9,7 @@ from math import gcd
 
 from omegaconf import DictConfig, OmegaConf
 
-from distexp.choose.axes import Axes, ClusterSize, Kinds, StrategyChoice, cluster_sizes, strategy_choices
+from distexp.choose.axes import Axes, ClusterSize, Kinds, cluster_sizes, strategy_choices
 from distexp.choose.candidate import (
     CHECKPOINTING,
     DEFAULT_VALUES,
@@ -58,7 +58,12 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
         axes = replace(axes, micro_batches=(kept,))
     typed = {key_of(text) for text in command}
     sizes, kinds = cluster_sizes(base, gpus), _kinds(make, command, axes)
-    _check_global_batch(base.train.global_batch_size, sizes)
+    samples, counts = base.train.global_batch_size, sorted({size.workers for size in sizes})
+    if all(samples % workers for workers in counts):
+        raise ConfigError(
+            f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
+            f"{multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
+        )
     candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed, kinds)]
     if not candidates:
         raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
@@ -79,39 +84,16 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
     It is the largest one that all numbers of workers can have, and not above that of the configuration. A typed one is
     kept anyway.
     """
-    samples = base.train.global_batch_size
-    if (
-        samples is None
-        or not depends_on_micro_batch(base)
-        or axes.is_micro_batch_named
-        or axes.micro_batches is not None
-    ):
+    samples, is_chosen = base.train.global_batch_size, axes.is_micro_batch_named or axes.micro_batches is not None
+    if samples is None or is_chosen or not depends_on_micro_batch(base):
         return None
     counts = {size.workers for size in cluster_sizes(base, gpus)}
     common = gcd(*(samples // workers for workers in counts if samples % workers == 0))
     return max(divisors(common, base.train.micro_batch))
 
 
-def _check_global_batch(samples: int, sizes: Sequence[ClusterSize]) -> None:
-    """Check that some number of workers can share the samples of a step.
-
-    Raises:
-        ConfigError: none can.
-    """
-    counts = sorted({size.workers for size in sizes})
-    if all(samples % workers for workers in counts):
-        raise ConfigError(
-            f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
-            f"{multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
-        )
-
-
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:
-    """Return the configuration of the command with all of its workers. Its batch sizes may not fit.
-
-    Raises:
-        ConfigError: the command is invalid for another reason than its strategy or sizes.
-    """
+    """Return the configuration of the command with all workers, even if its batch sizes do not fit."""
     kinds = shipped_strategies()
     limiting = [f"{STRATEGY}={name}" for name, kind in kinds.items() if kind.max_workers is not None]
     # The strategy of the command may decide the size of the cluster. Otherwise it is read with the simplest one that
@@ -145,22 +127,20 @@ def _combinations(
     cluster = (*nodes, f"cluster.workers_per_node={size.workers_per_node}")
     # Defaults are left out of the overrides, unless the command sets another value.
     defaults = {f"{key}={DEFAULT_VALUES[key][0]}" for key in (OFFLOAD, CHECKPOINTING, KERNELS) if key not in typed}
-    for choice in strategy_choices(size, axes, kinds):
+    owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
+    for strategy, offload in strategy_choices(size, axes, kinds):
+        chosen = strategy_in([strategy])
         further = [
-            [f"{key}={value}" for value in values] for key, values in axes.further.items() if _applies(key, choice)
+            [f"{key}={value}" for value in values]
+            for key, values in axes.further.items()
+            # The keys of a strategy's section are for that one only.
+            if not strategy or owners.get(key.partition(".")[0], chosen) == chosen
         ]
         for others in product(axes.overrides_of(CHECKPOINTING), axes.overrides_of(KERNELS), *further):
-            overrides = (choice.strategy, choice.offload, *others, *cluster)
+            overrides = (strategy, offload, *others, *cluster)
             family = tuple(text for text in overrides if text and text not in defaults)
             for micro_batch in _micro_batches(base, size, axes):
                 yield Candidate((*family, f"{MICRO_BATCH}={micro_batch}"), family, micro_batch, size.workers)
-
-
-def _applies(key: str, choice: StrategyChoice) -> bool:
-    """Return whether a key is for a strategy. The keys of a strategy's section are for that one only."""
-    section = key.partition(".")[0]
-    owners = {kind.section: name for name, kind in shipped_strategies().items() if kind.section}
-    return section not in owners or not choice.strategy or strategy_in([choice.strategy]) == owners[section]
 
 
 def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
@@ -186,9 +166,6 @@ def _prune_duplicates(candidates: Sequence[Candidate]) -> None:
             candidate.prune(f"the same as {' '.join(first.overrides)}")
 
 
-# The overrides of a command with those of a candidate in their place.
-
-
 SHARDED_KEYS = (*(f"{key}=" for key in (*STRATEGY_OF, *GROUP_OF_KEY)), "offload.")
 """Overrides of a command that contradict the reference."""
 
@@ -205,17 +182,12 @@ def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> 
     return [text for text in command if not text.startswith(SHARDED_KEYS)]
 
 
-# Settings of a search, and checks of the command line that starts it.
-
-
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
 OWN_KEYS = ("choose.", "hydra.", "sweep.")
 DRY_RUN = "choose.dry_run=true"
 """Override of a dry run for the GPUs of another machine. Without it, this machine must have as many GPUs."""
-
-SECONDS_PER_MINUTE = 60.0
 
 
 @dataclass(frozen=True)
@@ -238,15 +210,11 @@ class Settings:
 
     def budget_gpu_s(self, workers: int) -> float:
         """Return the GPU time of the trials."""
-        return self.section.budget_min * SECONDS_PER_MINUTE * workers
+        return 60.0 * self.section.budget_min * workers
 
 
 def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
-    """Return the settings of a command.
-
-    Raises:
-        ConfigError: the command has several cells, or its objective or directory is impossible.
-    """
+    """Return the settings of a command. Raise a ConfigError if it has several cells, or settings that are wrong."""
     if len(cells) != 1:
         raise ConfigError(
             f"distexp choose is for one training, and these arguments have {len(cells)} cells: leave out presets with "
@@ -279,7 +247,6 @@ def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
 
 
 def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:
-    """Return the settings of a command whose global batch is the same for all candidates."""
     notes = []
     if not sets_key(command, BATCH) and config.train.global_batch_size is None:
         samples = global_batch(config)
@@ -294,11 +261,7 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
 
 
 def global_batch(config: Config) -> int:
-    """Return the samples of an optimizer step.
-
-    Raises:
-        ConfigError: the micro-batch is searched by the workers.
-    """
+    """Return the samples of an optimizer step. Raise a ConfigError if the workers search the micro-batch."""
     train = config.train
     if isinstance(train.micro_batch_size, str):
         raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")

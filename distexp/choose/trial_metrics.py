@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from distexp.choose.candidate import (
-    COMPLETED,
-    OUT_OF_MEMORY,
-    STRATEGY,
-    STRATEGY_OF,
-    Candidate,
-    Objective,
-    Status,
-    Trial,
-)
+from distexp.choose.candidate import COMPLETED, STRATEGY, STRATEGY_OF, Candidate, Objective, Status, Trial
 from distexp.config import Config
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import OPERATORS, RECORD, SPEC
@@ -82,9 +73,6 @@ def peak_mib(record: RunRecord) -> float | None:
     return max(allocated) if allocated else cpu_peak_mib(record.memory)
 
 
-# What a trial means for its candidate, and for the other members of its family.
-
-
 UNMEASURED = {
     Objective.THROUGHPUT: "the run measured no throughput",
     Objective.ENERGY: "the run measured no energy: use choose.objective=throughput",
@@ -92,9 +80,6 @@ UNMEASURED = {
     Objective.MEMORY: "the run measured no memory",
 }
 """Why a completed trial has no score."""
-
-NOT_ADVANCED = "its measured value is 0: the counter did not advance in so short a run"
-"""Why a completed trial with a value of 0 has no score."""
 
 MAX_FAILURES = 1
 """Most trials of a family that may fail for another reason than memory before the rest of the family is pruned."""
@@ -104,34 +89,34 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
     """Add a trial to its candidate, and set the status. If it failed, prune what would fail too."""
     candidate.trials = (*candidate.trials, trial)
     if trial.status == COMPLETED:
-        known = candidate.score(objective) is not None
-        candidate.status = Status.TRIED if known else Status.FAILED
-        why = UNMEASURED[objective] if trial.measured(objective) is None else NOT_ADVANCED
-        candidate.reason = "" if known else why
+        if candidate.score(objective) is not None:
+            candidate.status, candidate.reason = Status.TRIED, ""
+        elif trial.minimized(objective) is None:
+            candidate.status, candidate.reason = Status.FAILED, UNMEASURED[objective]
+        else:
+            reason = "its measured value is 0: the counter did not advance in so short a run"
+            candidate.status, candidate.reason = Status.FAILED, reason
         return
     candidate.status = Status.FAILED
-    ran_out, size = trial.status in OUT_OF_MEMORY, candidate.micro_batch
+    ran_out, size = trial.ran_out_of_memory, candidate.micro_batch
     candidate.reason = trial.error or ("it ran out of memory" if ran_out else f"the run is {trial.status}")
-    waiting = [member for member in family if member.status is Status.WAITING]
+    waiting = [member for member in family if member.is_waiting]
     for member in waiting:
         if ran_out and member.micro_batch > size:
             member.prune(f"micro-batch {member.micro_batch} needs more than {size}, which ran out of memory")
     # The rest of a family is pruned if too many of its trials failed for another reason than memory.
-    failed = [member for member in family if member.status is Status.FAILED and not member.ran_out_of_memory]
+    failed = [member for member in family if member.has_failed and not member.ran_out_of_memory]
     for member in waiting:
-        if len(failed) > MAX_FAILURES and member.status is Status.WAITING:
+        if len(failed) > MAX_FAILURES and member.is_waiting:
             member.prune(f"{len(failed)} trials of this family failed: {candidate.reason}")
 
 
 def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> None:
     """Prune all that wait if trials have completed and none measured the objective, because others will not either."""
     completed = [trial for candidate in candidates for trial in candidate.completed]
-    if completed and all(trial.measured(objective) is None for trial in completed):
-        for waiting in (candidate for candidate in candidates if candidate.status is Status.WAITING):
+    if completed and all(trial.minimized(objective) is None for trial in completed):
+        for waiting in (candidate for candidate in candidates if candidate.is_waiting):
             waiting.prune(UNMEASURED[objective])
-
-
-# Errors that all candidates have in common, such as a data set that cannot be read. They end a search early.
 
 
 UNSUCCESSFUL = ("failed", "invalid")
@@ -143,42 +128,35 @@ def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
 
     A setting explains an error if all trials that failed have it, and some candidate that waits does not.
     """
-    failed = _failed_alike(candidates)
-    if len(failed) < 2:
-        return
-    waiting = [candidate for candidate in candidates if candidate.status is Status.WAITING]
-    common = _common_settings(failed, waiting)
-    if all(common <= _settings(candidate, dict(common)) for candidate in waiting):
+    waiting = [candidate for candidate in candidates if candidate.is_waiting]
+    failed, common = _failed_alike(candidates, waiting)
+    if len(failed) > 1 and all(common <= _settings(candidate, dict(common)) for candidate in waiting):
         for candidate in waiting:
             candidate.prune(f"{len(failed)} trials with other settings failed: {failed[0].trials[-1].error}")
 
 
 def most_different(waiting: Sequence[Candidate], candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the waiting candidate with the fewest settings that all failed ones have.
-
-    Of several, it is the first one; None if a trial completed, none failed, or the errors differ.
-    """
-    failed = _failed_alike(candidates)
+    """Return the first waiting candidate with the fewest settings of all failed ones; None if it is not needed."""
+    failed, common = _failed_alike(candidates, waiting)
     if not failed:
         return None
-    common = _common_settings(failed, waiting)
     return min(waiting, key=lambda candidate: len(common & _settings(candidate, dict(common))), default=None)
 
 
-def _failed_alike(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that failed, if no trial completed and all have the same error; else none."""
+def _failed_alike(
+    candidates: Iterable[Candidate], waiting: Sequence[Candidate]
+) -> tuple[list[Candidate], set[tuple[str, str]]]:
+    """Return the candidates that failed, and the settings that all of them have, as pairs of key and value.
+
+    There are none if a trial completed, or the errors differ.
+    """
     tried = [candidate for candidate in candidates if candidate.trials]
     failed = [candidate for candidate in tried if candidate.trials[-1].status in UNSUCCESSFUL]
     errors = {candidate.trials[-1].error for candidate in failed}
     if len(errors) != 1 or "" in errors or any(candidate.completed for candidate in tried):
-        return []
-    return failed
-
-
-def _common_settings(failed: Sequence[Candidate], waiting: Sequence[Candidate]) -> set[tuple[str, str]]:
-    """Return the settings that all failed candidates have, as pairs of key and value."""
+        return [], set()
     keys = {key for candidate in (*failed, *waiting) for key, _ in _overrides(candidate)}
-    return set.intersection(*(_settings(candidate, keys) for candidate in failed))
+    return failed, set.intersection(*(_settings(candidate, keys) for candidate in failed))
 
 
 def _settings(candidate: Candidate, keys: Iterable[str]) -> set[tuple[str, str]]:

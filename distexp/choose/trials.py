@@ -25,8 +25,7 @@ from distexp.runs.texts import join_errors
 from distexp.system.files import read_json, write_json
 from distexp.system.typed_values import parse_dataclass
 
-INTERRUPTED = frozenset({"killed", "preempted"})
-"""Statuses of trials that run again when a search is resumed."""
+INTERRUPTED = frozenset({"killed", "preempted"})  # statuses of trials that run again when a search is resumed
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class _TrialRun:
         return record.error is None or record.error.type != SUBMISSION_REFUSED
 
     def store_cost(self) -> None:
-        """Set status and cost in the entry, if the run has a record."""
         record, stored = read_record(self.directory), self.stored
         if record is not None:
             stored.status = record.status
@@ -61,19 +59,12 @@ class _TrialRun:
 
 @dataclass
 class Trials:
-    """Runs trials in the directory of a search, and stores them in ``choose.json``.
+    """Runs trials in the directory of a search, and stores them in ``choose.json``."""
 
-    Attributes:
-        state: The file of the search, with the overrides of the command.
-        make: Composes a cell.
-        runner: Runs batches.
-        budget_min: Budget of the search in minutes, which limits each trial too.
-    """
-
-    state: SearchState
-    make: MakeCell
-    runner: TrialRunner
-    budget_min: float
+    state: SearchState  # the file of the search, with the overrides of the command
+    make: MakeCell  # composes a cell
+    runner: TrialRunner  # runs batches
+    budget_min: float  # budget of the search in minutes, which limits each trial too
     _repeats: dict[tuple[tuple[str, ...], int], int] = field(default_factory=dict)
     _cells: dict[tuple[tuple[str, ...], int], Cell] = field(default_factory=dict)
 
@@ -146,37 +137,21 @@ class Trials:
         self.state.write()
 
 
-# The overrides that make a short trial of a training.
-
-
-EXCLUDED_STEPS = 3
-"""First steps of a trial that are not measured: compilation, and the recording of CUDA graphs."""
-
-SHORTEST_LIMIT_MIN = 10.0
-"""Least time limit of a trial. The first one may download and tokenize the data."""
+EXCLUDED_STEPS = 3  # first steps of a trial that are not measured: compilation, and the recording of CUDA graphs
+SHORTEST_LIMIT_MIN = 10.0  # Least time limit of a trial. The first one may download and tokenize the data.
 
 
 def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
-    """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output.
-
-    The model, the global batch, the seed and the order of the data stay the same.
-    """
+    """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output."""
     total, train = steps + EXCLUDED_STEPS, config.train
     limit = max(budget_min, SHORTEST_LIMIT_MIN)
     found = [
         f"train.max_steps={total}",
         f"train.num_epochs={total}",  # A small data set has fewer steps in an epoch.
         f"train.measure_after_step={EXCLUDED_STEPS}",
-        "train.log_every=1",
-        "train.checkpoint_every=null",
-        "train.resume=null",
-        "train.save_model=false",
-        "train.evaluate=false",
-        "train.score_answers=false",
-        "train.profile_steps=0",
-        "profile=false",
-        "tracker=none",
-        "preflight.enabled=false",
+        *("train.log_every=1", "train.checkpoint_every=null", "train.resume=null", "train.save_model=false"),
+        *("train.evaluate=false", "train.score_answers=false", "train.profile_steps=0"),
+        *("profile=false", "tracker=none", "preflight.enabled=false"),
         f"cluster.timeout_min={min(limit, config.cluster.timeout_min or limit):g}",
     ]
     samples = train.global_batch_size
@@ -185,60 +160,32 @@ def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
     return found
 
 
-# What is stored of a search, in ``choose.json``: its trials, so that it can be resumed, and its result.
-
-
-VERSION = 1
-
-
 @dataclass
 class StoredTrial:
-    """A trial in ``choose.json``: which run it is, and what it has cost.
+    """A trial in ``choose.json``: which run it is, and what it has cost."""
 
-    Attributes:
-        overrides: Overrides of the candidate, and further ones of the trial.
-        steps: Number of measured steps.
-        repeat: Number of equal trials before it.
-        number: Number of its run.
-        status: Status of its record; None if it has not ended.
-        gpu_seconds: Time of the run times the number of workers.
-        startup_gpu_seconds: The part of it outside of training and evaluation.
-        compares_losses: Whether it was run to compare the losses, after the search.
-    """
-
-    overrides: list[str]
-    steps: int
-    repeat: int
-    number: int
-    status: str | None = None
-    gpu_seconds: float = 0.0
-    startup_gpu_seconds: float = 0.0
-    compares_losses: bool = False
+    overrides: list[str]  # overrides of the candidate, and further ones of the trial
+    steps: int  # number of measured steps
+    repeat: int  # number of equal trials before it
+    number: int  # number of its run
+    status: str | None = None  # status of its record; None if it has not ended
+    gpu_seconds: float = 0.0  # time of the run times the number of workers
+    startup_gpu_seconds: float = 0.0  # the part of it outside of training and evaluation
+    compares_losses: bool = False  # whether it was run to compare the losses, after the search
 
 
 @dataclass
 class SearchState:
-    """The file of a search.
+    """The file of a search."""
 
-    Attributes:
-        folder: Directory of the search.
-        command: Overrides that the search is about.
-        describe: Returns what else the file contains: winner, candidates and statements.
-        trials: Trials that were started, in order.
-    """
-
-    folder: Path
-    command: list[str]
-    describe: Callable[[], dict[str, Any]] = dict
-    trials: list[StoredTrial] = field(default_factory=list)
+    folder: Path  # directory of the search
+    command: list[str]  # overrides that the search is about
+    describe: Callable[[], dict[str, Any]] = dict  # returns what else the file contains: the winner and candidates
+    trials: list[StoredTrial] = field(default_factory=list)  # trials that were started, in order
 
     @classmethod
     def open(cls, folder: Path, command: Sequence[str]) -> SearchState:
-        """Return the state of a directory, an empty one if it has no search yet.
-
-        Raises:
-            ConfigError: if the directory contains another search, or a damaged file.
-        """
+        """Return the state of a directory, perhaps empty. Raise a ConfigError for another search or a damaged file."""
         path = folder / CHOICE
         try:
             raw = read_json(path)
@@ -284,7 +231,7 @@ class SearchState:
             "check_gpu_seconds": round(self.check_gpu_seconds, 1),
             "command": self.command,
             "trials": [asdict(trial) for trial in self.trials],
-            "version": VERSION,
+            "version": 1,
         }
 
     def write(self) -> None:

@@ -53,14 +53,13 @@ class Cell:
 
 MakeCell = Callable[[Sequence[str]], Cell]
 
-# Composition of cells with one composition by Hydra for each choice of options.
-#
-# Hydra needs about 50 ms for a composition, mostly to read YAML files and to merge them. Cells that choose the same
-# options differ only in values, which are set on a copy.
-
 
 class CellComposer:
-    """Composition of cells with the result of Hydra's ``load_sweep_config``, but with one call for each choice."""
+    """Composition of cells with the result of Hydra's ``load_sweep_config``, but with one call for each choice.
+
+    A call needs about 50 ms, mostly to read YAML files and to merge them. Cells that choose the same options differ
+    only in values, which are set on a copy.
+    """
 
     def __init__(self, loader: CheckedConfigLoader, master: DictConfig) -> None:
         """Create the composer of the cells of a command, with its own configuration."""
@@ -72,12 +71,7 @@ class CellComposer:
 
     @interruptions_kept()
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the composed configuration of a cell.
-
-        Raises:
-            HydraException: if an override is wrong.
-            ConfigError: if a foreign file contains values that could run code.
-        """
+        """Return the composed configuration of a cell; ConfigError if a foreign file has values that could run code."""
         parsed = self._parser.parse_overrides(list(overrides))
         if any(override.is_hydra_override() for override in parsed):
             return self._loader.load_sweep_config(self._master, list(overrides))

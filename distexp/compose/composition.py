@@ -66,16 +66,15 @@ def compose_cells(
     errors = cells[0].errors if len(cells) == 1 and not rules.may_be_invalid else []
     errors = [*errors, *ignored_plan_keys((cell.overrides, cell.config) for cell in cells)]
     if not resumes and not rules.keeps_accumulation:
-        errors += replaced_accumulation(cells, typed)
+        errors += dict.fromkeys(replaced_accumulation(cells, typed))
     if errors:
         raise ConfigError(errors)
-    for warning in () if resumes else lowered_values(cells, typed):
+    for warning in () if resumes else dict.fromkeys(lowered_values(cells, typed)):
         print(f"distexp: warning: {warning}", file=sys.stderr)
     return cells
 
 
 def _compose_with_progress(make: MakeCell, overrides: Sequence[Sequence[str]]) -> list[Cell]:
-    """Return the cells, and show how many are composed."""
     cells = []
     try:
         with show_progress("composing", len(overrides)) as advance:
@@ -109,24 +108,13 @@ def cell_maker(context: HydraContext, master: DictConfig, adjust: Adjust | None 
     return make
 
 
-# Composition of many cells in several processes, in the order of the sweep.
-
-MAX_PROCESSES = 8
-"""A login node has many cores and many users."""
-
-MIN_PARALLEL = 32
-"""Number of cells from which processes are started."""
-
-CHUNK = 8
-"""Number of cells that a process composes at a time."""
+MAX_PROCESSES = 8  # a login node has many cores and many users
+MIN_PARALLEL = 32  # number of cells from which processes are started
+CHUNK = 8  # number of cells that a process composes at a time
 
 
 def compose_all(make: MakeCell, overrides: Sequence[Sequence[str]]) -> Iterator[Cell]:
-    """Yield all cells in order. If there are many, several processes make them.
-
-    Raises:
-        OSError: if a process was killed.
-    """
+    """Yield all cells in order. If there are many, several processes make them; OSError if one was killed."""
     if not overrides:
         return
     # The processes inherit what the first cell has imported, read and composed.
@@ -162,8 +150,7 @@ def _compose_chunks(make: MakeCell, chunks: Sequence[Sequence[Sequence[str]]], p
         pool.shutdown(cancel_futures=True)
 
 
-_inherited: dict[str, Any] = {}
-"""What a forked process needs. It is not pickled for each chunk."""
+_inherited: dict[str, Any] = {}  # What a forked process needs. It is not pickled for each chunk.
 
 
 def _compose_chunk(index: int) -> list[Cell]:
@@ -238,10 +225,7 @@ DEVICE_RULES = {
 
 
 def ignored_plan_keys(cells: Iterable[tuple[Sequence[str], Config | None]]) -> list[str]:
-    """Return an error for each override of ``plan`` that has no effect in any cell. One with the default is none.
-
-    An override of a cell without a configuration is no error.
-    """
+    """Return an error for each override of ``plan`` without an effect in any valid cell, unless it is the default."""
     errors: dict[str, str | None] = {}
     for overrides, config in cells:
         for text in overrides:
@@ -252,7 +236,6 @@ def ignored_plan_keys(cells: Iterable[tuple[Sequence[str], Config | None]]) -> l
 
 
 def _situation(config: Config) -> str:
-    """Return which rules hold for a cell."""
     memory = config.forecast.memory
     situations = {
         f"forecast.memory={memory}": config.command == Command.FORECAST and memory != "predict",
@@ -273,8 +256,6 @@ def _broken_rule(text: str, config: Config) -> Rule | None:
     return next((rule for rule in rules if name in rule.keys), None)
 
 
-# Warnings about values of a command that the scale lowers, as ``scale=tiny train.micro_batch_size=8`` does.
-
 LIMITS = {
     "train.micro_batch_size": ("micro_batch_size",),
     "train.gradient_accumulation_steps": ("gradient_accumulation_steps",),
@@ -291,12 +272,11 @@ LIMITS = {
 """Keys of ``scale`` that limit a key."""
 
 
-def lowered_values(cells: Iterable[Cell], given: Container[str]) -> list[str]:
-    """Return a warning for each value of the given keys that the scale lowers, once for all cells.
+def lowered_values(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
+    """Yield a warning for each value of the given keys that the scale lowers.
 
     They are the keys of the command itself. A preset of the workshop expects that its own values are lowered.
     """
-    found: dict[str, None] = {}
     for cell in cells:
         config = cell.config
         if config is None or config.scale.name == "full":
@@ -310,17 +290,15 @@ def lowered_values(cells: Iterable[Cell], given: Container[str]) -> list[str]:
             if used is not None and used < int(value):
                 limits = [f"scale.{limit}=null" for limit in LIMITS[key] if getattr(config.scale, limit) is not None]
                 hint = f": to keep {value}, add {' '.join(limits)}" if limits else ""
-                found[f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"] = None
-    return list(found)
+                yield f"scale={config.scale.name} lowers {key}={value} to {used}{hint}"
 
 
-def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> list[str]:
-    """Return an error for each accumulation of the command that the global batch of a cell would replace.
+def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> Iterator[str]:
+    """Yield an error for each accumulation of the command that the global batch of a cell would replace.
 
     A global batch on the command line may replace the accumulation of a preset, which is none of the given keys.
     """
     key = "train.gradient_accumulation_steps"
-    errors: dict[str, None] = {}
     for cell in cells if key in given else ():
         config = cell.config
         if config is None or config.train.global_batch_size is None or config.scale.name != "full":
@@ -329,5 +307,4 @@ def replaced_accumulation(cells: Iterable[Cell], given: Container[str]) -> list[
         for text in cell.overrides:
             if key_of(text) == key and value_of(text) != str(steps):
                 hint = f"train.global_batch_size={total} sets the accumulation to {steps}. Leave one of the two out"
-                errors[f"{text} has no effect: {hint}"] = None
-    return list(errors)
+                yield f"{text} has no effect: {hint}"

@@ -14,16 +14,13 @@ from dataclasses import dataclass, field
 from distexp.system.units import MIB
 
 MIN_BLOCK = 512
-SMALL_SIZE = MIB
-"""Largest block of the small pool."""
+SMALL_SIZE = MIB  # largest block of the small pool
 SMALL_SEGMENT = 2 * MIB
 MIN_LARGE_ALLOC = 10 * MIB
 LARGE_SEGMENT = 20 * MIB
 ROUND_LARGE = 2 * MIB
-ADDRESS_RANGE = 32 * MIB
-"""Multiple in which the driver takes addresses from the operating system, as seen on H200s."""
-HIGHEST_ADDRESS = 2**47
-"""End of the addresses of a process on Linux."""
+ADDRESS_RANGE = 32 * MIB  # multiple in which the driver takes addresses from the operating system, as seen on H200s
+HIGHEST_ADDRESS = 2**47  # end of the addresses of a process on Linux
 
 
 class OutOfMemoryError(Exception):
@@ -107,11 +104,7 @@ class CachingAllocator:
         self._addresses = Addresses()
 
     def allocate(self, size: int, stream: str = "") -> Block:
-        """Allocate memory for a stream.
-
-        Raises:
-            OutOfMemoryError: if the limit is too low.
-        """
+        """Allocate memory for a stream. Raise OutOfMemoryError if the limit is too low."""
         rounded = round_size(size)
         small = rounded <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), Pool(small))

@@ -14,21 +14,9 @@ from distexp.compose.cells import Cell, MakeCell
 from distexp.config import Config
 from distexp.config.overrides import format_count
 from distexp.exceptions import SweepFailedError, SweepInterrupted
+from distexp.plan import plan_table
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import MAX_SIZES, Search, candidate_overrides
-from distexp.plan.plan_table import (
-    cells_table,
-    change_lines,
-    describe_change,
-    full_data_override,
-    micro_batch_line,
-    notes,
-    parts_table,
-    parts_title,
-    sample_notes,
-    sharding_notes,
-    training_lines,
-)
 from distexp.plan.planned_cells import PlannedCell, change_notes, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.process_overheads import BASE_ERROR_MIB, CPU_ERROR_BOUND
@@ -39,8 +27,7 @@ from distexp.system.files import nan_to_none
 from distexp.system.units import format_memory
 from distexp.tables.columns import print_plain
 
-SLOW_S = 100.0
-"""Time of a prediction from which no variants are predicted."""
+SLOW_S = 100.0  # time of a prediction from which no variants are predicted
 
 UNKNOWN_MEMORY = {
     "cuda": "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80 for a verdict",
@@ -56,11 +43,7 @@ DECIDES = {
 
 
 def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = None) -> None:
-    """Predict all cells and print the result.
-
-    Raises:
-        SweepFailedError: if there is no prediction at all. The reasons are in the output.
-    """
+    """Predict all cells and print the result. Raise SweepFailedError if there is no prediction at all."""
     with planner or Planner() as source:
         configs = [cell.config for cell in cells if cell.config is not None]
         with show_predictions(source.count_missing(configs)) as advance:
@@ -75,24 +58,25 @@ def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = No
 
 def _print_tables(planned: Sequence[PlannedCell], make: MakeCell, planner: Planner) -> None:
     console = Console()
-    for line in training_lines(planned):
+    for line in dict.fromkeys(plan_table.training_lines(planned)):
         print_plain(console, line)
-    for part in cells_table(planned, console.width):
+    for part in plan_table.cells_table(planned, console.width):
         console.print(part, soft_wrap=True)
-    for line in (*sample_notes(planned), *sharding_notes(planned), *_assumptions(planned), *notes(planned)):
+    notes = plan_table.sample_notes, plan_table.sharding_notes, _assumptions, plan_table.notes
+    for line in dict.fromkeys(line for lines_of in notes for line in lines_of(planned)):
         console.print(line, style="dim", highlight=False, markup=False, emoji=False, soft_wrap=True)
     if len(planned) == 1:
         _print_details(planned[0], make, planner, console)
 
 
 def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
-    found = [cell.predicted for cell in planned if cell.predicted is not None]
-    configs = [cell.cell.config for cell in planned if cell.predicted is not None]
-    unknown = {config.cluster.device for config in configs if config is not None and memory_to_fit_mib(config) is None}
+    found = [(cell.predicted, cell.cell.config) for cell in planned]
+    known = [(predicted, config) for predicted, config in found if predicted is not None and config is not None]
+    configs = [config for _, config in known]
+    unknown = {config.cluster.device for config in configs if memory_to_fit_mib(config) is None}
     yield from (hint for device, hint in UNKNOWN_MEMORY.items() if device in unknown)
     names_no_gpu = any(
-        config is not None
-        and config.cluster.device == "cuda"
+        config.cluster.device == "cuda"
         and config.plan.gpu is None
         and config.plan.gpu_memory_gb is None
         and launcher_traits(config).runs_here
@@ -101,17 +85,15 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     if names_no_gpu and not visible_gpus():
         yield "this is for GPUs, but a run on this machine would use its CPUs: set cluster.device=cpu to predict that"
     memories = {
-        (kind, memory, cell.error_bound)
-        for cell in found
-        for kind, memory in (("gpu", cell.gpu_memory_mib), ("cpu", cell.host_memory_mib))
-        if memory is not None and cell.error_bound is not None
+        (kind, memory, predicted.error_bound)
+        for predicted, _ in known
+        for kind, memory in (("gpu", predicted.gpu_memory_mib), ("cpu", predicted.host_memory_mib))
+        if memory is not None and predicted.error_bound is not None
     }
-    lines = []
     for kind, memory, error in sorted(memories):
         is_constant = kind == "cpu" and error > CPU_ERROR_BOUND  # as for the processes of a tiny model
         bound = f"{BASE_ERROR_MIB:.0f} MiB per node" if is_constant else f"{100 * error:.0f} %"
-        lines.append(DECIDES[kind].format(memory=format_memory(memory), error=bound))
-    yield from dict.fromkeys(lines)
+        yield DECIDES[kind].format(memory=format_memory(memory), error=bound)
 
 
 def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:
@@ -120,8 +102,8 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if predicted is None or estimate is None or config is None:
         return
     if predicted.parts:
-        print_plain(console, f"\n{parts_title(predicted, config)}\n")
-        console.print(parts_table(predicted))
+        print_plain(console, f"\n{plan_table.parts_title(predicted, config)}\n")
+        console.print(plan_table.parts_table(predicted))
     if memory_to_fit_mib(config) is None or not estimate.traced or estimate.error_bound is None:
         return
     if estimate.seconds > SLOW_S:
@@ -135,12 +117,12 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
 
     try:
         _print_search(planned, config, estimate, search, console)
-        if (override := full_data_override(planned)) is not None:
+        if (override := plan_table.full_data_override(planned)) is not None:
             with show_search(f"what {override} needs", 1) as advance:
                 found = search(advance)
                 variant = found.variant(override)
             if variant is not None:
-                print_plain(console, f"with {describe_change(variant, found.memory_mib)}")
+                print_plain(console, f"with {plan_table.describe_change(variant, found.memory_mib)}")
     except KeyboardInterrupt:
         raise SweepInterrupted("the search for what fits was interrupted; the prediction is complete") from None
 
@@ -156,28 +138,21 @@ def _print_search(
     remark = f" (about {estimate.seconds:.0f} s a variant; Ctrl-C skips the search)"
     with show_search("the largest micro-batch", MAX_SIZES, remark) as advance:
         largest = search(advance).largest_micro_batch(estimate)
-    print_plain(console, micro_batch_line(largest))
+    print_plain(console, plan_table.micro_batch_line(largest))
     memory_mib = memory_to_fit_mib(config)
     if verdict_of(estimate, memory_mib) == FITS or memory_mib is None:
         return
     with show_search("what fits", len(list(candidate_overrides(config, largest))), remark) as advance:
         changes = search(advance).changes(largest)
-    for line in change_lines(changes, memory_mib, config.cluster.device, estimate.required_mib):
+    for line in plan_table.change_lines(changes, memory_mib, config.cluster.device, estimate.required_mib):
         print_plain(console, line)
     for note in change_notes(planned.cell.overrides, changes, config):
         print_plain(console, note)
 
 
-# Progress of predictions on stderr: a line for each step, or on a terminal one that changes.
-
-
 @contextmanager
 def show_predictions(total: int, remark: str = "") -> Iterator[Callable[[], None]]:
-    """Show on stderr that memory is predicted: a line, or on a terminal a progress bar until the block ends.
-
-    Yields:
-        Function to call after each prediction of a configuration that is not in the cache.
-    """
+    """Show on stderr that memory is predicted; yield a function to call after each prediction that is not cached."""
     console = Console(stderr=True)
     if not console.is_terminal or not total:
         if total:
@@ -192,11 +167,7 @@ def show_predictions(total: int, remark: str = "") -> Iterator[Callable[[], None
 
 @contextmanager
 def show_search(title: str, most: int, remark: str = "") -> Iterator[Callable[[], None]]:
-    """Show on stderr that variants are predicted, and how many of the most are done.
-
-    Yields:
-        Function to call after each prediction.
-    """
+    """Show on stderr how many of the most variants are predicted; yield a function to call after each one."""
     console, title, done = Console(stderr=True), f"searching for {title}", 0
     status = console.status(f"{title}{remark}") if console.is_terminal else None
 

@@ -7,14 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distexp.config import Config
-from distexp.plan.process_overheads import (
-    error_bound,
-    host_peak_mib,
-    node_peak_mib,
-    reason_not_measured,
-    simulated_nodes,
-)
-from distexp.plan.replay import PARTS, PlanError, Point, Replay, StepTrace, StepWork, host_peak, replay
+from distexp.plan import process_overheads
+from distexp.plan.replay import PARTS, PlanError, Point, Replay, StepTrace, host_peak, replay
 from distexp.resolve.resources import parameter_count, ties_embeddings
 from distexp.runs.memory_trace import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
 from distexp.runs.record_sections import Built
@@ -25,13 +19,8 @@ from distexp.system.units import MIB
 SHOWN_PARTS = tuple(part for part in PARTS if part != "batch")
 """Parts of a prediction. The batch is small and counts as temporary."""
 
-STATES = ("parameters", "gradients", "optimizer_states")
-HOST = "host_"
-ALLOCATED_ERROR = 0.02
-"""Largest error of the allocated peak on a GPU, if it is too high."""
-
-NATIVE = "native"
-"""The trainer whose steps are traced."""
+ALLOCATED_ERROR = 0.02  # largest error of the allocated peak on a GPU, if it is too high
+NATIVE = "native"  # the trainer whose steps are traced
 
 
 @dataclass(frozen=True)
@@ -91,9 +80,16 @@ def make_estimate(config: Config) -> Estimate:
         trace = trace_step(config, on_gpu=config.cluster.device != "cpu")
     except PlanError as error:
         return arithmetic_estimate(config, str(error), count_parameters(config))
-    if config.cluster.device == "cpu":
-        return _with_work(_cpu_estimate(config, trace), trace.work)
-    host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
+    found = _cpu_estimate(config, trace) if config.cluster.device == "cpu" else _gpu_estimate(config, trace)
+    work = trace.work
+    if work is None:
+        return found
+    found = replace(found, operations=work.operations, optimizer_operations=work.optimizer_operations)
+    return replace(found, flops=work.flops, written_mib=_mib(work.written))
+
+
+def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
+    host_mib = process_overheads.host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
     if config.engine.name != NATIVE:
         note = (
             f"engine={config.engine.name}: this is an estimate of engine={NATIVE} with the same options; the two were "
@@ -101,44 +97,43 @@ def make_estimate(config: Config) -> Estimate:
         )
         trace = replace(trace, notes=(*trace.notes, note))
     found = estimate_of(trace, load_strategy(config).overhead_mib(config), host_mib)
-    return _with_work(replace(found, error_bound=gpu_error_bound(config)), trace.work)
-
-
-def _with_work(estimate: Estimate, work: StepWork | None) -> Estimate:
-    if work is None:
-        return estimate
-    return replace(
-        estimate,
-        flops=work.flops,
-        operations=work.operations,
-        optimizer_operations=work.optimizer_operations,
-        written_mib=_mib(work.written),
-    )
+    return replace(found, error_bound=gpu_error_bound(config))
 
 
 def _cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     """Return the estimate of a traced step on the CPU, where all tensors are in the memory of the node."""
     events, evaluation = (
-        # There are no workspaces of cuBLAS, whose blocks are negative.
+        # There are no workspaces of cuBLAS, whose numbers are reserved.
         [replace(event, device="gpu", stream="") for event in found if event.block >= 0]
         for found in (trace.events, trace.evaluation)
     )
     found = replay(events, evaluation=evaluation)
     parts = _shown(found.peak)
-    states = sum(parts[name] for name in STATES)
-    host_mib = node_peak_mib(config, states, sum(parts.values()) - states, *model_size(config, trace))
-    reason = reason_not_measured(config)
+    states = sum(parts[name] for name in ("parameters", "gradients", "optimizer_states"))
+    host_mib = process_overheads.node_peak_mib(config, states, sum(parts.values()) - states, *model_size(config, trace))
+    reason = process_overheads.reason_not_measured(config)
+    return replace(
+        _replayed(trace, found),
+        step_mib=host_mib * process_overheads.simulated_nodes(config),
+        host_mib=host_mib,
+        notes=[*trace.notes, *([f"no verdict: {reason}"] if reason else [])],
+        error_bound=process_overheads.error_bound(config, host_mib),
+        on_cpu=True,
+    )
+
+
+def _replayed(trace: StepTrace, found: Replay) -> Estimate:
+    shown = [_shown(point) for point in found.curve]
     return Estimate(
         peak_allocated_mib=_mib(found.peak_allocated),
-        step_mib=host_mib * simulated_nodes(config),
-        host_mib=host_mib,
         phase=found.peak.phase,
-        parts=parts,
-        curve=_curve(found),
+        parts=_shown(found.peak),
+        curve={
+            "phase": [point.phase for point in found.curve],
+            **{part: [values[part] for values in shown] for part in SHOWN_PARTS},
+        },
         seconds=round(trace.seconds, 1),
-        notes=[*trace.notes, *([f"no verdict: {reason}"] if reason else [])],
-        error_bound=error_bound(config, host_mib),
-        on_cpu=True,
+        notes=list(trace.notes),
     )
 
 
@@ -150,36 +145,24 @@ def model_size(config: Config, trace: StepTrace) -> tuple[int, int]:
 
 
 def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: float | None) -> Estimate:
-    """Return the estimate of a traced step.
-
-    The overheads are MiB outside of the allocator, by name. Names that start with ``host_`` are not on the GPU.
-    """
+    """Return the estimate of a traced step. Overheads in MiB whose names start with ``host_`` are not on the GPU."""
     found = replay(trace.events, trace.history, trace.evaluation)
-    return Estimate(
-        peak_allocated_mib=_mib(found.peak_allocated),
+    return replace(
+        _replayed(trace, found),
         peak_reserved_mib=_mib(found.peak_reserved),
         step_mib=_mib(found.required),
-        overhead_mib=sum(mib for name, mib in overheads.items() if not name.startswith(HOST)),
+        overhead_mib=sum(mib for name, mib in overheads.items() if not name.startswith("host_")),
         host_mib=host_mib,
-        phase=found.peak.phase,
-        parts=_shown(found.peak),
-        curve=_curve(found),
-        seconds=round(trace.seconds, 1),
-        notes=list(trace.notes),
     )
 
 
 def arithmetic_estimate(config: Config, reason: str, parameters: int | None = None) -> Estimate:
     """Return the model states by arithmetic, for a training that cannot be traced."""
     states = _expected_states_mib(config, parameters)
-    note = (
-        "estimate by arithmetic: only the model states, without activations and buffers"
-        if states
-        else "the number of parameters is not known either"
-    )
+    note = "estimate by arithmetic: only the model states, without activations and buffers"
+    notes = [f"not traced: {reason}", note if states else "the number of parameters is not known either"]
     parts = {name: round(mib, 1) for name, mib in (states or {}).items()}
-    notes, on_cpu = [f"not traced: {reason}", note], config.cluster.device == "cpu"
-    return Estimate(parts=parts, notes=notes, on_cpu=on_cpu, error_bound=None)
+    return Estimate(parts=parts, notes=notes, on_cpu=config.cluster.device == "cpu", error_bound=None)
 
 
 def _mib(size: float) -> float:
@@ -190,12 +173,6 @@ def _shown(point: Point) -> dict[str, float]:
     """Return the parts in MiB; the batch counts as temporary."""
     merged = {**point.parts, "temporaries": point.parts["temporaries"] + point.parts["batch"]}
     return {part: _mib(merged[part]) for part in SHOWN_PARTS}
-
-
-def _curve(found: Replay) -> dict[str, list[Any]]:
-    shown = [_shown(point) for point in found.curve]
-    parts = {part: [values[part] for values in shown] for part in SHOWN_PARTS}
-    return {"phase": [point.phase for point in found.curve], **parts}
 
 
 def _expected_states_mib(config: Config, counted: int | None = None) -> States | None:
@@ -221,18 +198,14 @@ def _expected_states_mib(config: Config, counted: int | None = None) -> States |
         compute_weights=config.train.compute_weights,
     )
     states = states_per_parameter(built, BYTES_PER_VALUE * moments)
-    return {
-        "optimizer_states" if name == "optimizer" else name: size * parameters / MIB for name, size in states.items()
-    }
+    names = {"optimizer": "optimizer_states"}
+    return {names.get(name, name): size * parameters / MIB for name, size in states.items()}
 
 
-COMPILED = 0.08
-"""``train.compile``: the prediction was up to 7 % less than the measured memory."""
+COMPILED = 0.08  # ``train.compile``: the prediction was up to 7 % less than the measured memory
 
 
 def gpu_error_bound(config: Config) -> float:
-    """Return the largest relative error of the required GPU memory, from the tables in ``docs/results/plan.md``.
-
-    It depends on the order of allocations, whose replay is not exact in some cases. The allocated peak always is.
-    """
+    """Return the largest relative error of the required GPU memory, from ``docs/results/plan.md``."""
+    # The replay of the order of allocations is not exact in some cases. The allocated peak always is.
     return COMPILED if config.train.compiled != "none" else load_strategy(config).gpu_memory_error(config)

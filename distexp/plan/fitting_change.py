@@ -24,42 +24,35 @@ class ConfigChange:
     overrides: tuple[str, ...]
     estimate: Estimate
 
-    def fits(self, memory_mib: float) -> bool:
-        """Return whether the changed training fits."""
-        return verdict_of(self.estimate, memory_mib) == FITS
 
-
-@dataclass(frozen=True)
+@dataclass
 class Search:
-    """Search among variants of one configuration, for the memory of a GPU."""
+    """Search among variants of one configuration, for the memory of a GPU.
+
+    Without ``train.global_batch_size``, another micro-batch keeps the number of micro-batches per step. With it, the
+    global batch stays the same, so that only its divisors are sizes.
+    """
 
     config: Config
     compose: Compose
     estimate: EstimateAll
     memory_mib: float
-
-    def largest_micro_batch(self, known: Estimate) -> LargestMicroBatch:
-        """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
-        return MicroBatchSizes(self).largest(known)
+    _most: dict[int, float] = field(default_factory=dict)  # most MiB of each size
+    _invalid: dict[int, str] = field(default_factory=dict)  # why a size is invalid
+    _not_certain: set[int] = field(default_factory=set)
 
     def changes(self, largest: LargestMicroBatch) -> list[ConfigChange]:
-        """Return the changes that reduce the memory, the smallest change first. Each has its estimate.
-
-        The last one is all of them together, without offloading.
-        """
+        """Return the changes that reduce the memory, the smallest first; the last is all of them without offloading."""
         return self._estimate(list(candidate_overrides(self.config, largest)))
 
     def first_change(self, at_a_time: int, has_time: Callable[[], bool]) -> tuple[ConfigChange | None, int]:
-        """Return the smallest change that fits, and how many changes there was no time for; None if none fits.
-
-        ``at_a_time`` changes are estimated before the next ones, until one fits.
-        """
+        """Return the smallest change that fits, or None; and how many changes there was no time for."""
         candidates = list(candidate_overrides(self.config))
         for start in range(0, len(candidates), at_a_time):
             if not has_time():
                 return None, len(candidates) - start
             for change in self._estimate(candidates[start : start + at_a_time]):
-                if change.fits(self.memory_mib):
+                if verdict_of(change.estimate, self.memory_mib) == FITS:
                     return change, 0
         return None, 0
 
@@ -77,6 +70,93 @@ class Search:
             for (overrides, _), outcome in zip(composed, outcomes, strict=True)
             if isinstance(outcome, Estimate) and outcome.traced
         ]
+
+    def largest_micro_batch(self, known: Estimate) -> LargestMicroBatch:
+        """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
+        sizes: Sequence[int] = range(1, LARGEST_MICRO_BATCH + 1)
+        first = self.config.train.micro_batch
+        self._remember(first, known, known.most_mib or 0.0)
+        if self.config.train.global_batch_size is not None:
+            sizes = divisors(samples_per_worker(self.config))
+            # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
+            if self._fit([sizes[-1]]):
+                return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
+        position = sizes.index(first)
+        low, high = (position, len(sizes)) if self._fit([first]) else (-1, position)
+        for _ in range(MAX_ROUNDS):
+            positions = self._next_positions(sizes, low, high)
+            if not positions:
+                break
+            fitting = self._fit([sizes[index] for index in positions])
+            low = max([low, *(index for index in positions if sizes[index] in fitting)])
+            high = min([high, *(index for index in positions if sizes[index] not in fitting)])
+            high = self._first_invalid(sizes, low, high)
+        is_exact = high - low == 1 or low == len(sizes) - 1
+        reason = self._invalid.get(sizes[high], "") if high < len(sizes) else ""
+        if low < 0:
+            return LargestMicroBatch(None, is_exact, reason, one_may_fit=1 in self._not_certain)
+        return LargestMicroBatch(sizes[low], is_exact, reason)
+
+    def _first_invalid(self, sizes: Sequence[int], low: int, high: int) -> int:
+        """Return the first position whose size is invalid, if that of ``high`` is; else ``high``."""
+        if high == len(sizes) or sizes[high] in self._most:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.compose([f"{MICRO_BATCH}={sizes[middle]}"])
+            if isinstance(found, str):
+                high, self._invalid[sizes[middle]] = middle, found
+            else:
+                low = middle
+        return high
+
+    def _fit(self, sizes: Sequence[int]) -> list[int]:
+        """Return those of some sizes that fit, up to the first that does not."""
+        self._estimate_sizes([size for size in sizes if size not in self._most and size not in self._invalid])
+        fitting = []
+        for size in sizes:
+            if size in self._invalid or self._most[size] > self.memory_mib:
+                break
+            fitting.append(size)
+        return fitting
+
+    def _estimate_sizes(self, sizes: Sequence[int]) -> None:
+        composed = {size: self.compose([f"{MICRO_BATCH}={size}"]) for size in sizes}
+        self._invalid |= {size: found for size, found in composed.items() if isinstance(found, str)}
+        valid = {size: found for size, found in composed.items() if not isinstance(found, str)}
+        for size, outcome in zip(valid, self.estimate(list(valid.values())), strict=True):
+            if isinstance(outcome, Estimate) and outcome.most_mib is not None:
+                self._remember(size, outcome, outcome.most_mib)
+            else:
+                self._invalid[size] = NOT_PREDICTED
+
+    def _remember(self, size: int, estimate: Estimate, most_mib: float) -> None:
+        self._most[size] = most_mib
+        if verdict_of(estimate, self.memory_mib) == TOO_CLOSE:
+            self._not_certain.add(size)
+
+    def _next_positions(self, sizes: Sequence[int], low: int, high: int) -> list[int]:
+        """Return up to two positions between one that fits and one that does not."""
+        if high - low <= 1:
+            return []
+        sized = self._proposal(sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else None)
+        wanted = [bisect_right(sizes, size) - 1 for size in sized] or [(low + high) // 2]
+        return sorted({min(max(position, low + 1), high - 1) for position in wanted})
+
+    def _proposal(self, low: int, high: int | None) -> tuple[int, ...]:
+        """Return two sizes to estimate between one that fits, or 0, and one that does not, or None; or return none."""
+        # The whole global batch is not on the line of the other sizes, see ``largest_micro_batch``.
+        whole = None if self.config.train.global_batch_size is None else samples_per_worker(self.config)
+        on_line = [(size, mib) for size, mib in self._most.items() if size != whole]
+        distance = {size: abs(size - low) + abs(size - (low if high is None else high)) for size, _ in on_line}
+        known = sorted(sorted(on_line, key=lambda point: distance[point[0]])[:2])
+        if len(known) < 2:
+            return (1, (high or 2) // 2) if low == 0 else (2 * low, 4 * low)
+        line = MemoryLine.through(*known)
+        if line.mib_per_sample <= 0:
+            return (2 * low, 4 * low) if high is None else ()
+        size = line.largest_size(self.memory_mib)
+        return size, size + 1
 
 
 def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None) -> Iterator[tuple[str, ...]]:
@@ -129,15 +209,9 @@ def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> I
             yield (f"{MICRO_BATCH}={size}", *more)
 
 
-# The largest micro-batch that fits into the memory of a GPU.
-
 LARGEST_MICRO_BATCH = 1 << 20
-MAX_ROUNDS = 5
-"""Most rounds of a search. In each, two sizes are estimated at the same time."""
-
-MAX_SIZES = 2 * MAX_ROUNDS + 1
-"""Most sizes that a search estimates: those of the rounds, and the whole global batch."""
-
+MAX_ROUNDS = 5  # Most rounds of a search. In each, two sizes are estimated at the same time.
+MAX_SIZES = 2 * MAX_ROUNDS + 1  # most sizes that a search estimates: those of the rounds, and the whole global batch
 NOT_PREDICTED = "the memory of a larger one could not be predicted"
 
 MICRO_BATCH = "train.micro_batch_size"
@@ -155,107 +229,3 @@ class LargestMicroBatch:
     is_exact: bool = True  # whether all larger ones are known not to fit
     invalid: str = ""  # why a larger one is invalid; empty if its memory is the limit
     one_may_fit: bool = False  # whether no size is certain to fit, but one sample may
-
-
-@dataclass
-class MicroBatchSizes:
-    """Search among the micro-batches of one configuration.
-
-    Without ``train.global_batch_size``, the number of micro-batches per step stays the same. With it, the global batch
-    does, so that only its divisors are sizes.
-    """
-
-    search: Search
-    _most: dict[int, float] = field(default_factory=dict)
-    _invalid: dict[int, str] = field(default_factory=dict)
-    _not_certain: set[int] = field(default_factory=set)
-
-    def largest(self, known: Estimate) -> LargestMicroBatch:
-        """Return the largest micro-batch that fits, with the estimate of the configuration at hand."""
-        sizes: Sequence[int] = range(1, LARGEST_MICRO_BATCH + 1)
-        first = self.search.config.train.micro_batch
-        self._remember(first, known, known.most_mib or 0.0)
-        if self.search.config.train.global_batch_size is not None:
-            sizes = divisors(samples_per_worker(self.search.config))
-            # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
-            if self._fit([sizes[-1]]):
-                return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
-        position = sizes.index(first)
-        low, high = (position, len(sizes)) if self._fit([first]) else (-1, position)
-        for _ in range(MAX_ROUNDS):
-            positions = self._next_positions(sizes, low, high)
-            if not positions:
-                break
-            fitting = self._fit([sizes[index] for index in positions])
-            low = max([low, *(index for index in positions if sizes[index] in fitting)])
-            high = min([high, *(index for index in positions if sizes[index] not in fitting)])
-            high = self._first_invalid(sizes, low, high)
-        is_exact = high - low == 1 or low == len(sizes) - 1
-        reason = self._invalid.get(sizes[high], "") if high < len(sizes) else ""
-        if low < 0:
-            return LargestMicroBatch(None, is_exact, reason, one_may_fit=1 in self._not_certain)
-        return LargestMicroBatch(sizes[low], is_exact, reason)
-
-    def _first_invalid(self, sizes: Sequence[int], low: int, high: int) -> int:
-        """Return the first position whose size is invalid, if that of ``high`` is; else ``high``."""
-        if high == len(sizes) or sizes[high] in self._most:
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            found = self.search.compose([f"{MICRO_BATCH}={sizes[middle]}"])
-            if isinstance(found, str):
-                high, self._invalid[sizes[middle]] = middle, found
-            else:
-                low = middle
-        return high
-
-    def _fit(self, sizes: Sequence[int]) -> list[int]:
-        """Return those of some sizes that fit, up to the first that does not."""
-        self._estimate([size for size in sizes if size not in self._most and size not in self._invalid])
-        fitting = []
-        for size in sizes:
-            if size in self._invalid or self._most[size] > self.search.memory_mib:
-                break
-            fitting.append(size)
-        return fitting
-
-    def _estimate(self, sizes: Sequence[int]) -> None:
-        composed = {size: self.search.compose([f"{MICRO_BATCH}={size}"]) for size in sizes}
-        self._invalid |= {size: found for size, found in composed.items() if isinstance(found, str)}
-        valid = {size: found for size, found in composed.items() if not isinstance(found, str)}
-        for size, outcome in zip(valid, self.search.estimate(list(valid.values())), strict=True):
-            if isinstance(outcome, Estimate) and outcome.most_mib is not None:
-                self._remember(size, outcome, outcome.most_mib)
-            else:
-                self._invalid[size] = NOT_PREDICTED
-
-    def _remember(self, size: int, estimate: Estimate, most_mib: float) -> None:
-        self._most[size] = most_mib
-        if verdict_of(estimate, self.search.memory_mib) == TOO_CLOSE:
-            self._not_certain.add(size)
-
-    def _next_positions(self, sizes: Sequence[int], low: int, high: int) -> list[int]:
-        """Return up to two positions between one that fits and one that does not."""
-        if high - low <= 1:
-            return []
-        sized = self._proposal(sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else None)
-        wanted = [bisect_right(sizes, size) - 1 for size in sized] or [(low + high) // 2]
-        return sorted({min(max(position, low + 1), high - 1) for position in wanted})
-
-    def _proposal(self, low: int, high: int | None) -> tuple[int, ...]:
-        """Return two sizes to estimate, or none. The memory is nearly linear in the micro-batch.
-
-        ``low`` is the largest size that is known to fit, or 0, and ``high`` the smallest one that does not, or None.
-        """
-        # The whole global batch is not on the line of the other sizes, see ``largest``.
-        whole = None if self.search.config.train.global_batch_size is None else samples_per_worker(self.search.config)
-        on_line = [(size, mib) for size, mib in self._most.items() if size != whole]
-        distance = {size: abs(size - low) + abs(size - (low if high is None else high)) for size, _ in on_line}
-        known = sorted(sorted(on_line, key=lambda point: distance[point[0]])[:2])
-        if len(known) < 2:
-            return (1, (high or 2) // 2) if low == 0 else (2 * low, 4 * low)
-        line = MemoryLine.through(*known)
-        if line.mib_per_sample <= 0:
-            return (2 * low, 4 * low) if high is None else ()
-        size = line.largest_size(self.search.memory_mib)
-        return size, size + 1

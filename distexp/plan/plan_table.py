@@ -16,13 +16,12 @@ from distexp.plan.planned_cells import PlannedCell
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, LARGER_MACHINE, TOO_CLOSE, describe_verdict, predict, verdict_of
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import model_label
-from distexp.strategies.base import load_strategy
+from distexp.strategies.base import load_strategy, strategy_label
 from distexp.system.units import MIB_PER_GB, format_memory
 from distexp.tables.columns import ALWAYS, Column, build_table, fitted_table
 
 UNKNOWN = "-"
-MAX_NAMED_CELLS = 3
-"""Most cells with the same error that are named."""
+MAX_NAMED_CELLS = 3  # most cells with the same error that are named
 
 
 def cells_table(cells: Sequence[PlannedCell], width: int) -> list[Table | Text]:
@@ -35,7 +34,6 @@ def cells_table(cells: Sequence[PlannedCell], width: int) -> list[Table | Text]:
 
 
 def _error_lines(cells: Sequence[PlannedCell]) -> Iterator[str]:
-    """Yield each error once, with the cells that it concerns."""
     by_error: dict[str, list[PlannedCell]] = {}
     for cell in cells:
         if cell.error:
@@ -60,7 +58,7 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
     workers, peak = ("workers", "peak of\na worker") if on_cpus else ("GPUs", "peak")
     columns = [
         Column("cell", tuple(" ".join(map(_without_section, _varied(cell))) for cell in cells), 96, right=False),
-        Column("strategy", tuple(cell.title for cell in cells), 95, right=False),
+        Column("strategy", tuple(map(strategy_label, configs)), 95, right=False),
         Column(workers, tuple(str(config.cluster.world_size) for config in configs), 90),
         Column("micro-\nbatch", tuple(_micro_batch(config, "") for config in configs), ALWAYS),
         Column(peak, tuple(_or_states(cell.peak_allocated_mib, cell) for cell in found), 92),
@@ -69,7 +67,7 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
         Column("host", tuple(_memory(cell.host_peak_mib) for cell in found), 75),
         Column("phase", tuple(cell.phase or UNKNOWN for cell in found), 50, right=False),
         Column("needs", tuple(_or_states(cell.required_mib, cell) for cell in found), ALWAYS),
-        Column("verdict", tuple(cell.verdict for cell in cells), ALWAYS, right=False),
+        Column("verdict", tuple(map(describe_verdict, found)), ALWAYS, right=False),
     ]
     known = [column for column in columns if set(column.cells) != {UNKNOWN}]
     return known if len(cells) > 1 else known[1:]
@@ -121,14 +119,12 @@ def parts_table(predicted: Predicted) -> Table:
     )
 
 
-def notes(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return the assumptions of all cells, each one once."""
-    found: dict[str, None] = {}
+def notes(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield the assumptions of all cells."""
     for cell in cells:
         label = " ".join(_varied(cell)) if len(cells) > 1 else ""
         for note in cell.predicted.notes if cell.predicted else ():
-            found[f"{label}: {note}" if label and note.startswith("not traced:") else note] = None
-    return list(found)
+            yield f"{label}: {note}" if label and note.startswith("not traced:") else note
 
 
 def micro_batch_line(largest: LargestMicroBatch) -> str:
@@ -145,10 +141,7 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
 def change_lines(
     changes: Sequence[ConfigChange], memory_mib: float, device: str, required_mib: float | None
 ) -> Iterator[str]:
-    """Yield the smallest change that makes a training fit, and what all changes need that reduce the memory.
-
-    The smallest change comes first. ``required_mib`` is the memory that the training needs without a change.
-    """
+    """Yield the smallest change that makes a training fit, and what each change needs that reduces the memory."""
     may_fit = any(verdict_of(change.estimate, memory_mib) in (TOO_CLOSE, None) for change in changes)
     less = [change for change in changes if (change.estimate.required_mib or inf) < (required_mib or inf)]
     verdicts = [verdict_of(change.estimate, memory_mib) for change in less]
@@ -169,10 +162,7 @@ def describe_change(change: ConfigChange, memory_mib: float) -> str:
     return f"{' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"
 
 
-# The trainings that are predicted: model, data, and the size of the data.
-
-LARGE_MIB = 1.0 * MIB_PER_GB
-"""Peak from which a sample of a dataset is unlikely to be the data of the real training."""
+LARGE_MIB = 1.0 * MIB_PER_GB  # peak from which a sample of a dataset is unlikely to be the data of the real training
 
 
 @dataclass(frozen=True)
@@ -191,22 +181,17 @@ FULL_DATA = {
 """The samples whose texts or images are smaller than those of the dataset. They need less memory."""
 
 
-def training_lines(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return a line for each training, such as ``gpt on squad: 512 tokens, bf16, micro-batch 4 x 2 accumulation``.
-
-    The micro-batch is that of a single cell. The table has those of several.
-    """
-    found: dict[str, None] = {}
+def training_lines(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield a line for each training, such as ``gpt on squad: 512 tokens, bf16, micro-batch 4 x 2 accumulation``."""
     for config in (cell.cell.config for cell in cells if cell.cell.config is not None):
+        # The table has the micro-batches of several cells.
         batch = f"micro-batch {_micro_batch(config, ' accumulation')}" if len(cells) == 1 else ""
         model = model_label(config.model.name, config.scale.name)
         sizes = ", ".join(filter(None, [_data_size(config), config.precision.name, batch]))
-        found[f"{model} on {config.dataset.name}: {sizes}"] = None
-    return list(found)
+        yield f"{model} on {config.dataset.name}: {sizes}"
 
 
 def _data_size(config: Config) -> str:
-    """Return the size of the texts or images; empty if it is not known."""
     dataset = config.dataset
     if config.model.task == "image_classification":
         return f"images of {dataset.image_size} x {dataset.image_size}" if dataset.image_size else ""
@@ -215,33 +200,26 @@ def _data_size(config: Config) -> str:
     return f"{'up to ' if is_limit else ''}{length} tokens" if length else ""
 
 
-def sample_notes(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return what to type if trainings with a large peak have data that is smaller than the real data."""
-    found: dict[str, None] = {}
+def sample_notes(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield what to type if trainings with a large peak have data that is smaller than the real data."""
     for cell in cells:
         override, config = full_data_override(cell), cell.cell.config
         if override is not None and config is not None:
             dataset, full = config.dataset, FULL_DATA[config.dataset.name]
             size = f"{full.key}={getattr(dataset, full.key)}"
-            text = f"note: {dataset.name} has {size}, so it needs less memory than {full.name}: type {override}"
-            found[text] = None
-    return list(found)
+            yield f"note: {dataset.name} has {size}, so it needs less memory than {full.name}: type {override}"
 
 
-def sharding_notes(cells: Sequence[PlannedCell]) -> list[str]:
-    """Return a note if the only worker of a training has all that its strategy would shard."""
+def sharding_notes(cells: Sequence[PlannedCell]) -> Iterator[str]:
+    """Yield a note if the only worker of a training has all that its strategy would shard."""
     configs = [cell.cell.config for cell in cells if cell.cell.config is not None]
     sharding = [config for config in configs if load_strategy(config).keeps_states_whole(config) is False]
-    if not sharding or any(config.cluster.world_size > 1 for config in sharding):
-        return []
-    return ["note: with one worker nothing is sharded: type, for example, cluster.workers_per_node=4"]
+    if sharding and all(config.cluster.world_size == 1 for config in sharding):
+        yield "note: with one worker nothing is sharded: type, for example, cluster.workers_per_node=4"
 
 
 def full_data_override(cell: PlannedCell) -> str | None:
-    """Return what to type for texts or images of the real size.
-
-    It is None if the training has them, if the user has typed their size, or if the training is small.
-    """
+    """Return what to type for data of the real size; None if it is set or smaller anyway, or the training small."""
     config, predicted = cell.cell.config, cell.predicted
     if config is None or predicted is None:
         return None

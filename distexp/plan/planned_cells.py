@@ -12,11 +12,10 @@ from distexp.config.model_checks import depends_on_micro_batch
 from distexp.config.overrides import format_override, key_of, quote_choice
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import MICRO_BATCH, ConfigChange, Search
-from distexp.plan.planner import Outcome, Planner
-from distexp.plan.verdict import describe_verdict, memory_to_fit_mib, predict
+from distexp.plan.planner import Planner
+from distexp.plan.verdict import memory_to_fit_mib, predict
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors
-from distexp.strategies.base import strategy_label
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,6 @@ class PlannedCell:
         """Return the overrides as typed, without those that the command adds."""
         typed = map(format_override, self.cell.overrides)
         return [text for text in typed if not text.startswith("plan.output=")]
-
-    @property
-    def title(self) -> str:
-        """Return strategy and precision: ``fsdp full_shard, offloaded``."""
-        config = self.cell.config
-        return "" if config is None else strategy_label(config)
-
-    @property
-    def verdict(self) -> str:
-        """Return the text of the verdict."""
-        return describe_verdict(self.predicted) if self.predicted else ""
 
     def to_json(self) -> dict[str, object]:
         """Return the cell for programs: its overrides, what is predicted, and the error if there is one."""
@@ -67,10 +55,7 @@ def plan_cells(cells: Sequence[Cell], planner: Planner, advance: Callable[[], No
 def search_of(
     cell: Cell, config: Config, make: MakeCell, planner: Planner, advance: Callable[[], None] = lambda: None
 ) -> Search | None:
-    """Return the search among variants of a cell; None if the memory of the GPU is unknown.
-
-    ``advance`` is called after each variant that is not in the cache.
-    """
+    """Return the search among variants of a cell, which calls ``advance``; None if the memory is unknown."""
     memory = memory_to_fit_mib(config)
 
     def compose(overrides: Sequence[str]) -> Config | str:
@@ -78,10 +63,9 @@ def search_of(
         variant = make(replace_overrides(cell.overrides, quoted))
         return variant.config or join_errors(variant.errors)
 
-    def estimate(configs: Sequence[Config]) -> Sequence[Outcome]:
-        return planner.estimate(configs, advance)
-
-    return None if memory is None else Search(config, compose, estimate, memory)
+    if memory is None:
+        return None
+    return Search(config, compose, lambda configs: planner.estimate(configs, advance), memory)
 
 
 def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:

@@ -37,16 +37,9 @@ from distexp.system.typed_values import parse_dataclass, read_dataclass
 from distexp.system.units import GIB
 
 SERVER = "distexp.plan.trace.server"
-MEMORY_PER_PROCESS = 3 * GIB
-"""Memory that a process may need to trace a model."""
-
-MAX_PROCESSES = 16
-"""Most configurations that are traced at a time; a login node has many cores and many users."""
-
-GRACE_S = 1.0
-
-Outcome = Estimate | str
-"""An estimate, or why there is none."""
+MEMORY_PER_PROCESS = 3 * GIB  # memory that a process may need to trace a model
+MAX_PROCESSES = 16  # most configurations that are traced at a time; a login node has many cores and many users
+Outcome = Estimate | str  # an estimate, or why there is none
 
 
 class Planner:
@@ -71,10 +64,7 @@ class Planner:
         return sum(not path.exists() for path in {cache_path(config) for config in configs})
 
     def estimate(self, configs: Sequence[Config], advance: Callable[[], None] = lambda: None) -> list[Outcome]:
-        """Return the estimate of each configuration, in their order. Equal ones are traced once.
-
-        ``advance`` is called after each configuration that is not in the cache.
-        """
+        """Return the estimates in the order of the configurations. ``advance`` is called after each uncached one."""
         configs = [with_gpu(config) for config in configs]
         paths = [cache_path(config) for config in configs]
         unique = dict(zip(paths, configs, strict=True))
@@ -145,11 +135,7 @@ def parallel_processes() -> int:
 
 @contextmanager
 def started_server(processes: int) -> Iterator[TraceServer]:
-    """Start the process that traces, and end it with the block. It sees no GPU, and each of its processes one core.
-
-    Raises:
-        InterruptedRunError: on a signal that would end this process, after the folder was removed.
-    """
+    """Start the process that traces, without GPUs; end it with the block. A signal raises InterruptedRunError."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         raise InterruptedRunError(number, " before all predictions were made")
@@ -157,20 +143,14 @@ def started_server(processes: int) -> Iterator[TraceServer]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # A signal that is ignored stays ignored, as with nohup.
     ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    with (
-        handle_signals(interrupt, *ending),
-        tempfile.TemporaryDirectory(prefix="distexp-plan-") as name,
-    ):
+    with handle_signals(interrupt, *ending), tempfile.TemporaryDirectory(prefix="distexp-plan-") as name:
         folder = Path(name)
         with (folder / LOG).open("w") as log:
             process = start_module(SERVER, name, str(processes), env=environment, output=log)
             try:
                 yield TraceServer(process, folder)
             finally:
-                end_tree(process, GRACE_S)
-
-
-# Cache of estimates, by configuration, by the code of distexp and of custom packages, and by versions of libraries.
+                end_tree(process, grace_s=1.0)
 
 
 SOURCES = (
@@ -273,8 +253,6 @@ def library_versions() -> dict[str, str]:
             found[name] = version(name)
     return found
 
-
-# Files between the planner and the process that traces.
 
 POLL_S = 0.05
 LOG = "log.txt"

@@ -17,8 +17,7 @@ from distexp.system.units import MIB
 CPU_ERROR_BOUND = 0.15
 """Largest relative error of a predicted peak of the processes of a run on CPUs, if its tensors are large."""
 
-BASE_ERROR_MIB = 200.0
-"""Error of the memory of Python and the libraries, which is most of the memory of a tiny model."""
+BASE_ERROR_MIB = 200.0  # error of the memory of Python and the libraries, which is most of the memory of a tiny model
 
 
 def node_peak_mib(
@@ -26,12 +25,8 @@ def node_peak_mib(
 ) -> float:
     """Return the peak of the memory on the first node in MiB.
 
-    Args:
-        config: a resolved configuration.
-        states_mib: parameters, gradients and optimizer states of one worker at the peak of its tensors.
-        step_mib: other tensors of the worker at the peak.
-        parameters: number of parameters of the model.
-        tied_parameters: size of an output head that is tied to the embedding. transformers allocates it first.
+    ``states_mib`` are the model states of one worker at the peak of its tensors, and ``step_mib`` its other tensors.
+    transformers first allocates an output head that is tied to the embedding, the ``tied_parameters``.
     """
     workers = config.cluster.workers_per_node or 1
     known = facts().processes
@@ -106,10 +101,7 @@ def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> floa
 
 
 def host_peak_mib(config: Config, traced_mib: float, parameters: int, tied_parameters: int = 0) -> float:
-    """Return the peak of the host memory on the first node in MiB.
-
-    ``traced_mib`` is the peak of the host tensors of one worker in a step, for example of offloaded states.
-    """
+    """Return the peak of the host memory on the first node in MiB. ``traced_mib`` is that of a worker's tensors."""
     workers = config.cluster.workers_per_node or 1
     training = sum(processes_mib(config).values()) + workers * traced_mib
     saved = 4 * parameters / MIB if config.train.save_model else 0.0  # rank 0 collects the model

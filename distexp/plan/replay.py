@@ -7,7 +7,7 @@ made of, and the curve over the step.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from distexp.plan.allocator import Block, CachingAllocator, OutOfMemoryError
@@ -34,8 +34,9 @@ PARTS = (
 PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
 """Parts of a step, and the evaluation. ``setup`` is what is in memory before the step."""
 
-EMPTY_CACHE = -3
-"""Block of an event of no bytes: the allocator returns its free segments, as ``torch.cuda.empty_cache`` does."""
+FORWARD_WORKSPACE, BACKWARD_WORKSPACE, EMPTY_CACHE = -1, -2, -3
+"""Reserved numbers of blocks: the workspaces of cuBLAS, one for the thread of each pass, and an event of no bytes:
+the allocator returns its free segments, as ``torch.cuda.empty_cache`` does."""
 
 
 class PlanError(Exception):
@@ -47,11 +48,16 @@ class Event:
     """One allocation, or its free. The allocator of torch reuses memory only in the stream that allocated it."""
 
     bytes: int  # requested size; negative for a free. Allocators round it up.
-    block: int  # number of the allocation; its free has the same. Or EMPTY_CACHE.
+    block: int  # number of the allocation, from 0, or a reserved one. Its free has the same.
     part: str  # one of PARTS
     phase: str  # one of PHASES, in which the event happens
     device: str  # ``gpu`` or ``host``
     stream: str = ""  # name of the CUDA stream of the allocation; empty for that of the computation
+
+    @property
+    def is_allocation(self) -> bool:
+        """Return whether the event allocates its block, and does not free it or the cache."""
+        return self.bytes >= 0 and self.block != EMPTY_CACHE
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ class StepTrace:
     """The events of one optimizer step of one worker, in order."""
 
     events: tuple[Event, ...]  # what is in memory before the step, as phase ``setup``, then the step
-    seconds: float  # of the prediction
-    notes: tuple[str, ...]  # what was assumed
+    seconds: float = 0.0  # of the prediction
+    notes: tuple[str, ...] = ()  # what was assumed
     history: tuple[Event, ...] = ()  # before the step: the construction of the model (``setup``), and the first step
     evaluation: tuple[Event, ...] = ()  # a batch of the evaluation after the step
     work: StepWork | None = None  # what the step computes; None if it was not counted
@@ -78,8 +84,7 @@ class StepTrace:
 
 
 CURVE_POINTS = 160
-LIMIT_ACCURACY = 0.01
-"""Relative accuracy of the smallest memory in which a step runs."""
+LIMIT_ACCURACY = 0.01  # relative accuracy of the smallest memory in which a step runs
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,8 @@ class Replay:
 
 
 @dataclass
-class _Recorder:
-    """Replay of events, with what is in use by part."""
+class _Memory:
+    """The memory of a GPU during a replay: the allocator, and what is in use by part."""
 
     allocator: CachingAllocator
     used: Counter[str] = field(default_factory=Counter)
@@ -117,7 +122,7 @@ class _Recorder:
     def apply(self, event: Event) -> None:
         if event.block == EMPTY_CACHE:
             self.allocator.release_free_segments()
-        elif event.bytes >= 0:
+        elif event.is_allocation:
             block = self.allocator.allocate(event.bytes, event.stream)
             self.blocks[event.block] = block, event.part
             self.used[event.part] += block.size
@@ -144,21 +149,20 @@ def replay(events: Sequence[Event], history: Sequence[Event] = (), evaluation: S
     step = [event for event in on_gpu if event.phase != "setup"]
     # A second step finds other free blocks than the first, so both are replayed if one follows from the other.
     sequence = [*before, *step, *_following(step, evaluation)]
-    recorder = _Recorder(CachingAllocator())
-    allocator = recorder.allocator
+    memory = _Memory(allocator := CachingAllocator())
     peak, highest = Point("setup", dict.fromkeys(PARTS, 0)), 0
     curve: list[Point] = []
     width = max(1, -(-len(step) // CURVE_POINTS))
     for position, event in enumerate(sequence, -len(before)):
-        recorder.apply(event)
+        memory.apply(event)
         if allocator.allocated > highest:
-            peak, highest = recorder.point(event), allocator.allocated
+            peak, highest = memory.point(event), allocator.allocated
         if 0 <= position < len(step):
             # A plot of all events would be slow, so each interval has one point: its largest.
             if position % width == 0:
-                curve.append(recorder.point(event))
+                curve.append(memory.point(event))
             elif allocator.allocated > curve[-1].total:
-                curve[-1] = recorder.point(event)
+                curve[-1] = memory.point(event)
     required = _smallest_limit(sequence, allocator.peak_allocated, allocator.peak_reserved)
     return Replay(allocator.peak_allocated, allocator.peak_reserved, required, peak, tuple(curve))
 
@@ -175,25 +179,21 @@ def host_peak(events: Iterable[Event]) -> int:
 
 def _following(step: Sequence[Event], evaluation: Sequence[Event]) -> list[Event]:
     """Return the same step once more, if that follows, and the evaluation after it."""
-    names = repeated_blocks(step)
-    if names is None:
+    of_first_step = repeated_blocks(step)
+    if of_first_step is None:
         return list(evaluation)
-    first = min((event.block for event in step if event.bytes >= 0), default=0)
+    first = min((event.block for event in step if event.is_allocation), default=0)
     offset = max((event.block for event in step), default=0) + 1
-
-    def renamed(event: Event, known: Mapping[int, int]) -> Event:
-        block = event.block
-        return replace(event, block=known.get(block, block + offset if block >= first else block))
-
-    return [*(renamed(event, names) for event in step), *(renamed(event, {}) for event in evaluation)]
+    # Blocks of the second step get new numbers. Those of the first step that it frees keep theirs.
+    renewed = {event.block: event.block + offset for event in (*step, *evaluation) if event.block >= first}
+    numbers = renewed | of_first_step
+    second = [replace(event, block=numbers.get(event.block, event.block)) for event in step]
+    return second + [replace(event, block=renewed.get(event.block, event.block)) for event in evaluation]
 
 
 def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
-    """Return what the next step frees of this one: blocks of this step, by what this one frees of an earlier step.
-
-    It is for example the batch. None if the memory grows or shrinks in each step.
-    """
-    born = {event.block: event.bytes for event in step if event.bytes >= 0}
+    """Return the blocks of this step that the next one frees, such as the batch, by those that this one frees."""
+    born = {event.block: event.bytes for event in step if event.is_allocation}
     freed = {event.block: -event.bytes for event in step if event.bytes < 0}
     # Blocks of one size are freed in the order of their allocation, so pop() below must take the oldest first.
     kept: dict[int, list[int]] = defaultdict(list)
@@ -201,19 +201,18 @@ def repeated_blocks(step: Sequence[Event]) -> dict[int, int] | None:
         kept[born[block]].append(block)
     older = [block for block in freed if block not in born]
     if sorted(freed[block] for block in older) != sorted(size for size, blocks in kept.items() for _ in blocks):
-        return None
+        return None  # The memory grows or shrinks in each step.
     return {block: kept[freed[block]].pop() for block in older}
 
 
 def _smallest_limit(events: Sequence[Event], allocated: int, reserved: int) -> int:
-    """Return the smallest limit in which the events run, by bisection."""
     low, high = allocated, reserved
     while high - low > max(LIMIT_ACCURACY * reserved, MIB):
         middle = (low + high) // 2
-        recorder = _Recorder(CachingAllocator(middle))
+        memory = _Memory(CachingAllocator(middle))
         try:
             for event in events:
-                recorder.apply(event)
+                memory.apply(event)
         except OutOfMemoryError:
             low = middle
         else:

@@ -20,10 +20,7 @@ LARGER_MACHINE = {
 
 
 def memory_to_fit_mib(config: Config) -> float | None:
-    """Return the memory to plan for; None if it is unknown: that of the GPU, or for a run on CPUs that of a node.
-
-    This machine does not count if the run starts on another one, as a job on Slurm does.
-    """
+    """Return the memory of the GPU, or on CPUs of the node, on which the run will start; None if it is unknown."""
     return host_memory_mib(config) if config.cluster.device == "cpu" else gpu_memory_mib(config)
 
 
@@ -113,7 +110,6 @@ def describe_verdict(predicted: Predicted) -> str:
 
 
 def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
-    """Return the text of the verdict on a training whose peak is known."""
     if predicted.error_bound is None:
         return f"needs {describe_need(needed, memory)}, with an unknown error"
     if predicted.verdict == FITS:

@@ -12,27 +12,20 @@ on CPU have at least the noise of other programs on the machine.
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, hypot, log, sqrt
 from statistics import NormalDist, fmean
 
 from distexp.system.typed_values import number_of
 
 SINGLE_CPU_RUN = 0.4
-"""Least relative noise of a speed on CPU without repeats.
-
-Other programs share the cores. Equal runs on two cores differed by 1.7x, although the steps of each were even.
-"""
+"""Least relative noise of a speed on CPU without repeats, because other programs share the cores.
+Equal runs on two cores differed by 1.7x, although the steps of each were even."""
 
 CPU_MEMORY_MIB = 200.0
-"""Noise of the peak CPU memory of a run without repeats, in MiB.
-
-The kernel divides the pages of libraries among all processes that map them. Equal runs had 710 MiB alone,
-and 541 MiB next to four idle processes that import torch.
-"""
+"""Noise of the peak CPU memory of a run without repeats, in MiB. The kernel divides the pages of libraries among all
+processes that map them: equal runs had 710 MiB alone, and 541 MiB next to four idle processes that import torch."""
 
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """97.5 % quantiles of Student's t distribution for 1 to 9 degrees of freedom."""
@@ -49,21 +42,16 @@ class Deviation:
 
     def noise_of_mean(self, count: int) -> float:
         """Return the relative noise of the mean of some runs."""
-        return t_quantile(self.degrees_of_freedom) * self.relative / math.sqrt(count)
+        return t_quantile(self.degrees_of_freedom) * self.relative / sqrt(count)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean of a metric over several runs.
-
-    Attributes:
-        deviation: Sample standard deviation; None for a single value.
-        noise: Half of the 95 % confidence interval of the mean; None if unknown.
-    """
+    """Mean of a metric over several runs."""
 
     mean: float
-    deviation: float | None
-    noise: float | None = None
+    deviation: float | None  # sample standard deviation; None for a single value
+    noise: float | None = None  # half of the 95 % confidence interval of the mean; None if unknown
 
 
 def t_quantile(degrees_of_freedom: int) -> float:
@@ -82,18 +70,18 @@ def distinct_ratio(noise: float) -> float:
 
     It is the q for which q - 1 equals noise * sqrt(q**2 + 1), the noise of the difference.
     """
-    return (1 + noise * math.sqrt(2 - noise**2)) / (1 - noise**2)
+    return (1 + noise * sqrt(2 - noise**2)) / (1 - noise**2)
 
 
 def pool_deviations(repeats: Iterable[Sequence[float]]) -> Deviation | None:
     """Return the relative deviation within sets of equal runs; None if nothing was repeated."""
     squares, degrees_of_freedom = 0.0, 0
     for values in repeats:
-        mean = statistics.fmean(values) if len(values) > 1 else 0.0
+        mean = fmean(values) if len(values) > 1 else 0.0
         if mean:
             squares += sum((value / mean - 1) ** 2 for value in values)
             degrees_of_freedom += len(values) - 1
-    return Deviation(math.sqrt(squares / degrees_of_freedom), degrees_of_freedom) if degrees_of_freedom else None
+    return Deviation(sqrt(squares / degrees_of_freedom), degrees_of_freedom) if degrees_of_freedom else None
 
 
 def step_noise(error: dict[str, float] | None) -> float | None:
@@ -121,34 +109,21 @@ def difference_noise(one: Spread, other: Spread) -> float | None:
     """Return the noise of a difference of two independent means; None if unknown."""
     if one.noise is None or other.noise is None:
         return None
-    return math.hypot(one.noise, other.noise)
-
-
-# How much better than the best candidate another one may be, by the errors of the forecasts so far.
-#
-# The logarithm of score / forecast is taken to be normal over the candidates. Its mean and its variance follow from
-# the trials, and from what is usual: a forecast that is right on average, with the usual error. With few trials, the
-# usual values decide, and with many the measured ones. With few trials the distribution is Student's t, whose tails
-# are heavier: the gains of unlikely candidates are larger than these. So the 1 % of ``distexp choose`` is a rule that
-# was tested with measured sweeps.
-
-
-STANDARD_NORMAL = NormalDist()
+    return hypot(one.noise, other.noise)
 
 
 @dataclass(frozen=True)
 class UsualErrors:
-    """Errors of the forecasts that are usual before the first trial.
+    """Errors of the forecasts that are usual before the first trial. With many trials, the measured ones decide.
 
-    Attributes:
-        usual_error: Error that is expected, as a standard deviation of the logarithm of score / forecast.
-        usual_error_trials: Weight of the usual error next to the measured ones, in trials.
-        usual_scale_trials: Weight of a forecast that is exact on average, next to the measured scales, in trials.
+    The logarithm of score / forecast is taken to be normal over the candidates. With few trials its distribution is
+    Student's t, whose tails are heavier: unlikely candidates gain more than ``expected_gain``. So the 1 % of
+    ``distexp choose`` is a rule that was tested with measured sweeps.
     """
 
-    usual_error: float = 0.2
-    usual_error_trials: int = 1
-    usual_scale_trials: int = 1
+    usual_error: float = 0.2  # error that is expected, as a standard deviation of the logarithm of score / forecast
+    usual_error_trials: int = 1  # weight of the usual error next to the measured ones, in trials
+    usual_scale_trials: int = 1  # weight of a forecast that is exact on average, next to the measured scales, in trials
 
 
 def expected_gain(
@@ -157,19 +132,14 @@ def expected_gain(
     """Return the expected improvement of a candidate, relative to the best score: 0.01 is 1 %.
 
     Source of the formula: Jones, Schonlau and Welch, *Efficient Global Optimization of Expensive Black-Box Functions*,
-    1998, equation 15, for the logarithms of the scores.
-
-    Args:
-        forecast: Forecast of the candidate, of the score.
-        best: Best score so far.
-        scales: Score / forecast of the candidates that were tried; at least one.
-        exact: Score / forecast if the forecasts have no error. If it is unknown, it is taken from the scales.
-        usual: What is usual.
+    1998, equation 15, for the logarithms of the scores. ``scales`` are score / forecast of the candidates that were
+    tried, at least one, and ``exact`` is that of forecasts without an error. If unknown, it is taken from the scales.
     """
     known = exact or exp(fmean(map(log, scales)))
     mean, deviation = _predicted_scale([log(scale / known) for scale in scales], usual)
     distance = (log(best / (forecast * known)) - mean) / deviation
-    return deviation * (distance * STANDARD_NORMAL.cdf(distance) + STANDARD_NORMAL.pdf(distance))
+    normal = NormalDist()
+    return deviation * (distance * normal.cdf(distance) + normal.pdf(distance))
 
 
 def _predicted_scale(logarithms: Sequence[float], usual: UsualErrors) -> tuple[float, float]:
@@ -190,20 +160,16 @@ def _predicted_scale(logarithms: Sequence[float], usual: UsualErrors) -> tuple[f
     return center * count / (count + weight), sqrt(variance)
 
 
-# Memory as a line over the micro-batch: what a search of the largest micro-batch expects of sizes it has not tried.
-#
-# ``distexp plan`` searches between two sizes by the line through the two nearest predictions. ``distexp choose`` goes
-# down from a size that was predicted, by its activations. ``train.micro_batch_size=auto`` goes up, by the line
-# through the two largest sizes that ran. The three differ in what an answer costs: a prediction, or a trial.
-
-
-Point = tuple[int, float]
-"""A micro-batch and its memory in MiB."""
+Point = tuple[int, float]  # a micro-batch and its memory in MiB
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """Line through the memory of a size, with the MiB of each further sample."""
+    """Line through the memory of a size, with the MiB of each further sample.
+
+    ``distexp plan`` searches between two sizes by the line through the two nearest predictions. ``distexp choose`` goes
+    down from a predicted size, by its activations. ``train.micro_batch_size=auto`` goes up from the sizes that ran.
+    """
 
     size: int
     mib: float

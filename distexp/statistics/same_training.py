@@ -19,53 +19,29 @@ from math import inf, isnan
 
 @dataclass(frozen=True)
 class LossBounds:
-    """Largest differences between the losses of equal trainings.
+    """Largest differences between the losses of equal trainings."""
 
-    Attributes:
-        step: Largest relative difference at any step.
-        mean: Largest mean of the signed relative differences; None: no such bound.
-    """
-
-    step: float
-    mean: float | None = None
+    step: float  # largest relative difference at any step
+    mean: float | None = None  # largest mean of the signed relative differences; None: no such bound
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds of a precision by their use."""
-
-    short_trial: LossBounds
-    whole_training: LossBounds
-
-
-BOUNDS = {
-    "fp32": Bounds(short_trial=LossBounds(1e-5), whole_training=LossBounds(1e-4)),
-    "bf16": Bounds(short_trial=LossBounds(1e-2, 2e-3), whole_training=LossBounds(1e-2)),
-    "fp16": Bounds(short_trial=LossBounds(1e-2, 2e-3), whole_training=LossBounds(1e-3)),
-}
+SHORT_TRIAL = {"fp32": LossBounds(1e-5), "bf16": LossBounds(1e-2, 2e-3), "fp16": LossBounds(1e-2, 2e-3)}
+WHOLE_TRAINING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-3}  # only of a step
 
 
 def whole_training_bound(precision: str) -> float:
     """Return the largest relative difference in a whole training; of an unknown precision, the widest one."""
-    bounds = {name: each.whole_training.step for name, each in BOUNDS.items()}
-    return bounds.get(precision, max(bounds.values()))
+    return WHOLE_TRAINING.get(precision, max(WHOLE_TRAINING.values()))
 
 
 @dataclass(frozen=True)
 class LossComparison:
-    """Differences between the losses of two runs.
+    """Differences between the losses of two runs."""
 
-    Attributes:
-        steps: Number of compared steps.
-        largest: Largest relative difference at any step.
-        mean: Mean of the signed relative differences.
-        bounds: Bounds for equal trainings.
-    """
-
-    steps: int
-    largest: float
-    mean: float
-    bounds: LossBounds
+    steps: int  # number of compared steps
+    largest: float  # largest relative difference at any step
+    mean: float  # mean of the signed relative differences
+    bounds: LossBounds  # bounds for equal trainings
 
     @property
     def equal(self) -> bool:
@@ -83,7 +59,7 @@ def compare_trials(losses: Sequence[float], reference: Sequence[float], precisio
     if not reference or len(losses) != len(reference):
         return None
     gaps = [_gap(loss, other) for loss, other in zip(losses, reference, strict=True)]
-    return LossComparison(len(gaps), max(map(abs, gaps)), sum(gaps) / len(gaps), BOUNDS[precision].short_trial)
+    return LossComparison(len(gaps), max(map(abs, gaps)), sum(gaps) / len(gaps), SHORT_TRIAL[precision])
 
 
 def _gap(loss: float, other: float) -> float:

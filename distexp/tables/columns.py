@@ -17,12 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # spaces between two columns; one of them is part of rich's box
-ALWAYS = 1000
-"""Importance of a required column, which is never hidden."""
-
+ALWAYS = 1000  # importance of a required column, which is never hidden
 PIPED_WIDTH = 240  # characters, if the output is not a terminal
-MIN_CELLS = 20
-"""Number of cells from which a bar is shown; fewer take less than a second."""
+MIN_CELLS = 20  # number of cells from which a bar is shown; fewer take less than a second
 
 
 @dataclass(frozen=True)
@@ -84,10 +81,7 @@ def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
 
 
 def split_widths(widths: Sequence[int], num_labels: int, gap: int, width: int) -> list[list[int]]:
-    """Return the indices of columns in blocks that fit into a width; each block repeats the labels.
-
-    A block has at least one column besides the labels, even if it is wider.
-    """
+    """Return the indices of columns in blocks that fit into a width. Each has the labels, and another column."""
     labels = list(range(num_labels))
     room = width - sum(widths[:num_labels]) - gap * num_labels
     blocks, used = [labels.copy()], 0

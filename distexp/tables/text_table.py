@@ -18,8 +18,7 @@ from distexp.tables.columns import GAP, empty_table, split_widths
 MIN_GAP = 1
 SHORT_TEXT = 7  # characters of a text that is kept in one line
 
-NOT_MEASURED = "-"
-"""Cell of a value that a run does not have."""
+NOT_MEASURED = "-"  # cell of a value that a run does not have
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,7 @@ def _render_block(columns: Sequence[Sequence[str]], words: Sequence[int], width:
 def _column_widths(
     columns: Sequence[Sequence[str]], words: Sequence[int], width: int
 ) -> tuple[int, Sequence[int | None]]:
-    """Return the space between columns and their widths; None leaves it to rich.
-
-    A narrow terminal gets smaller gaps. A word is broken only if it is too long for the terminal.
-    """
+    """Return the space between columns, smaller on a narrow terminal, and their widths; None leaves it to rich."""
     full = [max(map(cell_len, column)) for column in columns]
     for gap in (GAP, MIN_GAP):
         spare = width - sum(words) - gap * (len(columns) - 1)

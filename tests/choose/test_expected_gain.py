@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, Status, Trial, rules_for
-from distexp.choose.policy import exact_scale, least_gain, probably_fits
+from distexp.choose.policy import Policy, probably_fits
 from distexp.runs.record_sections import Predicted
 from distexp.statistics.noise import expected_gain
 
@@ -46,10 +46,10 @@ def test_the_first_trial_on_cpus_does_not_lower_the_usual_error() -> None:
 def test_the_exact_scale_is_the_score_of_a_second() -> None:
     trial = Trial(5, "completed", step_s=0.5, samples_per_second=128.0, peak_allocated_mib=10.0, j_per_sample=4.0)
     tried = Candidate(("a=1",), ("a=1",), 1, workers=2, status=Status.TRIED, trials=(trial,))
-    assert exact_scale([tried], Objective.THROUGHPUT) == pytest.approx(1 / 128 / 0.5)
-    assert exact_scale([tried], Objective.ENERGY) == pytest.approx(4.0 / (0.5 * 2))
-    assert exact_scale([tried], Objective.MEMORY) == 1.0
-    assert exact_scale([], Objective.THROUGHPUT) is None
+    assert Policy([tried], Objective.THROUGHPUT, DEFAULT_RULES).exact_scale() == pytest.approx(1 / 128 / 0.5)
+    assert Policy([tried], Objective.ENERGY, DEFAULT_RULES).exact_scale() == pytest.approx(4.0 / (0.5 * 2))
+    assert Policy([tried], Objective.MEMORY, DEFAULT_RULES).exact_scale() == 1.0
+    assert Policy([], Objective.THROUGHPUT, DEFAULT_RULES).exact_scale() is None
 
 
 def test_without_step_times_the_forecasts_are_scaled_by_the_trials() -> None:
@@ -61,12 +61,14 @@ def test_a_trial_of_a_large_space_is_worth_a_smaller_gain() -> None:
     def space(size: int) -> list[Candidate]:
         return [Candidate((f"a={number}",), ("a",), number) for number in range(size)]
 
-    assert least_gain(space(10), DEFAULT_RULES) == DEFAULT_RULES.least_gain
-    assert least_gain(space(100), DEFAULT_RULES) == pytest.approx(DEFAULT_RULES.gain_of_sweep / 100)
+    assert Policy(space(10), Objective.THROUGHPUT, DEFAULT_RULES).least_gain() == DEFAULT_RULES.least_gain
+    assert Policy(space(100), Objective.THROUGHPUT, DEFAULT_RULES).least_gain() == pytest.approx(
+        DEFAULT_RULES.gain_of_sweep / 100
+    )
     pruned = space(100)
     for candidate in pruned[10:]:
         candidate.prune("does not fit")
-    assert least_gain(pruned, DEFAULT_RULES) == DEFAULT_RULES.least_gain
+    assert Policy(pruned, Objective.THROUGHPUT, DEFAULT_RULES).least_gain() == DEFAULT_RULES.least_gain
 
 
 def test_an_energy_of_zero_is_not_measured() -> None:

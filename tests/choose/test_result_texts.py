@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.choose.candidate import Candidate, Objective, Status, Trial
-from distexp.choose.ranking import MeanMetrics
+from distexp.choose.candidate import Candidate, Metrics, Objective, Status, Trial
 from distexp.choose.result_texts import describe_values, winner_sentence
 
 
@@ -47,5 +46,7 @@ def test_the_memory_of_a_gpu_has_no_noise_to_be_unknown(objective: Objective, ma
 
 
 def test_large_values_have_no_exponent() -> None:
-    values = MeanMetrics(5.0, 1.0, 1024.0, j_per_sample=1120.4, price_per_sample=0.00111)
+    values = Metrics(
+        samples_per_second=5.0, step_s=1.0, peak_allocated_mib=1024.0, j_per_sample=1120.4, price_per_sample=0.00111
+    )
     assert describe_values(values) == "5.0 samples/s at 1.0 GB, 1,120 J/sample, 1,110 per million samples"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from distexp.choose.candidate import Candidate, Objective, Status, Trial, rules_for
-from distexp.choose.policy import scaled_forecast
+from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, Status, Trial, rules_for
+from distexp.choose.policy import Policy
 from distexp.choose.ranking import PlannedTrial, SearchResult, margin_between, ranked
 from distexp.choose.search import first_trials, prune_untried, search
 from distexp.runs.record_sections import Predicted
@@ -291,7 +291,7 @@ def test_the_reason_of_an_equal_forecast_shows_no_ratio(forecast: float) -> None
     other = members("sharding=full_shard", {16: 1.0}, {16: forecast})
     for candidate in tried:
         candidate.status, candidate.trials = Status.TRIED, (Trial(5, "completed", samples_per_second=64.0),)
-    prune_untried([list(tried), list(other)], Objective.THROUGHPUT, near=0.25, stopped="")
+    prune_untried(Policy([*tried, *other], Objective.THROUGHPUT, DEFAULT_RULES), stopped="")
     assert [each.reason for each in other] == ["not tried: its forecast needs as much time as the best"]
 
 
@@ -301,7 +301,7 @@ def test_the_reason_of_a_slightly_slower_forecast_shows_that_it_is_slower(foreca
     other = members("sharding=full_shard", {16: 1.0}, {16: forecast})
     for candidate in tried:
         candidate.status, candidate.trials = Status.TRIED, (Trial(5, "completed", samples_per_second=64.0),)
-    prune_untried([list(tried), list(other)], Objective.THROUGHPUT, near=0.25, stopped="")
+    prune_untried(Policy([*tried, *other], Objective.THROUGHPUT, DEFAULT_RULES), stopped="")
     assert [each.reason for each in other] == [f"not tried: its forecast is {shown} times the time of the best"]
 
 
@@ -330,8 +330,10 @@ def test_launches_do_not_change_the_expected_memory() -> None:
     known = Candidate(("a=1",), ("a",), 4, expected_mib=100.0, forecast_s=1.0, status=Status.TRIED)
     known.trials = (Trial(5, "completed", step_s=2.0, peak_allocated_mib=110.0, samples_per_second=32.0),)
     other = Candidate(("a=2",), ("a",), 64, expected_mib=200.0, forecast_s=0.5)
-    assert scaled_forecast(other, [known, other], Objective.MEMORY) == pytest.approx(220.0)
-    assert scaled_forecast(other, [known, other], Objective.THROUGHPUT) == pytest.approx(0.5 / 32 * (1 + 4 / 64) / 2)
+    assert Policy([known, other], Objective.MEMORY, DEFAULT_RULES).scaled_forecast(other) == pytest.approx(220.0)
+    assert Policy([known, other], Objective.THROUGHPUT, DEFAULT_RULES).scaled_forecast(other) == pytest.approx(
+        0.5 / 32 * (1 + 4 / 64) / 2
+    )
 
 
 def test_trials_of_a_batch_are_in_the_order_of_what_they_can_share() -> None:

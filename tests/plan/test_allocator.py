@@ -186,6 +186,15 @@ def test_repeated_step_frees_what_the_step_before_left() -> None:
     assert repeated_blocks(step((4, 1, "activations", "forward"))) is None, "a step that keeps more and more"
 
 
+def test_a_step_that_empties_the_cache_is_repeated_with_the_same_blocks() -> None:
+    events = step((4, 1, "batch", "forward"), (-4, 0, "batch", "forward"))
+    events.append(Event(0, EMPTY_CACHE, "temporaries", "optimizer", "gpu"))
+    assert not events[-1].is_allocation
+    assert repeated_blocks(events) == {0: 1}
+    found = replay([*step((4, 0, "batch", "setup")), *events])
+    assert found.peak_allocated == 8 * MIB
+
+
 def test_evaluation_follows_the_steps() -> None:
     events = step(
         (4, 0, "batch", "setup"), (4, 1, "batch", "forward"), (-4, 0, "batch", "forward"), (2, 2, "logits", "forward"),

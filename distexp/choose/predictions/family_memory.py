@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
-from distexp.choose.candidate import Candidate, Status
+from distexp.choose.candidate import Candidate
 from distexp.config import Config
 from distexp.plan.estimate import Estimate
 from distexp.plan.process_overheads import simulated_nodes, step_reserve
@@ -15,27 +14,22 @@ from distexp.resolve.resources import parameter_count
 from distexp.statistics.noise import MemoryLine
 from distexp.system.units import MIB
 
-PER_SAMPLE = ("activations", "logits")
-"""Parts that grow with the micro-batch in proportion. The others may, too."""
-
+PER_SAMPLE = ("activations", "logits")  # Parts that grow with the micro-batch in proportion. The others may, too.
 GRADIENT_BYTES = 4
 
 
 @dataclass
 class FamilyMemory:
-    """Members of a family in the order of their micro-batches, and what is known of their memory.
+    """Members of a family in the order of their micro-batches, and what is known of their memory."""
 
-    Attributes:
-        candidates: The members that are valid.
-        unknown: Why the family cannot be predicted; empty if it can.
-    """
-
-    candidates: Sequence[Candidate]
-    unknown: str = ""
+    members: Sequence[Candidate]  # the valid ones
+    unknown: str = ""  # why the family cannot be predicted; empty if it can
     _verdicts: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.members = sorted(self.candidates, key=attrgetter("micro_batch"))
+        self.name = self.members[0].family
+        train, offload = self.config.train, self.config.offload
+        self.stage = offload.enabled, train.activation_checkpointing  # see ``pruning.STAGES``
         self.memory_mib = memory_to_fit_mib(self.config)
         # On CPUs the memory of a node is measured, and that of the simulated nodes together decides.
         cluster, on_cpus = self.config.cluster, self.config.cluster.device == "cpu"
@@ -46,7 +40,7 @@ class FamilyMemory:
     @property
     def config(self) -> Config:
         """Return the configuration of a member."""
-        config = self.candidates[0].config
+        config = self.members[0].config
         assert config is not None, "the members are valid"
         return config
 
@@ -62,7 +56,7 @@ class FamilyMemory:
 
     def waiting(self) -> list[Candidate]:
         """Return the members that are not pruned."""
-        return [member for member in self.members if member.status is Status.WAITING]
+        return [member for member in self.members if member.is_waiting]
 
     def next_to_predict(self) -> Candidate | None:
         """Return the member to predict next: the largest one that may fit; None if all are known."""
@@ -77,17 +71,14 @@ class FamilyMemory:
         if any(member.estimate is not None for member in accumulating):
             return None
         fitting = [member for member in accumulating if self._verdicts.get(member.micro_batch) == FITS]
-        return next((member for member in reversed(fitting) if member.status is Status.WAITING), None)
+        return next((member for member in reversed(fitting) if member.is_waiting), None)
 
     def probably_next(self) -> Candidate | None:
-        """Return the member that will probably be predicted after ``next_to_predict``; None if there is none.
-
-        It is the largest one that accumulates gradients: its memory is needed if a larger one fits, and if none fits.
-        """
+        """Return the largest waiting member that accumulates gradients, if its memory will be needed next."""
         following, accumulating = self.next_to_predict(), [member for member in self.members if _accumulates(member)]
         if following is None or following in accumulating or any(each.estimate is not None for each in accumulating):
             return None
-        return next((each for each in reversed(accumulating) if each.status is Status.WAITING), None)
+        return next((each for each in reversed(accumulating) if each.is_waiting), None)
 
     def add_estimate(self, member: Candidate, outcome: Estimate | str) -> None:
         """Keep the estimate of a member, and infer what follows for the others."""
@@ -162,7 +153,6 @@ class FamilyMemory:
 
 
 def _sum_of_parts(estimate: Estimate, *parts: str) -> float:
-    """Return some parts of the peak of a worker in MiB."""
     return sum(estimate.parts.get(part, 0.0) for part in parts)
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective, Status
+from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective, families_of
 from distexp.choose.predictions.family_memory import FamilyMemory
 from distexp.config.overrides import format_count
 from distexp.plan.fitting_change import EstimateAll
@@ -26,15 +26,10 @@ from distexp.strategies.base import load_strategy, shipped_strategies
 STAGES = ((False, False), (False, True), (True, False), (True, True))
 """Offloading and activation checkpointing of each stage."""
 
-DEFAULT_LIMIT_S = 600.0
-
 EQUAL_FAILURES = 4
 """If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
 
-MAX_ERRORS = 3
-"""Most errors of predictions that are printed."""
-
-Families = dict[tuple[str, ...], FamilyMemory]
+MAX_ERRORS = 3  # most errors of predictions that are printed
 
 
 def prune_by_plan(
@@ -43,7 +38,7 @@ def prune_by_plan(
     objective: Objective,
     *,
     at_a_time: int,
-    limit_s: float = DEFAULT_LIMIT_S,
+    limit_s: float = 600.0,
     report: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -52,64 +47,50 @@ def prune_by_plan(
     The others get their predictions. For the objective memory, nothing is pruned because it is slower. After the limit,
     no more are predicted: the others stay, without a forecast.
     """
-    families: dict[tuple[str, ...], list[Candidate]] = {}
-    for candidate in candidates:
-        if candidate.config is not None and candidate.status is Status.WAITING:
-            families.setdefault(candidate.family, []).append(candidate)
-    memories = {name: FamilyMemory(members) for name, members in families.items()}
+    valid = [candidate for candidate in candidates if candidate.config is not None and candidate.is_waiting]
+    memories = {name: FamilyMemory(members) for name, members in families_of(valid).items()}
     configs = [family.config for family in memories.values()]
     kinds = {**shipped_strategies(), **{config.strategy.name: type(load_strategy(config)) for config in configs}}
     lighter = {text: other for name, kind in kinds.items() for text, other in kind.lighter_overrides(name).items()}
     pruning = _Pruning(memories, lighter, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
-    for offload, checkpoints in STAGES:
-        pruning.predict_stage(offload=offload, checkpoints=checkpoints)
-    if not any(candidate.status is Status.WAITING for candidate in candidates):
+    for stage in STAGES:
+        pruning.predict_stage(stage)
+    if not any(candidate.is_waiting for candidate in candidates):
         pruning.predict_smallest()
     pruning.report_errors()
 
 
 @dataclass
 class _Pruning:
-    """A pruning that runs. The attributes without a text are the arguments of ``prune_by_plan``.
+    """A pruning that runs. The attributes without a text are the arguments of ``prune_by_plan``."""
 
-    Attributes:
-        families: What is known of each family, by its overrides.
-        lighter: The override that needs less memory, by each override that chooses an option of a strategy.
-        deadline: Time of ``clock`` after which nothing more is predicted.
-        done: Number of predictions, also of those that failed.
-        ended: Whether nothing more is predicted: the deadline has passed, or all predictions fail alike.
-        errors: Errors of the predictions that failed.
-    """
-
-    families: Families
-    lighter: Mapping[str, str]
+    families: dict[tuple[str, ...], FamilyMemory]  # what is known of each family, by its overrides
+    lighter: Mapping[str, str]  # the override that needs less memory, by that of an option of a strategy
     estimate_all: EstimateAll
     objective: Objective
     at_a_time: int
-    deadline: float
+    deadline: float  # time of ``clock`` after which nothing more is predicted
     report: Callable[[str], None]
     clock: Callable[[], float]
-    done: int = 0
-    ended: bool = False
-    errors: Counter[str] = field(default_factory=Counter)
+    done: int = 0  # number of predictions, also of those that failed
+    ended: bool = False  # whether nothing more is predicted: the deadline has passed, or all predictions fail alike
+    errors: Counter[str] = field(default_factory=Counter)  # errors of the predictions that failed
 
-    def predict_stage(self, *, offload: bool, checkpoints: bool) -> None:
+    def predict_stage(self, stage: tuple[bool, bool]) -> None:
         """Predict the families of a stage, in the order of their memory."""
-        configs = {name: family.config for name, family in self.families.items()}
-        stages = {name: (each.offload.enabled, each.train.activation_checkpointing) for name, each in configs.items()}
-        for group in self._groups([name for name, stage in stages.items() if stage == (offload, checkpoints)]):
-            for name in group:
-                self._prune_without_prediction(name, offload=offload, checkpoints=checkpoints)
-            self._predict([self.families[name] for name in group])
+        for group in self._groups([family for family in self.families.values() if family.stage == stage]):
+            for family in group:
+                self._prune_without_prediction(family)
+            self._predict(group)
 
-    def _groups(self, names: Sequence[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
+    def _groups(self, families: Sequence[FamilyMemory]) -> list[list[FamilyMemory]]:
         """Return the families that are predicted together: those of a level, or of several if all fit in one batch.
 
         What a lighter family shows can spare predictions of a heavier one. But in one batch they take no more time.
         """
-        groups: list[list[tuple[str, ...]]] = [[]]
+        groups: list[list[FamilyMemory]] = [[]]
         for level in range(len(self.lighter) + 1):
-            of_level = [name for name in names if self._level(name) == level]
+            of_level = [family for family in families if self._level(family) == level]
             if len(groups[-1]) + len(of_level) > self.at_a_time:
                 groups.append([])
             groups[-1] += of_level
@@ -117,25 +98,23 @@ class _Pruning:
 
     def predict_smallest(self) -> None:
         """Predict the smallest member of the families with the least memory, to name the nearest one that would fit."""
-        lightest = [family for name, family in self.families.items() if self._level(name) == 0 and family.members]
+        lightest = [family for family in self.families.values() if self._level(family) == 0]
         offloaded = [family for family in lightest if family.config.offload.enabled] or lightest
         chosen = [family for family in offloaded if family.config.train.activation_checkpointing] or offloaded
         self._estimate([(family, family.members[0]) for family in chosen if family.members[0].estimate is None])
 
-    def _prune_without_prediction(self, name: tuple[str, ...], *, offload: bool, checkpoints: bool) -> None:
-        """Prune members that follow from the families before."""
-        family = self.families[name]
-        if self.objective is not Objective.MEMORY:
-            if offload:
-                self._prune_offloaded(family)
-            if checkpoints:
-                self._prune_checkpointed(family, name)
-        lighter = self._lighter(name)
+    def _prune_without_prediction(self, family: FamilyMemory) -> None:
+        offloads, checkpoints = family.stage
+        if offloads and self.objective is not Objective.MEMORY:
+            self._prune_offloaded(family)
+        if checkpoints and self.objective is not Objective.MEMORY:
+            self._prune_checkpointed(family)
+        lighter = self._lighter(family)
         if lighter is None:
             return
         for member in family.waiting():
             if lighter.is_too_large(member.micro_batch):
-                member.prune(f"needs more memory than {' '.join(lighter.candidates[0].family)}, which does not fit")
+                member.prune(f"needs more memory than {' '.join(lighter.name)}, which does not fit")
 
     def _prune_offloaded(self, family: FamilyMemory) -> None:
         """Prune a family with offloading, which is slow, if something fits without it on the same workers."""
@@ -146,30 +125,27 @@ class _Pruning:
                     member.prune(f"offloading is slower, and not needed: {' '.join(fitting.overrides)} fits")
                 return
 
-    def _prune_checkpointed(self, family: FamilyMemory, name: tuple[str, ...]) -> None:
+    def _prune_checkpointed(self, family: FamilyMemory) -> None:
         """Prune members with activation checkpointing that fit without it. To compute twice takes time."""
-        other = self.families.get(tuple(text for text in name if not text.startswith(CHECKPOINTING)))
+        other = self.families.get(tuple(text for text in family.name if not text.startswith(CHECKPOINTING)))
         fitting = other.largest_that_fits if other is not None and other is not family else None
-        if fitting is None:
-            return
         for member in family.waiting():
-            if member.micro_batch <= fitting.micro_batch:
+            if fitting is not None and member.micro_batch <= fitting.micro_batch:
                 member.prune(f"checkpointing is slower, and not needed: micro-batch {fitting.micro_batch} fits without")
 
-    def _lighter(self, name: tuple[str, ...]) -> FamilyMemory | None:
-        """Return the family that differs only in the strategy, which needs less memory; None if there is none.
-
-        On CPUs, FSDP may need more than DDP: the C library keeps more of what each step allocates.
-        """
-        found = self.families.get(tuple(self.lighter.get(text, text) for text in name)) if self._level(name) else None
+    def _lighter(self, family: FamilyMemory) -> FamilyMemory | None:
+        """Return the family that differs only in its strategy, and needs less memory; None if there is none."""
+        lighter = tuple(self.lighter.get(text, text) for text in family.name)
+        found = self.families.get(lighter) if self._level(family) else None
         if found is None or found.config.cluster.device == "cuda":
             return found
-        return found if step_reserve(found.config) <= step_reserve(self.families[name].config) else None
+        # On CPUs, FSDP may need more than DDP: the C library keeps more of what each step allocates.
+        return found if step_reserve(found.config) <= step_reserve(family.config) else None
 
-    def _level(self, name: Sequence[str]) -> int:
+    def _level(self, family: FamilyMemory) -> int:
         """Return how many options need less memory than that of a family, each less than the one before."""
         levels = [0]
-        for text in name:
+        for text in family.name:
             option, level = text, 0
             # At most once for each, because custom strategies may name each other.
             while option in self.lighter and level < len(self.lighter):
@@ -216,7 +192,6 @@ class _Pruning:
         return self.ended
 
     def report_errors(self) -> None:
-        """Print why predictions failed, the most frequent error first."""
         for error, count in self.errors.most_common(MAX_ERRORS):
             all_of = "all of the first " if self.errors.total() == self.done else ""
             self.report(f"{all_of}{format_count(count, 'prediction')} failed: {error}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from distexp.choose.candidate import Candidate, Status
+from distexp.choose.candidate import Candidate, families_of
 from distexp.config import Config, ConfigError
 from distexp.forecast.collectives import GroupLayout
 from distexp.forecast.communication import Target, group_layout
@@ -22,9 +22,6 @@ from distexp.strategies.base import load_strategy
 from distexp.system.cache_dir import cache_dir
 from distexp.system.files import read_json
 from distexp.system.units import MIB
-
-# The communication of a step: the collectives of ``distexp forecast``, as bytes on links.
-
 
 GB, TERA = 1e9, 1e12
 
@@ -48,12 +45,7 @@ def _ring_s(size: float, group: GroupLayout, speeds: MachineSpeeds) -> float:
     return size * (group.ranks - 1) / group.ranks / (link * GB)
 
 
-# Speeds of a machine for the order of the candidates: measured ones if a preflight stored them, else rough ones.
-
-
-REACHED_SHARE = 0.6
-"""Share of the datasheet's peak that a large matrix product reaches."""
-
+REACHED_SHARE = 0.6  # share of the datasheet's peak that a large matrix product reaches
 UNKNOWN_GPU_TFLOPS = 100.0
 
 LAUNCH_S = 30e-6
@@ -63,21 +55,13 @@ blocks, micro-batches of 4 samples took 20 to 36 us for each (docs/results/choos
 
 @dataclass(frozen=True)
 class MachineSpeeds:
-    """Speeds of one worker.
+    """Speeds of one worker."""
 
-    Attributes:
-        tflops: TFLOP/s of a large matrix product.
-        memory_gb_per_s: Bandwidth of its memory.
-        link_gb_per_s: Bandwidth between the workers of a node.
-        network_gb_per_s: Bandwidth between nodes of each worker, if all of them use it.
-        launch_s: Time until the CPU has launched an operation.
-    """
-
-    tflops: float
-    memory_gb_per_s: float
-    link_gb_per_s: float
-    network_gb_per_s: float
-    launch_s: float = LAUNCH_S
+    tflops: float  # TFLOP/s of a large matrix product
+    memory_gb_per_s: float  # bandwidth of its memory
+    link_gb_per_s: float  # bandwidth between the workers of a node
+    network_gb_per_s: float  # bandwidth between nodes of each worker, if all of them use it
+    launch_s: float = LAUNCH_S  # time until the CPU has launched an operation
 
 
 def read_machine_speeds(config: Config) -> MachineSpeeds:
@@ -108,57 +92,33 @@ def stored_tflops(device: str, precision: str) -> float | None:
     return max(found, default=None)
 
 
-# The time of a step.
-
-ADAMW_BYTES = 28
-"""Bytes per parameter that a step of AdamW reads and writes: weight, gradient and two moments in fp32."""
-
-PASSES = 3
-"""How often a micro-batch reads all weights: in the forward pass, and for both products of the backward pass."""
-
-READS_PER_WRITE = 1.5
-"""How often a tensor is read after it was written, on average."""
-
-HIDDEN_SHARE = 0.7
-"""Share of the computation during which communication can run, if the strategy overlaps them."""
-
-MIN_EXPOSED_SHARE = 0.1
-"""Share of the communication that is never hidden: that of the first and the last layers."""
+ADAMW_BYTES = 28  # bytes per parameter that a step of AdamW reads and writes: weight, gradient and two moments in fp32
+PASSES = 3  # how often a micro-batch reads all weights: in the forward pass, and for both products of the backward pass
+READS_PER_WRITE = 1.5  # how often a tensor is read after it was written, on average
+HIDDEN_SHARE = 0.7  # share of the computation during which communication can run, if the strategy overlaps them
+MIN_EXPOSED_SHARE = 0.1  # share of the communication that is never hidden: that of the first and the last layers
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker does in one step.
+    """What a worker does in one step."""
 
-    Attributes:
-        flops: Floating point operations.
-        operations: Number of kernels to launch in the forward and backward passes. Those of the optimizer are few on a
-            GPU, and short on a CPU.
-        written_bytes: Size of the tensors that it allocates.
-        parameters: Number of parameters of the whole model.
-    """
-
-    flops: float
-    operations: float
-    written_bytes: float
-    parameters: float
+    flops: float  # floating point operations
+    operations: float  # kernels to launch in the passes. Those of the optimizer are few on a GPU, and short on a CPU.
+    written_bytes: float  # size of the tensors that it allocates
+    parameters: float  # number of parameters of the whole model
 
 
 def set_forecasts(
     candidates: Sequence[Candidate], speeds_of: Callable[[Config], MachineSpeeds] = read_machine_speeds
 ) -> None:
     """Set the forecast of each candidate whose family has an estimate."""
-    families: dict[tuple[str, ...], list[Candidate]] = {}
-    for candidate in candidates:
-        families.setdefault(candidate.family, []).append(candidate)
-    for members in families.values():
+    for members in families_of(candidates).values():
         estimated = [member for member in members if member.estimate is not None and member.estimate.flops is not None]
-        for waiting in (member for member in members if estimated and member.status is Status.WAITING):
+        for waiting in (member for member in members if estimated and member.is_waiting):
             config, size = waiting.config, waiting.micro_batch
             nearest = min(estimated, key=lambda other: abs(other.micro_batch - size))
-            work = None if config is None else _scaled_work(nearest, config)
-            waiting.forecast_s = None
-            if config is not None and work is not None:
+            if config is not None and (work := _scaled_work(nearest, config)) is not None:
                 waiting.forecast_s = rough_step_s(config, work, speeds_of(config))
 
 

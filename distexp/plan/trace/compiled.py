@@ -44,15 +44,10 @@ Record = Callable[[], AbstractContextManager[Any]]
 
 
 class GraphMemory:
-    """A graph that allocates what its kernels would allocate, and computes nothing.
-
-    Args:
-        graph_module: the graph, with the shape of each result in ``node.meta["val"]``.
-        record: returns the context in which allocations are recorded.
-    """
+    """A graph that allocates what its kernels would allocate, and computes nothing."""
 
     def __init__(self, graph_module: fx.GraphModule, record: Record) -> None:
-        self.record = record
+        self.record = record  # returns the context in which allocations are recorded
         self._boxed_call = True  # The caller hands over its references, so that inputs can be freed early.
         self.nodes = list(graph_module.graph.nodes)
         self.bases = {node: _base(node) for node in self.nodes}
@@ -62,7 +57,6 @@ class GraphMemory:
         self.last_use = self._find_last_uses()
 
     def _find_buffers(self) -> set[fx.Node]:
-        """Return the nodes whose results are in memory."""
         found = {self.bases[node] for node in self.outputs if isinstance(node, fx.Node)}
         for node in self.nodes:
             if _is_extern(node):
@@ -84,9 +78,9 @@ class GraphMemory:
                 last[self.bases[node]] = len(self.nodes)
         return last
 
-    def _reads(self, node: fx.Node) -> set[fx.Node]:
+    def _reads(self, node: fx.Node) -> list[fx.Node]:
         """Return the buffers and inputs that the kernel of a node reads, also through fused operations."""
-        found: set[fx.Node] = set()
+        found: list[fx.Node] = []
         seen: set[fx.Node] = set()
         pending = list(node.all_input_nodes)
         while pending:
@@ -95,7 +89,7 @@ class GraphMemory:
                 continue
             seen.add(source)
             if source in self.buffers or source.op == "placeholder":
-                found.add(source)
+                found.append(source)
             else:
                 pending += source.all_input_nodes
         return found
@@ -138,10 +132,7 @@ class GraphMemory:
 
 @contextmanager
 def traced_compilation(fake_mode: FakeMode, record: Record) -> Iterator[None]:
-    """Replace the code generation of ``torch.compile`` by ``GraphMemory`` for models that are built in the block.
-
-    Flex attention outside of compiled blocks is compiled too, as on a GPU.
-    """
+    """Let ``GraphMemory`` replace the code that ``torch.compile`` generates for models built in the block."""
     backend = graph_backend(lambda graph: GraphMemory(graph, record))
 
     def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -207,8 +198,6 @@ def _allocate(node: fx.Node) -> Any:
     return tensors if isinstance(node.meta.get("val"), (tuple, list)) else tensors[0]
 
 
-# Counter of the work of a traced step: floating point operations, launched kernels, and bytes that are written.
-
 NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 """Operations without a kernel, besides views."""
 
@@ -246,17 +235,9 @@ class WorkCounter:
 
 # Memory that kernels of CUDA use for themselves: allocated after their outputs, and freed when they return.
 
-THREADS_PER_BLOCK = 512
-WARP = 32
-THREADS_PER_MULTIPROCESSOR = 2048
-VALUES_PER_THREAD = 16, 256
-"""Values that a thread adds, at least and at most, before more blocks share a sum."""
-
-ACCUMULATED_BYTES = 4
-"""Sums of 16-bit numbers are in fp32 until they are complete."""
-
-MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot")
-"""Operations of cuBLAS."""
+THREADS_PER_BLOCK, WARP, THREADS_PER_MULTIPROCESSOR = 512, 32, 2048
+VALUES_PER_THREAD = 16, 256  # values that a thread adds, at least and at most, before more blocks share a sum
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot")  # operations of cuBLAS
 
 
 def is_matrix_product(func: Any) -> bool:
@@ -312,4 +293,5 @@ class KernelBuffers:
             return []
         fewest, most = (-(-values // size) for size in reversed(VALUES_PER_THREAD))
         blocks = max(min(-(-target // grid), most), fewest)
-        return [ACCUMULATED_BYTES * columns * blocks * width * vector, 4 * grid] if blocks > 1 else []
+        # Sums of 16-bit numbers are in fp32 until they are complete.
+        return [4 * columns * blocks * width * vector, 4 * grid] if blocks > 1 else []

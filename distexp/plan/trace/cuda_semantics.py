@@ -82,30 +82,21 @@ def _with_fp32_result(operation: Any, position: int) -> Callable[..., Any]:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Replaces functions whose CUDA kernels keep other tensors than those of the CPU.
-
-    Args:
-        on_backward: called when a backward pass starts.
-        on_gpu: whether the run is on a GPU. Else only the devices of new tensors are replaced.
-    """
+    """Replaces functions whose CUDA kernels keep other tensors than those of the CPU."""
 
     def __init__(self, on_backward: Callable[[], None], *, on_gpu: bool = True) -> None:
         super().__init__()
-        self._on_gpu = on_gpu
-        self._on_backward = on_backward
+        self._on_gpu = on_gpu  # Without a GPU, only the devices of new tensors are replaced.
+        self._on_backward = on_backward  # called when a backward pass starts
         self._is_suspended = False
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use the replacements during the block, also in the recomputation of checkpointed blocks.
-
-        Torch leaves the mode while it calls ``Tensor.backward``.
-        """
+        """Use the replacements during the block, also in recomputations: ``Tensor.backward`` leaves the mode."""
         with around_backward(lambda: self if self._is_suspended else nullcontext()), self:
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, or its replacement."""
         kwargs = kwargs or {}
         if func is Tensor.backward:
             self._on_backward()
@@ -142,10 +133,8 @@ def _attention(  # noqa: PLR0917 (the arguments of torch)
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with FlashAttention, or with the memory-efficient kernel if there is a mask or fp32.
-
-    Both keep their inputs, the output, and a number in fp32 for each query.
-    """
+    """Compute attention with FlashAttention, or with the memory-efficient kernel if there is a mask or fp32."""
+    # Both keep their inputs, the output, and a number in fp32 for each query.
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -174,13 +163,7 @@ def _flash_attention(  # noqa: PLR0917
 
 
 def _efficient_attention(  # noqa: PLR0917
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float | None
 ) -> Tensor:
     if mask is not None:
         if mask.dtype == torch.bool:
@@ -193,9 +176,6 @@ def _efficient_attention(  # noqa: PLR0917
         query, key, value, mask, keeps, dropout, is_causal, scale=scale
     )[0]
     return output
-
-
-# Optimizers of fake tensors, with the kernels of CUDA.
 
 
 def make_optimizer(module: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from distexp.plan.replay import EMPTY_CACHE, Event, StepTrace, StepWork
+from distexp.plan.replay import BACKWARD_WORKSPACE, EMPTY_CACHE, FORWARD_WORKSPACE, Event, StepTrace, StepWork
 from distexp.plan.trace.compiled import KernelBuffers, WorkCounter, is_matrix_product
 from distexp.plan.trace.cuda_semantics import count_references_to_gradient
 from distexp.system.torch_internals.tensors import FakeMode, count_references, is_fake_of
@@ -29,6 +29,8 @@ the two devices, copies between them, and refuses to mix them.
 
 COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")
 """Namespaces of the operators whose tensors are communication buffers."""
+
+WORKSPACE_BLOCKS = {"forward": FORWARD_WORKSPACE, "backward": BACKWARD_WORKSPACE}  # by the phase that allocates them
 
 
 @dataclass
@@ -85,7 +87,6 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forward_blocks: list[TracedBlock] = []  # of the forward pass that runs now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record its outputs."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # The operations on the local tensors come here too.
         if self._forward_blocks and self._is_in_backward():
@@ -111,7 +112,6 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return fits and count_references(old) == self._unshared
 
     def _use_buffers(self, func: Any, arguments: Any) -> None:
-        """Record what a kernel of the GPU allocates for itself."""
         if self._kernels is None:
             return
         if is_matrix_product(func):
@@ -204,6 +204,34 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written[change.phase] += change.block.size
         return self.work.step(micro_batches, min(micro_batches, most_traced), written)
 
+    def trace(self, end: int, vocabulary: int | None, workspace: int) -> StepTrace:
+        """Return the events before the step, those of the step, and those of an evaluation, which starts at ``end``.
+
+        ``vocabulary`` is None for image models. ``workspace`` are the bytes of a workspace of cuBLAS.
+        """
+
+        def event(change: BlockChange) -> Event:
+            block = change.block
+            part = block.part or ("activations" if block.kept else "temporaries")
+            if block.part is None and vocabulary is not None and block.last_axis == vocabulary:
+                part = "logits"
+            size = -block.size if change.is_free else block.size
+            return Event(size, block.number, part, change.phase, block.device, block.stream)
+
+        def workspace_of(phase: str, allocated_in: str) -> Event:
+            return Event(workspace, WORKSPACE_BLOCKS[phase], "temporaries", allocated_in, "gpu")
+
+        history, missing = [], set(WORKSPACE_BLOCKS)
+        for position, change in enumerate(self.history):
+            # A phase allocates its workspace at its first matrix product.
+            if change.phase in missing and position >= self.first_products.get(change.phase, 0):
+                missing.remove(change.phase)
+                history.append(workspace_of(change.phase, change.phase))
+            history.append(event(change))
+        setup = [workspace_of(phase, "setup") for phase in WORKSPACE_BLOCKS]
+        step, evaluation = map(event, self.changes[:end]), map(event, self.changes[end:])
+        return StepTrace((*setup, *step), history=tuple(history), evaluation=tuple(evaluation))
+
     def end_forward(self) -> None:
         """Mark the blocks of the forward pass that are still alive."""
         alive = {id(storage.block) for storage in self._storages.values()}
@@ -234,56 +262,3 @@ def tensors_in(content: Any) -> Iterator[Tensor]:
             yield leaf._local_tensor
         elif isinstance(leaf, Tensor):
             yield leaf
-
-
-# The events of a recorded training: what is allocated and freed, and what for.
-
-WORKSPACE_BLOCKS = {"forward": -1, "backward": -2}
-"""Blocks of the workspaces of cuBLAS, by the phase that allocates them. Each phase has its own thread."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What a recorder saw."""
-
-    history: tuple[BlockChange, ...]  # construction of the model, and the first step
-    changes: tuple[BlockChange, ...]  # what was in memory before the second step, and this step
-    evaluation: tuple[BlockChange, ...]  # a batch of the evaluation after it; empty if it was not recorded
-    vocabulary: int | None  # size of the vocabulary; None for image models
-    workspace: int  # bytes of a workspace of cuBLAS
-    first_products: Mapping[str, int] = field(default_factory=dict)  # position in ``history`` after that of a phase
-    work: StepWork | None = None
-    parameters: int = 0
-
-    def to_trace(self, seconds: float, notes: Iterable[str]) -> StepTrace:
-        """Return the events, with the time of the prediction and what was assumed."""
-        setup = (self._workspace(phase, "setup") for phase in WORKSPACE_BLOCKS)
-        return StepTrace(
-            (*setup, *map(self._event, self.changes)),
-            seconds,
-            tuple(notes),
-            tuple(self._history_events()),
-            tuple(map(self._event, self.evaluation)),
-            self.work,
-            self.parameters,
-        )
-
-    def _history_events(self) -> Iterator[Event]:
-        """Yield what happened before the step, with the workspace of each phase at its first matrix product."""
-        missing = set(WORKSPACE_BLOCKS)
-        for position, change in enumerate(self.history):
-            if change.phase in missing and position >= self.first_products.get(change.phase, 0):
-                missing.remove(change.phase)
-                yield self._workspace(change.phase, change.phase)
-            yield self._event(change)
-
-    def _workspace(self, owner: str, phase: str) -> Event:
-        return Event(self.workspace, WORKSPACE_BLOCKS[owner], "temporaries", phase, "gpu")
-
-    def _event(self, change: BlockChange) -> Event:
-        block = change.block
-        part = block.part or ("activations" if block.kept else "temporaries")
-        if block.part is None and self.vocabulary is not None and block.last_axis == self.vocabulary:
-            part = "logits"
-        size = -block.size if change.is_free else block.size
-        return Event(size, block.number, part, change.phase, block.device, block.stream)

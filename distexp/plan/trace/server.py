@@ -35,8 +35,7 @@ from distexp.worker.preload import own_modules, preload
 NICENESS = 10
 """Lower priority of the processes that trace, because others may use the machine, for example a login node."""
 
-FALLBACK_S = 120.0
-"""Longest time of an estimate by arithmetic, which builds the model again."""
+FALLBACK_S = 120.0  # longest time of an estimate by arithmetic, which builds the model again
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,10 +96,7 @@ def _estimate_states(config: Config, path: Path, reason: str) -> None:
 
 
 def continue_job(job: TraceJob, start: Start = _start) -> TraceJob | None:
-    """Return the job that is left: this one, or the estimate by arithmetic if it left no result; None if all is done.
-
-    The process of a job is killed after its deadline.
-    """
+    """Return the job that is left: this one, or the estimate by arithmetic if it left no result; else None."""
     late = time.monotonic() > job.deadline
     if job.process.is_alive():
         if not late:

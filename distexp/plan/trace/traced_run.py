@@ -45,10 +45,7 @@ def traced_context(config: Config) -> Context:
     )
 
 
-# The micro-batch of a run that needs the most memory.
-
-READ_BATCHES = 8
-"""Micro-batches that are read and compared if the lengths of the samples are not known."""
+READ_BATCHES = 8  # micro-batches that are read and compared if the lengths of the samples are not known
 
 
 def largest_batch(config: Config, data: TaskData) -> Batch:
@@ -78,8 +75,6 @@ def evaluation_batch(config: Config, data: TaskData) -> Batch:
     order = range(len(data.evaluation)) if lengths is None else np.argsort(-lengths, kind="stable").tolist()
     return data.collate([data.evaluation[index] for index in order[:size]])
 
-
-# Trainings that cannot be traced: why, and the number of their parameters.
 
 WITHOUT_KERNEL = "UnsupportedOperatorException"
 """Name of torch's exception for an operator that has no kernel for fake tensors. Its text is the operator."""
@@ -121,13 +116,9 @@ def count_parameters(config: Config) -> int | None:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# DistributedDataParallel for fake tensors: the buckets of torch's reducer, without communication.
-
 DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0
 """Sizes of DDP's buckets. The first one is smaller, unless ``bucket_cap_mb`` is set."""
-BROADCAST_MB = 250
-"""Size of the flat copies of weights that DDP sends from rank 0."""
-
+BROADCAST_MB = 250  # size of the flat copies of weights that DDP sends from rank 0
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
@@ -141,7 +132,7 @@ class Bucket:
 
 
 class TracedDDP(DistributedDataParallel):
-    """A module whose gradients are copied to buckets, as by DDP.
+    """A module whose gradients are copied to buckets, as by DDP, but without communication.
 
     One bucket has all gradients at first. The first synchronized backward pass shows their order. The next forward pass
     starts with the allocation of the final buckets.

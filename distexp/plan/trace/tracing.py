@@ -25,38 +25,18 @@ from distexp.data.base import Batch, Samples
 from distexp.data.images import ImageFiles, channel_statistics, decoded_bytes
 from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace, gpu_facts
-from distexp.models.attention import clear_caches
+from distexp.models import attention, introspection, objective
 from distexp.models.blueprint import Blueprint
-from distexp.models.introspection import find_embeddings
-from distexp.models.objective import evaluation_sums
 from distexp.plan.replay import PlanError, StepTrace
-from distexp.plan.trace.compiled import KernelBuffers, traced_compilation
-from distexp.plan.trace.cuda_semantics import CudaFunctions, cuda_autocast, use_cuda_kernels
-from distexp.plan.trace.recorder import GPU, Recorded, StorageRecorder, tensors_in
-from distexp.plan.trace.traced_run import (
-    TracedDDP,
-    describe_failure,
-    evaluation_batch,
-    largest_batch,
-    traced_context,
-    traced_ddp,
-)
-from distexp.plan.trace.zero_base import version_note
+from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero_base
+from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
 from distexp.strategies.base import load_strategy
 from distexp.strategies.torch_model import TorchModel
-from distexp.system.torch_internals.collectives import fake_process_group, fsdp_device
-from distexp.system.torch_internals.tensors import (
-    FakeMode,
-    grouped_products_of_any_precision,
-    make_fake_mode,
-    without_fake_mode,
-)
+from distexp.system.torch_internals import collectives, tensors
 from distexp.training.build import build_model, load_data
 
 STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2
-"""Steps before the recorded one. The first one allocates the states of the optimizer. DDP rebuilds its buckets in the
-second one.
-"""
+"""Steps before the recorded one. The first one allocates the optimizer's states, the second one DDP's final buckets."""
 
 MICRO_BATCHES = 3
 """Micro-batches of a step that are traced: the first one, one that adds to gradients, and the last one."""
@@ -74,11 +54,7 @@ class EmptyBlueprint(Blueprint):
 
 
 def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
-    """Return the allocations of one optimizer step of rank 0, on a GPU that this machine need not have, or on a CPU.
-
-    Raises:
-        PlanError: the model cannot be traced, or the configuration is not supported.
-    """
+    """Return the allocations of an optimizer step of rank 0. Raise PlanError if it cannot be traced."""
     started = time.perf_counter()
     images_on_gpu = config.dataset.cache == "gpu"
     config, notes = _prepare(config)
@@ -86,13 +62,13 @@ def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
     try:
         with warnings.catch_warnings(), redirect_stdout(printed):
             warnings.simplefilter("ignore")
-            recorded = _record(config, images_on_gpu=images_on_gpu, on_gpu=on_gpu)
+            trace = _record(config, images_on_gpu=images_on_gpu, on_gpu=on_gpu)
     except (PlanError, ConfigError):
         raise
     except Exception as error:
-        raise PlanError(describe_failure(error)) from error
+        raise PlanError(traced_run.describe_failure(error)) from error
     notes += [line.removeprefix("note: ") for line in printed.getvalue().splitlines()]
-    return recorded.to_trace(time.perf_counter() - started, notes)
+    return replace(trace, seconds=time.perf_counter() - started, notes=tuple(notes))
 
 
 def _prepare(config: Config) -> tuple[Config, list[str]]:
@@ -101,7 +77,7 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     notes: list[str] = []
     if load_strategy(config).tracer is None:
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
-    elif note := version_note():
+    elif note := zero_base.version_note():
         notes.append(note)
     config.dataset.num_workers = 0
     if config.train.compiled == "graphs":
@@ -120,18 +96,18 @@ def _decoded_bytes(samples: Samples) -> int:
     return decoded_bytes(samples)
 
 
-def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
+def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
     """Build the model, run two steps (three with DDP) and an evaluation if it is needed; return what was recorded."""
-    context = traced_context(config)
+    context = traced_run.traced_context(config)
     data = load_data(config, context)
     image_bytes = sum(map(_decoded_bytes, (data.train, data.evaluation))) if images_on_gpu else 0
-    batch = largest_batch(config, data)
+    batch = traced_run.largest_batch(config, data)
     train, evaluated = config.train, None
     # A compiled evaluation takes long to trace, and seldom needs more memory.
     if train.evaluate and (train.compiled == "none" or (train.eval_batch_size or 0) > train.micro_batch):
-        evaluated = evaluation_batch(config, data)
-    fake_mode = make_fake_mode()
-    kernels = KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
+        evaluated = traced_run.evaluation_batch(config, data)
+    fake_mode = tensors.make_fake_mode()
+    kernels = compiled.KernelBuffers(gpu_facts(config.plan.gpu).multiprocessors) if on_gpu else None
     recorder = StorageRecorder(fake_mode, kernels)
 
     def start_backward() -> None:
@@ -139,7 +115,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         recorder.end_forward()
 
     with ExitStack() as stack:
-        for clear in (channel_statistics.cache_clear, clear_caches):
+        for clear in (channel_statistics.cache_clear, attention.clear_caches):
             stack.callback(clear)  # They would keep fake tensors.
         for replacement in _replacements(config, context, recorder, fake_mode, on_gpu=on_gpu):
             stack.enter_context(replacement)
@@ -148,7 +124,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         parameters = sum(parameter.numel() for parameter in blueprint.model.parameters())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder.recording())
-        stack.enter_context(CudaFunctions(start_backward, on_gpu=on_gpu).used())
+        stack.enter_context(cuda_semantics.CudaFunctions(start_backward, on_gpu=on_gpu).used())
         images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
         recorder.assign("batch", [images])
         step = TracedStep(config, blueprint, context, recorder, on_gpu=on_gpu)
@@ -167,34 +143,25 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> Recorded:
         if evaluated is not None:
             step.evaluate(_to_fake(evaluated))
         # The model is freed after this block, which is no part of the step.
-        return Recorded(
-            tuple(recorder.history),
-            tuple(recorder.changes[:end]),
-            tuple(recorder.changes[end:]),
-            vocabulary,
-            cublas_workspace(config.plan.gpu) if on_gpu else 0,
-            recorder.first_products,
-            work,
-            parameters,
-        )
+        trace = recorder.trace(end, vocabulary, cublas_workspace(config.plan.gpu) if on_gpu else 0)
+        return replace(trace, work=work, parameters=parameters)
 
 
 def _replacements(
-    config: Config, context: Context, recorder: StorageRecorder, fake_mode: FakeMode, *, on_gpu: bool
+    config: Config, context: Context, recorder: StorageRecorder, fake_mode: tensors.FakeMode, *, on_gpu: bool
 ) -> Iterator[AbstractContextManager[Any]]:
     """Yield the contexts that replace what a step needs of the machine: other processes, GPUs and the compiler."""
-    yield fake_process_group(context.world_size)
+    yield collectives.fake_process_group(context.world_size)
     if on_gpu:
-        yield cuda_autocast()
-    yield fsdp_device(GPU)
-    yield grouped_products_of_any_precision()
+        yield cuda_semantics.cuda_autocast()
+    yield collectives.fsdp_device(GPU)
+    yield tensors.grouped_products_of_any_precision()
     if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
-        yield traced_compilation(fake_mode, lambda: recorder)
+        yield compiled.traced_compilation(fake_mode, lambda: recorder)
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """Return the size of the vocabulary; None for image models."""
-    sizes = (getattr(module, "weight", None) for _, module in find_embeddings(model))
+    sizes = (getattr(module, "weight", None) for _, module in introspection.find_embeddings(model))
     return next((len(weight) for weight in sizes if isinstance(weight, Tensor)), None)
 
 
@@ -216,13 +183,13 @@ class TracedStep:
     ) -> None:
         self.recorder, self.task = recorder, config.model.task
         self.model = _set_up(config, blueprint, context, recorder)
-        self.is_ddp = isinstance(self.model.module, TracedDDP)
+        self.is_ddp = isinstance(self.model.module, traced_run.TracedDDP)
         self.model.module.train()
         self.normalizer = torch.ones((), dtype=torch.int64, device=GPU)
         if isinstance(self.model, TorchModel):
             module, optimizer = self.model.module, self.model.optimizer
             if on_gpu:
-                use_cuda_kernels(config, optimizer)
+                cuda_semantics.use_cuda_kernels(config, optimizer)
             self.model.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it reads whether gradients are finite
             self.parameters = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
             recorder.assign("parameters", tensors_in([self.parameters, list(module.buffers())]))
@@ -251,7 +218,7 @@ class TracedStep:
         self.recorder.assign("batch", tensors_in((batch.inputs, batch.labels)))
         self.model.module.eval()
         with torch.no_grad():
-            evaluation_sums(self.task, self.model.forward(batch), batch)
+            objective.evaluation_sums(self.task, self.model.forward(batch), batch)
 
 
 class Traceable(Protocol):
@@ -274,7 +241,7 @@ def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: St
     if strategy.tracer is not None:
         traced: Traceable = locate(strategy.tracer)(blueprint, config, context, recorder)
         return traced
-    with _mesh_outside_of_fake_mode(), traced_ddp(recorder.assign):
+    with _mesh_outside_of_fake_mode(), traced_run.traced_ddp(recorder.assign):
         model = strategy.setup(blueprint, config, context)
     if not isinstance(model, TorchModel):
         raise PlanError(f"strategy={config.strategy.name} cannot be traced")
@@ -285,7 +252,7 @@ def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: St
 def _mesh_outside_of_fake_mode() -> Iterator[None]:
     """Let ``init_device_mesh`` use real tensors during the block. It reads their values."""
     original = device_mesh.init_device_mesh
-    device_mesh.init_device_mesh = without_fake_mode()(original)
+    device_mesh.init_device_mesh = tensors.without_fake_mode()(original)
     try:
         yield
     finally:

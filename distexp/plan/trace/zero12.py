@@ -203,10 +203,7 @@ class ZeroOneTwo(ShardedOptimizer):
         return gradient
 
 
-# What stages 1 and 2 keep on one rank, computed from the shapes of the parameters.
-
-ALIGNMENT = 2
-"""Elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)."""
+ALIGNMENT = 2  # elements to which stages 1 and 2 align a partition (``nccl_start_alignment_factor``)
 
 
 @dataclass(frozen=True)
@@ -230,10 +227,7 @@ def partition_group(sizes: Sequence[int], world_size: int, rank: int) -> Partiti
 
 
 def fullest_rank(groups: Sequence[Sequence[int]], world_size: int) -> int:
-    """Return the rank with the most elements in the parameters that its shares overlap.
-
-    A rank keeps the whole gradient of a parameter, even if its share has only a part of it.
-    """
+    """Return the rank that keeps most: the whole gradients of all parameters that its shares overlap."""
 
     def kept(rank: int) -> int:
         owned = (zip(sizes, partition_group(sizes, world_size, rank).owned, strict=True) for sizes in groups)
@@ -258,10 +252,7 @@ def cut_into_slices(offset: int, size: int, share: int) -> list[Slice]:
 
 
 def reduced_at_once(gradients: Sequence[Sequence[Slice]], bucket_size: int) -> list[list[Slice]]:
-    """Return the slices of a bucket that are reduced together (``allreduce_and_scatter``).
-
-    Neighbors of one rank are one slice. A reduction ends when it has more elements than a bucket.
-    """
+    """Return the slices that are reduced together, up to more than a bucket. Neighbors of one rank are one slice."""
     slices = [part for gradient in gradients for part in gradient]
     merged = [Slice(rank, sum(part.size for part in found)) for rank, found in groupby(slices, lambda part: part.rank)]
     reductions: list[list[Slice]] = [[]]

@@ -62,14 +62,7 @@ class Fetcher:
         partition_order: Mapping[nn.Parameter, int],
         settings: dict[str, Any],
     ) -> None:
-        """Create a fetcher.
-
-        Args:
-            receiver: allocates what parameters arrive in.
-            persistent: small parameters, which stay until the next optimizer step.
-            partition_order: numbers of the parameters, see ``Partitions.order``.
-            settings: the ds_config of the run.
-        """
+        """Create a fetcher. Persistent parameters are small, and stay until the next optimizer step."""
         self.receiver, self.persistent, self.partition_order = receiver, persistent, partition_order
         self.gathers = receiver.world_size > 1 or receiver.offloads
         self.prefetch_size = int(read_zero(settings, "stage3_prefetch_bucket_size", 50_000_000))
@@ -111,7 +104,6 @@ class Fetcher:
         self.position += 1
 
     def _is_away(self, param: nn.Parameter) -> bool:
-        """Return whether a parameter is neither here nor on the way."""
         return param not in self.available and param not in self.registry
 
     def _forget_queued(self, params: Iterable[nn.Parameter]) -> None:
@@ -205,7 +197,7 @@ class Fetcher:
             return
         for param in list(self.registry):
             self._wait(self.registry.pop(param))
-        for param in list(self.available):
+        for param in filter(self.available.__contains__, self.partition_order):
             self.active[param].clear()
             self._free(param)
 

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from distexp.config import Config
 from distexp.strategies.optimizer import parameter_groups
 
-CHECKED_VERSION = "0.19.8"
-"""Version of DeepSpeed with which the models of ZeRO's memory were checked."""
-
-DEFAULT_BUCKET = 500_000_000
-"""DeepSpeed's default of reduce_bucket_size in elements."""
+CHECKED_VERSION = "0.19.8"  # version of DeepSpeed with which the models of ZeRO's memory were checked
+DEFAULT_BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size in elements
 
 
 def version_note() -> str | None:
@@ -30,14 +27,7 @@ def version_note() -> str | None:
 
 
 class ShardedOptimizer(ABC):
-    """An optimizer that shards its states, and takes each gradient when autograd has accumulated it.
-
-    Args:
-        module: the model in the precision of the training, on the GPU.
-        config: the configuration.
-        settings: the ds_config of the run.
-        buffers: allocates on the GPU and on the host.
-    """
+    """An optimizer that shards its states, and takes each gradient when autograd has accumulated it."""
 
     def __init__(self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers) -> None:
         self.buffers, self.offloads, self.is_last = buffers, config.offload.enabled, False
@@ -64,8 +54,7 @@ class ShardedOptimizer(ABC):
         """Update the weights."""
 
 
-Assign = Callable[[str, Iterable[Tensor]], None]
-"""Sets the part of tensors, see ``distexp.plan.replay.PARTS``."""
+Assign = Callable[[str, Iterable[Tensor]], None]  # sets the part of tensors, see ``distexp.plan.replay.PARTS``
 
 
 @dataclass(frozen=True)
@@ -118,9 +107,6 @@ def round_to_power_of_two(size: int) -> int:
 def read_zero(settings: dict[str, Any], key: str, default: Any) -> Any:
     """Return a value of the section ``zero_optimization``."""
     return settings["zero_optimization"].get(key, default)
-
-
-# How stage 3 of ZeRO divides parameters among the ranks, and their shares into sub-groups.
 
 
 class Partitions:
