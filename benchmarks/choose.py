@@ -32,8 +32,7 @@ from typing import Any
 from distexp.choose.candidate import CHECKPOINTING, MICRO_BATCH, Candidate, Objective, Status, Trial, rules_for
 from distexp.choose.ranking import PlannedTrial, SearchResult
 from distexp.choose.search import search
-from distexp.choose.trial_metrics import peak_mib
-from distexp.choose.trials import EXCLUDED_STEPS
+from distexp.choose.trials import EXCLUDED_STEPS, peak_mib
 from distexp.plan.estimate import COMPILED
 from distexp.runs.record import RunRecord, find_records
 from distexp.runs.record_sections import Predicted

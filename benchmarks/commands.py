@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measurement import REPOSITORY, end, visible_devices
-from distexp.runs.spec import DONE
+from distexp.runs.record import DONE
 
 Record = dict[str, Any]
 """Content of ``record.json``, and the run directory under ``directory``."""

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.arguments import gpu_error, positive
 from benchmarks.measurement import REPOSITORY, end, visible_devices
 from benchmarks.tables import MISSING, markdown
-from distexp.runs.spec import DONE
+from distexp.runs.record import DONE
 
 KERNELS = ("reference", "fast")
 RESULTS = {*DONE, "invalid"}

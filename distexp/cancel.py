@@ -11,8 +11,7 @@ from distexp.config import ConfigError
 from distexp.config.overrides import format_count
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch.launcher import CancelError, launchers_of
-from distexp.runs.record import choose_newest_sweep, not_a_sweep
-from distexp.runs.spec import ExistingRuns
+from distexp.runs.record import ExistingRuns, choose_newest_sweep, not_a_sweep
 from distexp.status import DIRECTORY_HELP
 
 

@@ -19,7 +19,7 @@ from distexp.cli.help_topics import first_sentence
 from distexp.config.keys import options_of
 from distexp.config.overrides import is_override
 from distexp.exceptions import run_until_pipe_closes
-from distexp.launch.local.cancel import continue_after_hangup
+from distexp.launch.local.launcher import continue_after_hangup
 from distexp.runs.run_dir import OUTPUTS
 
 USAGE = """usage: distexp experiments [PATTERN ...] [KEY=VALUE ...]

@@ -17,7 +17,7 @@ from distexp.cli.errors import explain
 from distexp.cli.main import main as distexp
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import is_override, key_of, shell_quote, sweep_dir_override
-from distexp.guard.sweep_files import check_files, check_stored_command, check_working_directory, is_own_file
+from distexp.guard.config_files import check_files, check_stored_command, check_working_directory, is_own_file
 from distexp.runs.record import choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND
 from distexp.system.files import read_json

@@ -19,10 +19,9 @@ from distexp.console.sweep_table import Row, count_states, states_table, truncat
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.launch.queued_runs import FAST_POLL_S
-from distexp.runs.record import FAILURES, choose_newest_sweep, not_a_sweep
+from distexp.runs.record import FAILURES, ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
-from distexp.runs.spec import ExistingRun, ExistingRuns
 from distexp.system.files import read_or_none
 from distexp.system.typed_values import matches
 

@@ -131,7 +131,7 @@ def test_the_worker_and_the_analysis_of_a_step_do_not_need_the_report() -> None:
     packages = ("worker", "training", "strategies", "measure")  # some are loaded by name
     files = [path for name in packages for path in (REPOSITORY / "distexp" / name).rglob("*.py")]
     names = [".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in files]
-    found = reachable("distexp.explain.explanation", "distexp.explain.output", *names)
+    found = reachable("distexp.explain.explanation", "distexp.explain.__main__", *names)
     assert {"distexp.worker.rank", "distexp.training.loop", "distexp.explain.advice"} <= found
     assert {name for name in found if name.startswith("distexp.report")} == set()
 

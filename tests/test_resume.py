@@ -15,11 +15,10 @@ import pytest
 from distexp.cli.arguments import normalize_arguments
 from distexp.cli.main import main as cli
 from distexp.config.overrides import parse, plain_value
-from distexp.guard.sweep_files import remember_file
+from distexp.guard.config_files import remember_file
 from distexp.resume import main, merge
-from distexp.runs.record import RunRecord
+from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.spec import ExistingRun, ExistingRuns
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module
 
 SMALL = (

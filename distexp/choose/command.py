@@ -20,9 +20,8 @@ from distexp.choose.predictions.pruning import prune_by_plan
 from distexp.choose.predictions.rough_forecast import set_forecasts
 from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
 from distexp.choose.search import describe_no_winner, first_trials, search
-from distexp.choose.trial_metrics import add_trial
-from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials
-from distexp.compose.cells import Cell, MakeCell
+from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials, add_trial
+from distexp.compose.composition import Cell, MakeCell
 from distexp.config.overrides import format_count, suggest_command
 from distexp.exceptions import InterruptedRunError, MonitoringInterrupted, SweepFailedError, SweepInterrupted
 from distexp.launch.launcher import TrialLauncher

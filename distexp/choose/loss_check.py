@@ -25,7 +25,7 @@ from distexp.choose.predictions.pruning import prune_by_plan
 from distexp.choose.ranking import PlannedTrial, by_score
 from distexp.choose.space import with_overrides, without_other_strategy
 from distexp.choose.trials import EXCLUDED_STEPS, Trials
-from distexp.compose.cells import MakeCell
+from distexp.compose.composition import MakeCell
 from distexp.config.model_checks import depends_on_micro_batch
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.plan.verdict import FITS

@@ -11,7 +11,7 @@ from distexp.choose.loss_check import LossCheck
 from distexp.choose.ranking import Margin, margin_between, mean_metrics, ranked, simplest
 from distexp.choose.space import Settings
 from distexp.config.overrides import copyable_override, shell_quote
-from distexp.plan.planned_cells import replace_overrides
+from distexp.plan.plan_table import replace_overrides
 from distexp.statistics.noise import SINGLE_CPU_RUN, distinct_ratio
 from distexp.strategies.base import reference_name
 from distexp.system.units import format_amount

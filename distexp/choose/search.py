@@ -21,7 +21,7 @@ from math import inf
 from distexp.choose.candidate import DEFAULT_RULES, Candidate, Objective, SearchRules, format_worker_time, strategy_in
 from distexp.choose.policy import Policy, affordable_trials, without_checkpointing
 from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, by_score, ranked
-from distexp.choose.trial_metrics import add_trial, most_different, prune_by_common_error, prune_unmeasured
+from distexp.choose.trials import add_trial, most_different, prune_by_common_error, prune_unmeasured
 from distexp.hardware.facts import gpus_with
 from distexp.strategies.base import COMMUNICATION, Strategy, shipped_strategies
 from distexp.system.units import MIB_PER_GB

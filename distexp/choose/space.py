@@ -23,15 +23,14 @@ from distexp.choose.candidate import (
     Objective,
     strategy_in,
 )
-from distexp.compose.cells import Cell, MakeCell
-from distexp.compose.composition import compose_all
+from distexp.compose.composition import Cell, MakeCell, compose_all
 from distexp.config import Config, ConfigError, KernelsConfig
 from distexp.config.keys import config_groups
 from distexp.config.model_checks import depends_on_micro_batch, divisors
 from distexp.config.overrides import key_of, quote_choice, sets_key
 from distexp.config.sections import ChooseConfig
 from distexp.measure.run_energy import POWERCAP, can_read_energy
-from distexp.plan.planned_cells import replace_overrides
+from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.resources import launcher_traits
 from distexp.resolve.scaling_rules import multiples_near
 from distexp.runs.texts import join_errors

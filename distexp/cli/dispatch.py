@@ -15,8 +15,7 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from distexp.compose.cells import Cell, MakeCell
-from distexp.compose.composition import Adjust, CellRules, cell_maker, compose_cells
+from distexp.compose.composition import Adjust, Cell, CellRules, MakeCell, cell_maker, compose_cells
 from distexp.config import Command
 from distexp.guard.command_line import packages_trusted_by_user
 from distexp.launch.launcher import Launcher, Sweep

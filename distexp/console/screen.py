@@ -22,15 +22,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from distexp.config.overrides import format_count, suggest_command
-from distexp.console.run_notes import build_message
-from distexp.console.run_summary import format_answer_scores, format_loss, run_title, status_color, summary_lines
+from distexp.console.run_summary import (
+    build_message,
+    format_answer_scores,
+    format_loss,
+    run_title,
+    status_color,
+    summary_lines,
+)
 from distexp.console.sweep_table import InvalidCells
 from distexp.report.data.overview import Overview
 from distexp.report.overview_table import ExerciseTables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, TRIALS_LOG
-from distexp.runs.spec import RunSpec
 from distexp.runs.texts import failure_text
 from distexp.system.files import Tail, printable
 from distexp.system.units import format_about

@@ -17,7 +17,7 @@ from distexp.data import base
 from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
 from distexp.data.text import PackedSamples
 from distexp.distributed.process_group import sum_over_ranks
-from distexp.system.torch_internals.annotations import DATA, annotate, annotate_items
+from distexp.system.torch_internals.collectives import DATA, annotate, annotate_items
 
 
 @dataclass(frozen=True)

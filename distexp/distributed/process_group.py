@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distexp.config import ConfigError
 from distexp.distributed.context import Context
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunSpec
 from distexp.system.torch_internals.collectives import set_default_timeout
 from distexp.system.units import GIB, MIB
 

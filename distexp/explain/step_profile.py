@@ -14,8 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import DatasetConfig
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
-from distexp.runs.record import RunRecord
-from distexp.runs.spec import parse_config
+from distexp.runs.record import RunRecord, parse_config
 from distexp.runs.step_files import PARTS, RankStep, read_ranks
 from distexp.statistics.noise import speed_noise, step_noise
 from distexp.strategies.base import recorded_strategy

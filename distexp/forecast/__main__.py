@@ -19,7 +19,7 @@ from distexp.config.overrides import is_override, key_of, parse, value_of
 from distexp.exceptions import run_until_pipe_closes
 from distexp.forecast.profiled_run import ProfiledRun, find_profiled_run
 from distexp.forecast.size_rows import SIZE_KEYS, as_cell, choose_sizes
-from distexp.guard.sweep_files import check_stored_command
+from distexp.guard.config_files import check_stored_command
 from distexp.runs.record import choose_newest_sweep
 from distexp.runs.run_dir import RECORD
 from distexp.system.cgroups import visible_gpus

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from distexp.compose.cells import Cell
+from distexp.compose.composition import Cell
 from distexp.config import Config, ConfigError, ForecastConfig
 from distexp.config.overrides import parse
 from distexp.forecast.communication import Forecast, Target

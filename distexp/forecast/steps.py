@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
-from distexp.forecast.collectives import MEASURED, MODEL, SCALED, collective_time
 from distexp.forecast.communication import (
+    MEASURED,
+    MODEL,
+    SCALED,
     TO_MEASURE,
     Forecast,
     Target,
     add_replication,
+    collective_time,
     group_layout,
     plan_communication,
     shard_update,
     update_share,
     with_micro_batches,
 )
-from distexp.forecast.measured_step import MeasuredStep, assign_waits, read_measured_step
+from distexp.forecast.profiled_run import MeasuredStep, assign_waits, read_measured_step
 from distexp.forecast.simulate import Scales, SimulatedStep, extrapolate, simulate
 from distexp.hardware.facts import facts
 from distexp.preflight.machine import MachineCurves, machine_of

@@ -18,10 +18,9 @@ from distexp.measure.memory.sampler import run_traces
 from distexp.measure.stragglers import read_gpu_evidence
 from distexp.runs import attempts, texts
 from distexp.runs.events import ranks_behind, read_phase_events, read_rank_progress
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import EVENTS, OOM_KILLS, OOM_MARK, STOPPED_RANKS, WORKER_EXITS
-from distexp.runs.spec import RunSpec
 from distexp.system import files, processes
 from distexp.system.cgroups import oom_kills
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.console import Console
 
-    from distexp.compose.cells import Cell
+    from distexp.compose.composition import Cell
     from distexp.launch.run_dirs import AssignedRun, GitState
-    from distexp.runs.spec import ExistingRun
+    from distexp.runs.record import ExistingRun
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Launcher(LauncherTraits):
         Raise SweepFailedError if a run failed, or MonitoringInterrupted on Ctrl-C; the runs then continue.
         """
         from distexp.launch.queued_runs import follow
-        from distexp.runs.spec import ExistingRuns
+        from distexp.runs.record import ExistingRuns
 
         runs = ExistingRuns.read(sweep_dir).runs
         follow(lambda: self.states(sweep_dir, ExistingRuns.read(sweep_dir).runs), len(runs), sweep_dir, console)
@@ -196,7 +196,7 @@ def _stored_launcher(sweep_dir: Path, target: str) -> Launcher:
 def _trusted_by_user(sweep_dir: Path) -> list[str]:
     """Return the packages that the environment trusts, and those that this user's own command has trusted."""
     from distexp.guard.command_line import packages_of_environment, packages_trusted_by_user
-    from distexp.guard.sweep_files import is_own_file
+    from distexp.guard.config_files import is_own_file
 
     if not is_own_file(sweep_dir / COMMAND):
         return packages_of_environment()

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from distexp.compose.cells import Cell, MakeCell
+from distexp.compose.composition import Cell, MakeCell
 from distexp.config import Config, ConfigError
 from distexp.config.model_checks import searches_micro_batch, with_micro_batch
 from distexp.config.overrides import copyable_command, format_override, key_of
@@ -20,11 +20,11 @@ from distexp.plan import verdict
 from distexp.plan.command import SLOW_S, show_predictions, show_search
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import candidate_overrides
-from distexp.plan.planned_cells import search_of
+from distexp.plan.plan_table import search_of
 from distexp.plan.planner import Planner, parallel_processes, read_estimate
+from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import MICRO_BATCH
-from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import MicroBatchSearch
 from distexp.system.cache_dir import cache_dir
 from distexp.system.units import MIB_PER_GB, format_memory

@@ -22,9 +22,9 @@ from typing import Any
 
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.attempts import write_error_file
+from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import AGENT_ERROR, OPERATORS, OPERATORS_LOG
-from distexp.runs.spec import RunSpec
 from distexp.strategies.base import load_strategy
 from distexp.strategies.zero import ds_operators
 from distexp.strategies.zero.ds_operators import BATON

@@ -23,11 +23,10 @@ from distexp.launch import failures, node_setup
 from distexp.measure.memory.sampler import run_traces, summarize_run
 from distexp.measure.run_energy import TraceEnergy, energy_entry, measure_energy
 from distexp.runs import attempts, events, predictions, step_files, texts
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
 from distexp.runs.run_dir import ALLOCATOR, DISK_RESERVE, EVENTS, PREFLIGHT, RANK_LOG, RECORD, RESULT, SPEC
 from distexp.runs.run_state import last_activity
-from distexp.runs.spec import RunSpec
 from distexp.strategies.base import load_strategy
 from distexp.system.environment_variables import select_variables
 

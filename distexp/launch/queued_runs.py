@@ -13,17 +13,16 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.live import Live
 
-from distexp.compose.cells import Cell
+from distexp.compose.composition import Cell
 from distexp.config.overrides import suggest_command
 from distexp.console.screen import Screen
 from distexp.console.sweep_table import InvalidCells, Row, describe_state, state_key, states_table
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError
 from distexp.launch.run_dirs import AssignedRun, ExistingRunRules, GitState, assign_run_dirs, write_invalid
 from distexp.runs import attempts, texts
-from distexp.runs.record import FAILURES, RunRecord, read_records
+from distexp.runs.record import DONE, FAILURES, ExistingRun, RunRecord, RunSpec, read_records
 from distexp.runs.run_dir import HYDRA
 from distexp.runs.run_state import RunState
-from distexp.runs.spec import DONE, ExistingRun, RunSpec
 from distexp.tables.columns import print_plain, show_progress
 
 

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from distexp.compose.cells import Cell
+from distexp.compose.composition import Cell
 from distexp.config import ConfigError
 from distexp.config.overrides import format_override, join_first, suggest_command
-from distexp.guard.sweep_files import check_files, remember_file
+from distexp.guard.config_files import check_files, remember_file
 from distexp.launch.outcome import invalid_record
 from distexp.resolve import without_hydra
 from distexp.runs import attempts, texts
-from distexp.runs.record import RunRecord
+from distexp.runs.record import ExistingRun, ExistingRuns, RunRecord, unmatched_message
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, MULTIRUN, PREDICTED
-from distexp.runs.spec import ExistingRun, ExistingRuns, unmatched_message
+from distexp.runs.run_dir import ATTEMPT_FILES, COMMAND, HYDRA, LEDGER, MULTIRUN, PREDICTED
+from distexp.system import files, typed_values
 from distexp.system.files import PACKAGE, write_json
 
 
@@ -229,3 +233,69 @@ def run_git(folder: Path, *arguments: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+# ``ledger.jsonl`` of a sweep directory: the Slurm job and the latest known state of each run.
+#
+# Lines are only added, under a lock, and only by commands on a login node. A job writes to its own run directory
+# only, because lines from several nodes may tear on a network file system.
+
+
+JOB = re.compile(r"[0-9]+(_[0-9]+)?")
+"""A Slurm job as ARRAY_INDEX. Anything else could be an option of Slurm's commands."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """State of one run at one time."""
+
+    run: int
+    id: str
+    directory: str  # Directory of the run, relative to the sweep directory, so that the sweep can be moved.
+    job: str | None  # Slurm job as ARRAY_INDEX.
+    state: str  # ``submitted``, ``cancelled``, or the status of the record.
+    unix_time_s: float = field(default_factory=time.time)
+
+
+def append(sweep_dir: Path, entries: Iterable[Entry]) -> None:
+    """Append entries. If the machine goes down, the last line may be torn; ``read`` leaves it out."""
+    text = "".join(json.dumps(asdict(entry)) + "\n" for entry in entries)
+    if not text:
+        return
+    with (sweep_dir / LEDGER).open("a+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            text = text if file.read(1) == b"\n" else "\n" + text
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(sweep_dir: Path) -> list[Entry]:
+    """Read all entries, the oldest first, without those that no distexp writes; a sweep on one machine has none."""
+    found = []
+    for raw in files.read_entries(sweep_dir / LEDGER):
+        try:
+            entry = typed_values.parse_dataclass(Entry, raw)
+        except (TypeError, ValueError):
+            continue
+        if _is_valid(sweep_dir, entry):
+            found.append(entry)
+    return found
+
+
+def _is_valid(sweep_dir: Path, entry: Entry) -> bool:
+    """Return whether an entry names a job of Slurm and a directory inside the sweep."""
+    directory = PurePosixPath(entry.directory)
+    if directory.is_absolute() or ".." in directory.parts:
+        return False
+    if entry.job is not None and JOB.fullmatch(entry.job) is None:
+        return False
+    return (sweep_dir / directory).resolve().is_relative_to(sweep_dir.resolve())
+
+
+def latest(sweep_dir: Path) -> dict[int, Entry]:
+    """Return the latest entry of each run, by its number."""
+    return {entry.run: entry for entry in read(sweep_dir)}

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 
 from distexp.config import ConfigError
-from distexp.guard.sweep_files import is_own_file, remember_file
+from distexp.guard.config_files import is_own_file, remember_file
 from distexp.launch.run_dirs import GitState, git_root, git_state, run_git
 from distexp.runs.run_dir import SNAPSHOT, SNAPSHOT_MARKER
 from distexp.system.files import PACKAGE, create_atomically, write_json

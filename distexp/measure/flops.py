@@ -22,7 +22,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from distexp.config import Config, custom_code
 from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, Workload, to_device
-from distexp.models import introspection, transforms
+from distexp.models import blueprint, transforms
 from distexp.models.head import adapt_head
 
 CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]  # FLOPs of a model on the meta device for its inputs
@@ -72,7 +72,7 @@ class FlopCounter:
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
-        forward = self._rates(introspection.count_forward_flops, self._model)
+        forward = self._rates(blueprint.count_forward_flops, self._model)
         return FlopRates(*(3 * rate for rate in astuple(forward)))  # a backward pass has two products for each one
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
@@ -85,7 +85,7 @@ class FlopCounter:
         transforms.transform_blocks(model, replace(self.config, train=replace(train, compile=None)))
         # A compiled block is one operation, so it is recomputed to its end.
         with set_checkpoint_early_stop(train.compiled != "blocks"):
-            return self._rates(introspection.count_training_flops, model)
+            return self._rates(blueprint.count_training_flops, model)
 
     @cached_property
     def _model(self) -> nn.Module:

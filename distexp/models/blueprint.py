@@ -6,15 +6,23 @@ sharded model is never whole on a device, and all strategies start from the same
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from distexp.config import ConfigError
+from distexp.data.base import LOGITS_TO_KEEP, POSITIONS
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
+from distexp.models.objective import get_logits
+from distexp.models.transforms import NamedModules
 
 
 class Blueprint:
@@ -100,3 +108,161 @@ def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """List the parameters and buffers of a module itself, without its children."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in tensors if tensor is not None]
+
+
+# Properties of a built model: embeddings, attention and the inputs that it takes.
+
+
+def find_embeddings(model: nn.Module) -> NamedModules:
+    """Find the token embedding and the output head; empty for image models."""
+    getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
+    modules = [getter() for getter in getters if getter is not None]
+    names = {id(module): name for name, module in model.named_modules()}
+    return [(names[id(module)], module) for module in modules if module is not None]
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each buffer that belongs to a saved model, as running statistics do."""
+    saved = model.state_dict(keep_vars=True).keys()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def has_tied_embeddings(model: nn.Module) -> bool:
+    """Return whether the token embedding and the output head share one weight."""
+    weights = [module.weight for _, module in find_embeddings(model)]
+    return len(weights) == 2 and weights[0] is weights[1]
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Return the maximum sequence length in tokens; None if unlimited (ALiBi)."""
+    bare = getattr(model, "module", model)
+    positions = getattr(bare, "positions", None)
+    if isinstance(positions, nn.Embedding):
+        return positions.num_embeddings
+    limit = getattr(_text_config(bare), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """Return the number of learned positions, which no sequence can exceed; None if the model has none."""
+    limit, tokens = max_positions(model), [module for _, module in find_embeddings(model)]
+    sizes = {
+        module.num_embeddings
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and all(module is not other for other in tokens)
+    }
+    # OPT and BART have two more rows.
+    return limit if limit is not None and sizes & {limit, limit + 2} else None
+
+
+def read_attention(model: nn.Module) -> str | None:
+    """Return the implementation of the attention, for example ``sdpa``; None if the model does not declare it."""
+    bare = getattr(model, "module", model)
+    declared = getattr(bare, "attention_implementation", None)
+    if declared is None:
+        declared = getattr(_text_config(bare), "_attn_implementation", None)
+    return None if declared is None else str(declared)
+
+
+def _text_config(model: nn.Module) -> Any:
+    """Return the configuration of a model of transformers; None for others, whose ``config`` may be anything."""
+    read = getattr(getattr(model, "config", None), "get_text_config", None)
+    return None if read is None else read()
+
+
+def supports_logits_to_keep(model: nn.Module) -> bool:
+    """Return whether a model can compute a part of its logits."""
+    return LOGITS_TO_KEEP in signature(getattr(model, "module", model).forward).parameters
+
+
+def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
+    """Raise ConfigError if the ``forward`` of a model cannot be called with these keyword arguments."""
+    names = list(inputs)
+    arguments = signature(model.forward)
+    try:
+        arguments.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(model).__name__}.forward({', '.join(arguments.parameters)}) cannot take the inputs of the dataset "
+            f"({error}): its arguments must be {', '.join(names)}"
+        ) from error
+
+
+TOKENS = 8
+
+
+def check_packing(model: nn.Module) -> None:
+    """Check that a model takes packed rows.
+
+    A model of transformers is tried: a small one of its class, with one layer of each kind, computes a row of two
+    samples. The logits of the second must be those without the first. Raise ConfigError if its ``forward`` has no
+    ``position_ids``, or it mixes the samples.
+    """
+    check_forward_arguments(model, ("input_ids", POSITIONS))
+    if not hasattr(model, "config") or hasattr(model, "attention_implementation"):
+        return  # the models of distexp support packing, and a custom model declares it by its arguments
+    if not _separates_samples(model):
+        raise ConfigError(
+            f"dataset.packing=true is not supported by {type(model).__name__}, because it mixes the samples of a row: "
+            "use dataset.bucketing=true"
+        )
+
+
+def _separates_samples(model: Any) -> bool:
+    """Return whether a small copy of a model of transformers keeps two samples apart."""
+    row, positions = torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            small = type(model)(_shrink(model.config)).float().eval()
+            for parameter in small.parameters():
+                nn.init.normal_(parameter, std=0.2)
+            packed = get_logits(small(input_ids=row, position_ids=positions))[:, 4:]
+            expected = get_logits(small(input_ids=row[:, 4:]))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return False  # an architecture that has no such small copy is not supported
+    return torch.allclose(packed, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def _shrink(config: Any) -> Any:
+    """Return the configuration of a model with few tokens and one layer of each kind."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    if kinds:
+        text.layer_types = kinds
+    text.num_hidden_layers, text.vocab_size = max(len(kinds), 1), TOKENS
+    text.bos_token_id = text.eos_token_id = text.pad_token_id = None
+    text.use_cache = False  # with a cache, transformers does not look for several samples in a row
+    small._attn_implementation = "eager"
+    return small
+
+
+# FLOPs of one pass of a model, counted on the meta device. See also ``distexp.measure.flops``, which derives the FLOPs
+# of a training from these.
+
+
+def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Count the floating point operations of one forward pass. A multiply-add counts as two.
+
+    The model is a copy on the meta device, which takes no memory and no time. Do not use it afterwards, because its
+    attention implementation is changed. Of the inputs only the shapes matter.
+    """
+    with torch.no_grad():
+        return _count_flops(model, inputs, backward=False)
+
+
+def count_training_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Count the floating point operations of one forward and one backward pass, with what they recompute."""
+    return _count_flops(model, inputs, backward=True)
+
+
+def _count_flops(model: nn.Module, inputs: Mapping[str, Tensor], *, backward: bool) -> int:
+    set_attention = getattr(model, "set_attn_implementation", None)
+    if set_attention is not None:
+        # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
+        set_attention("eager")
+    with FlopCounterMode(display=False) as counter:
+        outputs = model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
+        if backward:
+            get_logits(outputs).sum().backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())

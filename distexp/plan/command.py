@@ -10,16 +10,15 @@ from contextlib import contextmanager, nullcontext
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from distexp.compose.cells import Cell, MakeCell
+from distexp.compose.composition import Cell, MakeCell
 from distexp.config import Config
 from distexp.config.overrides import format_count
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.plan import plan_table
-from distexp.plan.estimate import Estimate
+from distexp.plan.estimate import BASE_ERROR_MIB, CPU_ERROR_BOUND, Estimate
 from distexp.plan.fitting_change import MAX_SIZES, Search, candidate_overrides
-from distexp.plan.planned_cells import PlannedCell, change_notes, plan_cells, search_of
+from distexp.plan.plan_table import PlannedCell, change_notes, plan_cells, search_of
 from distexp.plan.planner import Planner
-from distexp.plan.process_overheads import BASE_ERROR_MIB, CPU_ERROR_BOUND
 from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
 from distexp.resolve.resources import launcher_traits
 from distexp.system.cgroups import visible_gpus

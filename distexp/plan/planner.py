@@ -25,8 +25,7 @@ from distexp import __version__
 from distexp.config import Config, TrainConfig
 from distexp.exceptions import InterruptedRunError
 from distexp.hardware.facts import cublas_workspace, gpu_facts
-from distexp.plan.estimate import Estimate
-from distexp.plan.process_overheads import simulated_nodes
+from distexp.plan.estimate import Estimate, simulated_nodes
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.run_id import run_id
 from distexp.system.cache_dir import cache_dir

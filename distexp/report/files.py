@@ -11,8 +11,7 @@ from typing import Any
 from distexp.config.fields import flatten
 from distexp.report.data.metrics import METRICS
 from distexp.report.data.overview import Overview
-from distexp.report.data.rows import Row
-from distexp.report.data.run_settings import WORKERS
+from distexp.report.data.rows import WORKERS, Row
 from distexp.system.files import replace_atomically
 
 PAGE, PLOTS = "report.html", "plots"
@@ -29,7 +28,7 @@ def write_files(
     # Imported here, because the table after a sweep should not wait for plotting libraries.
     from distexp.report.figures import build_figures
     from distexp.report.figures.base import render_files
-    from distexp.report.page.build import write_markdown, write_page
+    from distexp.report.page import write_markdown, write_page
     from distexp.report.traces import load_traces
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -18,23 +18,33 @@ from distexp.report.data.overview import (
     NOISE_MARK,
     Overview,
     Ranking,
+    describe_disturbances,
+    describe_stragglers,
+    energy_totals,
     failure_notes,
     group_by_task,
     memory_metric,
     rank_by_metric,
+    remark_on_scaling,
 )
-from distexp.report.data.remarks import describe_disturbances, describe_stragglers, energy_totals, remark_on_scaling
 from distexp.report.data.repeats import RunGroup, format_metric
-from distexp.report.data.rows import Row, format_noise, name_runs, rows_from_records
-from distexp.report.data.run_settings import MAX_LENGTH, format_setting, global_batch
+from distexp.report.data.rows import (
+    MAX_LENGTH,
+    Row,
+    format_noise,
+    format_setting,
+    global_batch,
+    name_runs,
+    rows_from_records,
+)
 from distexp.report.exercises import exercise_tables, quiz_columns
-from distexp.report.same_training import describe_same_training
+from distexp.report.traces import describe_same_training
 from distexp.runs.record import FAILURES, RunRecord
 from distexp.runs.texts import STAND_IN, missing_costs, record_model_label
 from distexp.statistics.noise import SINGLE_CPU_RUN, difference_noise, distinct_ratio
 from distexp.system.typed_values import UNCOUNTED_CPU_PHASES, number_of
 from distexp.tables import columns
-from distexp.tables.text_table import render_text_table, without_wide_labels
+from distexp.tables.columns import render_text_table, without_wide_labels
 
 MAX_ROWS = 200  # on a terminal
 MAX_NOTES = 20

@@ -12,9 +12,8 @@ from typing import Any
 
 from distexp.runs import attempts, texts
 from distexp.runs.events import phase_events_of
-from distexp.runs.record import RunRecord
+from distexp.runs.record import ExistingRun, RunRecord
 from distexp.runs.run_dir import EVENTS, HEARTBEAT, METRICS, OPERATORS, RECORD, SPEC, STOP_REQUEST, memory_trace_paths
-from distexp.runs.spec import ExistingRun
 from distexp.system import files, typed_values
 
 ACTIVE = ("pending", "running", "ending", "unknown")

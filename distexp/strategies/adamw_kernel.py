@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from distexp.strategies.fused_adamw import WeightUpdate
+    from distexp.strategies.optimizer import WeightUpdate
 
 CHUNK = 8192
 """Weights that one program updates. On an H200, 4,096 to 65,536 take the same time within 4 %."""

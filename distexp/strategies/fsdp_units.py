@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
-from distexp.models.blueprint import Blueprint
-from distexp.models.introspection import find_embeddings, has_tied_embeddings
+from distexp.models.blueprint import Blueprint, find_embeddings, has_tied_embeddings
 from distexp.models.transforms import NamedModules, find_units
 from distexp.strategies.communication import build_mesh, sharding_of
 from distexp.strategies.fsdp import set_prefetch

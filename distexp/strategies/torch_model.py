@@ -18,16 +18,17 @@ from distexp.config import WHOLE_MODEL, Config
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers
-from distexp.models.introspection import persistent_buffers
+from distexp.models.blueprint import persistent_buffers
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import explained_compilation
 from distexp.runs.record_sections import Built
 from distexp.strategies.ddp_reduction import StepWeights
-from distexp.strategies.fused_adamw import FusedAdamW, fused_adamw
 from distexp.strategies.optimizer import (
+    FusedAdamW,
     add_missing_states,
     build_optimizer,
     clip_gradients,
+    fused_adamw,
     keep_hyperparameters,
     restore_kernel,
     trained_parameters,

@@ -8,11 +8,10 @@ import threading
 from pathlib import Path
 
 from distexp.config.custom_code import check_members, check_returned, locate
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import EVENTS, METRICS, RECORD, TRACKER_END
-from distexp.runs.spec import RunSpec
 from distexp.system import files, processes
-from distexp.tracking.base import ARTIFACTS, Tracker, evaluation_values, step_values, summary_values
+from distexp.tracking.trackers import ARTIFACTS, Tracker, evaluation_values, step_values, summary_values
 
 POLL_S = 0.5
 

@@ -4,14 +4,105 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Protocol
 
-from distexp.runs.record import RunRecord
-from distexp.runs.run_dir import TENSORBOARD
-from distexp.runs.spec import RunSpec
-from distexp.tracking.base import flat_config, run_name
+from distexp.config.fields import flatten
+from distexp.runs.record import RunRecord, RunSpec
+from distexp.runs.run_dir import DS_CONFIG, EVENTS, MEMORY, METRICS, RECORD, SPEC, TENSORBOARD, TRACKER_END, TRACKER_LOG
+from distexp.system.processes import end_tree, start_module
+from distexp.system.typed_values import cpu_peak_mib, device_values, mean_or_none
+
+# Interface of trackers, the values that they receive, and start and end of the tracker process.
+
+
+ARTIFACTS = (RECORD, SPEC, METRICS, EVENTS, DS_CONFIG, f"{MEMORY}/*.csv")  # files that a tracker stores
+FINISH_TIMEOUT_S = 60.0  # time for a tracker to write summary and files after the run
+
+
+class Tracker(Protocol):
+    """Connection to one tracking library; its constructor takes (spec, directory) and starts a run there."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
+
+    def finish(self, record: RunRecord, summary: Mapping[str, float], files: Iterable[Path]) -> list[str]:
+        """Log summary and files, and end the run; return messages for the user, such as how to view it."""
+
+
+def step_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line of metrics.jsonl, with the prefix that trackers group by."""
+    return {f"train/{name}": value for name, value in line.items() if name != "step" and value is not None}
+
+
+def evaluation_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line of events.jsonl; empty unless it is the evaluation of an epoch."""
+    found = {name: line.get(f"eval_{name}") for name in ("loss", "accuracy")}
+    return {f"eval/{name}": value for name, value in found.items() if value is not None}
+
+
+def summary_values(record: RunRecord) -> dict[str, float]:
+    """Return the metrics of a whole run; some have the names that the workshop's callbacks use."""
+    flat = {name: value for name, value in asdict(record.metrics).items() if isinstance(value, int | float)}
+    flat |= {f"step_time_s/{name}": value for name, value in (record.metrics.step_time_s or {}).items()}
+    memory, utilization = record.memory, record.utilization
+    named = {
+        "avg_gpu_util_%": mean_or_none(device_values(utilization["gpu"], "average_pct")),
+        "avg_mem_alloc_MB": mean_or_none(device_values(memory["torch"], "average_allocated_mib")),
+        "peak_mem_alloc_MB": max(device_values(memory["torch"], "peak_allocated_mib"), default=None),
+        "peak_gpu_mem_MB": max(device_values(memory["gpu"], "peak_mib"), default=None),
+        "peak_cpu_mem_MB": cpu_peak_mib(memory),
+        "train/samples_per_second_mean": record.metrics.train_samples_per_second,
+    }
+    return flat | {name: value for name, value in named.items() if value is not None}
+
+
+def flat_config(spec: RunSpec) -> dict[str, Any]:
+    """Return the resolved configuration as ``section.key``; it contains no secrets."""
+    return dict(flatten(asdict(spec.config)))
+
+
+def run_name(spec: RunSpec) -> str:
+    """Return the display name of a run: name, number and overrides."""
+    return " ".join([f"{spec.run.name}/{spec.run.number}", *spec.run.overrides])
+
+
+@contextmanager
+def tracked(spec: RunSpec, directory: Path) -> Iterator[list[str]]:
+    """Run the tracker of a run during a ``with`` block; never raise. The block must write the record.
+
+    The list has the messages of the tracker for the user when the block has ended.
+    """
+    messages: list[str] = []
+    name = spec.config.tracker.name
+    if spec.config.tracker._target_ is None:
+        yield messages
+        return
+    log = directory / TRACKER_LOG
+    log.parent.mkdir(parents=True, exist_ok=True)
+    (directory / TRACKER_END).unlink(missing_ok=True)
+    with log.open("w") as output:
+        process = start_module("distexp.tracking", str(directory), env=os.environ, output=output)
+    try:
+        yield messages
+    finally:
+        with suppress(OSError):  # On a full disk, the tracker is stopped after the time limit.
+            (directory / TRACKER_END).touch()
+        try:
+            process.wait(FINISH_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            end_tree(process, 1.0)
+            messages.append(f"warning: tracker={name} did not finish within {FINISH_TIMEOUT_S:g} s and was stopped")
+        lines = log.read_text(errors="replace").splitlines()
+        messages += [line for line in lines if line.startswith(("warning:", f"{name}:"))]
+        if not messages:
+            messages.append(f"warning: tracker={name} ended early ({lines[-1] if lines else 'no output'}): see {log}")
+
 
 MAX_PARAM_LENGTH = 500  # characters that every store of MLflow accepts
 

@@ -28,7 +28,8 @@ from distexp.data.base import (
 from distexp.data.image_cache import cache_images
 from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
 from distexp.distributed.context import Context
-from distexp.models import head, hf, introspection, transforms
+from distexp.models import blueprint as introspection
+from distexp.models import head, hf, transforms
 from distexp.models.blueprint import Blueprint
 from distexp.strategies.zero.ds_initialization import wrapper_casts_weights
 from distexp.training import generation, inputs

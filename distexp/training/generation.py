@@ -19,10 +19,10 @@ from torch import Tensor, device
 from distexp.config import ConfigError
 from distexp.data.base import IGNORE, LOGITS_TO_KEEP, Batch, TaskData
 from distexp.data.loader import ShardedLoader
-from distexp.data.qa import QASamples
+from distexp.data.squad import QASamples
 from distexp.data.tokenization import TokenIds, Tokenizer
 from distexp.distributed.process_group import broadcast_buffers, gather_to_all, sum_over_ranks
-from distexp.models import introspection, objective
+from distexp.models import blueprint, objective
 from distexp.strategies.base import EvaluableModel
 
 PAD_MULTIPLE = 64  # sequences are padded to a multiple of it, so that the shapes of the forward passes repeat
@@ -33,7 +33,7 @@ def check_has_references(data: TaskData) -> None:
     if not isinstance(data.evaluation, QASamples) or not data.evaluation.references:
         raise ConfigError(
             "train.score_answers=true needs an evaluation set of questions with references "
-            f"(distexp.data.qa.QASamples), but this one is {type(data.evaluation).__name__}: set it to false"
+            f"(distexp.data.squad.QASamples), but this one is {type(data.evaluation).__name__}: set it to false"
         )
 
 
@@ -83,7 +83,7 @@ class GreedyGenerator:
         ids = torch.full((len(prompts), capacity), self.tokenizer.pad_id, device=self.device)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-        limit = introspection.max_positions(self.model.module) or capacity
+        limit = blueprint.max_positions(self.model.module) or capacity
         lengths = torch.tensor(starts, device=self.device)
         unfinished = torch.tensor(wanted, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
@@ -104,7 +104,7 @@ class GreedyGenerator:
         """Return the most likely next token of each row, of those that the tokenizer has, shape (rows,)."""
         mask = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).long()
         inputs, last = {"input_ids": ids, "attention_mask": mask}, lengths - 1
-        if introspection.supports_logits_to_keep(self.model.module):
+        if blueprint.supports_logits_to_keep(self.model.module):
             inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
         labels = torch.full_like(ids, IGNORE)
         batch = Batch(inputs=inputs, labels=labels, num_samples=len(ids), num_targets=0, num_tokens=0)

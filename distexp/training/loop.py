@@ -12,10 +12,9 @@ from distexp.distributed.process_group import broadcast_buffers, sum_over_ranks
 from distexp.measure.clock import synchronize
 from distexp.models.objective import evaluation_sums
 from distexp.strategies.base import DistributedModel, EvaluableModel
-from distexp.system.torch_internals.annotations import OPTIMIZER, annotate
+from distexp.system.torch_internals.collectives import OPTIMIZER, annotate
 from distexp.training.inputs import TrainingInputs
-from distexp.training.metrics_logger import Evaluation
-from distexp.training.step_metrics import check_targets
+from distexp.training.metrics_logger import Evaluation, check_targets
 
 
 def fit(model: DistributedModel, inputs: TrainingInputs, *, after_step: Callable[[], None] = lambda: None) -> None:

@@ -21,9 +21,9 @@ from distexp.config import ConfigError
 from distexp.config.custom_code import custom_code_place
 from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
+from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import ALLOCATOR, RANK_ERROR, RANK_LOG
-from distexp.runs.spec import RunSpec
 from distexp.system import environment_variables, files, processes
 
 

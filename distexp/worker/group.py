@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import WORKER_EXITS
-from distexp.runs.spec import RunSpec
 from distexp.runs.texts import print_despite_full_disk
 from distexp.system import environment_variables, files, processes
 from distexp.worker.__main__ import run_worker

@@ -27,15 +27,14 @@ from distexp.distributed.process_group import gather_to_all, join
 from distexp.engines.base import load_trainer
 from distexp.hardware.facts import peak_tflops
 from distexp.measure.flops import training_flops
-from distexp.models import head, hf, introspection, transforms
+from distexp.models import blueprint, head, hf, transforms
 from distexp.preflight.run import run_preflight, stored_ceiling
 from distexp.runs import attempts, step_files, texts
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import Built, Environment, make_environment
 from distexp.runs.run_dir import PREDICTIONS
-from distexp.runs.spec import RunSpec
 from distexp.strategies.base import EvaluableModel, load_strategy
 from distexp.system import environment_variables, files, seeding, units
 from distexp.system.torch_internals.compilation import read_activation_budget
@@ -144,7 +143,7 @@ def run_trainer(config: Config, data: TaskData, inputs: TrainingInputs) -> tuple
 
 def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
     """Add the fields that follow from model and data. The strategy has filled in its own."""
-    built.tokenizer, built.attention = data.tokenizer_name, introspection.read_attention(module)
+    built.tokenizer, built.attention = data.tokenizer_name, blueprint.read_attention(module)
     built.dropout = transforms.largest_dropout(module)
     if data.task == "causal_lm":
         built.logits, built.loss = head.describe_head(module)

@@ -5,26 +5,40 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from distexp.config import Config
-from distexp.config.model_checks import samples_per_worker, searches_micro_batch, with_micro_batch
-from distexp.distributed.process_group import Store, open_store, sub_store
+from distexp.config import Config, ConfigError
+from distexp.config.model_checks import divisors, samples_per_worker, searches_micro_batch, with_micro_batch
+from distexp.data.base import TaskData
+from distexp.distributed.context import Context
+from distexp.distributed.process_group import Store, join, open_store, sub_store
+from distexp.runs import run_state, texts
 from distexp.runs.events import Events
+from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import make_environment
-from distexp.runs.run_dir import MICRO_BATCH
-from distexp.runs.spec import RunSpec
-from distexp.runs.step_files import MicroBatchSearch, describe_search
+from distexp.runs.run_dir import MICRO_BATCH, SEARCH_LOG
+from distexp.runs.step_files import FITS, OUT_OF_MEMORY, MicroBatchSearch, TriedSize, describe_search
 from distexp.strategies.base import load_strategy
-from distexp.system import cgroups, typed_values
+from distexp.system import cgroups, processes, seeding, typed_values, units
 from distexp.system.cache_dir import cache_dir
-from distexp.worker import size_processes, size_trial
+from distexp.training.build import build_model, load_data
+from distexp.worker import size_trial
+from distexp.worker.__main__ import redirect_output
+from distexp.worker.compile_cache import use_compile_cache
+from distexp.worker.size_trial import SizeSearch, SizeTrials, config_of_round, micro_batches_per_step
 
 
 def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events) -> tuple[RunSpec, Store | None]:
@@ -85,7 +99,7 @@ def run_search(spec: RunSpec, run_dir: Path, connection: Store) -> MicroBatchSea
     done: size_trial.SizeSearch | None = None
     while done is None or (done.next_size() is not None and _may_continue(done, connection, deadline)):
         tried = done.tried if done else []
-        done = size_processes.Round(spec, run_dir, size_processes.round_store(connection, tried), tried).run(deadline)
+        done = Round(spec, run_dir, round_store(connection, tried), tried).run(deadline)
     seconds, complete = time.monotonic() - started, done.next_size() is None
     return MicroBatchSearch(done.choose(), list(done.tried), seconds, skipped=done.too_large(), complete=complete)
 
@@ -97,7 +111,7 @@ def _may_continue(done: size_trial.SizeSearch, connection: Store, deadline: floa
     key = f"has-time/{len(done.tried)}"
     if os.environ["RANK"] == "0":
         connection.set(key, str(int(time.monotonic() < deadline)))
-    connection.wait([key], size_processes.LONGEST)
+    connection.wait([key], LONGEST)
     return bool(connection.get(key) == b"1")
 
 
@@ -105,7 +119,7 @@ def _share(connection: Store, key: str, search: MicroBatchSearch | None) -> Micr
     """Return rank 0's search on all ranks."""
     if os.environ["RANK"] == "0":
         connection.set(key, json.dumps(asdict(search)) if search else "")
-    connection.wait([key], size_processes.LONGEST)
+    connection.wait([key], LONGEST)
     content = connection.get(key)
     return typed_values.parse_dataclass(MicroBatchSearch, json.loads(content)) if content else None
 
@@ -166,3 +180,196 @@ def store(search: MicroBatchSearch, path: Path) -> None:
         search.write(path)
     except OSError as error:
         print(f"note: the micro-batch size cannot be stored in {path} ({error.strerror})", flush=True)
+
+
+# Processes that try micro-batch sizes: one per rank, in a separate process group.
+#
+# A rank that runs out of memory leaves the others in a collective, from which nothing could free them. So each rank
+# forks a process for the trials and waits for it. If one of them ends, all ranks end theirs. The ranks themselves use
+# no GPU until the search is over, so the training starts in a clean process.
+
+
+POLL_S = 0.05
+LONGEST = timedelta(days=1)  # Timeout for a message of another rank. The agents end a run that hangs earlier.
+MEMORY_CODE = 77  # exit code of a process that ran out of memory
+SAVED = "whole saves MiB"  # key of the store: ``SizeSearch.whole_saves_mib``
+LATE = "late"  # key of a store: rank 0 ended the round after the deadline
+
+
+class SearchError(RuntimeError):
+    """A process that tried micro-batch sizes failed, and not for lack of memory."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Processes that try sizes until one runs out of memory, or the next size needs other processes."""
+
+    spec: RunSpec
+    run_dir: Path
+    store: Store  # ``round_store``; its content is the same on all ranks
+    tried: Sequence[TriedSize]  # the candidates of earlier rounds
+
+    def run(self, deadline: float) -> SizeSearch:
+        """Run the processes on all ranks; return all candidates so far.
+
+        If there is a candidate, rank 0 ends the round after the deadline, a value of ``time.monotonic``. Raises
+        SearchError if a process failed, and ConfigError if one refused the configuration.
+        """
+        rank, world_size = int(os.environ["RANK"]), self.spec.world_size
+        with TemporaryDirectory(prefix="distexp-search-") as folder:
+            parent, pid = os.getpid(), os.fork()
+            if pid == 0:
+                self._run_process(parent, Path(folder))
+            code = self._wait(pid, deadline if rank == 0 else float("inf"))
+            error = Path(folder, "error.json")
+            known = code not in (0, None) and error.exists()
+            self.store.set(f"end/{rank}", error.read_text() if known else json.dumps({"code": code}))
+        if code not in (0, None):
+            self.store.set("stop", "")
+        self.store.wait([f"end/{number}" for number in range(world_size)], LONGEST)
+        ends = [json.loads(self.store.get(f"end/{number}")) for number in range(world_size)]
+        return self._conclude(ends)
+
+    def _conclude(self, ends: list[dict[str, Any]]) -> SizeSearch:
+        """Return the candidates, with the one during which a process ran out of memory."""
+        codes = [end["code"] for end in ends]
+        out_of_memory = any(code in (MEMORY_CODE, -signal.SIGKILL) for code in codes)
+        # A collective of another rank fails if this one is ended after the deadline.
+        if not out_of_memory and any(codes) and not self.store.check([LATE]):
+            _raise_first(ends)
+        sizes = json.loads(self.store.get("sizes")) if self.store.check(["sizes"]) else [1]
+        saved = json.loads(self.store.get(SAVED)) if self.store.check([SAVED]) else 0.0
+        tried = [*self.tried, *self._candidates()]
+        search = SizeSearch(sizes, tried, self.spec.config.train.compiled != "none", saved)
+        failed = search.next_size()
+        if out_of_memory and failed is not None:
+            return replace(search, tried=[*search.tried, TriedSize(failed, OUT_OF_MEMORY)])
+        return search
+
+    def _candidates(self) -> list[TriedSize]:
+        stored = (self.store.get(f"candidate/{number}") for number in range(self.store.add("candidates", 0)))
+        return [typed_values.parse_dataclass(TriedSize, json.loads(candidate)) for candidate in stored]
+
+    def _wait(self, pid: int, deadline: float) -> int | None:
+        """Wait for the process of this rank; return its exit code, or None if it was ended: late, or another failed."""
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            is_over = time.monotonic() > deadline
+            late = is_over and any(candidate.outcome == FITS for candidate in [*self.tried, *self._candidates()])
+            if late:
+                self.store.set(LATE, "")
+                self.store.set("stop", "")
+            if late or self.store.check(["stop"]):
+                os.kill(pid, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                return None if code == -signal.SIGKILL else code  # it may have ended just before
+            time.sleep(POLL_S)
+
+    def _run_process(self, parent: int, folder: Path) -> NoReturn:
+        code = 1
+        try:
+            processes.die_with_parent(parent=parent)
+            node, rank = int(os.environ["GROUP_RANK"]), int(os.environ["RANK"])
+            redirect_output(SEARCH_LOG.path(self.run_dir, node, rank), mode="a")
+            store = round_store(open_store(self.spec, is_forked=True), self.tried)
+            group = sub_store("group", store)
+            overhead_mib = load_strategy(self.spec.config).total_overhead_mib(self.spec.config)
+            context = join(self.spec, self.run_dir, group, overhead_mib=overhead_mib)
+            self._try_sizes(store, replace(context, run_dir=folder))
+            code = 0
+        except BaseException as error:
+            traceback.print_exception(error)
+            is_full = texts.out_of_memory_status(type(error).__name__, str(error)) is not None
+            code = MEMORY_CODE if is_full else 1
+            content = {"code": code, "time": time.time(), "type": type(error).__name__, "message": str(error)}
+            content["errors"] = error.errors if isinstance(error, ConfigError) else None
+            (folder / "error.json").write_text(json.dumps(content))
+        finally:
+            os._exit(code)
+
+    def _try_sizes(self, store: Store, context: Context) -> None:
+        """Try sizes until the next one needs other processes, and put the candidates into the store."""
+        config = self.spec.config
+        # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
+        torch.set_num_threads(config.cluster.cpus_per_worker or 1)
+        if config.train.compile:
+            use_compile_cache()
+        seeding.seed_everything(config.train.seed)
+        data = load_data(config, context)
+        blueprint = build_model(config, data, context)
+        sizes = allowed_sizes(config, data, blueprint.model)
+        saved = whole_saves_mib(config, sizes[-1], blueprint.model)
+        store.set("sizes", json.dumps(sizes))
+        store.set(SAVED, json.dumps(saved))
+        search = SizeSearch(sizes, self.tried, config.train.compiled != "none", saved)
+        size = search.next_size()
+        if size is None:
+            return
+        config = config_of_round(config, size)
+        trials = SizeTrials(config, blueprint, data, context)
+        del blueprint  # that of rank 0 holds all weights in host memory
+        first = size
+        while size is not None and not needs_new_process(config, first, size):
+            print(f"micro-batch {size}", flush=True)
+            candidate = trials.measure(size)
+            search = replace(search, tried=[*search.tried, candidate])
+            if context.rank == 0:
+                run_state.record_progress(self.run_dir)
+                number = len(search.tried) - len(self.tried) - 1
+                store.set(f"candidate/{number}", json.dumps(asdict(candidate)))
+                store.add("candidates", 1)  # after it is stored, so that every rank can read all that count
+            dist.barrier()  # so that the candidate is stored before the next one may run out of memory
+            size = search.next_size()
+        # Wait until all ranks have left their last collective. Then the end of one process disturbs no other.
+        if store.add("finished", 1) == context.world_size:
+            store.set("all finished", "")
+        store.wait(["all finished"], LONGEST)
+
+
+def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]:
+    """Return the sizes to choose from, in ascending order. A batch norm may fail for a single sample."""
+    sizes = divisors(samples_per_worker(config), -(-len(data.train) // config.cluster.world_size))
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    return [size for size in sizes if size > 1 or not has_batch_norm] or sizes
+
+
+def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
+    """Return the MiB of the fp32 gradients that ``train.fused_update`` saves if a step is a single micro-batch."""
+    collects = config.train.fused_update and config.train.compute_weights == "step"
+    if not collects or largest != samples_per_worker(config):
+        return 0.0
+    return 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / units.MIB
+
+
+def round_store(connection: Store, tried: Sequence[TriedSize]) -> Store:
+    """Return the store of a round after some candidates."""
+    return sub_store(f"micro-batch/{len(tried)}", connection)
+
+
+def needs_new_process(config: Config, first: int, size: int) -> bool:
+    """Return whether a size cannot be tried in processes that were made for another size.
+
+    Compiled code would be specialized for several shapes at once, and CUDA graphs keep their memory. A model with
+    ``train.fused_update`` is built for a single micro-batch per step, or for several.
+    """
+    if size == first:
+        return False
+    is_fixed = load_strategy(config).fixes_accumulation or bool(config.train.fused_update)
+    changes_steps = micro_batches_per_step(config, first) != micro_batches_per_step(config, size)
+    return config.train.compiled != "none" or (is_fixed and changes_steps)
+
+
+def _raise_first(ends: Sequence[dict[str, Any]]) -> NoReturn:
+    """Raise the first error of a rank. Later ones are its consequences."""
+    failed = [rank for rank, end in enumerate(ends) if end["code"]]
+    first = min(failed, key=lambda rank: float(ends[rank].get("time", 0)))
+    end = ends[first]
+    if end.get("errors"):
+        raise ConfigError(end["errors"])
+    detail = f"{end['type']}: {end['message']}" if "type" in end else f"exit code {end['code']}"
+    raise SearchError(
+        f"the search for train.micro_batch_size=auto failed on rank {first} ({detail}): see "
+        f"logs/node*/rank{first}.search.log, or set a number"
+    )

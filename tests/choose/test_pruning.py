@@ -14,8 +14,7 @@ from distexp.choose.predictions.rough_forecast import MachineSpeeds, Work, rough
 from distexp.choose.search import describe_no_winner
 from distexp.choose.space import make_space
 from distexp.config import Config
-from distexp.plan.estimate import Estimate
-from distexp.plan.process_overheads import node_peak_mib
+from distexp.plan.estimate import Estimate, node_peak_mib
 from distexp.strategies.base import load_strategy
 from tests.helpers.planning import composed
 from tests.helpers.runs import resolve_cell

@@ -10,7 +10,7 @@ from distexp.choose.axes import read_axes
 from distexp.choose.candidate import Candidate, Status
 from distexp.choose.loss_check import references_of
 from distexp.choose.space import make_space, with_overrides
-from distexp.compose.cells import MakeCell
+from distexp.compose.composition import MakeCell
 from distexp.config import ConfigError
 from distexp.runs.record_sections import Predicted
 from tests.helpers.planning import composed

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from distexp.choose.trial_metrics import gpu_seconds
+from distexp.choose.trials import gpu_seconds
 from distexp.runs.run_dir import OPERATORS, RECORD, SPEC
 from tests.helpers.records import record
 from tests.helpers.runs import resolve_cell

@@ -14,9 +14,9 @@ from rich.progress import Progress
 
 from distexp.console.screen import LiveRun, Screen, TrialScreen
 from distexp.runs.attempts import ERROR_HEADING
+from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import METRICS, OPERATORS
-from distexp.runs.spec import RunSpec
 from distexp.system.files import Tail
 from distexp.system.units import format_about
 from tests.helpers.records import record

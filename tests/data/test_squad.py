@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from distexp.config import ConfigError, DatasetConfig
-from distexp.data import qa, squad
+from distexp.data import squad
+from distexp.data import squad as qa
 from distexp.data.base import IGNORE, TaskData
-from distexp.data.qa import Example, QASamples, normalize_whitespace
+from distexp.data.squad import Example, QASamples, normalize_whitespace
 from distexp.data.squad_json import find_small_file_error
 from tests.helpers.datasets import TEXT_MODEL
 from tests.helpers.datasets import dataset as dataset_config

@@ -145,7 +145,7 @@ import sys
 from distexp.config import DatasetConfig, ModelConfig
 from distexp.data import squad_sample
 from distexp.models import gpt, objective
-from distexp.models import introspection
+from distexp.models import blueprint as introspection
 model = ModelConfig(name="gpt_tiny", tokenizer="byte", task="causal_lm")
 squad_sample.load(DatasetConfig(name="squad_sample", max_length=64), model, 0)
 print([name for name in ("transformers", "datasets", "torchvision") if name in sys.modules])

@@ -15,10 +15,9 @@ import pytest
 
 from distexp.config.keys import options_of
 from distexp.doctor import machine, software
-from distexp.doctor.__main__ import shown_progress
+from distexp.doctor.__main__ import REQUIRED_CHECKS, Verdict, make_verdict, shown_progress, strategy_requirements
 from distexp.doctor.machine import CheckResult
 from distexp.doctor.software import TorchInfo
-from distexp.doctor.verdict import REQUIRED_CHECKS, Verdict, make_verdict, strategy_requirements
 from distexp.system.units import GIB
 from tests.helpers.runs import REPOSITORY, TIMEOUT_S
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distexp.doctor import __main__ as doctor
-from distexp.doctor import verdict
+from distexp.doctor import __main__ as verdict
 from tests.helpers.fake_deepspeed import fake_deepspeed
 
 

@@ -11,7 +11,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.keys import options_of
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview
-from distexp.report.data.run_settings import read_settings
+from distexp.report.data.rows import read_settings
 from distexp.report.exercises import PRINTED, exercise_tables
 from distexp.report.exercises.columns import load_layouts
 from distexp.runs.record import RunRecord

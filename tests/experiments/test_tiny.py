@@ -12,7 +12,7 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.exercises import exercise_tables
 from distexp.runs.record import RunRecord
-from distexp.tables.text_table import TextTable
+from distexp.tables.columns import TextTable
 from tests.helpers.presets import cells_of
 from tests.helpers.runs import HELPERS, make_spec, run_distexp, run_ranks
 

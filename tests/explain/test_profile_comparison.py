@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from distexp.explain.__main__ import main
-from distexp.explain.output import PerSample, ProfileComparison
+from distexp.explain.__main__ import PerSample, ProfileComparison, main
 from distexp.explain.step_profile import StepProfile
 from tests.helpers.profiled_records import COMPUTE_BOUND, GPU, LAUNCH_BOUND, profiled
 from tests.helpers.records import write

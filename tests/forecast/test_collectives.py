@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distexp.config import ConfigError
-from distexp.forecast.collectives import (
+from distexp.forecast.communication import (
     MEASURED,
     MODEL,
     SCALED,

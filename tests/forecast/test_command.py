@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distexp.compose.cells import Cell
+from distexp.compose.composition import Cell
 from distexp.config import Config, ConfigError, ForecastConfig, StrategyConfig
 from distexp.forecast import __main__ as arguments
 from distexp.forecast import size_rows
@@ -289,7 +289,7 @@ def test_more_workers_than_cores_are_named(
 ) -> None:
     text = "This machine has 4 CPU cores. A forecast assumes a core for each worker"
     for cores, is_named in ((4, True), (8, False)):
-        monkeypatch.setattr("distexp.forecast.forecast_table.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("distexp.forecast.command.cpu_count", lambda cores=cores: cores)
         assert (text in forecast(sweep, cells, capsys)) == is_named
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from distexp.config import ConfigError
 from distexp.forecast.communication import Target, add_replication, group_layout, plan_communication, with_micro_batches
-from distexp.forecast.measured_step import assign_waits, fill_sizes
+from distexp.forecast.profiled_run import assign_waits, fill_sizes
 from distexp.runs.step_files import (
     BACKWARD,
     FORWARD,

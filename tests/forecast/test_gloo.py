@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distexp.forecast.communication import Target
-from distexp.forecast.measured_step import read_measured_step
+from distexp.forecast.profiled_run import read_measured_step
 from distexp.forecast.steps import Forecaster, forecast_steps
 from distexp.hardware.facts import intra_node_link
 from distexp.preflight.machine import MachineCurves, Network

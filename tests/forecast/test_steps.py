@@ -13,7 +13,7 @@ import pytest
 from distexp.config import ConfigError
 from distexp.config.sections import ForecastConfig
 from distexp.forecast.communication import PARTS, Target
-from distexp.forecast.measured_step import expected_maximum
+from distexp.forecast.profiled_run import expected_maximum
 from distexp.forecast.steps import forecast_steps
 from distexp.hardware.facts import Link, facts
 from distexp.preflight.machine import CurvePoint, MachineCurves, Network, load_machine, store_points

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distexp.forecast.communication import plan_communication
-from distexp.forecast.measured_step import assign_waits
+from distexp.forecast.profiled_run import assign_waits
 from distexp.forecast.simulate import dependencies
 from distexp.plan.trace.zero3_fetcher import Fetcher, Receiver
 from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel

@@ -30,7 +30,7 @@ def profiled_record(number: int = 0, *overrides: str, step_s: float = STEP_S, **
 
 def write_profiled(sweep: Path, *records: RunRecord) -> Path:
     """Write runs with their step models, as a sweep of this user does. Return its directory."""
-    from distexp.guard.sweep_files import remember_file
+    from distexp.guard.config_files import remember_file
 
     write(sweep, *records)
     write_json(sweep / COMMAND, {"words": [], "directory": str(sweep), "cells": len(records)})

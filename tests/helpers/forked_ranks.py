@@ -16,7 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunSpec
 from distexp.system.processes import die_with_parent
 from distexp.worker.group import set_torchrun_defaults
 from distexp.worker.preload import own_modules, preload

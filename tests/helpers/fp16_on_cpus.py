@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunSpec
 
 
 def allow_fp16(specs: Iterable[RunSpec]) -> None:

@@ -20,7 +20,7 @@ from distexp.config import ConfigError
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import join
 from distexp.runs.events import Events
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunSpec
 from distexp.system.processes import end_at_once
 from distexp.worker.rank import train
 from tests.helpers.fp16_on_cpus import allow_fp16

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from distexp.distributed.process_group import join
 from distexp.models import transforms
 from distexp.runs.events import Events
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunSpec
 from distexp.system.processes import end_at_once
 from distexp.worker.rank import train
 from distexp.worker.size_search import find_micro_batch

@@ -12,8 +12,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import HydraContext, RunMode
 
-from distexp.compose.cells import Cell, MakeCell
-from distexp.compose.composition import CellRules, cell_maker, compose_cells
+from distexp.compose.composition import Cell, CellRules, MakeCell, cell_maker, compose_cells
 from distexp.config import Command, Config
 from distexp.config.keys import conf_dir, config_groups
 from distexp.config.overrides import quote_choice

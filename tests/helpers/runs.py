@@ -18,8 +18,8 @@ from distexp.config.keys import conf_dir, config_groups
 from distexp.config.overrides import quote_choice
 from distexp.resolve import resolve, without_hydra
 from distexp.resolve.run_id import run_id
+from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.spec import RunSpec
 from tests.helpers.forked_cli import TIMEOUT_S, run_forked
 
 REPOSITORY = Path(__file__).resolve().parents[2]

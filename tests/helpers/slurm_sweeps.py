@@ -15,9 +15,8 @@ from typing import Any
 
 import psutil
 
-from distexp.launch import ledger
-from distexp.runs.record import RunRecord
-from distexp.runs.spec import RunSpec
+from distexp.launch import run_dirs
+from distexp.runs.record import RunRecord, RunSpec
 from tests.helpers.processes import find_processes
 from tests.helpers.runs import HELPERS, REPOSITORY, run_distexp, run_module
 from tests.helpers.slurm_cluster import Cluster
@@ -55,7 +54,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def latest_jobs(sweep: Path) -> list[str]:
     """Return the latest job of each run, in the order of their numbers."""
-    return [entry.job or "" for _, entry in sorted(ledger.latest(sweep).items())]
+    return [entry.job or "" for _, entry in sorted(run_dirs.latest(sweep).items())]
 
 
 def status(slurm: Cluster, sweep: Path, cwd: Path | None = None) -> str:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distexp.distributed.process_group import join
 from distexp.runs import run_state
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunSpec
 from distexp.system.processes import end_at_once
 from tests.helpers.interrupted_runs import train_cell
 

@@ -24,8 +24,8 @@ from rich.console import Console
 from distexp.config import Config, ConfigError
 from distexp.launch.launcher import Cancelled, Launcher, Sweep
 from distexp.launch.local.launcher import LocalLauncher
+from distexp.runs.record import ExistingRun
 from distexp.runs.run_state import RunState, local_state
-from distexp.runs.spec import ExistingRun
 
 FOLDER = "TOY_QUEUE"
 MODULE = "tests.helpers.toy_launcher"
@@ -158,7 +158,7 @@ def run_job(directory: Path) -> None:
     from distexp.launch.local.launcher import LocalLauncher
     from distexp.launch.local.runner import run_locally
     from distexp.launch.local.shared_start import SharedStart
-    from distexp.runs.spec import RunSpec
+    from distexp.runs.record import RunSpec
 
     try:
         screen = Screen(total=1, sweep_dir=directory.parent)

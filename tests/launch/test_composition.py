@@ -24,8 +24,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from distexp.compose import composition as parallel_composition
-from distexp.compose.cells import CellComposer
-from distexp.compose.composition import CellRules, compose_cells
+from distexp.compose.composition import CellComposer, CellRules, compose_cells
 from distexp.config import ConfigError, register_schema
 from distexp.config.keys import conf_dir
 from distexp.exceptions import SweepInterrupted

@@ -14,9 +14,9 @@ import pytest
 from distexp.launch.agent import watch
 from distexp.launch.failures import HANG_CODE, classify_failure
 from distexp.runs.events import Events, ProgressWriter
+from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import log_dir
-from distexp.runs.spec import RunSpec
 from tests.helpers.runs import REPOSITORY, make_spec
 
 WORKERS = """

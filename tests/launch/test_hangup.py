@@ -20,7 +20,7 @@ COMMAND = """
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # With nohup, the tests and their processes ignore it.
 from pathlib import Path
-from distexp.launch.local.cancel import continue_after_hangup
+from distexp.launch.local.launcher import continue_after_hangup
 sweep = Path(sys.argv[1])
 with continue_after_hangup(sweep):
     print("ready", flush=True)

@@ -19,9 +19,8 @@ from distexp.plan.estimate import Estimate, arithmetic_estimate
 from distexp.plan.planner import Outcome
 from distexp.resolve.run_id import run_id
 from distexp.runs.predictions import read_curve, read_prediction
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import RECORD
-from distexp.runs.spec import RunSpec
 from tests.helpers.planning import FormulaPlanner, composed, linear_estimate
 from tests.helpers.runs import make_spec, resolve_cell
 

@@ -15,10 +15,9 @@ from distexp.plan.planner import store_estimate
 from distexp.report.data.overview import failure_notes
 from distexp.report.data.rows import Row
 from distexp.runs.attempts import write_error_file
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import MICRO_BATCH, RANK_ERROR
-from distexp.runs.spec import RunSpec
 from distexp.runs.step_files import MicroBatchSearch
 from tests.helpers.planning import linear_estimate
 from tests.helpers.records import record

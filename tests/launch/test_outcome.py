@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from distexp.checkpoints.folder import checkpoint_dir, tmp_dir
-from distexp.launch import ledger
+from distexp.launch import run_dirs
 from distexp.launch.failures import HANG_CODE, STOPPED_CODE
 from distexp.launch.outcome import finalize_run, invalid_record, start_attempt
 from distexp.launch.slurm.client import JobState
 from distexp.launch.slurm.status import write_missing_record
 from distexp.runs.attempts import NO_RECORD
 from distexp.runs.metrics import Metrics
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import package_version
 from distexp.runs.run_dir import DISK_RESERVE, RECORD, RESULT
-from distexp.runs.spec import RunSpec
 from distexp.worker.rank import write_outcome
 from tests.helpers.runs import make_spec
 from tests.helpers.small_disk import fill, small_disk
@@ -129,7 +128,7 @@ def test_a_job_that_died_after_the_training_keeps_its_result(
     start_attempt(spec, directory, "7_0", ["node1"])
     if result:
         write_result(spec, directory)
-    entry = ledger.Entry(0, spec.run.id, "0", "7_0", "submitted")
+    entry = run_dirs.Entry(0, spec.run.id, "0", "7_0", "submitted")
     job = JobState("NODE_FAIL", nodes="node1")
     assert write_missing_record(tmp_path, entry, job).status == status
     raw = json.loads((directory / RECORD).read_text())

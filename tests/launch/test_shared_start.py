@@ -17,14 +17,13 @@ import pytest
 
 from distexp.cli.arguments import normalize_arguments
 from distexp.config import ConfigError
+from distexp.launch.agent import LOST_CODE, ForkedWorkers, NotStartedError
 from distexp.launch.failures import HANG_CODE
-from distexp.launch.forked_workers import LOST_CODE, ForkedWorkers, NotStartedError
 from distexp.launch.local import shared_start
 from distexp.launch.local.shared_start import ImportConditions, SharedProcess, SharedStart
 from distexp.measure.memory.process_tree import ProcessTree
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import GROUP_LOG
-from distexp.runs.spec import RunSpec
 from distexp.system.processes import message_pair, send
 from tests.helpers.processes import find_processes, have_ended
 from tests.helpers.runs import REPOSITORY, make_spec, run_distexp

@@ -13,8 +13,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from distexp.runs.record import RunRecord
-from distexp.runs.spec import ExistingRuns
+from distexp.runs.record import ExistingRuns, RunRecord
 from tests.helpers.runs import REPOSITORY, run_module
 from tests.helpers.toy_launcher import FOLDER, MODULE
 

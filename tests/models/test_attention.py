@@ -18,7 +18,7 @@ from distexp.models.attention import (
     causal_mask,
     number_documents,
 )
-from distexp.models.introspection import read_attention
+from distexp.models.blueprint import read_attention
 from distexp.models.transforms import find_units
 from tests.helpers.attention import build, compute, logits_of, make_batch
 from tests.helpers.runs import resolve_cell

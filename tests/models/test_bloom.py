@@ -9,7 +9,7 @@ import torch
 
 from distexp.config import ConfigError
 from distexp.models.bloom import build
-from distexp.models.introspection import find_embeddings, has_tied_embeddings
+from distexp.models.blueprint import find_embeddings, has_tied_embeddings
 from distexp.models.transforms import find_units
 from tests.helpers.runs import resolve_cell
 

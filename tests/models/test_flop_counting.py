@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distexp.models import bloom, gpt, resnet
-from distexp.models.introspection import count_forward_flops
+from distexp.models.blueprint import count_forward_flops
 from tests.helpers.runs import resolve_cell
 
 SAMPLES, LENGTH = 3, 10

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from distexp.config import ConfigError, ModelConfig
+from distexp.models.blueprint import find_embeddings, has_tied_embeddings
 from distexp.models.gpt import GPT, build
-from distexp.models.introspection import find_embeddings, has_tied_embeddings
 from tests.helpers.runs import resolve_cell
 
 LENGTH, VOCABULARY = 12, 50

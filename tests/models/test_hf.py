@@ -16,7 +16,7 @@ from distexp.console.run_summary import run_title
 from distexp.data.tokenization import HuggingFaceTokenizer, load_tokenizer, train_byte_tokenizer
 from distexp.distributed.context import Context
 from distexp.models import bloom, hf
-from distexp.models.introspection import (
+from distexp.models.blueprint import (
     count_forward_flops,
     find_embeddings,
     has_tied_embeddings,
@@ -26,7 +26,7 @@ from distexp.models.introspection import (
 )
 from distexp.models.transforms import find_units
 from distexp.resolve.run_id import run_id
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunSpec
 from distexp.strategies.zero.ds_initialization import cast_weights
 from distexp.training import build
 from distexp.training.build import load_data

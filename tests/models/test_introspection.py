@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from distexp.models.introspection import max_positions, read_attention
+from distexp.models.blueprint import max_positions, read_attention
 
 
 def test_a_custom_model_may_have_a_config_of_any_class() -> None:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from distexp.plan.allocator import Addresses, CachingAllocator, OutOfMemoryError, round_size, segment_size
-from distexp.plan.replay import CURVE_POINTS, EMPTY_CACHE, Event, host_peak, repeated_blocks, replay
+from distexp.plan.replay import (
+    CURVE_POINTS,
+    EMPTY_CACHE,
+    Addresses,
+    CachingAllocator,
+    Event,
+    OutOfMemoryError,
+    host_peak,
+    repeated_blocks,
+    replay,
+    round_size,
+    segment_size,
+)
 from distexp.system.units import MIB
 
 

@@ -17,8 +17,7 @@ from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.plan.command import run_plan
 from distexp.plan.estimate import Estimate, gpu_error_bound
 from distexp.plan.fitting_change import ConfigChange, LargestMicroBatch, Search, candidate_overrides
-from distexp.plan.plan_table import FULL_DATA, FullData, micro_batch_line
-from distexp.plan.planned_cells import change_notes, replace_overrides
+from distexp.plan.plan_table import FULL_DATA, FullData, change_notes, micro_batch_line, replace_overrides
 from distexp.plan.planner import Outcome, store_estimate
 from distexp.plan.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, gpu_memory_mib, verdict_of
 from tests.helpers.planning import FormulaPlanner, composed, linear_estimate

@@ -8,9 +8,8 @@ import pytest
 
 from distexp.config import Config, ConfigError
 from distexp.launch.memory_check import predict_runs
-from distexp.plan.estimate import Estimate, make_estimate
+from distexp.plan.estimate import CPU_ERROR_BOUND, Estimate, make_estimate, reason_not_measured, simulated_nodes
 from distexp.plan.planner import cache_path
-from distexp.plan.process_overheads import CPU_ERROR_BOUND, reason_not_measured, simulated_nodes
 from distexp.plan.verdict import host_memory_mib
 from tests.helpers.planning import FormulaPlanner, composed
 from tests.helpers.runs import resolve_cell

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 
-from distexp.plan.process_overheads import host_peak_mib, processes_mib, setup_mib
+from distexp.plan.estimate import host_peak_mib, processes_mib, setup_mib
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import load_strategy
 from tests.helpers.gpu_records import RESULTS, gpu_records, recorded_config

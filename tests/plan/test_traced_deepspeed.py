@@ -9,10 +9,16 @@ import pytest
 
 from distexp.config import Config
 from distexp.plan.replay import EMPTY_CACHE, StepTrace, replay
-from distexp.plan.trace import zero_base
+from distexp.plan.trace import zero12
 from distexp.plan.trace.tracing import trace_step
-from distexp.plan.trace.zero12 import Slice, cut_into_slices, fullest_rank, partition_group, reduced_at_once
-from distexp.plan.trace.zero_base import round_to_power_of_two
+from distexp.plan.trace.zero12 import (
+    Slice,
+    cut_into_slices,
+    fullest_rank,
+    partition_group,
+    reduced_at_once,
+    round_to_power_of_two,
+)
 from distexp.system.units import MIB
 from tests.helpers.gpu_records import gpu_records
 from tests.helpers.runs import resolve_cell
@@ -147,7 +153,7 @@ def test_the_peak_is_that_of_two_gpus(run: int, limit: float) -> None:
 def test_another_deepspeed_than_the_checked_one_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     single, zero = ("strategy=single",), ("zero_stage=2", "cluster.workers_per_node=2")
     assert traced(*zero).notes == ()
-    monkeypatch.setattr(zero_base, "CHECKED_VERSION", "0.19.7")
+    monkeypatch.setattr(zero12, "CHECKED_VERSION", "0.19.7")
     (note,) = traced(*zero).notes
     installed = version("deepspeed")
     assert note == f"DeepSpeed {installed} is installed: the memory of ZeRO was checked with 0.19.7, and may differ"

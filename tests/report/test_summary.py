@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distexp.report.data.overview import Overview
-from distexp.report.page.page_data import build_tiles
+from distexp.report.page import build_tiles
 from tests.helpers.printed_tables import printed, unwrapped
 from tests.helpers.records import record
 

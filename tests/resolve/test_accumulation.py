@@ -8,7 +8,7 @@ import pytest
 
 from distexp.config import Config, ConfigError
 from distexp.config.model_checks import searches_micro_batch, with_micro_batch
-from distexp.report.data.run_settings import global_batch, read_settings
+from distexp.report.data.rows import global_batch, read_settings
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import make_spec, resolve_cell

@@ -1,4 +1,4 @@
-"""What the group ``kernels`` chooses."""
+"""What the group ``resolution`` chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distexp.config.fields import flatten
 from distexp.config.keys import speed_references
 from distexp.console.run_summary import describe_kernels
 from distexp.data.tinyimagenet_sample import write_images
-from distexp.resolve import kernels
+from distexp.resolve import resolution
 from distexp.resolve.run_id import run_id
 from distexp.strategies.ddp import DDP
 from tests.helpers.runs import resolve_cell
@@ -99,8 +99,8 @@ def test_fast_keeps_images_on_the_gpu_if_they_are_few(tmp_path: Path, monkeypatc
     needed = 60 * 3 * 32 * 32
 
     def cache(*overrides: str, on_gpu: int, on_cpu: int = 10**12) -> str | None:
-        monkeypatch.setattr(kernels, "MAX_GPU_BYTES", on_gpu)
-        monkeypatch.setattr(kernels, "MAX_CPU_BYTES", on_cpu)
+        monkeypatch.setattr(resolution, "MAX_GPU_BYTES", on_gpu)
+        monkeypatch.setattr(resolution, "MAX_CPU_BYTES", on_cpu)
         return resolve_cell("kernels=fast", "strategy=single", ONE, GPU, *folder, *overrides).dataset.cache
 
     assert cache(on_gpu=needed) == "gpu"

@@ -10,7 +10,7 @@ import pytest
 from distexp.config import Config, ConfigError
 from distexp.config.keys import config_groups, options_of
 from distexp.resolve.resolution import CROSS_CHECKS, DECISIONS, SECTION_CHECKS, run_steps
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunSpec
 from tests.helpers.runs import IMAGE_FOLDER, REPOSITORY, compose_cell, make_spec, resolve_cell
 
 NEEDED = {  # other overrides that an option needs

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distexp.config import ConfigError
-from distexp.launch import ledger
-from distexp.launch.ledger import Entry
+from distexp.launch import run_dirs
+from distexp.launch.run_dirs import Entry
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.runs.run_dir import LEDGER
 from tests.helpers.runs import REPOSITORY, resolve_cell, run_distexp
@@ -243,8 +243,8 @@ def test_custom_site_is_one_file(tmp_path: Path) -> None:
 
 
 def test_incomplete_line_of_the_ledger_is_skipped(tmp_path: Path) -> None:
-    ledger.append(tmp_path, [Entry(0, "a", "0", "5_0", "submitted"), Entry(1, "b", "1", "5_1", "submitted")])
+    run_dirs.append(tmp_path, [Entry(0, "a", "0", "5_0", "submitted"), Entry(1, "b", "1", "5_1", "submitted")])
     with (tmp_path / LEDGER).open("a") as file:
         file.write('{"run": 1, "id"')
-    ledger.append(tmp_path, [Entry(0, "a", "0", "5_0", "completed")])
-    assert {run: entry.state for run, entry in ledger.latest(tmp_path).items()} == {0: "completed", 1: "submitted"}
+    run_dirs.append(tmp_path, [Entry(0, "a", "0", "5_0", "completed")])
+    assert {run: entry.state for run, entry in run_dirs.latest(tmp_path).items()} == {0: "completed", 1: "submitted"}

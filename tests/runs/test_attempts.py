@@ -9,9 +9,8 @@ import pytest
 
 from distexp.launch.outcome import start_attempt
 from distexp.runs.attempts import NO_RECORD, earlier_records, record_attempt_end, register_manual_attempt
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.run_dir import ARCHIVED_RECORD, ATTEMPTS, HEARTBEAT, RECORD, STOP_REQUEST
-from distexp.runs.spec import RunSpec
 from tests.helpers.runs import make_spec
 
 

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from distexp import status
-from distexp.launch import ledger
+from distexp.launch import run_dirs
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
 from distexp.report.data.rows import load_rows
-from distexp.runs.record import RunRecord
+from distexp.runs.record import ExistingRuns, RunRecord
 from distexp.runs.record_sections import RunError, RunInfo
 from distexp.runs.run_dir import memory_trace_paths
 from distexp.runs.run_state import read_progress
-from distexp.runs.spec import ExistingRuns
 from tests.helpers.records import record, write
 
 HUGE = 10**400
@@ -264,7 +263,7 @@ def test_entries_of_the_ledger_that_no_distexp_writes_are_left_out(changes: dict
     """A command would write into their directories, and pass their jobs to Slurm."""
     (tmp_path / "outside").symlink_to("/etc")
     (tmp_path / "ledger.jsonl").write_text(f"{json.dumps(ENTRY | changes)}\n{json.dumps(ENTRY | {'run': 2})}\n")
-    assert list(ledger.latest(tmp_path)) == [2]
+    assert list(run_dirs.latest(tmp_path)) == [2]
 
 
 def test_a_run_directory_that_was_deleted_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch import ledger
+from distexp.launch import run_dirs
 from distexp.runs.attempts import run_lock
 from distexp.runs.events import ProgressWriter
 from distexp.runs.memory_trace import MemoryTraceWriter
@@ -69,7 +69,7 @@ def test_files_of_a_run_follow_the_umask(mask: int, file_mode: int, folder_mode:
         MemoryTraceWriter(tmp_path / "memory" / "node0.csv").close()
         log_dir(tmp_path, 0).mkdir(parents=True)
         ProgressWriter(tmp_path, 0, 0).advance("train", 1)
-        ledger.append(tmp_path, [ledger.Entry(0, "id", "0", None, "submitted")])
+        run_dirs.append(tmp_path, [run_dirs.Entry(0, "id", "0", None, "submitted")])
         with run_lock(tmp_path):
             modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
             folders = {path.name for path in tmp_path.rglob("*") if path.is_dir()}

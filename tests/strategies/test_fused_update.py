@@ -19,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.data.base import IGNORE, Batch
 from distexp.distributed.context import Context
 from distexp.strategies.ddp_reduction import StepWeights, set_reduction
-from distexp.strategies.fused_adamw import FusedAdamW
-from distexp.strategies.optimizer import read_model_tensors
+from distexp.strategies.optimizer import FusedAdamW, read_model_tensors
 from distexp.strategies.torch_model import Distribution, TorchModel, read_ddp_distribution
 from tests.helpers.runs import resolve_cell
 from tests.helpers.small_gpt import VOCABULARY, make_gpt
 
 CLIPPING = 0.1
-KERNEL = "distexp.strategies.fused_adamw"
+KERNEL = "distexp.strategies.optimizer"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank_group")]
 

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distexp.data import squad_sample
 from distexp.models.objective import loss_sum
-from distexp.runs.record import RunRecord
-from distexp.runs.spec import RunSpec
+from distexp.runs.record import RunRecord, RunSpec
 from tests.helpers.evaluation_cells import (
     ANSWERS,
     EXACT_MATCH,

@@ -15,10 +15,9 @@ from distexp.explain.__main__ import main as explain_command
 from distexp.explain.explanation import explain
 from distexp.launch.memory_check import predicted_change
 from distexp.models.blueprint import Blueprint
-from distexp.plan.estimate import make_estimate
+from distexp.plan.estimate import CPU_ERROR_BOUND, make_estimate, reason_not_measured
 from distexp.plan.fitting_change import candidate_overrides
 from distexp.plan.planner import store_estimate
-from distexp.plan.process_overheads import CPU_ERROR_BOUND, reason_not_measured
 from distexp.runs.record import RunRecord
 from distexp.runs.step_files import MicroBatchSearch
 from distexp.strategies.base import DistributedModel, Strategy

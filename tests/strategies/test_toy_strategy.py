@@ -12,7 +12,7 @@ from distexp.choose.candidate import Candidate, label, row_label
 from distexp.choose.predictions.rough_forecast import MachineSpeeds, Work, rough_step_s
 from distexp.config import ConfigError
 from distexp.forecast.communication import Target
-from distexp.forecast.measured_step import read_measured_step
+from distexp.forecast.profiled_run import read_measured_step
 from distexp.forecast.steps import forecast_steps
 from distexp.runs.record import RunRecord
 from distexp.runs.step_files import (

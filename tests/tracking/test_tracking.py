@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from distexp.config import TrackerConfig
-from distexp.runs.record import RunRecord
-from distexp.runs.spec import RunSpec
-from distexp.tracking import base
-from distexp.tracking.base import tracked
+from distexp.runs.record import RunRecord, RunSpec
+from distexp.tracking import trackers as base
+from distexp.tracking.trackers import tracked
 from tests.helpers.runs import run_distexp
 
 pytestmark = pytest.mark.slow

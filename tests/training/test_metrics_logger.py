@@ -16,8 +16,7 @@ from distexp.data.images import collate_images
 from distexp.data.loader import PaddedDataset, StepData
 from distexp.data.text import TextCollate
 from distexp.distributed.context import Context
-from distexp.measure.profiling.profiler import StepProfiler
-from distexp.measure.profiling.step_analysis import ProfileResult
+from distexp.measure.profiling.profiler import ProfileResult, StepProfiler
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
 from distexp.training.inputs import StepPlan

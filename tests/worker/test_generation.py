@@ -15,7 +15,7 @@ from distexp.config import ConfigError
 from distexp.data import synthetic
 from distexp.data.base import Batch
 from distexp.models import gpt
-from distexp.models.introspection import max_positions
+from distexp.models.blueprint import max_positions
 from distexp.strategies.base import DistributedModel
 from distexp.training.generation import GreedyGenerator, check_has_references
 from tests.helpers.attention import build

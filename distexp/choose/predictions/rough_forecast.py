@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from distexp.choose.candidate import Candidate, families_of
 from distexp.config import Config, ConfigError
-from distexp.forecast.collectives import GroupLayout
-from distexp.forecast.communication import Target, group_layout
+from distexp.forecast.communication import GroupLayout, Target, group_layout
 from distexp.hardware.facts import facts, gpu_facts, peak_tflops
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.resources import parameter_count

@@ -28,12 +28,11 @@ from distexp.launch.launcher import Sweep
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.run_dirs import AssignedRun
 from distexp.runs import attempts, run_state, texts
-from distexp.runs.record import FAILURES, RunRecord
+from distexp.runs.record import DONE, FAILURES, RunRecord, RunSpec
 from distexp.runs.run_dir import RECORD
-from distexp.runs.spec import DONE, RunSpec
 from distexp.system.cgroups import cpu_count, cpu_limit
 from distexp.system.processes import collect_interrupts, end_tree, handle_signals, start_module, wait_until
-from distexp.tracking.base import tracked
+from distexp.tracking.trackers import tracked
 
 
 def run_cells(sweep: Sweep, sweep_dir: Path, shared_start: SharedStart, agent_command: AgentCommand) -> list[JobReturn]:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO, Self
 
 from distexp.launch import failures, node_setup
-from distexp.launch.forked_workers import LOST_CODE
+from distexp.launch.agent import LOST_CODE
 from distexp.models import shared_weights
+from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import GROUP_LOG
-from distexp.runs.spec import RunSpec
 from distexp.system import cgroups, files
 from distexp.system.processes import end_tree, message_pair, send, start_module
 from distexp.system.units import MIB

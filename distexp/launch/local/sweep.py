@@ -11,16 +11,16 @@ from hydra.core.utils import JobReturn, env_override
 from hydra.types import HydraContext
 from rich.console import Console
 
-from distexp.compose.cells import Cell
+from distexp.compose.composition import Cell
 from distexp.config import Config, ConfigError
 from distexp.hardware.facts import facts
 from distexp.launch.launcher import Sweep, TrialLauncher, TrialRunner
-from distexp.launch.local.cancel import continue_after_hangup
+from distexp.launch.local.launcher import continue_after_hangup
 from distexp.launch.local.runner import AgentCommand
 from distexp.launch.local.shared_start import SharedStart
 from distexp.launch.run_dirs import AssignedRun, locked_sweep_dir, package_git_state
+from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
-from distexp.runs.spec import RunSpec
 from distexp.system.cgroups import usable_memory
 from distexp.system.units import MIB, format_memory
 

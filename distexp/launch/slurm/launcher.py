@@ -11,11 +11,11 @@ from omegaconf import DictConfig
 
 from distexp.config import ClusterConfig, Config
 from distexp.config.sections import sbatch_name
-from distexp.launch import ledger
+from distexp.launch import run_dirs
 from distexp.launch.launcher import Cancelled, Launcher, Sweep, TrialLauncher
 from distexp.resolve.resources import needs_one_worker
+from distexp.runs.record import ExistingRun
 from distexp.runs.run_state import RunState
-from distexp.runs.spec import ExistingRun
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -111,7 +111,7 @@ class SlurmLauncher(Launcher):
 
     def claimed(self, sweep_dir: Path) -> Collection[int]:
         """Return the numbers of the runs in the ledger."""
-        return ledger.latest(sweep_dir).keys()
+        return run_dirs.latest(sweep_dir).keys()
 
     def states(self, sweep_dir: Path, runs: Sequence[ExistingRun]) -> list[RunState]:
         """Return the states of all runs in the ledger."""

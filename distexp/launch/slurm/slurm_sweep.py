@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
-from distexp.compose.cells import Cell
+from distexp.compose.composition import Cell
 from distexp.config import Config, ConfigError
 from distexp.config.overrides import format_count, format_override, format_runs, suggest_command
 from distexp.exceptions import MonitoringInterrupted, SweepInterrupted
-from distexp.launch import ledger
+from distexp.launch import outcome, run_dirs
 from distexp.launch.launcher import CancelError, Cancelled, Sweep, TrialLauncher, TrialRunner
 from distexp.launch.queued_runs import InvalidPrinter, PreparedRun, poll_until_done, prepare_run, prepare_runs
 from distexp.launch.run_dirs import AssignedRun, locked_sweep_dir
-from distexp.launch.slurm import client, status, submission
-from distexp.launch.slurm.script import JobArray
+from distexp.launch.slurm import client, status
+from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.launch.snapshot import take_snapshot
-from distexp.runs.run_dir import SNAPSHOT
+from distexp.runs.attempts import SUBMISSION_REFUSED
+from distexp.runs.record_sections import RunError
+from distexp.runs.run_dir import SLURM, SNAPSHOT
 from distexp.runs.texts import join_errors
+from distexp.system import files, processes
 from distexp.tables.columns import print_plain
 
 NOT_CONFIGURED = "configuration source"
@@ -74,7 +78,7 @@ def _submit_sweep(sweep: Sweep, array_size: int, console: Console) -> Path:
         except KeyboardInterrupt:
             hint = suggest_command("resume", sweep_dir)
             raise SweepInterrupted(f"interrupted: nothing was submitted; to submit the runs: {hint}") from None
-        submission.submit_runs(prepared, sweep_dir, snapshot.folder, array_size, console)
+        submit_runs(prepared, sweep_dir, snapshot.folder, array_size, console)
     return sweep_dir
 
 
@@ -106,7 +110,7 @@ class SlurmTrials(TrialLauncher):
             active = _active_runs(sweep_dir)
             outcomes = [prepare_run(run) for run in runs if run.info.number not in active]
             prepared = [outcome for outcome in outcomes if isinstance(outcome, PreparedRun)]
-            submission.submit_runs(prepared, sweep_dir, snapshot.folder, self.max_array_size, console)
+            submit_runs(prepared, sweep_dir, snapshot.folder, self.max_array_size, console)
             try:
                 poll_until_done(partial(status.poll, sweep_dir, {}), console, printed)
             except KeyboardInterrupt:
@@ -130,7 +134,7 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
             invalid.print(number, join_errors(cell.errors))
         else:
             runs.append((number, cell.config))
-    for index, group in enumerate(submission.group_by_resources(runs, lambda run: run[1])):
+    for index, group in enumerate(group_by_resources(runs, lambda run: run[1])):
         numbers = [number for number, _ in group]
         directories = tuple(map(str, numbers))
         array = JobArray(f"array{index}", group[0][1], sweep_dir, sweep_dir / SNAPSHOT, directories)
@@ -151,14 +155,14 @@ TIMEOUT_S, POLL_S = 60.0, 0.5
 
 def cancel_jobs(sweep_dir: Path) -> Cancelled:
     """Cancel the jobs of a sweep, and wait for their end. Raise CancelError if Slurm refuses, or does not answer."""
-    entries = ledger.latest(sweep_dir)
+    entries = run_dirs.latest(sweep_dir)
     active = [run for run in status.poll(sweep_dir) if run.is_active]
     try:
         client.cancel([run.job for run in active if run.job])
     except client.SlurmError as error:
         raise CancelError(f"no job was cancelled: {error}") from None
     cancelled = [entries[run.number] for run in active]
-    ledger.append(sweep_dir, [ledger.Entry(e.run, e.id, e.directory, e.job, "cancelled") for e in cancelled])
+    run_dirs.append(sweep_dir, [run_dirs.Entry(e.run, e.id, e.directory, e.job, "cancelled") for e in cancelled])
     hint = suggest_command("status", sweep_dir)
     left = [
         f"run {number} (job {entries[number].job}) is still ending: check again with {hint}"
@@ -175,3 +179,95 @@ def _wait_for_end(sweep_dir: Path) -> list[int]:
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(POLL_S)
+
+
+# Submission of prepared runs: one job array for the runs with equal resources. Ctrl-C cancels what was submitted.
+
+
+Item = TypeVar("Item")
+
+
+def submit_runs(
+    prepared: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, max_array_size: int, console: Console
+) -> None:
+    """Submit one array for each set of runs with equal resources, or several if it exceeds ``max_array_size`` jobs.
+
+    On Ctrl-C, cancel the jobs submitted so far and raise SweepInterrupted. Raise OSError if Slurm does not answer.
+    """
+    (sweep_dir / SLURM).mkdir(exist_ok=True)
+    submitted: list[run_dirs.Entry] = []
+    try:
+        for group in group_by_resources(prepared, lambda run: run.spec.config):
+            for start in range(0, len(group), max_array_size):
+                # The jobs of every submission that Slurm has received must be in the ledger.
+                with processes.defer_interrupts():
+                    submitted += _submit_array(group[start : start + max_array_size], sweep_dir, snapshot, console)
+    except KeyboardInterrupt:
+        raise SweepInterrupted(_cancel_submitted(submitted, sweep_dir)) from None
+
+
+def _submit_array(
+    runs: Sequence[PreparedRun], sweep_dir: Path, snapshot: Path, console: Console
+) -> list[run_dirs.Entry]:
+    """Submit runs as one array, add them to the ledger at once, and return the entries; none if Slurm refused them."""
+    directories = tuple(str(run.directory.relative_to(sweep_dir)) for run in runs)
+    used = len(list((sweep_dir / SLURM).glob("array*.sbatch")))
+    array = JobArray(f"array{used}", runs[0].spec.config, sweep_dir, snapshot, directories)
+    files.write_json(array.path("json"), {"directories": directories})
+    array.path("sbatch").write_text(array.render())
+    try:
+        job = client.submit(array.path("sbatch"))
+    except client.UnreachableError as error:
+        raise OSError(
+            f"Slurm does not answer ({error}); {array.name} was not submitted: try again later with "
+            f"{suggest_command('resume', sweep_dir)}"
+        ) from None
+    except client.SlurmError as error:
+        for run in runs:  # The other arrays are still submitted.
+            refusal = RunError(SUBMISSION_REFUSED, f"sbatch: {error}")
+            outcome.failed_record(run.spec, run.directory, "invalid", refusal, None).write(run.directory)
+        print_plain(console, f"{describe_runs(runs)}: refused by Slurm: {error}")
+        return []
+    entries = [
+        run_dirs.Entry(run.spec.run.number, run.spec.run.id, directory, f"{job}_{index}", "submitted")
+        for index, (run, directory) in enumerate(zip(runs, directories, strict=True))
+    ]
+    run_dirs.append(sweep_dir, entries)
+    print_plain(console, f"job {job}: {describe_runs(runs)}")
+    return entries
+
+
+def _cancel_submitted(entries: Sequence[run_dirs.Entry], sweep_dir: Path) -> str:
+    """Cancel the arrays of an interrupted submission, and return what to print."""
+    resume = f"to submit the runs: {suggest_command('resume', sweep_dir)}"
+    if not entries:
+        return f"interrupted: nothing was submitted; {resume}"
+    jobs = format_count(len(entries), "submitted job")
+    try:
+        client.cancel(list(dict.fromkeys(str(entry.job).partition("_")[0] for entry in entries)))
+    except client.SlurmError as error:
+        return f"interrupted, but {jobs} cannot be cancelled ({error}): try {suggest_command('cancel', sweep_dir)}"
+    run_dirs.append(sweep_dir, [replace(entry, state="cancelled", unix_time_s=time.time()) for entry in entries])
+    return f"interrupted: {jobs} cancelled; {resume}"
+
+
+def group_by_resources(items: Iterable[Item], config_of: Callable[[Item], Config]) -> list[list[Item]]:
+    """Group runs by what their jobs request, in the order of first appearance."""
+    keys: dict[str, str] = {}
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        config = config_of(item)
+        settings = repr((config.name, config.cluster))
+        if settings not in keys:
+            keys[settings] = resource_key(config)
+        groups.setdefault(keys[settings], []).append(item)
+    return list(groups.values())
+
+
+def describe_runs(runs: Sequence[PreparedRun]) -> str:
+    """Describe runs of one array: ``runs 0-5, 2 nodes with 2 cpu workers each``."""
+    cluster = runs[0].spec.config.cluster
+    numbers = format_runs([run.spec.run.number for run in runs])
+    workers = format_count(cluster.workers_per_node or 1, f"{cluster.device} worker")
+    each = " each" if cluster.nodes > 1 else ""
+    return f"{numbers}, {format_count(cluster.nodes, 'node')} with {workers}{each}"

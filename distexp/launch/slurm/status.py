@@ -8,17 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distexp.launch import ledger, outcome
+from distexp.launch import outcome, run_dirs
 from distexp.launch.failures import Cause, classify_failure
 from distexp.launch.slurm import client
 from distexp.launch.slurm.client import JobState, UnreachableError
 from distexp.runs import attempts
 from distexp.runs.attempts import read_rank_errors
-from distexp.runs.record import RunRecord
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import RECORD, RESULT, SLURM
 from distexp.runs.run_state import RunState
-from distexp.runs.spec import RunSpec
 
 RECORD_DELAY_S = 2.0
 """How long to wait for the record of a job that has ended; a network file system may show it late."""
@@ -52,11 +51,11 @@ def poll(sweep_dir: Path, finished: FinishedRuns | None = None) -> list[RunState
     ``finished`` has the runs that earlier calls found finished, and that are not read again. It is extended.
     """
     finished = {} if finished is None else finished
-    entries = ledger.latest(sweep_dir)
+    entries = run_dirs.latest(sweep_dir)
     open_entries = [entry for number, entry in entries.items() if number not in finished]
     answer = _ask_slurm(sweep_dir, open_entries)
     found: dict[int, RunState] = {}
-    dead: list[ledger.Entry] = []
+    dead: list[run_dirs.Entry] = []
     for entry in open_entries:
         state = _run_state(sweep_dir, entry, answer)
         if state is None:
@@ -78,7 +77,7 @@ class SlurmAnswer:
     error: str = ""  # why Slurm did not answer
 
 
-def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
+def _ask_slurm(sweep_dir: Path, entries: Sequence[run_dirs.Entry]) -> SlurmAnswer:
     """Ask about runs whose state only Slurm knows: no command has seen their end, or they were requeued after it."""
     undecided = [
         entry
@@ -92,7 +91,7 @@ def _ask_slurm(sweep_dir: Path, entries: Sequence[ledger.Entry]) -> SlurmAnswer:
         return SlurmAnswer({}, runs, str(error))
 
 
-def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> RunState | None:
+def _run_state(sweep_dir: Path, entry: run_dirs.Entry, answer: SlurmAnswer) -> RunState | None:
     """Return the state of a run; None if its job has ended without a record."""
     directory = sweep_dir / entry.directory
     job = answer.jobs.get(entry.job or "")
@@ -107,7 +106,7 @@ def _run_state(sweep_dir: Path, entry: ledger.Entry, answer: SlurmAnswer) -> Run
     return None
 
 
-def _active_state(entry: ledger.Entry, directory: Path, job: JobState) -> RunState:
+def _active_state(entry: run_dirs.Entry, directory: Path, job: JobState) -> RunState:
     if job.state != "PENDING":
         state = "ending" if job.state == "COMPLETING" else "running"
         return RunState(entry.run, directory, entry.job, state, nodes=job.nodes)
@@ -119,7 +118,7 @@ def _active_state(entry: ledger.Entry, directory: Path, job: JobState) -> RunSta
 
 
 def _write_missing_records(
-    sweep_dir: Path, dead: Sequence[ledger.Entry], jobs: Mapping[str, JobState]
+    sweep_dir: Path, dead: Sequence[run_dirs.Entry], jobs: Mapping[str, JobState]
 ) -> list[RunState]:
     if any(has_started(sweep_dir / entry.directory, entry.job) for entry in dead):
         time.sleep(RECORD_DELAY_S)
@@ -137,15 +136,15 @@ def _write_missing_records(
     return states
 
 
-def _append_final_states(sweep_dir: Path, entries: Mapping[int, ledger.Entry], found: Mapping[int, RunState]) -> None:
+def _append_final_states(sweep_dir: Path, entries: Mapping[int, run_dirs.Entry], found: Mapping[int, RunState]) -> None:
     """Add final states to the ledger, so that later commands need not ask Slurm."""
     new = [
-        ledger.Entry(entry.run, entry.id, entry.directory, entry.job, found[number].state)
+        run_dirs.Entry(entry.run, entry.id, entry.directory, entry.job, found[number].state)
         for number, entry in entries.items()
         if number in found and found[number].record is not None and entry.state in ("submitted", "cancelled")
     ]
     try:
-        ledger.append(sweep_dir, new)
+        run_dirs.append(sweep_dir, new)
     except PermissionError:
         return  # another user's sweep can be read, but not written
 
@@ -166,7 +165,7 @@ STATE_CAUSES = {
 """Status of the run, and message, by the final states of Slurm that name the cause."""
 
 
-def write_missing_record(sweep_dir: Path, entry: ledger.Entry, job: JobState | None) -> RunRecord:
+def write_missing_record(sweep_dir: Path, entry: run_dirs.Entry, job: JobState | None) -> RunRecord:
     """Write the record of a run whose job died without one, and return it. Any command may do this."""
     directory = sweep_dir / entry.directory
     spec = RunSpec.read(directory)
@@ -194,7 +193,7 @@ def has_started(directory: Path, job: str | None) -> bool:
     return bool(registered) and registered[-1].get("job_id") == job and registered[-1].get("reason") is None
 
 
-def _find_cause(sweep_dir: Path, entry: ledger.Entry, job: JobState | None, spec: RunSpec, started: bool) -> Cause:
+def _find_cause(sweep_dir: Path, entry: run_dirs.Entry, job: JobState | None, spec: RunSpec, started: bool) -> Cause:
     """Return the cause of the death of a job: from Slurm's state, the output, or the errors of the ranks."""
     name, when = f"job {entry.job}", "while running" if started else "before it started"
     if job is None:

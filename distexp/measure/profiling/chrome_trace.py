@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from distexp.measure.profiling.intervals import Interval, ProfileWindow, clip, merge, subtract, total_length
-from distexp.system.torch_internals.annotations import DATA, OPTIMIZER
+from distexp.system.torch_internals.collectives import DATA, OPTIMIZER
 
 MATMUL, OTHER_KERNEL = "matmul", "other kernel"
 

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from distexp.config import Config
-from distexp.strategies.fused_adamw import FusedAdamW
-from distexp.strategies.optimizer import build_optimizer
+from distexp.strategies.optimizer import FusedAdamW, build_optimizer
 from distexp.system.torch_internals.tensors import around_backward, count_references, make_fake_mode, replaced_kernels
 
 FP32_OPERATIONS = (

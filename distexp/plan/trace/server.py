@@ -27,7 +27,7 @@ from distexp.config import Config, ConfigError
 from distexp.plan.estimate import arithmetic_estimate, make_estimate
 from distexp.plan.planner import POLL_S, job_path, result_path
 from distexp.plan.trace.traced_run import count_parameters
-from distexp.runs.spec import parse_config
+from distexp.runs.record import parse_config
 from distexp.system.files import read_json, write_json
 from distexp.system.processes import die_with_parent, kill_tree
 from distexp.worker.preload import own_modules, preload

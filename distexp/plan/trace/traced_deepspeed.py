@@ -18,8 +18,15 @@ from distexp.models.objective import loss_sum, partial_metrics
 from distexp.plan.trace.cuda_semantics import make_optimizer
 from distexp.plan.trace.recorder import StorageRecorder, tensors_in
 from distexp.plan.trace.zero3_fetcher import Fetcher, Receiver
-from distexp.plan.trace.zero12 import ZeroOneTwo
-from distexp.plan.trace.zero_base import Buffers, Partitions, ShardedOptimizer, cut_into_sub_groups, read_zero, share_of
+from distexp.plan.trace.zero12 import (
+    Buffers,
+    Partitions,
+    ShardedOptimizer,
+    ZeroOneTwo,
+    cut_into_sub_groups,
+    read_zero,
+    share_of,
+)
 from distexp.runs.memory_trace import MOMENTS
 from distexp.strategies.torch_model import DTYPES
 from distexp.strategies.zero.ds_config import effective_config, fit_buckets, uses_autocast

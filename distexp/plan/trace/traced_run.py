@@ -24,7 +24,7 @@ from distexp.data.loader import PaddedDataset
 from distexp.distributed.context import Context
 from distexp.plan.replay import PlanError
 from distexp.plan.trace.recorder import GPU
-from distexp.plan.trace.zero_base import Assign
+from distexp.plan.trace.zero12 import Assign
 from distexp.strategies.ddp_reduction import MasterReduction, add_to_masters
 from distexp.system.torch_internals.tensors import fake_mode_errors
 from distexp.system.units import MIB

@@ -25,10 +25,11 @@ from distexp.data.base import Batch, Samples
 from distexp.data.images import ImageFiles, channel_statistics, decoded_bytes
 from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace, gpu_facts
-from distexp.models import attention, introspection, objective
+from distexp.models import attention, objective
+from distexp.models import blueprint as introspection
 from distexp.models.blueprint import Blueprint
 from distexp.plan.replay import PlanError, StepTrace
-from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero_base
+from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero12
 from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
 from distexp.strategies.base import load_strategy
 from distexp.strategies.torch_model import TorchModel
@@ -77,7 +78,7 @@ def _prepare(config: Config) -> tuple[Config, list[str]]:
     notes: list[str] = []
     if load_strategy(config).tracer is None:
         config.offload.pin_memory = False  # needs a GPU, and takes the same memory
-    elif note := zero_base.version_note():
+    elif note := zero12.version_note():
         notes.append(note)
     config.dataset.num_workers = 0
     if config.train.compiled == "graphs":

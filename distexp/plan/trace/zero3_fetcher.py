@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distexp.plan.trace.zero_base import Buffers, read_zero, resize_storage, share_of
+from distexp.plan.trace.zero12 import Buffers, read_zero, resize_storage, share_of
 
 
 @dataclass

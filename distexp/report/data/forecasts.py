@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from distexp.report.data.metrics import METRICS_BY_NAME
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, format_metric
-from distexp.report.data.rows import Row
-from distexp.report.data.run_settings import world_size
+from distexp.report.data.rows import Row, world_size
 from distexp.report.data.scaling_series import ScalingSeries, make_forecast_series
 from distexp.runs import predictions
 from distexp.system.typed_values import number_of
-from distexp.tables.text_table import TextTable
+from distexp.tables.columns import TextTable
 
 MAX_ROWS = 40
 MEASURED = ("measured run", "measured (ms/step)", "error", "in interval")

@@ -13,7 +13,7 @@ from distexp.runs.memory_trace import PEAK_PARTS, highest_peak
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.system.typed_values import number_of, texts_of
-from distexp.tables.text_table import NOT_MEASURED, TextTable
+from distexp.tables.columns import NOT_MEASURED, TextTable
 
 TITLE = "Memory of one worker by part (MiB)"
 NOTE = (

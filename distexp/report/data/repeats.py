@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from distexp.report.data import run_settings
+from distexp.report.data import rows as run_settings
 from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, Metric
 from distexp.report.data.rows import Row
 from distexp.runs.record import RunRecord

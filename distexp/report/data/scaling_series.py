@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP
 from distexp.report.data.repeats import RunGroup, collect, follows, group_by_settings
-from distexp.report.data.run_settings import SEED, WORKERS, format_settings, is_strategy_option, usual_order, value_key
+from distexp.report.data.rows import SEED, WORKERS, format_settings, is_strategy_option, usual_order, value_key
 from distexp.statistics.noise import Spread, is_within_noise
 
 WORLD = ("nodes", WORKERS)

@@ -9,13 +9,11 @@ from typing import Any
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup
-from distexp.report.data.rows import Row
-from distexp.report.data.run_settings import global_batch
+from distexp.report.data.rows import Row, global_batch
 from distexp.runs.predictions import measured_step_s
 from distexp.runs.step_files import HIDDEN, PARTS, RankStep, read_profile_summary, read_ranks
 from distexp.system.typed_values import matches, number_of, texts_of
-from distexp.tables.columns import cell
-from distexp.tables.text_table import NOT_MEASURED, TextTable
+from distexp.tables.columns import NOT_MEASURED, TextTable, cell
 
 NOTE = "Hidden communication runs behind computation. It is not part of the sum."
 SLOWEST_NOTE = (

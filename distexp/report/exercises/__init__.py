@@ -10,9 +10,9 @@ from typing import Any
 from distexp.report.data.metrics import NOT_OFFLOADED
 from distexp.report.data.overview import Overview
 from distexp.report.data.repeats import RunGroup, collect
-from distexp.report.data.run_settings import format_settings
+from distexp.report.data.rows import format_settings
 from distexp.report.exercises.columns import Layout, RowKey, format_row, load_layouts
-from distexp.tables.text_table import TextTable
+from distexp.tables.columns import TextTable
 
 PRINTED = "printed in the workshop"
 MAX_SETTINGS = 4  # in the label of a row

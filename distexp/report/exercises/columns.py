@@ -15,7 +15,7 @@ import yaml
 
 from distexp.report.data.overview import failure_reasons
 from distexp.report.data.repeats import RunGroup
-from distexp.report.data.run_settings import format_setting
+from distexp.report.data.rows import format_setting
 from distexp.system.units import MIN_GB
 
 UNITS = {  # factors from the unit of the metric, which is MiB for memory

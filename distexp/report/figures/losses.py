@@ -10,9 +10,11 @@ import altair as alt
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import name_runs
 from distexp.report.figures.base import Figure, LegendEntry, Panel, Rows, color, describe_selection, inline_data
-from distexp.report.same_training import (
+from distexp.report.traces import (
+    MAX_TRACES,
     LossCurve,
     Losses,
+    RunTrace,
     all_coincide,
     any_overlap,
     compare_losses,
@@ -20,7 +22,6 @@ from distexp.report.same_training import (
     loss_range,
     relative_differences,
 )
-from distexp.report.traces import MAX_TRACES, RunTrace
 
 TRAINING, OTHERS, EVALUATION = "training loss", "training loss of the other runs", "evaluation loss"
 ONE, BOTH = (TRAINING,), (TRAINING, OTHERS)

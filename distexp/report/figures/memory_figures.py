@@ -22,9 +22,9 @@ from distexp.report.data.memory_by_part import (
 )
 from distexp.report.data.metrics import PARTS
 from distexp.report.data.overview import Overview
-from distexp.report.data.run_settings import run_label
+from distexp.report.data.rows import run_label
 from distexp.report.figures import base
-from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
+from distexp.report.figures.base import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.memory_trace import CPU
 from distexp.runs.predictions import PHASE, Curve

@@ -15,7 +15,7 @@ from distexp.report.data.scaling_series import FORECAST, ScalingPoint, ScalingSe
 from distexp.report.figures.base import MAX_COLORS, Figure, Panel, Rows, color, inline_data
 from distexp.report.traces import RunTrace
 from distexp.statistics.noise import is_within_noise
-from distexp.tables.text_table import TextTable
+from distexp.tables.columns import TextTable
 
 KINDS = ("strong", "weak", "mixed", FORECAST)
 NOT_CONSTANT = "neither the total work nor the work per worker is constant"

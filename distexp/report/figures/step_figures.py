@@ -13,9 +13,9 @@ import altair as alt
 from distexp.config.overrides import join_first
 from distexp.report.data import step_parts
 from distexp.report.data.overview import Overview
-from distexp.report.data.run_settings import run_label
+from distexp.report.data.rows import run_label
 from distexp.report.figures import base
-from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
+from distexp.report.figures.base import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.step_files import PARTS, RankStep, read_ranks
 

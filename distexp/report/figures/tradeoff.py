@@ -12,13 +12,22 @@ import altair as alt
 from distexp.report.data.metrics import ENERGY, MEMORIES, SPEED
 from distexp.report.data.overview import Overview, memory_metric, pareto_fronts
 from distexp.report.data.repeats import RunGroup, group_by_settings
-from distexp.report.data.rows import format_change
-from distexp.report.data.run_settings import MAX_LENGTH, SEED, format_setting
-from distexp.report.figures.base import MAX_COLORS, SINGLE_WIDTH, Figure, Panel, Rows, color, inline_data
-from distexp.report.figures.labels import Frame, is_shown, place_labels
+from distexp.report.data.rows import MAX_LENGTH, SEED, format_change, format_setting
+from distexp.report.figures.base import (
+    MAX_COLORS,
+    SINGLE_WIDTH,
+    Figure,
+    Frame,
+    Panel,
+    Rows,
+    color,
+    inline_data,
+    is_shown,
+    place_labels,
+)
 from distexp.report.traces import RunTrace
 from distexp.statistics.noise import is_within_noise
-from distexp.tables.text_table import TextTable
+from distexp.tables.columns import TextTable
 
 MAX_LABELS = 16
 CROWD = 200  # points; more are drawn small and pale

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
-from distexp.models.blueprint import Blueprint
-from distexp.models.introspection import persistent_buffers
+from distexp.models.blueprint import Blueprint, persistent_buffers
 from distexp.runs.record_sections import Built
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.strategies.optimizer import build_optimizer, clip_gradients, parameter_groups

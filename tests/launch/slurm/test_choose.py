@@ -8,7 +8,7 @@ import pytest
 
 from distexp.choose.trials import SearchState
 from distexp.exceptions import SweepFailedError
-from distexp.launch import ledger
+from distexp.launch import run_dirs
 from distexp.launch.slurm.slurm_sweep import SlurmTrials
 from distexp.runs.run_dir import CHOICE
 from distexp.system.files import read_json
@@ -49,7 +49,7 @@ def test_an_array_that_slurm_refused_is_submitted_again(tmp_path: Path, monkeypa
         found = SearchState.open(search, stored_command(search)).trials
         assert [trial.status for trial in found] == [expected] * 2
         (tmp_path / "repaired").touch()
-    assert sorted(ledger.latest(search)) == [0, 1]
+    assert sorted(run_dirs.latest(search)) == [0, 1]
 
 
 def stored_command(search: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distexp.launch.slurm import node_task
-from distexp.launch.slurm.peers import Job, Peers
+from distexp.launch.slurm.node_task import Job, Peers
 from distexp.runs.run_dir import AGENT_ERROR
 from tests.helpers.runs import make_spec
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distexp.cli.main import main
-from distexp.launch import ledger
+from distexp.launch import run_dirs
 from tests.helpers.fake_slurm import calls, fake_slurm
 from tests.helpers.records import record
 from tests.helpers.runs import TIMEOUT_S
@@ -50,7 +50,7 @@ def test_runs_keep_their_numbers_in_arrays_of_the_largest_size(tmp_path: Path) -
     assert "num: 7\n" in (tmp_path / "sweep/7/.hydra/hydra.yaml").read_text()
     overrides = (tmp_path / "sweep/7/.hydra/overrides.yaml").read_text().splitlines()
     assert overrides == ["- cluster=slurm", "- cluster.wait=False", "- train.seed=83", "- precision='bf16'"]
-    jobs = {number: entry.job for number, entry in ledger.latest(tmp_path / "sweep").items()}
+    jobs = {number: entry.job for number, entry in run_dirs.latest(tmp_path / "sweep").items()}
     assert (jobs[0], jobs[39], jobs[40], jobs[49]) == ("100_0", "100_39", "101_0", "101_9")
 
 
@@ -60,7 +60,7 @@ def test_ctrl_c_while_submitting_cancels_what_was_submitted(tmp_path: Path) -> N
     assert done.returncode == 130, done.stderr
     assert len(calls(tmp_path / "bin", "sbatch")) == 1, "nothing is submitted after Ctrl-C"
     assert calls(tmp_path / "bin", "scancel") == ["--quiet 100"]
-    assert [(entry.job, entry.state) for entry in ledger.read(tmp_path / "sweep")] == [
+    assert [(entry.job, entry.state) for entry in run_dirs.read(tmp_path / "sweep")] == [
         ("100_0", "submitted"),
         ("100_0", "cancelled"),
     ]
@@ -91,8 +91,8 @@ def test_ctrl_c_while_waiting_prints_the_finished_runs_and_the_next_commands(tmp
     for number in (0, 1):
         (sweep / str(number)).mkdir(parents=True)
     record(0).write(sweep / "0")
-    ledger.append(
-        sweep, [ledger.Entry(number, f"id{number}", str(number), f"100_{number}", "submitted") for number in (0, 1)]
+    run_dirs.append(
+        sweep, [run_dirs.Entry(number, f"id{number}", str(number), f"100_{number}", "submitted") for number in (0, 1)]
     )
     done = launch(tmp_path, "status", str(sweep), "--watch", env={**env, "COLUMNS": "100"})
     assert done.returncode == 130, done.stderr

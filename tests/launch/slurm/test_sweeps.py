@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.launch import ledger
+from distexp.launch import run_dirs
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import REPOSITORY, run_distexp, run_module, start_distexp
 from tests.helpers.slurm_cluster import NODES, Cluster
@@ -164,7 +164,7 @@ def test_status_follows_a_sweep_submitted_without_waiting(slurm: Cluster, tmp_pa
     assert latest_jobs(sweep) == [f"{array}_{index}" for index in range(6)]
     wait_for(all_ended(slurm, sweep))
     assert "6 failed" in status(slurm, sweep, cwd=tmp_path)
-    assert [entry.state for entry in ledger.latest(sweep).values()] == ["failed"] * 6
+    assert [entry.state for entry in run_dirs.latest(sweep).values()] == ["failed"] * 6
     watched = run_module("distexp.status", str(sweep), "--watch", env=slurm.env)
     assert watched.returncode == 1
 
@@ -362,7 +362,7 @@ def test_two_hundred_runs_are_one_array(slurm: Cluster, tmp_path: Path) -> None:
             raw = json.loads((sweep / str(number % 200) / name).read_text())
             raw["run"]["number"] = number
             (directory / name).write_text(json.dumps(raw))
-        entries.append(ledger.Entry(number, raw["run"]["id"], str(number), f"9999_{number}", "killed"))
-    ledger.append(big, entries)
+        entries.append(run_dirs.Entry(number, raw["run"]["id"], str(number), f"9999_{number}", "killed"))
+    run_dirs.append(big, entries)
     few, many = cpu_of_status("200 killed", sweep), cpu_of_status("2000 killed", big)
     assert many < 10 * few, "the time grows no faster than the number of runs"

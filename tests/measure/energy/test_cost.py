@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from distexp.config.sections import ClusterConfig
-from distexp.console.run_notes import energy_lines
+from distexp.console.run_summary import energy_lines
 from distexp.launch.outcome import finalize_run, start_attempt
 from distexp.measure.run_energy import TraceEnergy, energy_entry
 from distexp.resolve.run_id import run_id
-from distexp.runs.record import Metrics, RunRecord
+from distexp.runs.record import Metrics, RunRecord, RunSpec
 from distexp.runs.run_dir import EVENTS, memory_trace_path
-from distexp.runs.spec import RunSpec
 from tests.helpers.runs import make_spec, resolve_cell
 from tests.measure.energy.traces import cpu_samples, gpu_samples, write_events, write_trace
 

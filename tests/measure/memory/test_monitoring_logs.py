@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distexp.measure.memory.monitoring_logs import read_memory_log
+from distexp.memory import read_memory_log
 
 STAMP = "2025/11/20 10:11:{:02d}.123"
 TABLES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from distexp.measure.profiling.step_analysis import ModelSizes, read_model_sizes
+from distexp.measure.profiling.profiler import ModelSizes, read_model_sizes
 from distexp.runs.step_files import Parameters
 
 

@@ -13,11 +13,10 @@ import torch
 
 from distexp.config import TrainConfig
 from distexp.distributed.context import Context
-from distexp.measure.profiling import step_analysis
+from distexp.measure.profiling import profiler as step_analysis
 from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
 from distexp.measure.profiling.phases import CoreWaits
-from distexp.measure.profiling.profiler import DETACH, StepProfiler
-from distexp.measure.profiling.step_analysis import ProfileResult
+from distexp.measure.profiling.profiler import DETACH, ProfileResult, StepProfiler
 from distexp.measure.profiling.step_segments import RankSummary
 from distexp.measure.watcher import PROFILE, Step
 from distexp.runs.run_dir import PROFILE_SUMMARY

@@ -25,7 +25,7 @@ from distexp.runs.step_files import (
     read_step_model,
     write_step_model,
 )
-from distexp.system.torch_internals.annotations import OPTIMIZER as OPTIMIZER_MARK
+from distexp.system.torch_internals.collectives import OPTIMIZER as OPTIMIZER_MARK
 from distexp.system.torch_internals.collectives import FSDPUnitSize
 from tests.helpers.gpu_traces import ADAM, ALL_REDUCE, GEMM, GPUTrace, event
 

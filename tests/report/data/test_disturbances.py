@@ -7,7 +7,7 @@ from pathlib import Path
 from distexp.report.data.overview import Overview, pareto_fronts
 from distexp.report.data.rows import rows_from_records
 from distexp.report.files import result_row
-from distexp.report.page.page_data import build_tiles, run_table
+from distexp.report.page import build_tiles, run_table
 from distexp.runs.record import RunRecord
 from tests.helpers.printed_tables import printed, unwrapped
 from tests.helpers.records import record

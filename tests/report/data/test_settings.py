@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distexp.report.data.repeats import group_repeats, varying_settings
-from distexp.report.data.rows import Row, row_from_record
-from distexp.report.data.run_settings import read_settings, training_key
+from distexp.report.data.rows import Row, read_settings, row_from_record, training_key
 from tests.helpers.records import record
 
 REFERENCE = {

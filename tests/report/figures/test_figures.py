@@ -17,8 +17,7 @@ from distexp.report.data.rows import load_rows
 from distexp.report.figures import build_figures
 from distexp.report.figures.base import Figure, Panel, render_files
 from distexp.report.overview_table import build_overview_table
-from distexp.report.same_training import describe_same_training
-from distexp.report.traces import load_traces
+from distexp.report.traces import describe_same_training, load_traces
 from distexp.runs.record import RunRecord
 from tests.helpers.records import add_parts, record, write
 from tests.helpers.report_sweeps import enrich, growing_sweep, with_traces, write_traces, zero_sweep

@@ -13,7 +13,7 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures.base import Figure
 from distexp.report.figures.step_figures import MAX_RANKS, build_step_timeline
-from distexp.report.page.build import write_page
+from distexp.report.page import write_page
 from distexp.report.traces import load_traces
 from tests.helpers.records import record, write
 

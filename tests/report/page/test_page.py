@@ -19,7 +19,7 @@ from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
 from distexp.report.figures.base import DARK, LIGHT
 from distexp.report.figures.step_figures import build_step_timeline
-from distexp.report.page.build import write_page
+from distexp.report.page import write_page
 from distexp.report.traces import load_traces
 from distexp.runs.record_sections import RunError
 from tests.helpers.records import invalid, record, write

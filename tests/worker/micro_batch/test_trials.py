@@ -21,15 +21,18 @@ from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import RANK_ERROR
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.training.build import build_model, load_data
-from distexp.worker.size_processes import (
+from distexp.worker.size_search import (
     MEMORY_CODE,
     Round,
     SearchError,
     allowed_sizes,
     needs_new_process,
+    nothing_fits,
+    read_stored,
+    store,
+    stored_path,
     whole_saves_mib,
 )
-from distexp.worker.size_search import nothing_fits, read_stored, store, stored_path
 from distexp.worker.size_trial import SizeSearch, SizeTrials, StepTime, combine, config_of_round, longest_first
 from tests.helpers.runs import make_spec, resolve_cell
 
