@@ -1,7 +1,5 @@
 """Command ``distexp cancel [DIR]``: end the runs of a sweep. Each launcher ends those that it has started."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

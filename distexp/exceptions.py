@@ -1,7 +1,5 @@
 """Exceptions that end a command without being bugs, and the exit code of a closed pipe."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

@@ -3,8 +3,6 @@
 One sweep over all presets is impossible, because a preset decides how its sweep runs.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``distexp help [NAME]``: print the usage of distexp or of a command, or the meaning of a group or a key."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Command ``distexp ls [FOLDER]``: the sweeps in a folder, the newest last, each with the states of its runs."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

@@ -3,8 +3,6 @@
 The format is that of the workshop's analyze_memory. MB on the CPU is 2**20 bytes, as in psrecord, and equals MiB.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import re

@@ -3,8 +3,6 @@
 The text comes from the sources: the comment at the top of each YAML file, and the metadata of each dataclass field.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import sys

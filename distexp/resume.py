@@ -3,8 +3,6 @@
 A run that failed or has no record runs again in its directory. A new cell gets a new number.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

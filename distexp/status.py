@@ -1,7 +1,5 @@
 """Command ``distexp status [DIR]``: the state of every run of a sweep, as its launcher reports it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ A checkpoint is written to ``.step-00000010.tmp`` and renamed when all ranks hav
 and the CRC-32 of each file, so that a damaged checkpoint is detected before it is loaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Checkpoints of a training: writing them, and resuming from them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The command ``distexp choose [--json] [OVERRIDES]``: find the best configuration of a training on this machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

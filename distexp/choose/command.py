@@ -1,7 +1,5 @@
 """The search of ``distexp choose``: candidates, trials, the check of the losses, and the output."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Check that the losses of a candidate equal those of ``single``, or of the nearest configuration that can run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product

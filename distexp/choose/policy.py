@@ -1,7 +1,5 @@
 """The policy of a search: what is tried next, what is repeated, when the search ends, and what a trial may cost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import exp, inf, log, sqrt

@@ -1,7 +1,5 @@
 """The order of measured candidates, the margin between two of them, and the results of a search."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import log, log1p, sqrt

@@ -1,7 +1,5 @@
 """Sentences about the result of a search: the winner, its margin, and its command line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import expm1
 

@@ -13,8 +13,6 @@
 A search is deterministic: with the same trials it makes the same decisions. ``policy`` makes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import inf
 

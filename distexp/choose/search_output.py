@@ -1,7 +1,5 @@
 """What is known of a search so far: the document for programs, and the text and tables at its end."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field

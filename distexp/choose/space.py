@@ -1,7 +1,5 @@
 """The candidates of a search: all combinations of the axes, and the settings of the command that starts it."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Normalization of the command line: what users type becomes what Hydra accepts."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

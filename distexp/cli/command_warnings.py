@@ -1,7 +1,5 @@
 """Warnings about keys that a command would ignore, and about sweeps over strategies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

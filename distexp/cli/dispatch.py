@@ -3,8 +3,6 @@
 ``DISPATCH`` is the only place that asks which command was typed, in order to do something else.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

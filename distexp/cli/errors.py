@@ -1,7 +1,5 @@
 """Error messages of the command line, with hints for unknown options, durations and misspelled names."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Text of ``distexp --help``."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import textwrap

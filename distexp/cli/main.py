@@ -1,7 +1,5 @@
 """Entry point of ``distexp``: a sub-command, the help, the version, or a run."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

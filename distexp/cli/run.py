@@ -1,7 +1,5 @@
 """``distexp [run] [OVERRIDE ...]``: runs and sweeps, started through Hydra with a normalized command line."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Cells of a sweep, and their composition by Hydra."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 import sys

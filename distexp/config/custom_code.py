@@ -1,7 +1,5 @@
 """Checks of custom classes, and one-sentence errors of the code in them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sysconfig

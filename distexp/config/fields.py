@@ -1,7 +1,5 @@
 """Metadata of dataclass fields, which checks, error messages and the reference pages read."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field

@@ -1,7 +1,5 @@
 """Keys of the configuration: their names, values and limits, and the YAML files of the config groups."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -151,7 +149,7 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
 
 
 LARGEST, LARGEST_TIME, MAX_DIGITS = 3e38, 1e6, 12
-"""Limits of numbers without a limit of their own: the range of fp32, that of times in seconds or minutes, and the
+"""Limits of numbers without own limits: the range of fp32, that of times in seconds or minutes, and the
 digits of an integer. Libraries overflow above them: a thread waits for at most 9.2e9 s.
 """
 

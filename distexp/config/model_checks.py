@@ -3,8 +3,6 @@
 The schema is the same for all options of a group. The YAML of an option lists its keys, and any other is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

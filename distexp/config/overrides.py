@@ -1,7 +1,5 @@
 """Overrides and command lines: parsing with Hydra's grammar, quoting, and texts to copy."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Container, Iterable, Sequence

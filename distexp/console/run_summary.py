@@ -1,7 +1,5 @@
 """The panel of a run, and its notes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A run is followed through the files it writes (``events.jsonl``, ``metrics.jsonl
 therefore draw nothing, and a run on another machine can be followed in the same way.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Table and summary of the states of a sweep's runs, and the reasons why cells are invalid."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

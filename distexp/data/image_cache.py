@@ -4,8 +4,6 @@ A loader process draws only the crop and the flip of each image. They are those 
 the same as without a cache. If the images are enlarged, pixels may differ by one of 255 levels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache

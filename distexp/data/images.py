@@ -1,7 +1,5 @@
 """Image files as tensors, their augmentation, and batches of images."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import multiprocessing

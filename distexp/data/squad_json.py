@@ -1,7 +1,5 @@
 """JSON files of SQuAD v1.1: how to read one, and what is wrong with a file of another format. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from difflib import get_close_matches

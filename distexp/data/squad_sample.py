@@ -1,7 +1,5 @@
 """Generated questions in the format of SQuAD, which a tiny model learns in seconds."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

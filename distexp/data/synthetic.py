@@ -1,7 +1,5 @@
 """Random tokens and images, to measure speed and memory without data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

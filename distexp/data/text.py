@@ -1,7 +1,5 @@
 """Token sequences in one flat array, and their batches."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ are ``val/images/<name>.JPEG``. ``val/val_annotations.txt`` has a line for each 
 bounding box, separated by tabs.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

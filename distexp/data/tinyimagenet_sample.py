@@ -1,7 +1,5 @@
 """Generated images in the official layout of TinyImageNet: a class is the angle, period and color of stripes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Tokenizers: a byte-level BPE trained on the data, which needs no download, or any of Hugging Face."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The process group, the collectives that distexp needs, and the memory limit of a GPU."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path

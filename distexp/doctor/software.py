@@ -1,7 +1,5 @@
 """Checks of Python, configuration files, torch, libraries, compilers, Slurm, GPUs and communication."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -3,8 +3,6 @@
 The launcher asks a trainer for errors. It has no torch, so a trainer imports torch only inside ``train``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Adapters that configure ``transformers.Trainer``, one for each strategy, which names it in ``hf_adapter``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The Hugging Face Trainer as a trainer of distexp, with distexp's model, data and optimizer."""
 
-from __future__ import annotations
-
 from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.runs.record_sections import Built

@@ -1,7 +1,5 @@
 """The native trainer: distexp's own training loop."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The options of a strategy are its own advice. What is here holds for all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The command ``distexp forecast [RUN] [OVERRIDES] [--json]``: the speed of a profiled run on other numbers of GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The profiled run that a forecast starts from."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

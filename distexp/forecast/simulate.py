@@ -5,8 +5,6 @@ the collectives, also one after the other. A segment waits for collectives whose
 for segments whose results it sends. Steps are repeated until their duration is constant, because the CPU may run ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice

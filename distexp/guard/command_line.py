@@ -1,7 +1,5 @@
 """What the user has typed, also inside ``sweep.cells``: only this and the environment can trust a package."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

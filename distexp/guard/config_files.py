@@ -6,8 +6,6 @@ without foreign files, except for the cluster file and the tracker file that the
 accepted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex

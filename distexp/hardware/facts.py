@@ -1,7 +1,5 @@
 """Typed facts of ``facts.yaml``, and the GPU of a name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Cause of a failed run, found from exit codes, the ends of workers, error files and the kernel's OOM counters."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

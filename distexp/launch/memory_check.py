@@ -1,7 +1,5 @@
 """Prediction of memory before runs start: ``plan=check`` and ``plan=warn``."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ The operators are built before the memory sampler starts. A compiler takes minut
 while it is measured would report the compiler's memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ The process that outlives the run calls ``finalize_run``. That is the launcher, 
 has died.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

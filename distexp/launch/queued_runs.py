@@ -1,7 +1,5 @@
 """The runs of a queue: their preparation, and their monitoring until all have ended."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ From a git checkout, it contains the tracked files with their uncommitted change
 ignore. For an installed distexp, it contains the package. The user's ``trusted_packages`` are copied too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import itertools

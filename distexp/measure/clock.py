@@ -1,7 +1,5 @@
 """Duration of training steps, measured without synchronizing the device between steps."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -10,8 +10,6 @@ recomputes, but without the blocks that flex attention skips. What other attenti
 torch counts the operations of an eager copy of the model without memory, because it cannot look into compiled code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial

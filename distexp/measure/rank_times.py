@@ -1,7 +1,5 @@
 """Watcher of the step times of all ranks, of the slow ranks, and of what it costs to watch for them."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence

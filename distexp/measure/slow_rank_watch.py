@@ -12,8 +12,6 @@ On a CPU, the time without a core does not count either, because other programs 
 two CUDA events, which are read when the GPU has passed them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

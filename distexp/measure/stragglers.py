@@ -1,7 +1,5 @@
 """Step times of all ranks, and the ranks that are slower than the others."""
 
-from __future__ import annotations
-
 import math
 import socket
 import statistics

@@ -1,7 +1,5 @@
 """Watchers: measurements that accompany a training. ``distexp.training.watchers`` has the list of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Padding is on the right. No target attends to it, so it needs no mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar, cast

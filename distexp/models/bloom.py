@@ -1,7 +1,5 @@
 """BLOOM in the implementation of transformers, with random or pretrained weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

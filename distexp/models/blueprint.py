@@ -4,8 +4,6 @@ Only rank 0 has the whole model, in CPU memory. Every strategy materializes it m
 sharded model is never whole on a device, and all strategies start from the same weights.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping

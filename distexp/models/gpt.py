@@ -1,7 +1,5 @@
 """A decoder-only transformer with learned positions and pre-norm blocks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -8,8 +8,6 @@ selected ones. A chunked loss has no logits. So a constant is sent through the s
 they change it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps

@@ -1,7 +1,5 @@
 """Any causal LM of transformers, with pretrained or random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """Losses and accuracy counts of a batch: sums, not means, so that the mean over ranks and micro-batches is exact."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

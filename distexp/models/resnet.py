@@ -1,7 +1,5 @@
 """ResNets of torchvision, optionally with another number of channels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

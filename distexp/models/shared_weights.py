@@ -5,8 +5,6 @@ file in memory. It is written once, and then sealed. It also holds the state of 
 after the weights were made. So a run that reads them is equal to one that makes them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Activation checkpointing and compilation of the blocks or the model, before distribution."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The command ``distexp plan [--json] [--multirun] [OVERRIDES]``: predict the memory of trainings, without a GPU."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Output of ``distexp plan`` for the cells that Hydra composed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Estimate of the memory of a training: all that is known before a GPU is chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Estimates of configurations, from the cache or from a process that traces them. This process never imports torch."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Verdict on an estimate: whether the training fits into the memory of a GPU."""
 
-from __future__ import annotations
-
 from distexp.config import Config
 from distexp.hardware.facts import facts, gpus_with, planned_gpus
 from distexp.plan.estimate import Estimate

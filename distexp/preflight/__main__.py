@@ -1,7 +1,5 @@
 """The command ``distexp preflight [OVERRIDES]``: test the machines that a run with the same cluster.* would use."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@
 the number of ranks. It can be compared with the bandwidth of the links (nccl-tests, doc/PERFORMANCE.md).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The preflight of a run: measurements by its workers, and the check against the threshold."""
 
-from __future__ import annotations
-
 import platform
 import re
 import socket

@@ -1,7 +1,5 @@
 """Writes all files of a report: results as CSV and Parquet, page and figures."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Terminal table of runs, with notes on failures and a summary below it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

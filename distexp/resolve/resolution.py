@@ -1,7 +1,5 @@
 """The steps from a composed configuration to one that can run, in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """Resources of a run: device, workers, GPUs and CPU threads. The launcher of the configuration decides them."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence

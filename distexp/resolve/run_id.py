@@ -1,7 +1,5 @@
 """Run ids: hashes of the settings of a run. Equal ids mean equal trainings, but not the other way round."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Scaling rules (``scaling=``): the work of a run as a function of its workers; and the limits of ``scale=``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Checks of settings in several sections: options, data and model, predictions, the tracker, and files."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

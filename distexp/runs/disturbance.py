@@ -1,7 +1,5 @@
 """Whether something else slowed a run down, so that its speed is not that of its configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from distexp.runs.record import RunRecord

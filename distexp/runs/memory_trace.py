@@ -1,7 +1,5 @@
 """Format of ``memory/node<k>.csv``: a node's memory, utilization and power over time."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Iterable, Mapping, Sequence

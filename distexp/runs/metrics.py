@@ -1,7 +1,5 @@
 """Metrics of a training, as in ``metrics`` of ``record.json``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

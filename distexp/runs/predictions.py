@@ -1,7 +1,5 @@
 """Predictions on disk: the memory of a run, its forecasts, and their errors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Sections of ``record.json``, except for the metrics: identity, error, what was built, environment and prediction."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 import re

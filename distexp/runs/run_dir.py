@@ -1,7 +1,5 @@
 """Names and paths of everything in a run directory, and in the sweep directory above it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sentences about a record: why a run failed, what was in memory, slow ranks, and its model."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

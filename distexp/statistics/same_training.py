@@ -10,8 +10,6 @@ grow with each update. There are two uses with their own bounds:
   settled then, and fp16 rounds eight times as finely as bf16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isnan

@@ -8,8 +8,6 @@ once, at the end. A separate unit would be reduced twice, the first time when me
 that cost BLOOM-560m 5 % of its speed and 480 MiB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast

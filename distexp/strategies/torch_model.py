@@ -1,7 +1,5 @@
 """The DistributedModel of single, DDP and FSDP, which differ only in how they wrap the module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

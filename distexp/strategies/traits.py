@@ -1,7 +1,5 @@
 """What a strategy states about its options, step, memory and advice. Others ask it, and know no strategy by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cache of generated samples, trained tokenizers and tokenized texts."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

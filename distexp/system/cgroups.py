@@ -1,7 +1,5 @@
 """Limits of control groups, and the GPUs and CPU cores that this process may use."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

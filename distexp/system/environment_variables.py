@@ -1,7 +1,5 @@
 """Environment variables that change speed or memory but are no part of the configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Files that appear under their names only when they are complete, and JSON files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

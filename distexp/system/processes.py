@@ -1,7 +1,5 @@
 """Start and end of Python processes; a child never outlives its parent."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

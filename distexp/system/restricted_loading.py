@@ -1,7 +1,5 @@
 """Loading of checkpoints as data: pickles that would run code, which torch and DeepSpeed would load, are refused."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Seeds of the random number generators."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reading of JSON objects as dataclasses, with a check of each value, because another program may have written them."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

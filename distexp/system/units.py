@@ -1,7 +1,5 @@
 """Units of memory and speed, and numbers as texts with their units."""
 
-from __future__ import annotations
-
 MIB = 2**20
 
 GIB = 2**30

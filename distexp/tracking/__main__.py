@@ -1,7 +1,5 @@
 """The tracker process, ``python -m distexp.tracking RUN_DIR``: it follows a run until its record is written."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Trackers for TensorBoard, Weights & Biases and MLflow."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The data, the loaders and the model that a configuration names, and the targets of its micro-batches."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from copy import copy

@@ -1,7 +1,5 @@
 """The native training loop: the same for every strategy, model and data set."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The watchers of a training: all measurements that accompany its steps. Add a new one to ``build_watchers``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 It imports no torch before its log is open. Its error goes to a file next to the log.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import os

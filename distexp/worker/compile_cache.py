@@ -1,7 +1,5 @@
 """The cache of ``torch.compile``, so that a second run starts without compiling."""
 
-from __future__ import annotations
-
 import os
 import platform
 import stat

@@ -5,8 +5,6 @@ and a run starts in half the CPU time that one interpreter per worker takes. A l
 that has imported the libraries (``distexp.worker.shared_start``).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

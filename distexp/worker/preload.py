@@ -4,8 +4,6 @@ Importing must not initialize CUDA, because a forked process cannot use the CUDA
 safe to import ahead name what they need in ``PRELOAD``, and in ``PRELOAD_ON_CPU`` what only runs on CPUs need.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """One rank of a run, from the process group to the result."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -8,8 +8,6 @@ A connection works like a ``Popen``: the agent gets the process id and the exit 
 The id stays reserved until the agent closes the connection, so the agent can send signals to no other process.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The micro-batch size of a run with ``train.micro_batch_size=auto``: stored, or searched."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

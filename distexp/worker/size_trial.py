@@ -1,7 +1,5 @@
 """One micro-batch size, measured on the model and on real samples, and which size the search tries next."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Candidates that are not tried, because of their predicted memory."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs of a sweep on this machine, one after the other, then a table; and the trials of ``distexp choose``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Wrappers of Slurm's commands: sbatch, squeue, scancel and scontrol. Each call has a timeout."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

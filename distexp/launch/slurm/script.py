@@ -1,7 +1,5 @@
 """The sbatch file of a job array, whose runs have equal resources, and the options of Hydra's submitit launcher."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys

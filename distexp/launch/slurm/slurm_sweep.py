@@ -1,7 +1,5 @@
 """Start of runs on Slurm: prepare their directories, submit and follow them, also those of a search."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """State of every run of a Slurm sweep, from the ledger, the records and Slurm."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Memory, utilization, power and energy of GPUs, read with NVML."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

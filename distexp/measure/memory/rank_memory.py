@@ -1,7 +1,5 @@
 """Memory of one rank: its tensors by part, the peaks of the allocator, and the report if an allocation fails."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

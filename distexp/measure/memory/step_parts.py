@@ -3,8 +3,6 @@
 The parts and rules are those of a prediction, see ``distexp.plan.replay.PARTS``. It imports no torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Recording of the GPU memory of one step, and the bytes that its forward passes save for the backward passes."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

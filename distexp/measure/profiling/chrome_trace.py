@@ -3,8 +3,6 @@
 The category of an event (``kernel``, ``user_annotation``) separates kernels from annotations on the same timeline.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict, deque

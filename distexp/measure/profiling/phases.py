@@ -1,7 +1,5 @@
 """Phases of a step by the time of the CPU, the waits of the CPU, and the collectives of FSDP's hooks."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ intermediate results never exist. A result is in memory if it leaves a kernel: a
 output of an operation that is not fused (such as a matrix product), or the result of a reduction.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

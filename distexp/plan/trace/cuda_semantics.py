@@ -3,8 +3,6 @@
 Autocast has other lists of operations for CUDA, and some kernels keep other tensors for the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

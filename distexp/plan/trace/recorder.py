@@ -1,7 +1,5 @@
 """A recorder of the storages that operations of torch create and free."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator

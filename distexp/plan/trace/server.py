@@ -5,8 +5,6 @@ has a configuration. The results are ``FOLDER/result0.json`` and so on: ``{"esti
 runs until it is ended.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

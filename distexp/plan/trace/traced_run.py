@@ -1,7 +1,5 @@
 """The worker that is traced, its micro-batch, its DDP, and trainings that cannot be traced."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ The real model, strategy and training step run with fake tensors: they have a sh
 fake too. A recorder lists the storages that are allocated and freed.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import time

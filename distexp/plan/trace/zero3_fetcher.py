@@ -4,8 +4,6 @@ Hooks gather the parameters of a module before its forward and backward pass, an
 comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/partitioned_param_coordinator.py``.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Forecasts of time and predictions of memory, next to the measured runs of the same training."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Memory of one worker by part: next to that of all processes, and at the peak of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """All metrics of a run: how they are read from a record, name with unit, header in tables, and number format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of a report: one run each, read from the records on disk; and how sentences name runs and numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Efficiency = ideal time / real time. The ideal time is that of the fewest worker
 formula serves strong scaling (constant total work) and weak scaling (constant work per worker).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Parts of a profiled training step by rank, and its lanes: what a rank does at which time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

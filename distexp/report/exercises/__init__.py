@@ -1,7 +1,5 @@
 """The workshop's results tables, which ``workshop.yaml`` describes. A preset chooses one with the key ``exercise``."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

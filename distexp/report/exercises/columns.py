@@ -1,7 +1,5 @@
 """Layouts of the workshop's tables from ``workshop.yaml``, and the text of the cells of their columns."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

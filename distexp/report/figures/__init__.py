@@ -6,8 +6,6 @@
 3. Registration: add the function to ``FIGURES``. Then it is in ``report.html``, ``results.md`` and ``plots/``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Training losses over the steps, evaluation losses, and their differences to a baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of memory: its parts, at the peak of a step, as predicted, and over time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Scaling with the number of workers: measured and forecast, next to the ideal, and tables of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

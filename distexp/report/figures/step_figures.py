@@ -1,7 +1,5 @@
 """Figures of a training step: where its time goes, its timeline, and the times of all steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

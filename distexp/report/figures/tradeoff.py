@@ -1,7 +1,5 @@
 """Charts of memory and of energy against throughput, and the table of what offloading costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

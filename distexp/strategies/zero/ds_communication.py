@@ -5,8 +5,6 @@ ahead, in the order of the first micro-batch. ``gathers_of_micro_batch`` follows
 as ``distexp.plan.trace.zero3_fetcher`` does with real modules.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """The ds_config.json for DeepSpeed: the user's file plus distexp's values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@
   inductor. That takes 2 seconds. distexp has no option for Muon, and refuses it in ``deepspeed.config_file``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 DeepSpeed is imported only inside functions, because a prediction of memory works without it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

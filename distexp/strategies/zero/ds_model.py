@@ -1,7 +1,5 @@
 """The model that the strategy ``deepspeed`` builds, around a deepspeed.DeepSpeedEngine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MethodType

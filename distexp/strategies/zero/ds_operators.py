@@ -3,8 +3,6 @@
 DeepSpeed would compile them in the first worker that uses them. The compiler's memory would then be part of the run.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import platform

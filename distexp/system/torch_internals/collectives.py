@@ -1,7 +1,5 @@
 """Private APIs of DistributedDataParallel, FSDP and process groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

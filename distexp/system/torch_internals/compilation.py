@@ -1,7 +1,5 @@
 """Private APIs of torch.compile and of C++ extensions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial

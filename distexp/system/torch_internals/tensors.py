@@ -1,7 +1,5 @@
 """Private APIs of tensors, autograd, GPU memory, fake tensors and dispatch modes."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """``report.html``: one self-contained file that works offline."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
