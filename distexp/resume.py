@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     try:
-        if not arguments or is_override(arguments[0]):
+        if not arguments or (is_override(arguments[0]) and not os.path.isdir(arguments[0])):
             arguments.insert(0, str(choose_newest_sweep()))
         sweep_dir, new = Path(arguments[0]).absolute(), arguments[1:]
         command, original, directory = read_command(sweep_dir)

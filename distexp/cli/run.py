@@ -75,9 +75,7 @@ def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str]
     found = explain(error)
     left = [_first_value(text) for text in arguments if text not in ("-m", "--multirun")]
     while len(found) < MAX_ERRORS:
-        rest = [
-            text for text in left if not (is_override(text) and re.match(rf"{re.escape(key_of(text))}\b", found[-1]))
-        ]
+        rest = [text for text in left if not _is_about(found[-1], text)]
         if len(rest) == len(left):
             break
         left = rest
@@ -85,10 +83,19 @@ def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str]
             with redirect_stdout(StringIO()):
                 _run_hydra([*left, "--cfg", "job"], command, added)
         except WRONG as further:
-            found += [message for message in explain(further) if message not in found]
+            # Other messages may only come from what was left out.
+            about_left = [text for text in explain(further) if any(_is_about(text, override) for override in left)]
+            if not about_left:
+                break
+            found += about_left
         else:
             break
     return found
+
+
+def _is_about(message: str, text: str) -> bool:
+    """Return whether a message starts with the key of an override."""
+    return is_override(text) and re.match(rf"{re.escape(key_of(text))}\b", message) is not None
 
 
 def _first_value(text: str) -> str:

@@ -105,7 +105,7 @@ def worker_environment(spec: RunSpec, node: int) -> dict[str, str]:
     }
     if cluster.device == "cuda" and spec.nodes > 1 and is_simulated(spec):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in node_gpus(spec, node))
-    return environment
+    return {**environment, EXTENSIONS_DIR: str(extensions_dir(environment))}
 
 
 MESSAGE = re.compile(rf"{ds_operators.REPORT_PREFIX} (compiling|built|skipped|waiting for) (\S+) ?(.*)")
@@ -194,6 +194,7 @@ class _Build:
                     self.report({"waiting": f"{name} {rest}".strip()})
                 else:
                     with suppress(OSError):  # Without a mark, the next run checks again.
+                        extensions_dir(self.environment).mkdir(parents=True, exist_ok=True)
                         write_json(_mark_path(name, self.environment), _describe(rest or None))
 
     def _failure(self, reason: str) -> OperatorError:
@@ -205,6 +206,7 @@ class _Build:
 
 # Marks of built C++ operators, in PyTorch's cache of extensions: a later run need not import torch to check.
 
+EXTENSIONS_DIR, OWN_FOLDER = "TORCH_EXTENSIONS_DIR", "distexp-"
 STEERING = ("DS_ACCELERATOR", "TORCH_CUDA_ARCH_LIST", "CXX", "CC", "CUDA_HOME")
 """Environment variables that change what is compiled."""
 
@@ -219,8 +221,7 @@ def missing_operators(names: Iterable[str], environment: Mapping[str, str]) -> l
 def _is_built(mark: Path) -> bool:
     """Return whether the library is the one that was built when the mark was written, and no process builds it.
 
-    Environments with other paths share the cache. Ninja compiles again after another one has built. The lock may be
-    that of a killed process, for which all workers would wait.
+    The lock may be that of a killed process, for which all workers would wait.
     """
     try:
         entry = json.loads(mark.read_text())
@@ -232,24 +233,27 @@ def _is_built(mark: Path) -> bool:
 
 def _describe(library: str | None) -> dict[str, Any]:
     """Return the content of the mark of a library; None if the operator is not supported here."""
-    if library is None:
-        return {"library": None}
-    try:
-        plan = hashlib.sha256(Path(library).with_name(ds_operators.NINJA_FILE).read_bytes()).hexdigest()
-    except OSError:
-        plan = None
-    return {"library": library, "size": Path(library).stat().st_size, "plan": plan}
+    return {"library": library} | ({} if library is None else {"size": Path(library).stat().st_size})
 
 
 def _mark_path(name: str, environment: Mapping[str, str]) -> Path:
-    """Return the file that marks an operator as built with these versions and this environment."""
-    root = environment.get("TORCH_EXTENSIONS_DIR")
+    """Return the file that marks an operator as built in an environment."""
+    return extensions_dir(environment) / f"{OWN_FOLDER}{name}.json"
+
+
+def extensions_dir(environment: Mapping[str, str]) -> Path:
+    """Return the folder in which an environment builds operators.
+
+    Each has its own: Ninja compiles again if the installed DeepSpeed has another path than that of the last build.
+    """
+    root = environment.get(EXTENSIONS_DIR)
+    if root and Path(root).name.startswith(OWN_FOLDER):  # The environment is that of a worker.
+        return Path(root)
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(root) if root else Path(cache).expanduser() / "torch_extensions"
     settings = [platform.python_version(), platform.machine(), _installation("torch"), _installation("deepspeed")]
     settings += [environment.get(variable, "") for variable in STEERING]
-    key = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:12]
-    return folder / f"distexp-{name}-{key}.json"
+    return folder / f"{OWN_FOLDER}{hashlib.sha256(chr(10).join(settings).encode()).hexdigest()[:12]}"
 
 
 def _installation(package: str) -> str:
@@ -263,4 +267,5 @@ def _installation(package: str) -> str:
 
 def current_environment(device: str) -> dict[str, str]:
     """Return the environment in which a run on a device would build without settings of its own."""
-    return {**os.environ, "DS_ACCELERATOR": device}
+    environment = {**os.environ, "DS_ACCELERATOR": device}
+    return {**environment, EXTENSIONS_DIR: str(extensions_dir(environment))}

@@ -21,8 +21,9 @@ from distexp.config.overrides import format_count
 from distexp.exceptions import run_until_pipe_closes
 from distexp.report.data.forecasts import keep_errors
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
-from distexp.report.data.overview import DISTURBED_MARK, Overview, failure_reason
+from distexp.report.data.overview import DISTURBED_MARK, NOISE_MARK, Overview, failure_reason
 from distexp.report.data.repeats import (
+    EQUAL,
     RunGroup,
     format_metric,
     group_by_settings,
@@ -342,7 +343,7 @@ class ComparisonTable:
             if groups:
                 yield Text(f"Only in {side}: {'; '.join(comparison.describe(group) for group in groups)}.")
         if any("~" in cell for column in kept for cell in column.cells):
-            yield Text("~: the difference is within the noise.", style="dim")
+            yield Text("~, ~1: the difference is within the noise.", style="dim")
         if any(pair.disturbance for pair in comparison.pairs):
             yield Text(f"{DISTURBED_MARK}: {DISTURBED_NOTE}", style="dim")
         for change in comparison.uncertain():
@@ -373,7 +374,7 @@ def comparison_columns(comparison: Comparison) -> Iterator[columns.Column]:
             for side, groups in (("A", [pair.before for pair in pairs]), ("B", [pair.after for pair in pairs])):
                 yield columns.Column(f"{metric.title} {side}", format_metric(groups, metric), metric.importance - 30)
             first_line = metric.title.split("\n")[0]
-            cells = tuple("-" if ratio is None else f"{ratio:.2f}x{_mark(pair, name)}" for pair, ratio in ratios)
+            cells = tuple("-" if ratio is None else _ratio_cell(pair, name, ratio) for pair, ratio in ratios)
             yield columns.Column(f"{first_line}\nB/A", cells, metric.importance + 10)
     for name in LOSSES:
         both = [(pair, pair.metric_pair(name)) for pair in pairs]
@@ -384,10 +385,16 @@ def comparison_columns(comparison: Comparison) -> Iterator[columns.Column]:
             yield columns.Column(METRICS_BY_NAME[name].title + " B-A", cells, 90)
 
 
+def _ratio_cell(pair: Pair, name: str, ratio: float) -> str:
+    """Return a ratio, or its mark if it may not be ranked."""
+    mark = _mark(pair, name)
+    return (EQUAL if mark == NOISE_MARK else mark) if mark else f"{ratio:.2f}x"
+
+
 def _mark(pair: Pair, name: str) -> str:
     if name == SPEED and pair.disturbance:
         return DISTURBED_MARK
-    return "~" if pair.is_noise(name) else ""
+    return NOISE_MARK if pair.is_noise(name) else ""
 
 
 if __name__ == "__main__":

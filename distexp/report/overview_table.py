@@ -25,7 +25,7 @@ from distexp.report.data.overview import (
     rank_by_metric,
     remark_on_scaling,
 )
-from distexp.report.data.repeats import RunGroup, format_metric
+from distexp.report.data.repeats import EQUAL, RunGroup, format_metric
 from distexp.report.data.rows import (
     MAX_LENGTH,
     Row,
@@ -118,8 +118,8 @@ def overview_columns(overview: Overview) -> Iterator[columns.Column]:
         yield columns.Column(columns.setting_title(name), cells, always if name in quiz else importance, right=False)
     yield columns.Column("status", tuple(group.status for group in groups), always, right=False)
     for metric in overview.metrics():
-        marks = (overview.mark(metric.name, group) for group in groups)
-        cells = tuple(cell + mark for cell, mark in zip(format_metric(groups, metric), marks, strict=True))
+        shown = zip(groups, format_metric(groups, metric), strict=True)
+        cells = tuple(overview.cell(metric.name, group, text) for group, text in shown)
         yield columns.Column(metric.title, cells, always if metric.name in quiz else metric.importance)
 
 
@@ -287,7 +287,7 @@ def _definitions(overview: Overview, hidden: Collection[str]) -> Iterator[str]:
         only = f" Only runs of {overview.baseline.task} have one." if several else ""
         yield f"Speedup: samples/s relative to {overview.describe(overview.baseline)}.{only}"
         if any(overview.mark(SPEEDUP, group) == NOISE_MARK for group in overview.groups):
-            yield f"{NOISE_MARK}: equal to this run within the noise."
+            yield f"{EQUAL}: equal to this run within the noise."
     several_epochs = any(len(row.record.metrics.train_losses) > 1 for row in overview.rows)
     if several_epochs and METRICS_BY_NAME["train_loss"].title not in hidden:
         yield "Train loss: mean of all steps, as in the Hugging Face Trainer."

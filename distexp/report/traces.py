@@ -210,6 +210,10 @@ NOT_THE_MODEL = frozenset(
 
 
 DROPOUT = "With dropout, strategies draw other random numbers. To compare them, set model.dropout=0."
+BATCH_NORMS = (
+    " Batch norms use the samples of one worker, and the evaluation the statistics of rank 0, as with DDP. So losses "
+    "depend on the micro-batch size and on the number of workers."
+)
 MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
 OVERLAPPING = 0.02  # distance of two curves, relative to the axis
 Losses = dict[int, float]  # loss by step
@@ -252,14 +256,23 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
         if steps := (one.invalid & other.training.keys()) | (other.invalid & one.training.keys()):
             pair = f"{one.name} and {other.name}"
             return f"Different losses: {runs}. At step {min(steps)} one of {pair} has no finite loss."
+    built = [curve.trace.row.record.built for curve in curves]
+    batch_norms = BATCH_NORMS if any(model and model.channels_last is not None for model in built) else ""
     differences = ((*largest_difference(one, other), one, other) for one, other in pairs)
     largest, step, one, other = max(differences, key=lambda difference: difference[0])
     if largest > curves[0].tolerance:
         pair = f"{one.name} and {other.name}"
         difference = f"Different losses: {runs} differ by up to {100 * largest:.2g}%, at step {step} of {pair}."
         models = [curve.trace.row.record.config.get("model") or {} for curve in curves]
-        return f"{difference} {DROPOUT}" if any(model.get("dropout") for model in models) else difference
+        return f"{difference} {DROPOUT}" if any(model.get("dropout") for model in models) else difference + batch_norms
     gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
+    evaluated = ((*largest_difference(one, other, "evaluation"), one, other) for one, other in pairs)
+    apart, step, one, other = max(evaluated, key=lambda difference: difference[0])
+    if apart > curves[0].tolerance:
+        return (
+            f"Same training losses, but other evaluation losses: {runs} {gap} in training, and differ by up to "
+            f"{100 * apart:.2g}% in the evaluation at step {step} of {one.name} and {other.name}.{batch_norms}"
+        )
     is_complete = all(one.steps == other.steps for one, other in pairs)
     return f"Same training: losses of {runs} {gap} at every {'logged' if is_complete else 'common logged'} step."
 
@@ -317,9 +330,9 @@ def relative_differences(losses: Losses, baseline: Losses) -> Losses:
     }
 
 
-def largest_difference(one: LossCurve, other: LossCurve) -> tuple[float, int]:
-    """Return the largest relative difference of training losses and its step; 0 and 0 without common steps."""
-    differences = relative_differences(one.training, other.training)
+def largest_difference(one: LossCurve, other: LossCurve, kind: str = "training") -> tuple[float, int]:
+    """Return the largest relative difference of losses and its step; 0 and 0 without common steps."""
+    differences = relative_differences(getattr(one, kind), getattr(other, kind))
     sizes = ((abs(difference), step) for step, difference in differences.items())
     return max(sizes, key=lambda size: size[0], default=(0.0, 0))
 

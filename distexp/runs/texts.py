@@ -44,9 +44,8 @@ def _refusal(error: BaseException) -> int | None:
     """Return the number of the system error with which a file system refused to write; None for another error."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in REFUSALS else None
-    if SHORT_WRITE in str(error):
-        has_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-        return errno.EFBIG if has_limit else errno.EDQUOT
+    if SHORT_WRITE in str(error) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return errno.EFBIG
     return next((number for number in REFUSALS if os.strerror(number) in str(error)), None)
 
 
@@ -94,10 +93,10 @@ def _full_disk_message(error: BaseException, run_dir: Path) -> str:
 def describe_disk_error(error: OSError) -> str:
     """Return why the files of a report cannot be written, and what to do."""
     reason = error.strerror or str(error)
-    if is_full_disk(error):
-        return f"{os.strerror(error.errno or errno.ENOSPC)}. Free space and repeat the command"
     if error.errno in NOT_WRITABLE:
         return f"{reason}. Copy the folder to a place that you can write, and give that folder"
+    if is_full_disk(error):
+        return f"{os.strerror(error.errno or errno.ENOSPC)}. Free space and repeat the command"
     return reason
 
 

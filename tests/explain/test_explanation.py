@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from distexp.explain.explanation import explain
 from distexp.launch import outcome
-from distexp.launch.outcome import complete
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import Strategy
 from tests.helpers.profiled_records import (
@@ -98,8 +98,9 @@ def test_an_error_of_the_explanation_keeps_the_record(
 
     monkeypatch.setattr(outcome, "explain", fail)
     found = profiled(COMPUTE_BOUND, **GPU)
-    complete(found, make_spec(), tmp_path)
-    assert found.metrics.explanation is None
+    spec = make_spec()
+    found.write_result(tmp_path)
+    assert outcome.finalize_run(spec, tmp_path, {0: 0}, time.time()).metrics.explanation is None
     assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err
 
 

@@ -15,7 +15,13 @@ import pytest
 from distexp.launch import node_setup
 from distexp.launch.agent import watch
 from distexp.launch.failures import TIMEOUT_CODE, classify_failure
-from distexp.launch.node_setup import OperatorError, build_operators, missing_operators
+from distexp.launch.node_setup import (
+    OperatorError,
+    build_operators,
+    current_environment,
+    extensions_dir,
+    missing_operators,
+)
 from distexp.runs.run_dir import OPERATORS, log_dir
 from distexp.runs.run_state import read_progress
 from distexp.strategies.base import load_strategy
@@ -51,17 +57,19 @@ def test_operators_are_built_once_and_each_step_is_reported(tmp_path: Path, envi
     assert missing_operators(names, environment) == ["adam"]
 
 
-def test_operators_are_built_again_after_another_environment_built(tmp_path: Path, environment: dict[str, str]) -> None:
-    build_operators(["adam"], environment, tmp_path / "log", lambda _: None)
-    assert missing_operators(["adam"], environment) == []
-    plan = tmp_path / "extensions/adam/build.ninja"
-    plan.write_text("build one.o: compile /other/site-packages/deepspeed/one.cpp\n")
-    assert missing_operators(["adam"], environment) == ["adam"]
-    entries: list[dict[str, Any]] = []
-    build_operators(["adam"], environment, tmp_path / "log", entries.append)
-    assert entries[0] == {"compiling": "adam"}
-    assert str(tmp_path / "fake/deepspeed") in plan.read_text()
-    assert missing_operators(["adam"], environment) == []
+def test_each_environment_builds_in_a_folder_of_its_own(tmp_path: Path, environment: dict[str, str]) -> None:
+    """With one folder for all, Ninja would compile again whenever another environment has built last."""
+    folder = extensions_dir(environment)
+    assert folder.parent == tmp_path / "extensions"
+    assert extensions_dir({**environment, "TORCH_EXTENSIONS_DIR": str(folder)}) == folder, "that of a worker"
+    assert extensions_dir({**environment, "CXX": "clang++"}) != folder
+    other = tmp_path / "site-packages/deepspeed-0.19.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Name: deepspeed\nVersion: 0.19\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(other.parent)
+        assert extensions_dir(environment) != folder, "DeepSpeed is installed elsewhere"
+    assert current_environment("cpu")["TORCH_EXTENSIONS_DIR"] != current_environment("cuda")["TORCH_EXTENSIONS_DIR"]
 
 
 def build_adam(tmp_path: Path, environment: dict[str, str]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ MEMORIES = {  # metrics of memory, by preference: a run is compared by the first
     CPU_PEAK: "peak CPU memory",
 }
 
+TIMES = frozenset({"train_runtime_s", "step_ms"})  # a ratio of them is one of speeds
 SPEEDS = frozenset(  # metrics in the tables that a disturbed run does not show
     {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
 )

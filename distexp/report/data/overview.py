@@ -17,7 +17,7 @@ from distexp.report.data.metrics import (
     TABLE_METRICS,
     Metric,
 )
-from distexp.report.data.repeats import RunGroup, collect, group_repeats, share_deviations, varying_settings
+from distexp.report.data.repeats import EQUAL, RunGroup, collect, group_repeats, share_deviations, varying_settings
 from distexp.report.data.rows import (
     MAX_LENGTH,
     SEED,
@@ -122,6 +122,13 @@ class Overview:
         if is_speedup and self.exceeds_workers(group):
             return DISTURBED_MARK
         return NOISE_MARK if is_speedup and self.equals_baseline(group) else ""
+
+    def cell(self, metric: str, group: RunGroup, shown: str) -> str:
+        """Return a cell of a table. A ratio that may not be ranked is replaced by its mark."""
+        mark = self.mark(metric, group)
+        if mark and metric in (SPEEDUP, EFFICIENCY):
+            return EQUAL if mark == NOISE_MARK else mark
+        return shown + mark
 
     def _groups_of_metric(self, metric: str, group: RunGroup) -> Iterator[RunGroup]:
         """Yield the groups whose speeds make a metric: none, its own, and that of a baseline."""

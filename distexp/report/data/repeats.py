@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from distexp.report.data import rows as run_settings
-from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, Metric
+from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, TIMES, Metric
 from distexp.report.data.rows import Row
 from distexp.runs.record import RunRecord
-from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, pool_deviations, speed_noise
+from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, is_within_noise, pool_deviations, speed_noise
 
+DISTURBED, EQUAL = "disturbed", "~1"  # what stands for a ratio that may not be ranked
 Key = TypeVar("Key")
 Settings = Mapping[str, Any]
 KERNELS_DEPEND_ON = ("kernels", "strategy", "zero_stage", "engine", "model", "dataset", "precision", "device")
@@ -25,6 +26,20 @@ def format_metric(groups: Sequence[RunGroup], metric: Metric) -> tuple[str, ...]
     """Return the cells of a column; a dash if a group was not measured."""
     spreads = (group.metric(metric.name) for group in groups)
     return tuple("-" if spread is None else metric.format_value(spread.mean, spread.deviation) for spread in spreads)
+
+
+def ratio_text(group: RunGroup, baseline: RunGroup, metric: str, shown: str) -> str:
+    """Return a ratio of two runs, or what stands for one that may not be ranked, in tables, figures and exercises.
+
+    A time is as noisy as the speed, and both are not known of a disturbed run.
+    """
+    is_time = metric in TIMES
+    if (is_time or metric in SPEEDS) and (group.disturbance or baseline.disturbance):
+        return DISTURBED
+    if group is baseline or metric not in METRICS_BY_NAME:  # memory of one device has no known noise
+        return shown
+    one, other = (one.metric(SPEED if is_time else metric) for one in (group, baseline))
+    return EQUAL if one and other and is_within_noise(one, other) else shown
 
 
 @dataclass(frozen=True)

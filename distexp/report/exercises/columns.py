@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from distexp.report.data.overview import failure_reasons
-from distexp.report.data.repeats import RunGroup
+from distexp.report.data.repeats import RunGroup, ratio_text
 from distexp.report.data.rows import format_setting
 from distexp.system.units import MIN_GB
 
@@ -103,7 +103,8 @@ def _format_cell(column: ExerciseColumn, group: RunGroup, baseline: RunGroup | N
         return format_setting(group.setting(column.setting))
     values = column.read(group, baseline)
     if values:
-        return _format_values(column, values)
+        shown = _format_values(column, values)
+        return ratio_text(group, baseline, column.metric, shown) if column.relative and baseline else shown
     needs_gpu = column.gpu_0 or column.metric.startswith(("gpu_", "torch_", "predict"))
     return "no GPU" if needs_gpu and group.setting("device") == "cpu" else "not measured"
 

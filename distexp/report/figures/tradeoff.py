@@ -9,7 +9,7 @@ import altair as alt
 
 from distexp.report.data.metrics import ENERGY, MEMORIES, SPEED
 from distexp.report.data.overview import Overview, memory_metric, pareto_fronts
-from distexp.report.data.repeats import RunGroup, group_by_settings
+from distexp.report.data.repeats import RunGroup, group_by_settings, ratio_text
 from distexp.report.data.rows import MAX_LENGTH, SEED, format_change, format_setting
 from distexp.report.figures.base import (
     MAX_COLORS,
@@ -24,7 +24,6 @@ from distexp.report.figures.base import (
     place_labels,
 )
 from distexp.report.traces import RunTrace
-from distexp.statistics.noise import is_within_noise
 from distexp.tables.columns import TextTable
 
 MAX_LABELS = 16
@@ -234,7 +233,7 @@ def _time(baseline: RunGroup, group: RunGroup) -> str:
     before, after = baseline.metric(SPEED), group.metric(SPEED)
     if not (before and after and after.mean):
         return "-"
-    return f"{before.mean / after.mean:.2f}x{' (within noise)' if is_within_noise(before, after) else ''}"
+    return ratio_text(group, baseline, SPEED, f"{before.mean / after.mean:.2f}x")
 
 
 def _memory(baseline: RunGroup, group: RunGroup, name: str) -> str:

@@ -25,6 +25,7 @@ from distexp.config.overrides import copyable_command, join_first
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP, Metric
 from distexp.report.data.overview import (
     DISTURBED_MARK,
+    NOISE_MARK,
     Overview,
     energy_totals,
     explain_slow_baseline,
@@ -33,6 +34,7 @@ from distexp.report.data.overview import (
     memory_metric,
     rank_by_metric,
 )
+from distexp.report.data.repeats import EQUAL
 from distexp.report.data.rows import Row, format_noise, format_setting, name_runs
 from distexp.report.data.scaling_series import ScalingSeries
 from distexp.report.exercises import exercise_tables
@@ -297,6 +299,8 @@ def _metric_column(overview: Overview, metric: Metric) -> dict[str, Any]:
     speeds = [row for row in overview.rows if metric.name in (SPEED, SPEEDUP, EFFICIENCY)]
     disturbed = {id(row) for row in speeds if row.metrics[metric.name] is not None and row.disturbance is not None}
     marks = [DISTURBED_MARK if id(row) in disturbed else of_group[id(row)] for row in overview.rows]
+    if metric.name in (SPEEDUP, EFFICIENCY):
+        return column | {"texts": [EQUAL if mark == NOISE_MARK else mark for mark in marks]} if any(marks) else column
     return column | {"marks": marks} if any(marks) else column
 
 

@@ -54,8 +54,9 @@ function filesCell([folder, ...names]) {
 const RENDER = {
   // DataTables reads a text as HTML, an element not.
   text: () => (value, kind) => (kind === "display" ? element("span", value ?? "–") : value ?? ""),
-  number: ({ digits, marks }) => (value, kind, _row, { row }) => {
+  number: ({ digits, marks, texts }) => (value, kind, _row, { row }) => {
     if (kind !== "display") return value;
+    if (texts?.[row]) return texts[row]; // a ratio that may not be ranked
     return value === null ? "–" : formatNumber(value, digits) + (marks?.[row] ?? "");
   },
   "setting-number": () => (value, kind) => (value === null && kind === "display" ? "–" : value),

@@ -27,9 +27,6 @@ DEFAULT_OPERATORS = {"cpu": (SHARED_MEMORY,), "cuda": (CPU_ADAM,)}
 REPORT_PREFIX = "distexp:"
 """Start of the lines that this program prints for the process that started it."""
 
-NINJA_FILE = "build.ninja"
-"""File with the compiler's commands. It has the paths of the installed DeepSpeed."""
-
 MODULE = "distexp.strategies.zero.ds_operators"
 
 
@@ -63,8 +60,6 @@ def main() -> None:
 
 
 def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
-    import deepspeed
-
     from distexp.system.torch_internals.compilation import extension_build_dir
 
     folder = extension_build_dir(name)
@@ -72,9 +67,7 @@ def _load(builder: Any, name: str, following: Sequence[str]) -> Any:
     with _locked(folder):
         remove_outdated(folder, library)
         existed = library.exists()
-        plan = folder / NINJA_FILE
-        # If another environment built last, Ninja compiles again.
-        if not existed or (plan.exists() and str(Path(deepspeed.__file__).parent) not in plan.read_text()):
+        if not existed:
             _print("compiling", name)
         try:
             loaded = builder.load(verbose=True)  # prints the lines of ninja

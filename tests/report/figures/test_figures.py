@@ -291,6 +291,19 @@ def test_equal_and_different_losses_are_reported(tmp_path: Path) -> None:
     assert "of run 0 (strategy=ddp) and run 1 (strategy=fsdp)." in text
 
 
+def test_other_evaluation_losses_are_not_the_same_training(tmp_path: Path) -> None:
+    same = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
+    same[1].metrics.eval_losses = [1.06 * loss for loss in same[1].metrics.eval_losses]
+    text = text_of(with_traces(tmp_path / "a", same), "losses")
+    assert "Same training losses, but other evaluation losses: 2 runs (global batch 8) are equal in training" in text
+    assert "differ by up to 5.7% in the evaluation at step " in text
+    assert "Batch norms" not in text
+    for run in same:
+        assert run.built is not None
+        run.built.channels_last = False
+    assert "Batch norms use the samples of one worker" in text_of(with_traces(tmp_path / "b", same), "losses")
+
+
 def test_the_terminal_shows_whether_runs_are_the_same_training(tmp_path: Path) -> None:
     runs = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
     path, console = with_traces(tmp_path, runs), Console(width=200)
