@@ -131,8 +131,8 @@ def run_title(spec: RunSpec) -> str:
     )
 
 
-def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each line of a run's panel."""
+def summary_lines(record: RunRecord, waited_s: float | None = None) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each line of a run's panel. ``waited_s`` is the time that the user has waited for it."""
     metrics = record.metrics
     yield from _error(record)
     yield from _preflight(record.preflight) if record.preflight is not None else ()
@@ -151,9 +151,12 @@ def summary_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if metrics.train_runtime is not None:
         attempts = record.run.attempts
         is_resumed = bool(attempts) and attempts[-1].get("resumed_from_step") is not None
-        whole = "in the latest attempt" if is_resumed else "total"
-        duration = f"{record.run.duration_s:.1f} s {whole}"
-        yield "runtime", f"{metrics.train_runtime:.1f} s training and evaluation, {duration}"
+        where = "workers of the latest attempt" if is_resumed else "workers"
+        parts = [
+            f"{metrics.train_runtime:.1f} s training and evaluation",
+            f"{record.run.duration_s:.1f} s in the {where}",
+        ]
+        yield "runtime", ", ".join([*parts, *([f"{waited_s:.1f} s with imports and start"] if waited_s else [])])
 
 
 def _error(record: RunRecord) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -128,6 +129,7 @@ class Screen:
         self.invalid = InvalidCells(invalid)
         self.shown = 0
         self.records: list[RunRecord] = []
+        self._since = psutil.Process().create_time()  # Unix time in seconds: when the user began to wait for a result
 
     def run_header(self, number: int, overrides: str) -> None:
         """Print which run of a sweep starts, with the overrides of its own; print nothing for a single run."""
@@ -195,9 +197,11 @@ class Screen:
     def show_result(self, record: RunRecord, directory: Path, messages: Sequence[str] = ()) -> None:
         """Print the panel of a run that has ended, the log with its error, and the messages of its tracker."""
         self._add(record)
+        now = time.time()
+        waited_s, self._since = now - self._since, now
         color = status_color(record.status)
         grid = Table.grid(padding=(0, 2))
-        for name, value in summary_lines(record):
+        for name, value in summary_lines(record, waited_s):
             grid.add_row(f"[dim]{name}[/dim]", _plain(value))
         title = f"[{color}]{record.status}[/{color}]"
         self.console.print(Panel(grid, title=title, title_align="left", border_style=color, expand=False))

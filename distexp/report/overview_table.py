@@ -64,8 +64,8 @@ class OverviewTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         overview = self.overview
         shown = [column.first_rows(MAX_ROWS) for column in overview_columns(overview)]
-        kept, hidden = columns.fit_columns(shown, options.max_width)
-        for block in columns.split_columns(kept, options.max_width):
+        blocks, hidden = columns.arrange_columns(shown, options.max_width)
+        for block in blocks:
             yield columns.build_table(block, [status_style(group) for group in overview.groups])
             yield Text("")
         more_rows = len(overview.groups) - MAX_ROWS

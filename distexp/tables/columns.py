@@ -16,6 +16,7 @@ from rich.text import Text
 GAP = 2  # spaces between two columns; one of them is part of rich's box
 ALWAYS = 1000  # importance of a required column, which is never hidden
 PIPED_WIDTH = 240  # characters, if the output is not a terminal
+STACKED_ROWS, MAX_BLOCKS = 12, 3  # of a table whose columns continue below
 MIN_CELLS = 20  # number of cells from which a bar is shown; fewer take less than a second
 
 
@@ -71,6 +72,18 @@ def fit_columns(columns: Sequence[Column], width: int) -> tuple[list[Column], li
     return kept, sorted(hidden, key=columns.index)
 
 
+def arrange_columns(columns: Sequence[Column], width: int) -> tuple[list[list[Column]], list[Column]]:
+    """Return the columns in blocks that fit into a width, one below the other, and those that are hidden.
+
+    The first block has the most important columns. A short table continues below it, a long one hides the others.
+    """
+    kept, hidden = fit_columns(columns, width)
+    blocks = split_columns(kept, width)
+    more = split_columns([columns[0], *hidden], width) if hidden else []
+    is_short = len(columns[0].cells) <= STACKED_ROWS and len(blocks) + len(more) <= MAX_BLOCKS
+    return (blocks + more, []) if is_short else (blocks, hidden)
+
+
 def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
     """Return the columns in blocks that fit into a width; each starts with the first column."""
     blocks = split_widths([column.width for column in columns], 1, GAP, width)
@@ -107,9 +120,10 @@ def empty_table(gap: int = GAP) -> Table:
 
 
 def fitted_table(columns: Sequence[Column], width: int, hint: str) -> list[Table | Text]:
-    """Return the table of the columns that fit into a width, and the line that lists the others, if any."""
-    shown, hidden = fit_columns(columns, width)
-    return [build_table(shown), *([hidden_columns_note(hidden, hint)] if hidden else [])]
+    """Return the columns as tables that fit into a width, and the line that lists the hidden ones, if any."""
+    blocks, hidden = arrange_columns(columns, width)
+    tables = [part for block in blocks for part in (build_table(block), Text(""))][:-1]
+    return [*tables, *([hidden_columns_note(hidden, hint)] if hidden else [])]
 
 
 def build_table(columns: Sequence[Column], status_styles: Sequence[str] = ()) -> Table:

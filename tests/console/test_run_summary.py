@@ -55,9 +55,12 @@ def test_the_panel_of_a_run_that_was_too_short_names_the_steps_that_it_needs() -
 def test_a_resumed_run_has_the_duration_of_its_latest_attempt() -> None:
     run = record(0)
     run.run.duration_s, run.metrics.train_runtime = 4.0, 3.0
-    assert dict(summary_lines(run))["runtime"] == "3.0 s training and evaluation, 4.0 s total"
+    assert dict(summary_lines(run))["runtime"] == "3.0 s training and evaluation, 4.0 s in the workers"
     run.run.attempts, run.metrics.train_runtime = [{"resumed_from_step": None}, {"resumed_from_step": 9}], 13.0
-    assert dict(summary_lines(run))["runtime"] == "13.0 s training and evaluation, 4.0 s in the latest attempt"
+    assert (
+        dict(summary_lines(run))["runtime"]
+        == "13.0 s training and evaluation, 4.0 s in the workers of the latest attempt"
+    )
 
 
 def test_the_panel_has_no_line_for_a_loss_that_was_not_evaluated() -> None:

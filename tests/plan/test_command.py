@@ -121,7 +121,8 @@ def test_a_narrow_terminal_shows_which_cell_a_row_is(
     sizes = ("micro_batch_size=2", "micro_batch_size=3")
     text = printed(capsys, ("strategy=single", "plan.gpu_memory_gb=75"), *((f"train.{size}",) for size in sizes))
     assert [line.split()[0] for line in text.splitlines() if " % free" in line] == list(sizes)
-    assert "Hidden columns" in text
+    assert "Hidden columns" not in text, "they continue below"
+    assert "nvidia-smi" in text
 
 
 def test_without_a_gpu_the_known_gpus_that_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:

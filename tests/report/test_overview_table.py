@@ -77,8 +77,10 @@ def test_lines_fit_the_terminal_and_rows_do_not_wrap(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
     assert sum("completed" in line and not line.startswith("Each") for line in text.splitlines()) == 6
     assert "samples/s" in header(text)
-    has_hidden = "Hidden columns (terminal too narrow)" in text
-    assert has_hidden == (width < 140)
+    assert "Hidden columns" not in text, "they continue below"
+    assert "speedup" in text
+    many = [record(n, strategy="ddp", train__seed=n % 3, train__learning_rate=n / 100) for n in range(40)]
+    assert ("Hidden columns (terminal too narrow)" in printed(many, width)) == (width == 60), "not of a long table"
 
 
 def test_important_columns_are_shown_at_80_characters() -> None:
