@@ -25,6 +25,7 @@ from distexp.launch.slurm.script import JobArray
 from distexp.launch.slurm.status import poll
 from distexp.launch.slurm.submission import group_by_resources, submit_runs
 from distexp.launch.snapshot import take_snapshot
+from distexp.resolve.section_checks import find_missing_data
 from distexp.runs.run_dir import SNAPSHOT
 from distexp.runs.texts import join_errors
 from distexp.tables.columns import print_plain
@@ -160,6 +161,8 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
         if len(group) > MAX_LISTED_RUNS:
             print_plain(console, f"#   and {len(group) - MAX_LISTED_RUNS} more")
         print_plain(console, array.render())
+    for missing in dict.fromkeys(error for run in runs for error in find_missing_data(run.config)):
+        print_plain(console, f"# note: not found on this machine, and checked at submission: {missing}")
     jobs = format_count(len(runs), "job")
     print_plain(
         console, f"# {jobs}, nothing was submitted. The folder of the sweep and its files are made at submission."
