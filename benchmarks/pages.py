@@ -19,6 +19,8 @@ from benchmarks.tables import MISSING, all_rows, markdown
 
 RESULTS = REPOSITORY / "docs" / "results"
 
+PAGES = ("speed.md", "exercises.md")
+
 EXERCISES = {
     "fsdp/sharding": ("fsdp_sharding",),
     "fsdp/sharding on one node": ("fsdp_sharding_two_gpus",),
@@ -86,17 +88,17 @@ def speed_table(name: str) -> str:
     return all_rows(read_results(RESULTS / name))
 
 
-def tables() -> dict[str, list[tuple[str, str]]]:
-    """Return the titles and tables of each page that has records."""
-    speed = [(path.name, speed_table(path.name)) for path in sorted(RESULTS.glob("speed_*.json"))]
-    exercises = [(title, exercise_table(sweeps)) for title, sweeps in EXERCISES.items()]
-    return {"speed.md": speed, "exercises.md": exercises}
+def tables(page: str) -> dict[str, str]:
+    """Return the tables of a page by their titles."""
+    if page == "speed.md":
+        return {path.name: speed_table(path.name) for path in sorted(RESULTS.glob("speed_*.json"))}
+    return {title: exercise_table(sweeps) for title, sweeps in EXERCISES.items()}
 
 
 def main() -> None:
     """Print all tables."""
-    for page, found in tables().items():
-        for title, table in found:
+    for page in PAGES:
+        for title, table in tables(page).items():
             print(f"{page}, {title}:\n\n{table}")
 
 

@@ -37,11 +37,11 @@ def numbers(pattern: str) -> list[float]:
     return [float(text.replace(",", "")) for text in ([found] if isinstance(found, str) else found)]
 
 
-@pytest.mark.parametrize("page", ["speed.md", "exercises.md"])
+@pytest.mark.parametrize("page", pages.PAGES)
 def test_a_page_has_the_tables_of_its_records(page: str) -> None:
-    text, tables = (RESULTS / page).read_text(), pages.tables()[page]
+    text, tables = (RESULTS / page).read_text(), pages.tables(page)
     assert tables
-    missing = [title for title, table in tables if table not in text]
+    missing = [title for title, table in tables.items() if table not in text]
     assert not missing, f"python -m benchmarks.pages prints the tables of {page}"
 
 
@@ -84,7 +84,25 @@ def test_the_speeds_of_the_readme_are_measured(speeds: list[Row]) -> None:
         round(trainer.speed or 0),
         batches[1],
     ]
-    assert numbers(r"(\d+) % of the positions are padding") == [round(100 * (trainer.largest("padding_share") or 0))]
+    shares = [100 * (row.largest("padding_share") or 0) for row in (ours, trainer)]
+    assert numbers(r"In both, about (\d+) % of the positions are padding") == [round(shares[0])]
+    assert shares == pytest.approx([shares[0]] * 2, abs=1)
+
+
+def test_the_factor_of_the_page_is_measured(speeds: list[Row]) -> None:
+    ours, trainer = (row_of(speeds, "single", peer).speed or 0 for peer in ("ours", "trainer"))
+    found = re.search(r"distexp trains ([\d.]+) times as fast as the Trainer", (RESULTS / "speed.md").read_text())
+    assert found is not None
+    assert float(found[1]) == round(ours / trainer, 1)
+
+
+def test_the_share_of_the_logits_is_that_of_the_architecture() -> None:
+    vocabulary, hidden, layers, length = 250_880, 1024, 24, 512
+    head, blocks = 2 * vocabulary * hidden, layers * 24 * hidden**2  # FLOPs of a token
+    attention = layers * 4 * length * hidden
+    share = round(100 * head / (head + blocks + attention))
+    assert numbers(r"these logits are (\d+) % of the FLOPs") == [share]
+    assert f"is {share} % of BLOOM-560m's FLOPs" in unwrapped((RESULTS / "speed.md").read_text())
 
 
 def test_the_efficiencies_of_the_readme_are_measured(speeds: list[Row]) -> None:
