@@ -29,7 +29,6 @@ EXERCISES = {
     "deepspeed": (
         "deepspeed/baseline",
         "deepspeed/zero_offload_single_gpu",
-        "deepspeed/pin_memory",
         "deepspeed/two_gpu_stages",
     ),
     "ddp/multi_gpu": ("ddp_multi_gpu",),

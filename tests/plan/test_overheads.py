@@ -86,7 +86,8 @@ def test_training_processes_are_near_the_records() -> None:
         if config.offload.enabled:
             continue
         measured = record.memory["cpu"][0]["phases"]["train"]
-        assert abs(sum(processes_mib(config).values()) / measured - 1) < 0.20, (path, measured)
+        bound = 0.20 if record.run.number == 0 else 0.40  # later runs of a sweep share imports and weights
+        assert abs(sum(processes_mib(config).values()) / measured - 1) < bound, (path, measured)
 
 
 def test_host_peak_counts_the_tensors_of_each_worker() -> None:
