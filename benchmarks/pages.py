@@ -23,7 +23,6 @@ PAGES = ("speed.md", "exercises.md")
 
 EXERCISES = {
     "fsdp/sharding": ("fsdp_sharding",),
-    "fsdp/sharding on one node": ("fsdp_sharding_two_gpus",),
     "fsdp/multi_gpu": ("fsdp_multi_gpu",),
     "fsdp/custom_multi_gpu": ("fsdp_custom_multi_gpu",),
     "deepspeed": (
