@@ -92,6 +92,8 @@ def test_the_speeds_of_the_readme_are_measured(speeds: list[Row]) -> None:
         round(trainer.speed or 0),
         batches[1],
     ]
+    guide = (REPOSITORY / "docs/how-to/run.md").read_text()
+    assert f"BLOOM-560m had [{round(ours.speed or 0)} samples/s]" in guide
     shares = [100 * (row.largest("padding_share") or 0) for row in (ours, trainer)]
     assert numbers(r"In both, about (\d+) % of the positions are padding") == [round(shares[0])]
     assert shares == pytest.approx([shares[0]] * 2, abs=1)
