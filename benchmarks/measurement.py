@@ -64,7 +64,9 @@ class Measurement:
         reason: why there is no result.
         repeat: number of the round, from 1.
         wall_s: duration of the whole process.
+        step_ms: median of the measured steps.
         peak_mib: peak of torch's allocator on the fullest GPU.
+        padding_share: share of the positions without a token, from 0 to 1.
     """
 
     settings: Settings
@@ -79,6 +81,7 @@ class Measurement:
     warmup_s: float | None = None
     device_name: str | None = None
     padding_share: float | None = None
+    step_ms: float | None = None
 
 
 def reason_not_to_run(settings: Settings) -> str | None:
@@ -247,6 +250,7 @@ def read_record(path: Path) -> dict[str, Any]:
         "loss": metrics["train_loss"],
         "device_name": environment.get("gpu_name") or "CPU",
         "padding_share": metrics.get("padding_share"),
+        "step_ms": 1000 * metrics["step_time_s"]["p50"],
     }
 
 

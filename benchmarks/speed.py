@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import shlex
 import signal
 import sys
@@ -19,6 +20,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,6 +30,7 @@ from benchmarks.peers.settings import OURS, Settings
 from benchmarks.tables import all_rows, best_rows
 from distexp.config.keys import conf_dir
 from distexp.data.squad import read_file
+from distexp.launch.run_dirs import package_git_state
 
 LIBRARIES = ("distexp", "torch", "transformers", "accelerate", "deepspeed", "triton")
 STRATEGIES = ("single", "ddp", "fsdp", "zero2")
@@ -203,12 +206,26 @@ def describe(one: Measurement) -> str:
     return f"{name}, repeat {one.repeat}: {one.samples_per_second:.1f} samples/s{memory}, process {one.wall_s:.0f} s"
 
 
-def provenance(measurements: list[Measurement]) -> str:
-    """Return the command, versions and devices as Markdown."""
+def provenance(measurements: list[Measurement], commands: list[str]) -> str:
+    """Return the commands, versions and devices as Markdown."""
     devices = sorted({one.device_name for one in measurements if one.device_name})
     versions = ", ".join(f"{name} {found}" for name in LIBRARIES if (found := installed_version(name)))
-    command = shlex.join(["python", "benchmarks/speed.py", *sys.argv[1:]])
-    return f"    {command}\n\n{', '.join(devices)}; Python {sys.version.split()[0]}, {versions}.\n"
+    lines = "".join(f"    {command}\n" for command in commands)
+    return f"{lines}\n{', '.join(devices)}; Python {sys.version.split()[0]}, {versions}.\n"
+
+
+def command_line() -> str:
+    """Return the command of this program, without the folders of its files."""
+    return shlex.join(["python", "benchmarks/speed.py", *map(without_folders, sys.argv[1:])])
+
+
+def without_folders(content: Any) -> Any:
+    """Return a JSON value in which each absolute path is the name of its file: results can then be published."""
+    if isinstance(content, dict):
+        return {key: without_folders(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [without_folders(value) for value in content]
+    return re.sub(r"(?<![\w/:])/(?:[^\s/]+/)+", "", content) if isinstance(content, str) else content
 
 
 def installed_version(name: str) -> str | None:
@@ -227,21 +244,28 @@ def read_results(path: Path) -> list[Measurement]:
 
 def is_done(settings: Settings, repeat: int, measurements: list[Measurement]) -> bool:
     """Return whether the settings were measured in this repeat, or failed in an earlier one."""
-    earlier = [one for one in measurements if one.settings == settings]
+    wanted = without_folders(asdict(settings))
+    earlier = [one for one in measurements if without_folders(asdict(one.settings)) == wanted]
     return any(one.repeat == repeat or one.status != "completed" for one in earlier)
 
 
 def write_results(folder: Path, measurements: list[Measurement]) -> None:
-    """Write all measurements with versions and command, as JSON and as tables."""
+    """Write all measurements with versions, commit and command, as JSON and as tables."""
+    path, code = folder / "results.json", package_git_state()
+    earlier = json.loads(path.read_text())["commands"] if path.exists() else []
+    commands = list(dict.fromkeys([*earlier, command_line()]))
     content = {
-        "command": sys.argv,
+        "commands": commands,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "git_sha": code.sha,
+        "git_dirty": code.dirty,
         "python": sys.version.split()[0],
         "versions": {name: installed_version(name) for name in LIBRARIES},
-        "measurements": [asdict(one) for one in measurements],
+        "measurements": [without_folders(asdict(one)) for one in measurements],
     }
-    (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n")
     tables = f"{all_rows(measurements)}\nThe fastest micro-batch of each:\n\n{best_rows(measurements)}"
-    (folder / "table.md").write_text(f"{provenance(measurements)}\n{tables}")
+    (folder / "table.md").write_text(f"{provenance(measurements, commands)}\n{tables}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -161,6 +162,7 @@ class StepRecorder:
             "peak_mib": self._peak_mib(),
             "loss": loss,
             "padding_share": padding_share,
+            "step_ms": 1000 * median(measured),
             "warmup_s": sum(durations[: self.settings.warmup]),
             "device_name": torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU",
         }

@@ -165,6 +165,9 @@ def check_tracker(config: Config) -> Iterator[str]:
 
 # Checks of local files and folders: a wrong path is reported before any worker starts.
 
+DATASET = "dataset."
+"""Start of the keys of the data."""
+
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
 """Checks by the kind of path that a key has in the schema."""
 
@@ -176,22 +179,37 @@ SQUAD = "distexp.data.squad"
 
 
 def check_files(config: Config) -> Iterator[str]:
-    """Yield an error for each path that does not exist."""
+    """Yield an error for each path that does not exist. A dry run accepts data that only the cluster has."""
+    missing = find_missing_paths(config)
+    yield from (error for key, error in missing if not (config.cluster.dry_run and key.startswith(DATASET)))
+
+
+def find_missing_data(config: Config) -> list[str]:
+    """Return a message for each file and folder of the dataset that is not on this machine."""
+    return [error for key, error in find_missing_paths(config) if key.startswith(DATASET)]
+
+
+def find_missing_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the key of each path that does not exist, or is needed and not set, and what is wrong with it."""
     for key, spec in schema_fields():
         value, kind = get_value(config, key), info_of(spec).path
         if value is not None and kind in EXISTS and not EXISTS[kind](value):
-            yield f"{key}={value} is not a {kind}: correct the path"
+            yield key, f"{key}={value} is not a {kind}: correct the path"
     for key, source in (("dataset.path", config.dataset.path), ("model.tokenizer", config.model.tokenizer)):
         if source is not None and looks_like_path(source) and not os.path.exists(source):
-            yield f"{key}={source} does not exist: correct the path, or use a hub id"
-
-
-def check_dataset_files(config: Config) -> Iterator[str]:
-    """Yield an error for each dataset path that is missing, and for each small file that is not in the format."""
+            yield key, f"{key}={source} does not exist: correct the path, or use a hub id"
     dataset = config.dataset
     # A dataset of another task is an error already, and the user will probably replace it.
     if dataset.root is None and "root" in dataset.keys and same_task(config):
-        yield f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet"
+        yield (
+            "dataset.root",
+            f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet",
+        )
+
+
+def check_dataset_files(config: Config) -> Iterator[str]:
+    """Yield an error for an incomplete folder, a missing file of a pair, and a small file in another format."""
+    dataset = config.dataset
     if dataset.root is not None and os.path.isdir(dataset.root) and dataset._target_.startswith(TINYIMAGENET):
         needed = ("wnids.txt", "train", "val/val_annotations.txt")
         if missing_files := [name for name in needed if not os.path.exists(os.path.join(dataset.root, name))]:

@@ -41,7 +41,7 @@ The check starts several kernels for each parameter. Two H200s waited about 15 m
 """
 
 COMMUNICATORS_MIB = 388.0
-"""Communicators that DeepSpeed makes even for one GPU, from ``deepspeed/zero_offload_stages_1_2``."""
+"""Communicators that DeepSpeed makes even for one GPU, from ``deepspeed/zero_offload_single_gpu``."""
 
 MORE_COMMUNICATORS_MIB = 384.0
 """What DeepSpeed adds on several GPUs, from ``deepspeed/two_gpu_stages``."""

@@ -22,6 +22,7 @@ from distexp.launch.run_dirs import AssignedRun, locked_sweep_dir
 from distexp.launch.slurm import client, status
 from distexp.launch.slurm.script import JobArray, resource_key
 from distexp.launch.snapshot import take_snapshot
+from distexp.resolve.section_checks import find_missing_data
 from distexp.runs.attempts import SUBMISSION_REFUSED
 from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import SLURM, SNAPSHOT
@@ -143,6 +144,8 @@ def print_scripts(cells: Sequence[Cell], sweep_dir: Path, console: Console) -> N
         if len(group) > MAX_LISTED_RUNS:
             print_plain(console, f"#   and {len(group) - MAX_LISTED_RUNS} more")
         print_plain(console, array.render())
+    for missing in dict.fromkeys(error for _, config in runs for error in find_missing_data(config)):
+        print_plain(console, f"# note: not found on this machine, and checked at submission: {missing}")
     hint = "The folder of the sweep and its files are made at submission."
     print_plain(console, f"# {format_count(len(runs), 'job')}, nothing was submitted. {hint}")
 

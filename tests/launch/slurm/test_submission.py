@@ -115,3 +115,33 @@ def test_a_repeated_cell_is_left_out_with_a_warning(capsys: pytest.CaptureFixtur
     warning = "distexp: warning: 2 repeated cells left out (zero_stage=1): to repeat runs, add repeats=2\n"
     assert shown.err == warning
     assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "jobs", "missing"),
+    [
+        (
+            ("experiment=ddp/multi_node",),
+            4,
+            ["dataset=tinyimagenet needs a folder: set dataset.root to one in the official layout of TinyImageNet"],
+        ),
+        (
+            (
+                "experiment=deepspeed/two_gpu_stages",
+                "dataset.train_path=/data/t.json",
+                "dataset.eval_path=/data/e.json",
+            ),
+            6,
+            [f"dataset.{name}_path=/data/{name[0]}.json is not a file: correct the path" for name in ("train", "eval")],
+        ),
+    ],
+)
+def test_a_dry_run_without_the_data_prints_the_jobs(
+    overrides: tuple[str, ...], jobs: int, missing: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*overrides, "cluster=slurm", "cluster.dry_run=true", f"hydra.sweep.dir={tmp_path}/sweep"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    notes = [line for line in lines if line.startswith("# note")]
+    assert notes == [f"# note: not found on this machine, and checked at submission: {error}" for error in missing]
+    assert lines[-1].startswith(f"# {jobs} jobs, nothing was submitted.")
+    assert not any("invalid" in line for line in lines)

@@ -1,0 +1,170 @@
+"""The numbers of the README and of ``docs/results``, computed again from the committed records and measurements."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import pages
+from benchmarks.choose import read_cells, replay
+from benchmarks.speed import read_results
+from benchmarks.tables import Row, efficiency, group
+from tests.helpers.gpu_records import RESULTS, gpu_records
+from tests.helpers.printed_tables import unwrapped
+from tests.helpers.runs import REPOSITORY
+
+README = unwrapped((REPOSITORY / "README.md").read_text())
+NO_RECORD = "no record of"
+"""What a page states in its first lines if a number on it has no committed record."""
+
+FIRST_LINES = 8
+SPEED = "speed_h100.json"
+EARLIER = ("ddp_multi_gpu/", "fsdp_custom_multi_gpu/")
+"""Sweeps whose records are of trees with uncommitted changes. The page states it."""
+
+
+def head(page: str) -> str:
+    """Return the first lines of a page as one line in lower case."""
+    lines = (RESULTS / page).read_text().splitlines()[:FIRST_LINES]
+    return unwrapped(" ".join(lines).replace(">", "")).lower()
+
+
+def numbers(pattern: str) -> list[float]:
+    """Return the numbers in the only place of the README that matches a pattern."""
+    (found,) = re.findall(pattern, README)
+    return [float(text.replace(",", "")) for text in ([found] if isinstance(found, str) else found)]
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_a_page_has_the_tables_of_its_records(page: str) -> None:
+    text, tables = (RESULTS / page).read_text(), pages.tables(page)
+    assert tables
+    missing = [title for title, table in tables.items() if table not in text]
+    assert not missing, f"python -m benchmarks.pages prints the tables of {page}"
+
+
+def test_the_records_are_of_clean_commits_and_the_right_files() -> None:
+    for path, record in gpu_records().items():
+        if path.startswith(EARLIER):
+            continue
+        assert record.run.git_dirty is False, path
+        data = record.config["dataset"]
+        if data["name"] == "squad":
+            assert (data["train_path"], data["eval_path"]) == ("train-v1.1.json", "dev-v1.1.json"), path
+
+
+def test_the_page_names_records_of_uncommitted_changes() -> None:
+    assert "of trees with uncommitted changes" in head("exercises.md")
+
+
+@pytest.mark.parametrize("page", ["bloom560m-h200.md", "exercises.md", "explain.md", "forecast.md", "speed.md"])
+def test_a_page_with_numbers_without_records_states_it(page: str) -> None:
+    assert NO_RECORD in head(page)
+
+
+def test_every_committed_file_is_without_folders_of_a_machine() -> None:
+    for path in RESULTS.glob("**/*.json"):
+        assert not re.search(r'"/|=/(?!data)', path.read_text()), path
+
+
+@pytest.fixture(scope="module")
+def speeds() -> list[Row]:
+    return group(read_results(RESULTS / SPEED))
+
+
+def row_of(rows: list[Row], strategy: str, peer: str) -> Row:
+    (found,) = [row for row in rows if row.key[0] == strategy and row.peer == peer]
+    return found
+
+
+def test_the_speeds_of_the_readme_are_measured(speeds: list[Row]) -> None:
+    ours, trainer = (row_of(speeds, "single", peer) for peer in ("ours", "trainer"))
+    batches = [ours.key[3], trainer.key[3]]
+    assert numbers(r"trained BLOOM-560m at ([\d,]+) samples/s, with ([\d,]+) samples per micro-batch") == [
+        round(ours.speed or 0),
+        batches[0],
+    ]
+    assert numbers(r"had ([\d,]+) samples/s, with ([\d,]+) samples per micro-batch and all logits") == [
+        round(trainer.speed or 0),
+        batches[1],
+    ]
+    guide = (REPOSITORY / "docs/how-to/run.md").read_text()
+    assert f"BLOOM-560m had [{round(ours.speed or 0)} samples/s]" in guide
+    shares = [100 * (row.largest("padding_share") or 0) for row in (ours, trainer)]
+    assert numbers(r"In both, about (\d+) % of the positions are padding") == [round(shares[0])]
+    assert shares == pytest.approx([shares[0]] * 2, abs=1)
+
+
+def test_the_factor_of_the_page_is_measured(speeds: list[Row]) -> None:
+    ours, trainer = (row_of(speeds, "single", peer).speed or 0 for peer in ("ours", "trainer"))
+    found = re.search(r"distexp trains ([\d.]+) times as fast as the Trainer", (RESULTS / "speed.md").read_text())
+    assert found is not None
+    assert float(found[1]) == round(ours / trainer, 1)
+
+
+def test_the_share_of_the_logits_is_that_of_the_architecture() -> None:
+    vocabulary, hidden, layers, length = 250_880, 1024, 24, 512
+    head, blocks = 2 * vocabulary * hidden, layers * 24 * hidden**2  # FLOPs of a token
+    attention = layers * 4 * length * hidden
+    share = round(100 * head / (head + blocks + attention))
+    assert numbers(r"these logits are (\d+) % of the FLOPs") == [share]
+    assert f"is {share} % of BLOOM-560m's FLOPs" in unwrapped((RESULTS / "speed.md").read_text())
+
+
+def test_the_efficiencies_of_the_readme_are_measured(speeds: list[Row]) -> None:
+    found = [100 * (efficiency(row_of(speeds, strategy, "ours"), speeds) or 0) for strategy in ("ddp", "fsdp", "zero2")]
+    assert numbers(r"DDP, FSDP and ZeRO-2 have an efficiency of (\d+) to (\d+) %") == [
+        round(min(found)),
+        round(max(found)),
+    ]
+
+
+def test_the_accuracy_of_plan_in_the_readme_is_measured() -> None:
+    predicted, measured = (cells(f"plan_{name}.json") for name in ("predicted_first", "measured"))
+    worst = max(abs(predicted[run]["peak_allocated_mib"] / measured[run]["peak_allocated_mib"] - 1) for run in measured)
+    assert numbers(
+        r"In (\d+) runs on H200s, the peak was predicted before the run. The error was at most ([\d.]+) %"
+    ) == [
+        len(measured),
+        round(100 * worst, 1),
+    ]
+    errors = errors_of_sweeps()
+    assert numbers(r"infer micro-batches from others, it was up to (\d+) %") == [round(100 * max(errors))]
+    text = unwrapped((RESULTS / "choose.md").read_text())
+    (found,) = re.findall(
+        r"Over all (\d+) runs of these pages it is at most 2 % in (\d+) % of the runs, and at most (\d+) %", text
+    )
+    small = sum(error <= 0.02 for error in errors) / len(errors)
+    assert [int(number) for number in found] == [len(errors), round(100 * small), round(100 * max(errors))]
+
+
+def errors_of_sweeps() -> list[float]:
+    """Return the relative errors of the predicted peaks in the sweeps of ``benchmarks/choose.py`` on GPUs."""
+    return [
+        abs(one.expected_mib / one.peak_mib - 1)
+        for path in RESULTS.glob("choose_*.json")
+        for cell in read_cells(path)
+        for one in cell.candidates
+        if not cell.on_cpus and one.status == "completed" and one.expected_mib and one.peak_mib
+    ]
+
+
+def test_the_searches_of_the_readme_are_replayed() -> None:
+    new = [
+        replay(cell, limit) for cell in read_cells(RESULTS / "choose_new_models.json") for limit in (24.0, 40.0, 80.0)
+    ]
+    best = [found for found in new if found is not None and found.regret == 0]
+    assert numbers(r"found the fastest configuration in (\d+) of (\d+) cases") == [len(best), len(new)]
+    names = ("choose_h200.json", "choose_two_h200.json", "choose_new_models.json")
+    sizes = [len(cell.candidates) for name in names for cell in read_cells(RESULTS / name)]
+    assert numbers(r"measured sweeps of (\d+) to (\d+) configurations") == [min(sizes), max(sizes)]
+
+
+def cells(name: str) -> dict[str, dict[str, Any]]:
+    """Return the runs of a file of ``plan.py``."""
+    found: dict[str, dict[str, Any]] = json.loads(Path(RESULTS / name).read_text())["cells"]
+    return found
