@@ -78,9 +78,6 @@ def choose_directories(given: Sequence[Path]) -> list[Path]:
     return [newest / path if path in numbers else path for path in given] or [newest]
 
 
-# Output of ``distexp explain`` for users and, as JSON, for programs.
-
-
 def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
     """Print the profile and the explanation of each run."""
     if as_json:
@@ -124,8 +121,7 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
         print_plain(console, note, style="dim")
 
 
-LARGE_OVERHEAD = 0.05  # difference of the profiled step from the median one, as a share of it, that is worth a note
-DIFFERENT = 0.05  # relative difference from which a profiled step differs from the median step
+LARGE_DIFFERENCE = 0.05  # relative difference of the profiled step from the median one that is worth a note
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:
@@ -142,7 +138,7 @@ def explanation_lines(explanation: Explanation) -> Iterator[str]:
 
 def profile_notes(profile: StepProfile) -> Iterator[str]:
     """Yield what limits the meaning of a profile."""
-    if profile.on_gpu and profile.overhead_ms > LARGE_OVERHEAD * profile.step_ms:
+    if profile.on_gpu and profile.overhead_ms > LARGE_DIFFERENCE * profile.step_ms:
         yield (
             f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
             "slow launches, host work and waiting, in proportion to their size, and then of the data wait."
@@ -150,7 +146,7 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
     if profile.includes_overhead and profile.on_gpu:
         yield "The parts include the overhead of the profiler, because the batches have different sizes."
     median = profile.median_ms
-    if median is not None and abs(profile.step_ms - median) > DIFFERENT * median:
+    if median is not None and abs(profile.step_ms - median) > LARGE_DIFFERENCE * median:
         yield (
             f"The parts add up to {profile.step_ms:,.1f} ms. The median of the steps that were not profiled is "
             f"{median:,.1f} ms."
@@ -162,7 +158,7 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
 def scaling_note(profile: StepProfile, percentages: str = "") -> Iterator[str]:
     """Yield that the times of a profile on CPUs are scaled, if this changes them much."""
     difference = profile.overhead_ms / profile.step_ms
-    if profile.on_gpu or abs(difference) <= LARGE_OVERHEAD:
+    if profile.on_gpu or abs(difference) <= LARGE_DIFFERENCE:
         return
     yield (
         f"The profiled step took {profile.profiled_ms:,.1f} ms, {abs(difference):.0%} "
@@ -185,11 +181,6 @@ def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     yield from (f"A: {note}" for note in of_a if note not in of_b)
     yield from (f"B: {note}" for note in of_b if note not in of_a)
     yield from (note for note in of_a if note in of_b)
-
-
-# Tables of ``distexp explain``: the parts of a step with bars, for each rank, or of two runs.
-
-BAR_WIDTH = 24
 
 
 def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
@@ -246,7 +237,7 @@ def _measured_parts(ranks: Sequence[RankStep]) -> list[str]:
 
 
 def _bar(fraction: float) -> str:
-    halves = round(2 * BAR_WIDTH * fraction)
+    halves = round(2 * 24 * fraction)  # The longest bar has 24 characters.
     return "█" * (halves // 2) + "▌" * (halves % 2)
 
 

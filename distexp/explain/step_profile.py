@@ -138,8 +138,6 @@ class StepProfile:
         return min(self.ranks, key=lambda rank: (rank.time_ms("waiting"), rank.rank))
 
 
-# The rank that the others wait for: in which part it takes longer, and whether its CPU does.
-
 SLOWER = 0.3  # fraction of the waiting by which a rank must take longer than the others to be its cause
 # Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause.
 MISSING_CORE = 0.5

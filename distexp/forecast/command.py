@@ -159,14 +159,11 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
     return {**found, "reason": row.error} if row.error else found
 
 
-# Assumptions of a forecast that a later run may not share. Then the difference is no error of the forecast.
-
-
-NETWORK_KEYS = ("network", "rail_optimized", "oversubscription")
-
-
 def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
-    """Return the options that make a forecast one for another machine, as typed; empty without them."""
+    """Return the options that make a forecast one for another machine, as typed; empty without them.
+
+    A difference to a run without these assumptions is no error of the forecast.
+    """
     found = []
     if options.preflight is not None:
         measured = None
@@ -175,27 +172,25 @@ def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
         if measured != predictions.machine_name(profiled):
             found.append(f"forecast.preflight={options.preflight}")
     # A record does not have its network, so each option of it is an assumption. One node has no network.
-    values = {name: getattr(options, name) for name in NETWORK_KEYS if nodes > 1}
+    values = {name: getattr(options, name) for name in ("network", "rail_optimized", "oversubscription") if nodes > 1}
     changed = {name: value for name, value in values.items() if value != getattr(ForecastConfig(), name)}
     return " ".join([*found, *(f"forecast.{name}={str(value).lower()}" for name, value in changed.items())])
 
 
-CACHED, OFF = "cached", "off"
-
 MAX_PREDICTED_WORKERS = 64  # most workers of a size whose memory is predicted
-TOO_LARGE = f"memory is predicted up to {MAX_PREDICTED_WORKERS} workers only"
-NOT_CACHED = "memory was not predicted before: leave forecast.memory=cached out"
 
 
 def add_memory(rows: Sequence[SizeRow], mode: str, planner: Planner) -> list[SizeRow]:
     """Return the rows with their predicted memory. The mode is ``predict``, ``cached`` or ``off``."""
-    if mode == OFF:
+    if mode == "off":
         return list(rows)
 
     def reason(row: SizeRow) -> str:
-        if mode == CACHED and row.cell.config is not None:
-            return "" if planner.cached(with_gpu(row.cell.config)) is not None else NOT_CACHED
-        return TOO_LARGE if row.workers > MAX_PREDICTED_WORKERS else ""
+        if mode == "cached" and row.cell.config is not None:
+            is_cached = planner.cached(with_gpu(row.cell.config)) is not None
+            return "" if is_cached else "memory was not predicted before: leave forecast.memory=cached out"
+        is_small = row.workers <= MAX_PREDICTED_WORKERS
+        return "" if is_small else f"memory is predicted up to {MAX_PREDICTED_WORKERS} workers only"
 
     reasons = [row.error or reason(row) for row in rows]
     wanted = [row.cell for row, why in zip(rows, reasons, strict=True) if not why]
@@ -214,9 +209,6 @@ def _with_memory(row: SizeRow, planned: PlannedCell) -> SizeRow:
         # For a node with the memory of this machine, although a local run would simulate all nodes on it.
         memory = predict(replace(estimate, step_mib=estimate.host_mib), memory_to_fit_mib(config))
     return replace(row, memory=memory, memory_error=planned.error)
-
-
-# What ``distexp forecast`` prints: a sentence, a row for each size, and what was assumed.
 
 
 EXPOSED = "exposed_communication"

@@ -167,12 +167,6 @@ def read_power(run: ProfiledRun, samples_per_step: float, micro_batches: int) ->
     return PowerModel(idle_of_gpu, max(0.0, busy_of_step) / micro_batches)
 
 
-# The measured step of a profiled run, and what else a forecast needs of its record.
-
-
-P90 = NormalDist().inv_cdf(0.9)
-
-
 @dataclass(frozen=True)
 class MeasuredStep:
     """The step of a profiled run."""
@@ -218,7 +212,7 @@ def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredSt
     median_s, p90_s = number_of(times, "p50"), number_of(times, "p90")
     if model is None or not median_s:
         raise ConfigError(f"{run_dir} has no profiled step to forecast from: run it again with profile=true")
-    deviation = max(0.0, (p90_s or median_s) - median_s) / P90
+    deviation = max(0.0, (p90_s or median_s) - median_s) / NormalDist().inv_cdf(0.9)
     strategy = recorded_strategy(record.config, trusted) or Traits()
     if model.workers == 1 and not strategy.communication(record.config).is_planned:
         raise ConfigError(

@@ -93,7 +93,6 @@ def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | N
     return Baseline((first.target.nodes, first.target.workers_per_node), first.samples_per_second)
 
 
-COMPUTE = "compute"
 MIN_BOTTLENECK_SHARE = 0.005  # A smaller part of the step is not named
 
 
@@ -170,7 +169,7 @@ class SizeRow:
     @property
     def bottleneck(self) -> tuple[str, float] | None:
         """Return the largest part of the step besides the computation, with its fraction; None if it is tiny."""
-        others = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
+        others = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != "compute"}
         name = max(others, key=others.__getitem__, default="")
         share = self.share(name) or 0.0
         return (name, share) if share >= MIN_BOTTLENECK_SHARE else None

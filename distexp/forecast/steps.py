@@ -250,7 +250,6 @@ def describe_limit(parts: dict[str, float], largest: str) -> str:
 # times of the CPU are scaled. If that is not enough, those of the kernels are scaled too, because the profiled step
 # had more work. A rest that no part explains is added to each step.
 
-
 TYPICAL_HOST = 0.6
 """Time of the CPU for a launch without the profiler, as a fraction of that with it (docs/results/explain.md)."""
 MIN_HOST_FACTOR = 0.3

@@ -115,7 +115,7 @@ def _cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
         step_mib=host_mib * simulated_nodes(config),
         host_mib=host_mib,
         notes=[*trace.notes, *([f"no verdict: {reason}"] if reason else [])],
-        error_bound=error_bound(config, host_mib),
+        error_bound=None if reason else max(CPU_ERROR_BOUND, round(BASE_ERROR_MIB / host_mib, 2)),
         on_cpu=True,
     )
 
@@ -216,7 +216,6 @@ def gpu_error_bound(config: Config) -> float:
 # has the constants that do not depend on the strategy, with their sources. Those of a strategy are from the same
 # runs.
 
-
 CPU_ERROR_BOUND = 0.15
 """Largest relative error of a predicted peak of the processes of a run on CPUs, if its tensors are large."""
 
@@ -249,11 +248,6 @@ def _cpu_memory(config: Config) -> CpuMemory:
     return load_strategy(config).cpu_memory or UNMEASURED_ON_CPUS
 
 
-def error_bound(config: Config, node_mib: float) -> float | None:
-    """Return the largest relative error of the predicted peak of a node; None if it is not known."""
-    return None if reason_not_measured(config) else max(CPU_ERROR_BOUND, round(BASE_ERROR_MIB / node_mib, 2))
-
-
 def simulated_nodes(config: Config) -> int:
     """Return how many nodes of a run share the memory of one machine."""
     return config.cluster.nodes if launcher_traits(config).runs_here else 1
@@ -271,8 +265,6 @@ def reason_not_measured(config: Config) -> str:
 
 
 # Host memory of the processes on one node of a run on GPUs. ``tests/plan/test_overheads.py`` compares it with records.
-
-WITHOUT_TRANSFORMERS = ("distexp.models.gpt.", "distexp.models.resnet.")
 
 
 def processes_mib(config: Config) -> dict[str, float]:
@@ -292,9 +284,8 @@ def processes_mib(config: Config) -> dict[str, float]:
 
 def _node_mib(config: Config) -> float:
     known = facts().processes
-    return known.gpu_node_mib + (
-        0.0 if config.model._target_.startswith(WITHOUT_TRANSFORMERS) else known.transformers_mib
-    )
+    needs_no_transformers = config.model._target_.startswith(("distexp.models.gpt.", "distexp.models.resnet."))
+    return known.gpu_node_mib + (0.0 if needs_no_transformers else known.transformers_mib)
 
 
 def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> float:

@@ -14,7 +14,7 @@ from distexp.plan.verdict import FITS, TOO_CLOSE, verdict_of
 from distexp.statistics.noise import MemoryLine
 from distexp.strategies.base import load_strategy
 
-ACCUMULATION = "train.gradient_accumulation_steps"
+MICRO_BATCH = "train.micro_batch_size"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Search:
             if isinstance(outcome, Estimate) and outcome.most_mib is not None:
                 self._remember(size, outcome, outcome.most_mib)
             else:
-                self._invalid[size] = NOT_PREDICTED
+                self._invalid[size] = "the memory of a larger one could not be predicted"
 
     def _remember(self, size: int, estimate: Estimate, most_mib: float) -> None:
         self._most[size] = most_mib
@@ -205,16 +205,15 @@ def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> I
     for size in dict.fromkeys((*whole, *smaller)):
         if size != train.micro_batch:
             # A global batch size sets the accumulation.
-            more = () if train.global_batch_size is not None else (f"{ACCUMULATION}={samples // size}",)
+            more = (
+                () if train.global_batch_size is not None else (f"train.gradient_accumulation_steps={samples // size}",)
+            )
             yield (f"{MICRO_BATCH}={size}", *more)
 
 
 LARGEST_MICRO_BATCH = 1 << 20
 MAX_ROUNDS = 5  # Most rounds of a search. In each, two sizes are estimated at the same time.
 MAX_SIZES = 2 * MAX_ROUNDS + 1  # most sizes that a search estimates: those of the rounds, and the whole global batch
-NOT_PREDICTED = "the memory of a larger one could not be predicted"
-
-MICRO_BATCH = "train.micro_batch_size"
 
 EstimateAll = Callable[[Sequence[Config]], Sequence[Estimate | str]]
 Compose = Callable[[Sequence[str]], Config | str]

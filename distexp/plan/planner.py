@@ -33,9 +33,9 @@ from distexp.system.processes import end_tree, handle_signals, start_module
 from distexp.system.typed_values import parse_dataclass, read_dataclass
 from distexp.system.units import GIB
 
-SERVER = "distexp.plan.trace.server"
 MEMORY_PER_PROCESS = 3 * GIB  # memory that a process may need to trace a model
 MAX_PROCESSES = 16  # most configurations that are traced at a time; a login node has many cores and many users
+LOG = "log.txt"  # output of the process that traces, in its folder
 Outcome = Estimate | str  # an estimate, or why there is none
 
 
@@ -112,7 +112,7 @@ class TraceServer:
             waiting -= done
             if ended:
                 break
-            time.sleep(POLL_S)
+            time.sleep(0.05)
         return [self._read(result_path(self.folder, number)) for number in numbers]
 
     def _read(self, path: Path) -> Outcome:
@@ -143,7 +143,7 @@ def started_server(processes: int) -> Iterator[TraceServer]:
     with handle_signals(interrupt, *ending), tempfile.TemporaryDirectory(prefix="distexp-plan-") as name:
         folder = Path(name)
         with (folder / LOG).open("w") as log:
-            process = start_module(SERVER, name, str(processes), env=environment, output=log)
+            process = start_module("distexp.plan.trace.server", name, str(processes), env=environment, output=log)
             try:
                 yield TraceServer(process, folder)
             finally:
@@ -155,8 +155,6 @@ SOURCES = (
     "worker",
 )
 """Packages whose code an estimate depends on."""
-
-LIBRARIES = ("torch", "transformers", "deepspeed")
 
 IRRELEVANT = (
     *("learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size", "gamma", "warmup_steps"),
@@ -245,14 +243,10 @@ def package_hash(name: str) -> str:
 def library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries."""
     found = {}
-    for name in LIBRARIES:
+    for name in ("torch", "transformers", "deepspeed"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-POLL_S = 0.05
-LOG = "log.txt"
 
 
 def job_path(folder: Path, number: int) -> Path:
