@@ -19,8 +19,6 @@ from distexp.resolve.resources import launcher_traits
 from distexp.strategies.base import reference_name, shipped_strategies
 from distexp.strategies.traits import Option, Traits
 
-AUTO = "auto"
-
 
 @dataclass(frozen=True)
 class Axes:
@@ -47,7 +45,7 @@ def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
     """
     named = {entry.key: entry.values for entry in _read_entries(space)}
     typed = {GROUP_OF_KEY.get(key_of(text), key_of(text)): (value_of(text),) for text in command}
-    is_searched = typed.get(MICRO_BATCH) == (AUTO,)
+    is_searched = typed.get(MICRO_BATCH) == ("auto",)
     in_command = {axis: value for axis, value in typed.items() if axis in AXES}
     if is_searched:
         del in_command[MICRO_BATCH]

@@ -182,9 +182,6 @@ def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> 
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
-OWN_KEYS = ("choose.", "hydra.", "sweep.")
-DRY_RUN = "choose.dry_run=true"
-"""Override of a dry run for the GPUs of another machine. Without it, this machine must have as many GPUs."""
 
 
 @dataclass(frozen=True)
@@ -225,10 +222,10 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
         raise ConfigError(error)
     if errors := _errors(section, cell, master):
         raise ConfigError(errors)
-    command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
+    command = [text for text in cell.overrides if not text.startswith(("choose.", "hydra.", "sweep."))]
     plan = cell.composed.plan
     if section.dry_run and (plan.gpu is not None or plan.gpu_memory_gb is not None):
-        command.append(DRY_RUN)
+        command.append("choose.dry_run=true")  # Without it, this machine must have as many GPUs.
     return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
 
 

@@ -35,6 +35,7 @@ from distexp.system.units import GIB
 
 MEMORY_PER_PROCESS = 3 * GIB  # memory that a process may need to trace a model
 MAX_PROCESSES = 16  # most configurations that are traced at a time; a login node has many cores and many users
+POLL_S = 0.05
 LOG = "log.txt"  # output of the process that traces, in its folder
 Outcome = Estimate | str  # an estimate, or why there is none
 
@@ -112,7 +113,7 @@ class TraceServer:
             waiting -= done
             if ended:
                 break
-            time.sleep(0.05)
+            time.sleep(POLL_S)
         return [self._read(result_path(self.folder, number)) for number in numbers]
 
     def _read(self, path: Path) -> Outcome:
