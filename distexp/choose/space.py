@@ -22,15 +22,13 @@ from distexp.choose.candidate import (
     strategy_in,
 )
 from distexp.compose.composition import Cell, MakeCell, compose_all
-from distexp.config import Config, ConfigError, KernelsConfig
+from distexp.config import Config, ConfigError, KernelsConfig, model_checks
 from distexp.config.keys import config_groups
-from distexp.config.model_checks import depends_on_micro_batch, divisors
 from distexp.config.overrides import key_of, quote_choice, sets_key
 from distexp.config.sections import ChooseConfig
 from distexp.measure.run_energy import POWERCAP, can_read_energy
 from distexp.plan.plan_table import replace_overrides
-from distexp.resolve.resources import launcher_traits
-from distexp.resolve.scaling_rules import multiples_near
+from distexp.resolve import resources, scaling_rules
 from distexp.runs.texts import join_errors
 from distexp.strategies.base import recorded_strategy, shipped_strategies
 from distexp.strategies.single import REFERENCE
@@ -59,7 +57,7 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
     if all(samples % workers for workers in counts):
         raise ConfigError(
             f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
-            f"{multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
+            f"{scaling_rules.multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
         )
     candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed, kinds)]
     if not candidates:
@@ -82,11 +80,11 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
     kept anyway.
     """
     samples, is_chosen = base.train.global_batch_size, axes.is_micro_batch_named or axes.micro_batches is not None
-    if samples is None or is_chosen or not depends_on_micro_batch(base):
+    if samples is None or is_chosen or not model_checks.depends_on_micro_batch(base):
         return None
     counts = {size.workers for size in cluster_sizes(base, gpus)}
     common = gcd(*(samples // workers for workers in counts if samples % workers == 0))
-    return max(divisors(common, base.train.micro_batch))
+    return max(model_checks.divisors(common, base.train.micro_batch))
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:
@@ -149,7 +147,7 @@ def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
     total = base.train.global_batch_size or 0
     if total % size.workers:
         return [1]  # invalid, with the reason
-    return divisors(total // size.workers)
+    return model_checks.divisors(total // size.workers)
 
 
 def _prune_duplicates(candidates: Sequence[Candidate]) -> None:
@@ -235,7 +233,7 @@ def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
         return ""
     if section.objective == Objective.COST:
         return "choose.objective=cost needs GPUs, because a run on CPUs has no price: use throughput"
-    if section.objective == Objective.ENERGY and launcher_traits(config).runs_here and not can_read_energy():
+    if section.objective == Objective.ENERGY and resources.launcher_traits(config).runs_here and not can_read_energy():
         return f"choose.objective=energy: the energy of these CPUs cannot be read (RAPL, {POWERCAP}): use throughput"
     return ""
 

@@ -16,12 +16,12 @@ from distexp.choose.space import with_overrides, without_other_strategy
 from distexp.compose.composition import Cell, MakeCell
 from distexp.config import Config, ConfigError
 from distexp.config.overrides import suggest_command
+from distexp.launch import outcome
 from distexp.launch.launcher import TrialRunner
 from distexp.launch.run_dirs import AssignedRun, claim_run_dir, make_run_info, run_dir_for
-from distexp.runs.attempts import SUBMISSION_REFUSED
+from distexp.runs import attempts, texts
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import CHOICE, OPERATORS, RECORD, SPEC
-from distexp.runs.texts import failure_text, join_errors
 from distexp.system.files import read_entries, read_json, write_json
 from distexp.system.typed_values import cpu_peak_mib, device_values, number_of, parse_dataclass
 
@@ -41,14 +41,14 @@ class _TrialRun:
     @property
     def has_ended(self) -> bool:
         """Return whether the run has a final record, so that it must not run again."""
-        record = read_record(self.directory)
+        record = outcome.read_record(self.directory / RECORD)
         if record is None or record.status in INTERRUPTED:
             return False
         # If Slurm has refused the job, another command may submit it.
-        return record.error is None or record.error.type != SUBMISSION_REFUSED
+        return record.error is None or record.error.type != attempts.SUBMISSION_REFUSED
 
     def store_cost(self) -> None:
-        record, stored = read_record(self.directory), self.stored
+        record, stored = outcome.read_record(self.directory / RECORD), self.stored
         if record is not None:
             stored.status = record.status
             stored.gpu_seconds = gpu_seconds(record, self.directory, self.config)
@@ -81,9 +81,9 @@ class Trials:
         results: list[Trial] = []
         for done, cell, planned in zip(claimed, cells, batch, strict=True):
             if done is None:
-                results.append(Trial(planned.steps, "invalid", error=join_errors(cell.errors)))
+                results.append(Trial(planned.steps, "invalid", error=texts.join_errors(cell.errors)))
             else:
-                record, cost = read_record(done.directory), done.stored.gpu_seconds
+                record, cost = outcome.read_record(done.directory / RECORD), done.stored.gpu_seconds
                 results.append(trial_of(record, done.directory, planned.steps, done.config, cost))
         return results
 
@@ -238,20 +238,12 @@ class SearchState:
         write_json(self.folder / CHOICE, self.to_json())
 
 
-def read_record(run_dir: Path) -> RunRecord | None:
-    """Return the record of a run; None if there is none that can be read."""
-    try:
-        return RunRecord.read(run_dir / RECORD)
-    except ValueError:
-        return None
-
-
 def trial_of(record: RunRecord | None, run_dir: Path, steps: int, config: Config, cost: float) -> Trial:
     """Return the trial of a run that has ended, with its cost in GPU-seconds. The record is None if it left none."""
     if record is None:
         return Trial(steps, "failed", run_dir, error=f"the run left no record in {run_dir}")
     if record.status != "completed":
-        return Trial(steps, record.status, run_dir, gpu_seconds=cost, error=failure_text(record))
+        return Trial(steps, record.status, run_dir, gpu_seconds=cost, error=texts.failure_text(record))
     metrics, cluster = record.metrics, config.cluster
     speed, price = metrics.train_samples_per_second, cluster.price_per_gpu_hour
     has_price = price is not None and speed and cluster.device != "cpu"

@@ -32,8 +32,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import RECORD
 from distexp.runs.step_files import PARTS, read_ranks
-from distexp.system.cgroups import cpu_count
-from distexp.system.files import nan_to_none
+from distexp.system import cgroups, files
 from distexp.system.units import format_amount, format_memory
 from distexp.tables.columns import ALWAYS, Column, cell, fitted_table, make_console, print_plain
 
@@ -62,7 +61,7 @@ def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastCon
     if options.output != "json":
         _print_table(run, rows)
         return
-    print(json.dumps(nan_to_none([row_to_json(row) for row in rows]), indent=2))
+    print(json.dumps(files.nan_to_none([row_to_json(row) for row in rows]), indent=2))
     for line in _disturbed(run):
         print(f"distexp: {line}", file=sys.stderr)
     if not any(row.forecast for row in rows):
@@ -356,7 +355,7 @@ def _cpu_notes(rows: Sequence[SizeRow], profiled_threads: int | None) -> Iterato
     if threads and len(threads | ({profiled_threads} - {None})) > 1:
         yield "On CPUs a worker has another number of threads at some sizes. A forecast assumes that of the profile."
     local = [config for config in configs if launcher_traits(config).runs_here]
-    most, cores = max((config.cluster.world_size for config in local), default=0), cpu_count()
+    most, cores = max((config.cluster.world_size for config in local), default=0), cgroups.cpu_count()
     if most > cores:
         machine = f"This machine has {format_count(cores, 'CPU core')}."
         yield f"{machine} A forecast assumes a core for each worker. So a run with {most} workers is slower here."

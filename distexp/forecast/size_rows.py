@@ -16,10 +16,9 @@ from distexp.forecast.profiled_run import PowerModel, ProfiledRun, read_power
 from distexp.forecast.steps import forecast_steps
 from distexp.preflight.machine import load_machine
 from distexp.resolve.scaling_rules import OTHER_MICRO_BATCH
-from distexp.runs import predictions
+from distexp.runs import predictions, texts
 from distexp.runs.record import read_records
 from distexp.runs.record_sections import Predicted
-from distexp.runs.texts import join_errors
 from distexp.strategies.base import load_strategy
 from distexp.system.cgroups import visible_gpus
 
@@ -45,7 +44,7 @@ def forecast_sizes(
 
 def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
     cluster = (cell.config or cell.decided or cell.composed).cluster
-    error = join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
+    error = texts.join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
     return SizeRow((int(cluster.nodes), int(cluster.workers_per_node or 1)), cell, error=error)
 
 

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from distexp.compose.composition import Cell, MakeCell
-from distexp.config import Config
+from distexp.config import Config, model_checks
 from distexp.config.keys import config_groups, key_of_group, strategy_groups
-from distexp.config.model_checks import depends_on_micro_batch
 from distexp.config.overrides import format_override, join_first, key_of, quote_choice, sets_key
 from distexp.plan import verdict
 from distexp.plan.estimate import Estimate
@@ -310,5 +309,5 @@ def change_notes(overrides: Sequence[str], changes: Sequence[ConfigChange], conf
     ]
     if removed:
         yield f"Some changes replace {' '.join(removed)}: remove that from the command."
-    if depends_on_micro_batch(config) and any(MICRO_BATCH in new for new in keys):
+    if model_checks.depends_on_micro_batch(config) and any(MICRO_BATCH in new for new in keys):
         yield "A batch norm uses the statistics of a micro-batch, so another micro-batch is another training."

@@ -26,14 +26,12 @@ from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.plan.estimate import Estimate, simulated_nodes
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.run_id import run_id
+from distexp.system import cgroups, typed_values, units
 from distexp.system.cache_dir import cache_dir
-from distexp.system.cgroups import available_memory, cpu_count, cpu_limit
 from distexp.system.files import PACKAGE, read_json, write_json
 from distexp.system.processes import end_tree, handle_signals, start_module
-from distexp.system.typed_values import parse_dataclass, read_dataclass
-from distexp.system.units import GIB
 
-MEMORY_PER_PROCESS = 3 * GIB  # memory that a process may need to trace a model
+MEMORY_PER_PROCESS = 3 * units.GIB  # memory that a process may need to trace a model
 MAX_PROCESSES = 16  # most configurations that are traced at a time; a login node has many cores and many users
 POLL_S = 0.05
 LOG = "log.txt"  # output of the process that traces, in its folder
@@ -122,13 +120,13 @@ class TraceServer:
         except FileNotFoundError:
             lines = (self.folder / LOG).read_text(errors="replace").strip().splitlines()
             return f"the process that traces failed: {lines[-1] if lines else 'it wrote no message'}"
-        return str(result["error"]) if "error" in result else parse_dataclass(Estimate, result["estimate"])
+        return str(result["error"]) if "error" in result else typed_values.parse_dataclass(Estimate, result["estimate"])
 
 
 def parallel_processes() -> int:
     """Return how many configurations to trace at a time, by the cores and the memory that are free for this process."""
-    cores = min(cpu_count(), int(cpu_limit() or MAX_PROCESSES), MAX_PROCESSES)
-    return max(1, min(cores, available_memory() // MEMORY_PER_PROCESS))
+    cores = min(cgroups.cpu_count(), int(cgroups.cpu_limit() or MAX_PROCESSES), MAX_PROCESSES)
+    return max(1, min(cores, cgroups.available_memory() // MEMORY_PER_PROCESS))
 
 
 @contextmanager
@@ -169,7 +167,7 @@ BATCH_KEYS = ("num_epochs", "max_steps", "seed")
 
 def read_estimate(config: Config) -> Estimate | None:
     """Return the cached estimate of a configuration; None if there is none."""
-    return read_dataclass(Estimate, cache_path(config))  # A damaged file is replaced.
+    return typed_values.read_dataclass(Estimate, cache_path(config))  # A damaged file is replaced.
 
 
 def store_estimate(config: Config, estimate: Estimate) -> None:

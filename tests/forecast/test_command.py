@@ -289,7 +289,7 @@ def test_more_workers_than_cores_are_named(
 ) -> None:
     text = "This machine has 4 CPU cores. A forecast assumes a core for each worker"
     for cores, is_named in ((4, True), (8, False)):
-        monkeypatch.setattr("distexp.forecast.command.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("distexp.system.cgroups.cpu_count", lambda cores=cores: cores)
         assert (text in forecast(sweep, cells, capsys)) == is_named
 
 
