@@ -6,16 +6,14 @@ from typing import Any
 
 from distexp.config import Config
 from distexp.hardware.facts import facts
-from distexp.plan.replay import PARTS, PlanError, Point, Replay, StepTrace, host_peak, replay
+from distexp.measure.memory.step_parts import PARTS
+from distexp.plan.replay import PlanError, Point, Replay, StepTrace, host_peak, replay
 from distexp.resolve.resources import launcher_traits, parameter_count, ties_embeddings
 from distexp.runs.memory_trace import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
 from distexp.runs.record_sections import Built
 from distexp.strategies.base import load_strategy
 from distexp.strategies.traits import GPU_ERROR_BOUND, UNMEASURED_ON_CPUS, CpuMemory
 from distexp.system.units import MIB
-
-SHOWN_PARTS = tuple(part for part in PARTS if part != "batch")
-"""Parts of a prediction. The batch is small and counts as temporary."""
 
 ALLOCATED_ERROR = 0.02  # largest error of the allocated peak on a GPU, if it is too high
 NATIVE = "native"  # the trainer whose steps are traced
@@ -128,7 +126,7 @@ def _replayed(trace: StepTrace, found: Replay) -> Estimate:
         parts=_shown(found.peak),
         curve={
             "phase": [point.phase for point in found.curve],
-            **{part: [values[part] for values in shown] for part in SHOWN_PARTS},
+            **{part: [values[part] for values in shown] for part in PARTS},
         },
         seconds=round(trace.seconds, 1),
         notes=list(trace.notes),
@@ -170,7 +168,7 @@ def _mib(size: float) -> float:
 def _shown(point: Point) -> dict[str, float]:
     """Return the parts in MiB; the batch counts as temporary."""
     merged = {**point.parts, "temporaries": point.parts["temporaries"] + point.parts["batch"]}
-    return {part: _mib(merged[part]) for part in SHOWN_PARTS}
+    return {part: _mib(merged[part]) for part in PARTS}
 
 
 def _expected_states_mib(config: Config, counted: int | None = None) -> States | None:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from distexp.measure.memory import step_parts
 from distexp.system.units import MIB
 
 # Model of PyTorch's caching allocator: how much GPU memory it reserves for a sequence of allocations.
@@ -186,10 +187,7 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-PARTS = (
-    *("parameters", "gradients", "optimizer_states", "activations"),
-    *("logits", "communication", "temporaries", "batch"),
-)
+PARTS = (*step_parts.PARTS, "batch")
 """What a block of memory is for.
 
 - activations: tensors that are kept from the forward pass for the backward pass, also 16-bit copies of weights;

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from distexp.explain.explanation import explain
 from distexp.launch import outcome
-from distexp.launch.outcome import complete
 from distexp.runs.record import RunRecord
 from distexp.strategies.base import Strategy
 from tests.helpers.profiled_records import (
@@ -98,7 +98,8 @@ def test_an_error_of_the_explanation_keeps_the_record(
 
     monkeypatch.setattr(outcome, "explain", fail)
     found = profiled(COMPUTE_BOUND, **GPU)
-    complete(found, make_spec(), tmp_path)
+    found.write_result(tmp_path)
+    found = outcome.finalize_run(make_spec(), tmp_path, {0: 0}, time.time())
     assert found.metrics.explanation is None
     assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err
 

@@ -16,11 +16,7 @@ from distexp.statistics.noise import MemoryLine
 from distexp.strategies.base import load_strategy, shipped_strategies
 from distexp.system.units import MIB
 
-# The memory of one family: which micro-batches fit, from as few predictions as possible.
-
-
 PER_SAMPLE = ("activations", "logits")  # Parts that grow with the micro-batch in proportion. The others may, too.
-GRADIENT_BYTES = 4
 
 
 @dataclass
@@ -109,7 +105,7 @@ class FamilyMemory:
         if not _accumulates(member):
             if parameters is None:
                 return
-            extra = self._workers_in_memory * GRADIENT_BYTES * parameters / MIB
+            extra = self._workers_in_memory * 4 * parameters / MIB  # gradients in fp32
         if (estimate.most_mib or 0.0) + extra <= (self.memory_mib or 0.0):
             for other in self.members:
                 if other.micro_batch < member.micro_batch:
@@ -170,8 +166,6 @@ STAGES = ((False, False), (False, True), (True, False), (True, True))
 
 EQUAL_FAILURES = 4
 """If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
-
-MAX_ERRORS = 3  # most errors of predictions that are printed
 
 
 def prune_by_plan(
@@ -334,6 +328,6 @@ class _Pruning:
         return self.ended
 
     def report_errors(self) -> None:
-        for error, count in self.errors.most_common(MAX_ERRORS):
+        for error, count in self.errors.most_common(3):
             all_of = "all of the first " if self.errors.total() == self.done else ""
             self.report(f"{all_of}{format_count(count, 'prediction')} failed: {error}")

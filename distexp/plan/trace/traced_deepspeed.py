@@ -15,18 +15,11 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
+from distexp.plan.trace import zero12
 from distexp.plan.trace.cuda_semantics import make_optimizer
 from distexp.plan.trace.recorder import StorageRecorder, tensors_in
 from distexp.plan.trace.zero3_fetcher import Fetcher, Receiver
-from distexp.plan.trace.zero12 import (
-    Buffers,
-    Partitions,
-    ShardedOptimizer,
-    ZeroOneTwo,
-    cut_into_sub_groups,
-    read_zero,
-    share_of,
-)
+from distexp.plan.trace.zero12 import Buffers, Partitions
 from distexp.runs.memory_trace import MOMENTS
 from distexp.strategies.torch_model import DTYPES
 from distexp.strategies.zero.ds_config import effective_config, fit_buckets, uses_autocast
@@ -72,7 +65,7 @@ class TracedDeepSpeed:
 
 def build_zero(
     module: nn.Module, config: Config, buffers: Buffers, partitions: Partitions | None
-) -> ZeroStage0 | ZeroOneTwo | ZeroThree:
+) -> ZeroStage0 | zero12.ZeroOneTwo | ZeroThree:
     """Return the gradients and states of the stage of a configuration."""
     settings: dict[str, Any] = effective_config(config, config.cluster.world_size)
     sizes = [parameter.numel() for parameter in module.parameters()]
@@ -81,7 +74,7 @@ def build_zero(
     if stage == 0:
         return ZeroStage0(module, config, settings, buffers)
     if partitions is None:
-        return ZeroOneTwo(module, config, settings, buffers)
+        return zero12.ZeroOneTwo(module, config, settings, buffers)
     return ZeroThree(module, config, settings, buffers, partitions)
 
 
@@ -155,19 +148,19 @@ NORM_CHUNK = 250_000_000
 """Elements of a gradient that one norm reads, if the optimizer is offloaded (``_constant_buffered_norm2``)."""
 
 
-class ZeroThree(ShardedOptimizer):
+class ZeroThree(zero12.ShardedOptimizer):
     """Parameters, gradients and optimizer states of one rank at stage 3."""
 
     def __init__(
         self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers, partitions: Partitions
     ) -> None:
         super().__init__(module, config, settings, buffers)
-        threshold = int(read_zero(settings, "stage3_param_persistence_threshold", 100_000))
+        threshold = int(zero12.read_zero(settings, "stage3_param_persistence_threshold", 100_000))
         persistent = {param: None for param in module.parameters() if param.numel() <= threshold}
-        limit = int(read_zero(settings, "sub_group_size", 1_000_000_000))
-        divided = [cut_into_sub_groups([self._share(param) for param in group], limit) for group in self.groups]
+        limit = int(zero12.read_zero(settings, "sub_group_size", 1_000_000_000))
+        divided = [zero12.cut_into_sub_groups([self._share(param) for param in group], limit) for group in self.groups]
         self.sub_groups = [(number, share) for number, shares in enumerate(divided) for share in shares]
-        overlaps = read_zero(settings, "overlap_comm", True)  # It is true by default at stage 3.
+        overlaps = zero12.read_zero(settings, "overlap_comm", True)  # It is true by default at stage 3.
         gather_stream, self.reduce_stream = (
             torch.cpu.Stream() if overlaps else torch.cpu.current_stream() for _ in range(2)
         )
@@ -182,7 +175,7 @@ class ZeroThree(ShardedOptimizer):
         self.oversized: dict[nn.Parameter, Tensor] = {}
 
     def _share(self, param: nn.Parameter) -> int:
-        return share_of(param, self.world_size)
+        return zero12.share_of(param, self.world_size)
 
     @torch.no_grad()
     def _defragment(self, shares: dict[nn.Parameter, Tensor]) -> Tensor | None:

@@ -74,13 +74,9 @@ def evaluation_batch(config: Config, data: TaskData) -> Batch:
     return data.collate([data.evaluation[index] for index in order[:size]])
 
 
-WITHOUT_KERNEL = "UnsupportedOperatorException"
-"""Name of torch's exception for an operator that has no kernel for fake tensors. Its text is the operator."""
-
-
 def describe_failure(error: Exception) -> str:
     """Return why a model cannot be traced, with the line of the model that failed."""
-    if type(error).__name__ == WITHOUT_KERNEL:
+    if type(error).__name__ == "UnsupportedOperatorException":  # Its text is an operator without such a kernel.
         reason = (
             f"its operator {error} computes only with values: give it a kernel for fake tensors with "
             "torch.library.register_fake"
