@@ -17,13 +17,7 @@ from rich.text import Text
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, format_runs
 from distexp.exceptions import run_until_pipe_closes
-from distexp.explain.explanation import (
-    Explanation,
-    ProfiledRun,
-    describe_missing_cores,
-    read_profiled_run,
-    read_profiled_runs,
-)
+from distexp.explain import explanation
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.record import choose_newest_sweep
@@ -51,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{len(options.directories)} directories: give one, or two to compare")
         directories = choose_directories(options.directories)
         if len(directories) == 2:
-            print_comparison(*map(read_profiled_run, directories), as_json=options.json)
+            print_comparison(*map(explanation.read_profiled_run, directories), as_json=options.json)
         else:
-            print_explanations(read_profiled_runs(directories[0]), as_json=options.json)
+            print_explanations(explanation.read_profiled_runs(directories[0]), as_json=options.json)
     except ConfigError as error:
         for message in error.errors:
             print(f"distexp: {message}", file=sys.stderr)
@@ -78,7 +72,7 @@ def choose_directories(given: Sequence[Path]) -> list[Path]:
     return [newest / path if path in numbers else path for path in given] or [newest]
 
 
-def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
+def print_explanations(runs: Sequence[explanation.ProfiledRun], *, as_json: bool) -> None:
     """Print the profile and the explanation of each run."""
     if as_json:
         print(json.dumps(nan_to_none([run.to_json() for run in runs]), indent=2))
@@ -99,7 +93,7 @@ def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
             print_plain(console, note, style="dim")
 
 
-def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
+def print_comparison(a: explanation.ProfiledRun, b: explanation.ProfiledRun, *, as_json: bool) -> None:
     """Print why run B is slower or faster than run A."""
     comparison = ProfileComparison(a.profile, b.profile)
     if as_json:
@@ -124,16 +118,16 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
 LARGE_DIFFERENCE = 0.05  # relative difference of the profiled step from the median one that is worth a note
 
 
-def explanation_lines(explanation: Explanation) -> Iterator[str]:
+def explanation_lines(found: explanation.Explanation) -> Iterator[str]:
     """Yield the bottleneck, the overrides to try, and why each of them would help."""
-    yield explanation.sentence
-    if explanation.alternatives:
-        yield f"try: {'  or  '.join(explanation.alternatives)}"
-    for overrides in explanation.alternatives:
-        if reason := explanation.reasons.get(overrides):
+    yield found.sentence
+    if found.alternatives:
+        yield f"try: {'  or  '.join(found.alternatives)}"
+    for overrides in found.alternatives:
+        if reason := found.reasons.get(overrides):
             yield f"  {overrides.split()[0]}: {reason}"
-    if explanation.larger_batch:
-        yield f"A larger global batch changes the training: {', '.join(explanation.larger_batch)}."
+    if found.larger_batch:
+        yield f"A larger global batch changes the training: {', '.join(found.larger_batch)}."
 
 
 def profile_notes(profile: StepProfile) -> Iterator[str]:
@@ -171,7 +165,7 @@ def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     """Yield what limits the meaning of two profiles: of both, then of one of them, then what both have."""
     # The explanation of a run has the wait for CPU cores in its sentence. Here it is a note.
     of_a, of_b = (
-        [note for note in (describe_missing_cores(one), *profile_notes(one), *scaling_note(one)) if note]
+        [note for note in (explanation.describe_missing_cores(one), *profile_notes(one), *scaling_note(one)) if note]
         for one in (comparison.a, comparison.b)
     )
     a, b = comparison.a.global_batch, comparison.b.global_batch

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -31,7 +31,7 @@ from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import RECORD
-from distexp.runs.step_files import PARTS, read_ranks
+from distexp.runs.step_files import read_ranks
 from distexp.system import cgroups, files
 from distexp.system.units import format_amount, format_memory
 from distexp.tables.columns import ALWAYS, Column, cell, fitted_table, make_console, print_plain
@@ -212,18 +212,11 @@ def _with_memory(row: SizeRow, planned: PlannedCell) -> SizeRow:
 
 EXPOSED = "exposed_communication"
 
-TITLES: Mapping[str, str] = {  # short titles of parts
-    "exposed_communication": "communication",
-    "launch": "slow launches",
-    "waiting": "waiting",
-    "other": "other work",
-}
-
-LONG_TITLES: Mapping[str, str] = {  # titles of parts in the answer
-    "exposed_communication": "communication that no computation hides",
-    "launch": "a GPU that is idle because of slow launches",
-    "waiting": "waiting for the slowest worker",
-    "other": "work that the profile does not explain",
+TITLES = {  # titles of the parts that may be a bottleneck: in the table, and in the answer
+    "exposed_communication": ("communication", "communication that no computation hides"),
+    "launch": ("slow launches", "a GPU that is idle because of slow launches"),
+    "waiting": ("waiting", "waiting for the slowest worker"),
+    "other": ("other work", "work that the profile does not explain"),
 }
 
 VERDICTS = {"fits": "fits", "too_close": "not certain", "does_not_fit": "does not fit"}
@@ -239,7 +232,7 @@ def answer(rows: Sequence[SizeRow], workers: str) -> str:
     limit = f"limited by {row.forecast.limit}" if row.forecast.limit else "nothing but computation limits it"
     if row.bottleneck is not None and not row.forecast.limit:
         name, share = row.bottleneck
-        limit = f"the bottleneck is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
+        limit = f"the bottleneck is {TITLES[name][1]} with {share:.0%} of the step"
     text = f"{count}: {efficiency:.0%} efficiency ({low:.0%} to {high:.0%}), {row.samples_per_second:,.1f} samples/s"
     failed = sum(1 for each in rows if each.error)
     have = f"{failed} of {format_count(len(rows), 'size')} {'has' if failed == 1 else 'have'}"
@@ -249,11 +242,6 @@ def answer(rows: Sequence[SizeRow], workers: str) -> str:
 def _largest(rows: Sequence[SizeRow]) -> SizeRow | None:
     """Return the forecast of the most workers; None without a forecast."""
     return max((row for row in rows if row.forecast), key=lambda row: (row.workers, row.size[0]), default=None)
-
-
-def part_title(name: str) -> str:
-    """Return the short title of a part."""
-    return TITLES.get(name) or PARTS.get(name) or name.replace("_", " ")
 
 
 def sizes_table(rows: Sequence[SizeRow], workers: str, width: int) -> list[Table | Text]:
@@ -269,7 +257,7 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         return Column(title, tuple(map(read, rows)), importance, right)
 
     def bottleneck(row: SizeRow) -> str:
-        return f"{part_title(row.bottleneck[0])} {row.bottleneck[1]:.0%}" if row.bottleneck else "-"
+        return f"{TITLES[row.bottleneck[0]][0]} {row.bottleneck[1]:.0%}" if row.bottleneck else "-"
 
     def verdict(row: SizeRow) -> str:
         return VERDICTS.get((row.memory.verdict if row.memory else None) or "", "-")

@@ -40,8 +40,7 @@ class ProfiledRun:
 
     def setting(self, section: str, name: str) -> Any:
         """Return a value of the run's resolved configuration; None if the record lacks it."""
-        values = self.record.config.get(section)
-        return values.get(name) if isinstance(values, dict) else None
+        return setting(self.record.config, f"{section}.{name}")
 
     @property
     def on_gpu(self) -> bool:

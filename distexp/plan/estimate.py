@@ -16,7 +16,6 @@ from distexp.strategies.traits import GPU_ERROR_BOUND, UNMEASURED_ON_CPUS, CpuMe
 from distexp.system.units import MIB
 
 ALLOCATED_ERROR = 0.02  # largest error of the allocated peak on a GPU, if it is too high
-NATIVE = "native"  # the trainer whose steps are traced
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ def make_estimate(config: Config) -> Estimate:
 
 def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
-    if config.engine.name != NATIVE:
+    if config.engine.name != "native":  # whose steps are traced
         note = (
-            f"engine={config.engine.name}: this is an estimate of engine={NATIVE} with the same options; the two were "
+            f"engine={config.engine.name}: this is an estimate of engine=native with the same options; the two were "
             "compared on a GPU for strategy=single in bf16 only, where they need the same"
         )
         trace = replace(trace, notes=(*trace.notes, note))

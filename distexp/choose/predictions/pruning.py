@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective, families_of
 from distexp.config import Config
@@ -30,7 +31,7 @@ class FamilyMemory:
     def __post_init__(self) -> None:
         self.name = self.members[0].family
         train, offload = self.config.train, self.config.offload
-        self.stage = offload.enabled, train.activation_checkpointing  # see ``pruning.STAGES``
+        self.stage = offload.enabled, train.activation_checkpointing
         self.memory_mib = memory_to_fit_mib(self.config)
         # On CPUs the memory of a node is measured, and that of the simulated nodes together decides.
         cluster, on_cpus = self.config.cluster, self.config.cluster.device == "cpu"
@@ -161,9 +162,6 @@ def _accumulates(member: Candidate) -> bool:
     return member.config is not None and member.config.train.gradient_accumulation_steps > 1
 
 
-STAGES = ((False, False), (False, True), (True, False), (True, True))
-"""Offloading and activation checkpointing of each stage."""
-
 EQUAL_FAILURES = 4
 """If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
 
@@ -189,8 +187,8 @@ def prune_by_plan(
     kinds = {**shipped_strategies(), **{config.strategy.name: type(load_strategy(config)) for config in configs}}
     lighter = {text: other for name, kind in kinds.items() for text, other in kind.lighter_overrides(name).items()}
     pruning = _Pruning(memories, lighter, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
-    for stage in STAGES:
-        pruning.predict_stage(stage)
+    for offloads, checkpoints in product((False, True), repeat=2):
+        pruning.predict_stage((offloads, checkpoints))
     if not any(candidate.is_waiting for candidate in candidates):
         pruning.predict_smallest()
     pruning.report_errors()
