@@ -32,8 +32,7 @@ from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import RECORD
 from distexp.runs.step_files import read_ranks
-from distexp.system import cgroups, files
-from distexp.system.units import format_amount, format_memory
+from distexp.system import cgroups, files, units
 from distexp.tables.columns import ALWAYS, Column, cell, fitted_table, make_console, print_plain
 
 LARGE_SHARE_WITHOUT_CORE = 0.2  # share of the profiled step without a CPU core from which a forecast has a warning
@@ -279,8 +278,8 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("bottleneck", bottleneck, 70, right=False),
         column("memory", _memory, 80),
         column("verdict", verdict, 75, right=False),
-        column("J/\nsample", lambda row: cell(row.j_per_sample, format_amount), 65),
-        column("price per\n1M samples", lambda row: cell(row.price, format_amount), 64),
+        column("J/\nsample", lambda row: cell(row.j_per_sample, units.format_amount), 65),
+        column("price per\n1M samples", lambda row: cell(row.price, units.format_amount), 64),
         column("measured\nms/step", lambda row: _ms(row.measured.measured_s if row.measured else None), 98),
         column("error", lambda row: f"{row.measured.relative:+.1%}" if row.measured else "-", 97),
     ]
@@ -300,7 +299,7 @@ def _memory(row: SizeRow) -> str:
     """Return the memory of a worker as nvidia-smi shows it, or of a node for a run on CPUs."""
     memory = row.memory or Predicted()
     mib = memory.nvidia_smi_mib or memory.host_peak_mib or memory.peak_allocated_mib
-    return cell(mib, format_memory)
+    return cell(mib, units.format_memory)
 
 
 def _size(row: SizeRow) -> str:
@@ -327,7 +326,7 @@ def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = 
         yield "To let the global batch grow with the workers: train.global_batch_size=null."
     limits = (row.memory.host_memory_mib for row in rows if row.memory and row.size[0] > 1)
     if limit := next(filter(None, limits), None):
-        yield f"Memory and verdict: of one node. Assumed: each node has {format_memory(limit)}."
+        yield f"Memory and verdict: of one node. Assumed: each node has {units.format_memory(limit)}."
     yield from _cpu_notes(rows, profiled_threads)
 
 

@@ -26,9 +26,8 @@ from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.plan.estimate import Estimate, simulated_nodes
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.run_id import run_id
-from distexp.system import cgroups, typed_values, units
+from distexp.system import cgroups, files, typed_values, units
 from distexp.system.cache_dir import cache_dir
-from distexp.system.files import PACKAGE, read_json, write_json
 from distexp.system.processes import end_tree, handle_signals, start_module
 
 MEMORY_PER_PROCESS = 3 * units.GIB  # memory that a process may need to trace a model
@@ -101,7 +100,7 @@ class TraceServer:
         numbers = range(self.jobs, self.jobs + len(configs))
         self.jobs += len(configs)
         for number, config in zip(numbers, configs, strict=True):
-            write_json(job_path(self.folder, number), asdict(config))
+            files.write_json(job_path(self.folder, number), asdict(config))
         waiting = {result_path(self.folder, number) for number in numbers}
         while waiting:
             ended = self.process.poll() is not None
@@ -116,7 +115,7 @@ class TraceServer:
 
     def _read(self, path: Path) -> Outcome:
         try:
-            result = read_json(path)
+            result = files.read_json(path)
         except FileNotFoundError:
             lines = (self.folder / LOG).read_text(errors="replace").strip().splitlines()
             return f"the process that traces failed: {lines[-1] if lines else 'it wrote no message'}"
@@ -175,7 +174,7 @@ def store_estimate(config: Config, estimate: Estimate) -> None:
     path = cache_path(config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(estimate))
+        files.write_json(path, asdict(estimate))
     except OSError as error:
         print(f"distexp: the prediction is not cached: {path.parent}: {error.strerror}", file=sys.stderr)
 
@@ -213,7 +212,7 @@ def code_hash() -> str:
     """Return a hash of the code that an estimate depends on."""
     digest = hashlib.sha256(__version__.encode())
     for package in SOURCES:
-        for path in sorted((PACKAGE / package).rglob("*.py")):
+        for path in sorted((files.PACKAGE / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -15,15 +15,13 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
-from distexp.plan.trace import zero12
-from distexp.plan.trace.cuda_semantics import make_optimizer
+from distexp.plan.trace import cuda_semantics, zero12
 from distexp.plan.trace.recorder import StorageRecorder, tensors_in
 from distexp.plan.trace.zero3_fetcher import Fetcher, Receiver
 from distexp.plan.trace.zero12 import Buffers, Partitions
 from distexp.runs.memory_trace import MOMENTS
 from distexp.strategies.torch_model import DTYPES
-from distexp.strategies.zero.ds_config import effective_config, fit_buckets, uses_autocast
-from distexp.strategies.zero.ds_initialization import cast_weights, in_16_bits
+from distexp.strategies.zero import ds_config, ds_initialization
 
 
 class TracedDeepSpeed:
@@ -32,10 +30,10 @@ class TracedDeepSpeed:
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, recorder: StorageRecorder) -> None:
         self.module = blueprint.model
         self.task, self.world_size = config.model.task, config.cluster.world_size
-        self.cast_to = DTYPES[config.precision.name] if in_16_bits(config) else None
+        self.cast_to = DTYPES[config.precision.name] if ds_initialization.in_16_bits(config) else None
         partitions = Partitions(config) if config.deepspeed.zero_stage == 3 else None
         initialize_weights(blueprint, self.cast_to or torch.float32, partitions)
-        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast(config))
+        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=ds_config.uses_autocast(config))
         buffers = Buffers.of(config, context.device, recorder.assign, recorder.empty_cache)
         self.zero = build_zero(self.module, config, buffers, partitions)
         if self.cast_to is not None:
@@ -67,9 +65,9 @@ def build_zero(
     module: nn.Module, config: Config, buffers: Buffers, partitions: Partitions | None
 ) -> ZeroStage0 | zero12.ZeroOneTwo | ZeroThree:
     """Return the gradients and states of the stage of a configuration."""
-    settings: dict[str, Any] = effective_config(config, config.cluster.world_size)
+    settings: dict[str, Any] = ds_config.effective_config(config, config.cluster.world_size)
     sizes = [parameter.numel() for parameter in module.parameters()]
-    fit_buckets(settings, sum(sizes), max(sizes))
+    ds_config.fit_buckets(settings, sum(sizes), max(sizes))
     stage = settings["zero_optimization"]["stage"]
     if stage == 0:
         return ZeroStage0(module, config, settings, buffers)
@@ -83,7 +81,7 @@ def initialize_weights(blueprint: Blueprint, dtype: torch.dtype, partitions: Par
     """Materialize, convert and partition each module in turn, as ``ds_initialization.initialize_weights`` does."""
     for module in reversed(list(blueprint.model.modules())):
         blueprint.materialize(module, recurse=False)
-        cast_weights(module, dtype)
+        ds_initialization.cast_weights(module, dtype)
         if partitions is not None:
             partitions.add(module.parameters(recurse=False))
 
@@ -164,7 +162,7 @@ class ZeroThree(zero12.ShardedOptimizer):
         gather_stream, self.reduce_stream = (
             torch.cpu.Stream() if overlaps else torch.cpu.current_stream() for _ in range(2)
         )
-        self.optimizer = make_optimizer(module, config)
+        self.optimizer = cuda_semantics.make_optimizer(module, config)
         self.flat = self._defragment(partitions.shares)
         self.frozen = partitions.shares
         self._allocate_states(MOMENTS[config.train.optimizer])

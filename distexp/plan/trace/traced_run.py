@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from distexp.config import Config
-from distexp.config.custom_code import code_place
+from distexp.config import Config, custom_code
 from distexp.data.base import Batch, TaskData
 from distexp.data.loader import PaddedDataset
 from distexp.distributed.context import Context
@@ -88,7 +87,7 @@ def describe_failure(error: Exception) -> str:
         )
     else:
         reason = f"{type(error).__name__}: {_first_line(error)}"
-    place = code_place(error)
+    place = custom_code.code_place(error)
     return f"the model cannot be traced{f' at {place}' if place else ''}: {reason}"
 
 
