@@ -38,10 +38,8 @@ def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
     """Return what to vary, by the entries of ``choose.space`` and the overrides of the command.
 
     ``KEY=VALUE,VALUE`` sets the values of an axis, or adds a key. A key alone keeps its default values; then only the
-    named axes vary. A key that is typed on the command line has that value only, unless an entry names it.
-
-    Raises:
-        ConfigError: with all entries that are wrong.
+    named axes vary. A key that is typed on the command line has that value only, unless an entry names it. Raise a
+    ConfigError with all entries that are wrong.
     """
     named = {entry.key: entry.values for entry in _read_entries(space)}
     typed = {GROUP_OF_KEY.get(key_of(text), key_of(text)): (value_of(text),) for text in command}

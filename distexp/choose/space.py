@@ -39,9 +39,7 @@ from distexp.tables.columns import show_progress
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
     """Return all candidates for one training. Those that are invalid are pruned, with the reason.
 
-    Raises:
-        ConfigError: the command has no global batch size, or a number of GPUs is impossible, or no number of workers
-            can share the global batch.
+    Raise a ConfigError without a global batch size, or if the numbers of GPUs are impossible or cannot share the batch.
     """
     base = base_config(make, command)
     if base.train.global_batch_size is None:

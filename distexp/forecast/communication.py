@@ -23,12 +23,8 @@ TREE_BANDWIDTH = 0.9  # fraction of the bandwidth that a tree reaches (NCCL, tun
 BASE_RING_FAST, BASE_RING_SIMPLE, BASE_TREE_FAST, BASE_TREE_SIMPLE = 3.6e-6, 8.4e-6, 4.4e-6, 0.0
 MEASURED, SCALED, MODEL = "measured", "scaled", "model"
 
-SIMILAR_KINDS = {  # measured kind whose curve is used for a kind that the preflight does not measure
-    "reduce": "reduce_scatter",
-    "broadcast": "all_gather",
-    "all_to_all": "all_gather",
-    "other": "all_gather",
-}
+SIMILAR_KINDS = {"reduce": "reduce_scatter", **dict.fromkeys(("broadcast", "all_to_all", "other"), "all_gather")}
+"""Measured kind whose curve is used for a kind that the preflight does not measure."""
 
 
 @dataclass(frozen=True)

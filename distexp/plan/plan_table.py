@@ -166,9 +166,6 @@ def describe_change(change: ConfigChange, memory_mib: float) -> str:
     return f"{' '.join(change.overrides)}: needs {needed}, {result}"
 
 
-LARGE_MIB = 1.0 * MIB_PER_GB  # peak from which a sample of a dataset is unlikely to be the data of the real training
-
-
 @dataclass(frozen=True)
 class FullData:
     """The dataset of which a sample imitates a part: its name, and the size of its texts or images."""
@@ -230,7 +227,8 @@ def full_data_override(cell: PlannedCell) -> str | None:
     full = FULL_DATA.get(config.dataset.name)
     size = getattr(config.dataset, full.key) if full else None
     peak_mib = predicted.peak_allocated_mib or sum(predicted.parts.values())
-    if full is None or size is None or size >= full.size or peak_mib < LARGE_MIB:
+    # From 1 GB on, a sample of a dataset is unlikely to be the data of the real training.
+    if full is None or size is None or size >= full.size or peak_mib < MIB_PER_GB:
         return None
     if sets_key(cell.cell.overrides, f"dataset.{full.key}"):
         return None

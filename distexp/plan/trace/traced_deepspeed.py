@@ -95,10 +95,6 @@ def restore_masters(module: nn.Module, device: torch.device) -> None:
     del value
 
 
-ALLREDUCE_ELEMENTS = 500_000_000
-"""Elements of the buffers in which gradients are reduced (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
-
-
 class ZeroStage0:
     """Gradients and optimizer states of one rank without partitions.
 
@@ -125,7 +121,7 @@ class ZeroStage0:
         buckets = [0]
         for param in self.params:
             buckets[-1] += param.numel()
-            if buckets[-1] > ALLREDUCE_ELEMENTS:
+            if buckets[-1] > 500_000_000:  # MEMORY_OPT_ALLREDUCE_SIZE
                 buckets.append(0)
         for elements in filter(None, buckets):
             self.buffers.use_briefly(elements, self.dtype, "communication")
@@ -140,14 +136,11 @@ class ZeroStage0:
             param.grad = None
 
 
-# Stage 3 of ZeRO. Names in comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/stage3.py``.
-
-NORM_CHUNK = 250_000_000
-"""Elements of a gradient that one norm reads, if the optimizer is offloaded (``_constant_buffered_norm2``)."""
-
-
 class ZeroThree(zero12.ShardedOptimizer):
-    """Parameters, gradients and optimizer states of one rank at stage 3."""
+    """Parameters, gradients and optimizer states of one rank at stage 3.
+
+    Names in comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/stage3.py``.
+    """
 
     def __init__(
         self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers, partitions: Partitions
@@ -252,7 +245,8 @@ class ZeroThree(zero12.ShardedOptimizer):
             for param in self.bucket if self.offloads else ():
                 part = buffers.on_gpu(self._share(param), self.dtype, "temporaries")
                 if self.is_last:
-                    buffers.use_briefly(min(self._share(param), NORM_CHUNK), torch.float64)
+                    # A norm reads so many elements at a time (``_constant_buffered_norm2``).
+                    buffers.use_briefly(min(self._share(param), 250_000_000), torch.float64)
                     buffers.use_briefly(self._share(param), torch.float32)
                 del part
             del interleaved
