@@ -239,7 +239,10 @@ def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
 def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:
     notes = []
     if not sets_key(command, BATCH) and config.train.global_batch_size is None:
-        samples = global_batch(config)
+        train = config.train
+        if isinstance(train.micro_batch_size, str):  # The workers would search it.
+            raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")
+        samples = train.micro_batch_size * train.gradient_accumulation_steps * config.cluster.world_size
         command = [*(text for text in command if not sets_key([text], ACCUMULATION)), f"{BATCH}={samples}"]
         notes.append(f"the global batch is {samples} samples, from these arguments: set {BATCH} for another one")
     if config.scale.name != "full":
@@ -248,14 +251,6 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
         batch = [] if sets_key(command, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
         command += [*batch, *(f"{key}=null" for key in BATCH_LIMITS)]
     return Settings(section, command, notes)
-
-
-def global_batch(config: Config) -> int:
-    """Return the samples of an optimizer step. Raise a ConfigError if the workers search the micro-batch."""
-    train = config.train
-    if isinstance(train.micro_batch_size, str):
-        raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")
-    return train.micro_batch_size * train.gradient_accumulation_steps * config.cluster.world_size
 
 
 def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:
