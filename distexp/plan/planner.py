@@ -149,8 +149,8 @@ def started_server(processes: int) -> Iterator[TraceServer]:
 
 
 SOURCES = (
-    *("config", "data", "distributed", "engines", "models", "plan", "resolve", "strategies", "system", "training"),
-    "worker",
+    *("config", "data", "distributed", "engines", "measure", "models", "plan", "resolve", "strategies", "system"),
+    *("training", "worker"),
 )
 """Packages whose code an estimate depends on."""
 

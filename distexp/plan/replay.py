@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from distexp.measure.memory import step_parts
+from distexp.measure.memory.step_parts import MIN_BLOCK, round_size
 from distexp.system.units import MIB
 
 # Model of PyTorch's caching allocator: how much GPU memory it reserves for a sequence of allocations.
@@ -22,7 +23,6 @@ from distexp.system.units import MIB
 # never reuses the blocks of another one. Of free blocks of one size the lowest address is used, so the addresses of
 # segments matter.
 
-MIN_BLOCK = 512
 SMALL_SIZE = MIB  # largest block of the small pool
 ADDRESS_RANGE = 32 * MIB  # multiple in which the driver takes addresses from the operating system, as seen on H200s
 HIGHEST_ADDRESS = 2**47  # end of the addresses of a process on Linux
@@ -169,11 +169,6 @@ class CachingAllocator:
             block.after.before = remainder
         block.after, block.size = remainder, size
         block.pool.add(remainder)
-
-
-def round_size(size: int) -> int:
-    """Return the size of the block for an allocation."""
-    return max(MIN_BLOCK, _round_up(size, MIN_BLOCK))
 
 
 def segment_size(size: int) -> int:
