@@ -95,7 +95,7 @@ def test_the_command_composes_the_run_with_other_sizes(sweep: Path, capsys: pyte
 def test_the_memory_of_the_gpu_is_that_of_the_profiled_run_if_it_is_needed(
     typed: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments.cgroups, "visible_gpus", tuple)
+    monkeypatch.setattr("distexp.system.cgroups.visible_gpus", tuple)
     profiled = profiled_record(cluster__device="cuda", peak=8192.0)
     assert profiled.environment is not None
     profiled.environment.gpu_total_mib = 143_771
