@@ -19,8 +19,6 @@ from distexp.resolve.resources import launcher_traits
 from distexp.strategies.base import reference_name, shipped_strategies
 from distexp.strategies.traits import Option, Traits
 
-AUTO = "auto"
-
 
 @dataclass(frozen=True)
 class Axes:
@@ -40,14 +38,12 @@ def read_axes(space: Sequence[str], command: Sequence[str]) -> Axes:
     """Return what to vary, by the entries of ``choose.space`` and the overrides of the command.
 
     ``KEY=VALUE,VALUE`` sets the values of an axis, or adds a key. A key alone keeps its default values; then only the
-    named axes vary. A key that is typed on the command line has that value only, unless an entry names it.
-
-    Raises:
-        ConfigError: with all entries that are wrong.
+    named axes vary. A key that is typed on the command line has that value only, unless an entry names it. Raise a
+    ConfigError with all entries that are wrong.
     """
     named = {entry.key: entry.values for entry in _read_entries(space)}
     typed = {GROUP_OF_KEY.get(key_of(text), key_of(text)): (value_of(text),) for text in command}
-    is_searched = typed.get(MICRO_BATCH) == (AUTO,)
+    is_searched = typed.get(MICRO_BATCH) == ("auto",)
     in_command = {axis: value for axis, value in typed.items() if axis in AXES}
     if is_searched:
         del in_command[MICRO_BATCH]

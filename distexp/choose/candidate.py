@@ -17,7 +17,6 @@ from distexp.statistics.noise import UsualErrors
 from distexp.strategies.base import shipped_strategies, strategy_label
 from distexp.system.units import MIB_PER_GB
 
-COMPLETED = "completed"
 OOM_GPU, OOM_HOST = "oom_gpu", "oom_host"
 
 
@@ -149,7 +148,7 @@ class Candidate:
     @property
     def completed(self) -> tuple[Trial, ...]:
         """Return the trials that completed, without disturbed ones."""
-        return tuple(trial for trial in self.trials if trial.status == COMPLETED and not trial.disturbed)
+        return tuple(trial for trial in self.trials if trial.status == "completed" and not trial.disturbed)
 
     @property
     def ran_out_of_memory(self) -> bool:

@@ -14,8 +14,7 @@ from distexp.choose import axes, loss_check, policy, space
 from distexp.choose import result_texts as texts
 from distexp.choose import search_output as output
 from distexp.choose.candidate import Candidate, format_worker_minutes, format_worker_time, label, rules_for
-from distexp.choose.predictions.pruning import prune_by_plan
-from distexp.choose.predictions.rough_forecast import set_forecasts
+from distexp.choose.predictions import pruning, rough_forecast
 from distexp.choose.ranking import PlannedTrial, by_score, mean_metrics, ranked
 from distexp.choose.search import describe_no_winner, first_trials, search
 from distexp.choose.trials import EXCLUDED_STEPS, SearchState, Trials, add_trial
@@ -27,8 +26,7 @@ from distexp.launch.run_dirs import locked_sweep_dir
 from distexp.plan.planner import Planner, parallel_processes
 from distexp.plan.verdict import memory_to_fit_mib
 from distexp.resolve.resources import launcher_traits
-from distexp.system.cgroups import visible_gpus
-from distexp.system.files import nan_to_none
+from distexp.system import cgroups, files
 from distexp.tables.columns import print_plain
 
 MAX_CHECKED = 3  # most candidates whose losses are checked before the search ends without a winner
@@ -45,7 +43,7 @@ def run_choose(
     with planner or Planner() as source:
         candidates = find_candidates(settings, make, source)
         singles = loss_check.fitting_singles(candidates, settings.command, make, source)
-    set_forecasts(singles)
+    rough_forecast.set_forecasts(singles)
     outcome = output.Outcome(settings, candidates)
     if settings.section.dry_run:
         print_plan(outcome, console)
@@ -64,7 +62,7 @@ def run_choose(
         outcome.finished = True
         state.write()
     if settings.as_json:
-        print(json.dumps(nan_to_none(state.to_json()), indent=2))
+        print(json.dumps(files.nan_to_none(state.to_json()), indent=2))
     else:
         output.print_outcome(outcome, state, sweep_dir, console)
     if outcome.winner is None:
@@ -76,14 +74,14 @@ def find_candidates(settings: space.Settings, make: MakeCell, planner: Planner) 
     command = settings.command
     candidates = space.make_space(make, command, settings.section.gpus, axes.read_axes(settings.section.space, command))
     _announce(candidates, settings)
-    prune_by_plan(
+    pruning.prune_by_plan(
         candidates,
         planner.estimate,
         settings.objective,
         at_a_time=parallel_processes(),
         report=lambda text: print(f"distexp: {text}", file=sys.stderr),
     )
-    set_forecasts(candidates)
+    rough_forecast.set_forecasts(candidates)
     return candidates
 
 
@@ -184,7 +182,7 @@ def print_plan(outcome: output.Outcome, console: Console) -> None:
             "budget_gpu_seconds": budget,
             "gpu_seconds": 0.0,
         }
-        print(json.dumps(nan_to_none(plan), indent=2))
+        print(json.dumps(files.nan_to_none(plan), indent=2))
     else:
         _print_tables(outcome, planned, costs, budget, console)
     if not waiting:
@@ -233,7 +231,7 @@ def search_notes(make: MakeCell, settings: space.Settings) -> Iterator[str]:
     """Yield the lines about the device, its memory, and the micro-batch."""
     config = space.base_config(make, settings.command)
     device, requested = config.cluster.device, any("cluster.device=" in text for text in settings.command)
-    if launcher_traits(config).runs_here and device == "cpu" and not requested and not visible_gpus():
+    if launcher_traits(config).runs_here and device == "cpu" and not requested and not cgroups.visible_gpus():
         yield "this machine has no GPU that can be used: the trials run on its CPUs"
     if memory_to_fit_mib(config) is None:
         memory = "memory of the GPUs" if device == "cuda" else "memory of the nodes"

@@ -7,17 +7,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
-from distexp.choose.candidate import (
-    CHECKPOINTING,
-    COMPLETED,
-    DEFAULT_RULES,
-    MICRO_BATCH,
-    Candidate,
-    Objective,
-    Status,
-    Trial,
-    label,
-)
+from distexp.choose.candidate import CHECKPOINTING, MICRO_BATCH, Candidate, Objective, SearchRules, Status, Trial, label
 from distexp.choose.policy import expected_gpu_seconds
 from distexp.choose.predictions.pruning import prune_by_plan
 from distexp.choose.ranking import PlannedTrial, by_score
@@ -168,7 +158,7 @@ def read_losses(run_dir: Path) -> list[float]:
 
 
 def _only_completed(trials: Sequence[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.status == COMPLETED]
+    return [trial for trial in trials if trial.status == "completed"]
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
@@ -224,7 +214,7 @@ def check_gpu_seconds(candidates: Sequence[Candidate], singles: Sequence[Candida
     reference = next(references_of(best, candidates, singles), None) if best is not None else None
     if best is None or best.config is None or reference is None:
         return 0.0
-    steps = min((trial.steps for trial in best.completed), default=DEFAULT_RULES.steps)
+    steps = min((trial.steps for trial in best.completed), default=SearchRules.steps)
     if dropout_overrides(best):
         missing = [best, reference]
     else:

@@ -159,9 +159,6 @@ def _shared_start(planned: PlannedTrial) -> tuple[int, list[str]]:
 
 
 NOT_TRIED = "not tried"  # start of the reason of a candidate that fits, and that the search left out
-LOOKS_EQUAL = 0.005  # ratios that are nearer to 1 look like 1 with two decimals
-LOOKS_LIKE_ONE = 1.05  # smaller ratios look like 1 or less with one decimal
-
 NEEDED = {Objective.THROUGHPUT: "time", Objective.ENERGY: "energy", Objective.COST: "price", Objective.MEMORY: "memory"}
 """What an objective minimizes."""
 
@@ -191,9 +188,9 @@ def _reason_of_forecast(candidate: Candidate, ratio: float | None, needed: str, 
         return stopped or "the search ended"
     if ratio <= 1 and candidate.too_close:
         return "it probably does not fit"
-    if abs(ratio - 1) < LOOKS_EQUAL:
+    if abs(ratio - 1) < 0.005:  # 1.00 with two decimals
         return f"its forecast needs as much {needed} as the best"
-    shown = f"{ratio:.1f}" if ratio >= LOOKS_LIKE_ONE else f"{ratio:.2f}"
+    shown = f"{ratio:.1f}" if ratio >= 1.05 else f"{ratio:.2f}"
     return f"its forecast is {shown} times the {needed} of the best"
 
 

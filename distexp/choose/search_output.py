@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distexp.choose import result_texts as texts
-from distexp.choose.candidate import COMPLETED, Candidate, Objective, format_worker_time, label, row_label
+from distexp.choose.candidate import Candidate, Objective, format_worker_time, label, row_label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.ranking import PlannedTrial, SearchResult, equal_candidates, mean_metrics, ranked, simplest
 from distexp.choose.search import NOT_TRIED
@@ -132,9 +132,6 @@ def measured_json(candidate: Candidate) -> dict[str, Any] | None:
     }
 
 
-MAX_TRADE_OFFS = 5
-
-
 def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: Console) -> None:
     """Print the table, the winner, and what was given up for what."""
     line = partial(print_plain, console)
@@ -155,7 +152,7 @@ def print_outcome(outcome: Outcome, state: SearchState, folder: Path, console: C
             line(texts.equals_sentence(outcome.winner, outcome.equal))
         if outcome.check is not None:
             line(texts.loss_sentence(outcome.check))
-        for text in list(texts.trade_offs(outcome.usable, outcome.winner))[:MAX_TRADE_OFFS]:
+        for text in list(texts.trade_offs(outcome.usable, outcome.winner))[:5]:
             line(f"or: {text}")
         is_for_speed = objective is Objective.THROUGHPUT and texts.may_add_single(outcome.settings)
         faster = is_for_speed and texts.faster_reference(outcome.check, outcome.winner, outcome.candidates)
@@ -285,7 +282,7 @@ def _failure(candidate: Candidate) -> str:
     """Return the status of the trial that failed; empty if all completed, perhaps without the objective's metric."""
     if not candidate.has_failed:
         return ""
-    return next((trial.status for trial in reversed(candidate.trials) if trial.status != COMPLETED), "")
+    return next((trial.status for trial in reversed(candidate.trials) if trial.status != "completed"), "")
 
 
 def _gb(mib: float | None) -> str:

@@ -22,15 +22,13 @@ from distexp.choose.candidate import (
     strategy_in,
 )
 from distexp.compose.composition import Cell, MakeCell, compose_all
-from distexp.config import Config, ConfigError, KernelsConfig
+from distexp.config import Config, ConfigError, KernelsConfig, model_checks
 from distexp.config.keys import config_groups
-from distexp.config.model_checks import depends_on_micro_batch, divisors
 from distexp.config.overrides import key_of, quote_choice, sets_key
 from distexp.config.sections import ChooseConfig
 from distexp.measure.run_energy import POWERCAP, can_read_energy
 from distexp.plan.plan_table import replace_overrides
-from distexp.resolve.resources import launcher_traits
-from distexp.resolve.scaling_rules import multiples_near
+from distexp.resolve import resources, scaling_rules
 from distexp.runs.texts import join_errors
 from distexp.strategies.base import recorded_strategy, shipped_strategies
 from distexp.strategies.single import REFERENCE
@@ -41,9 +39,7 @@ from distexp.tables.columns import show_progress
 def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes: Axes) -> list[Candidate]:
     """Return all candidates for one training. Those that are invalid are pruned, with the reason.
 
-    Raises:
-        ConfigError: the command has no global batch size, or a number of GPUs is impossible, or no number of workers
-            can share the global batch.
+    Raise a ConfigError without a global batch size, or if the numbers of GPUs are impossible or cannot share the batch.
     """
     base = base_config(make, command)
     if base.train.global_batch_size is None:
@@ -59,7 +55,7 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
     if all(samples % workers for workers in counts):
         raise ConfigError(
             f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
-            f"{multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
+            f"{scaling_rules.multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
         )
     candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed, kinds)]
     if not candidates:
@@ -82,11 +78,11 @@ def kept_micro_batch(base: Config, gpus: Sequence[int], axes: Axes) -> int | Non
     kept anyway.
     """
     samples, is_chosen = base.train.global_batch_size, axes.is_micro_batch_named or axes.micro_batches is not None
-    if samples is None or is_chosen or not depends_on_micro_batch(base):
+    if samples is None or is_chosen or not model_checks.depends_on_micro_batch(base):
         return None
     counts = {size.workers for size in cluster_sizes(base, gpus)}
     common = gcd(*(samples // workers for workers in counts if samples % workers == 0))
-    return max(divisors(common, base.train.micro_batch))
+    return max(model_checks.divisors(common, base.train.micro_batch))
 
 
 def base_config(make: MakeCell, command: Sequence[str]) -> Config:
@@ -149,7 +145,7 @@ def _micro_batches(base: Config, size: ClusterSize, axes: Axes) -> list[int]:
     total = base.train.global_batch_size or 0
     if total % size.workers:
         return [1]  # invalid, with the reason
-    return divisors(total // size.workers)
+    return model_checks.divisors(total // size.workers)
 
 
 def _prune_duplicates(candidates: Sequence[Candidate]) -> None:
@@ -182,9 +178,6 @@ def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> 
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
-OWN_KEYS = ("choose.", "hydra.", "sweep.")
-DRY_RUN = "choose.dry_run=true"
-"""Override of a dry run for the GPUs of another machine. Without it, this machine must have as many GPUs."""
 
 
 @dataclass(frozen=True)
@@ -225,10 +218,10 @@ def read_settings(cells: Sequence[Cell], master: DictConfig) -> Settings:
         raise ConfigError(error)
     if errors := _errors(section, cell, master):
         raise ConfigError(errors)
-    command = [text for text in cell.overrides if not text.startswith(OWN_KEYS)]
+    command = [text for text in cell.overrides if not text.startswith(("choose.", "hydra.", "sweep."))]
     plan = cell.composed.plan
     if section.dry_run and (plan.gpu is not None or plan.gpu_memory_gb is not None):
-        command.append(DRY_RUN)
+        command.append("choose.dry_run=true")  # Without it, this machine must have as many GPUs.
     return Settings(section, command, []) if config is None else _with_fixed_batch(section, command, config)
 
 
@@ -238,7 +231,7 @@ def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
         return ""
     if section.objective == Objective.COST:
         return "choose.objective=cost needs GPUs, because a run on CPUs has no price: use throughput"
-    if section.objective == Objective.ENERGY and launcher_traits(config).runs_here and not can_read_energy():
+    if section.objective == Objective.ENERGY and resources.launcher_traits(config).runs_here and not can_read_energy():
         return f"choose.objective=energy: the energy of these CPUs cannot be read (RAPL, {POWERCAP}): use throughput"
     return ""
 
@@ -246,7 +239,10 @@ def _unmeasured_on_cpus(section: ChooseConfig, config: Config) -> str:
 def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config) -> Settings:
     notes = []
     if not sets_key(command, BATCH) and config.train.global_batch_size is None:
-        samples = global_batch(config)
+        train = config.train
+        if isinstance(train.micro_batch_size, str):  # The workers would search it.
+            raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")
+        samples = train.micro_batch_size * train.gradient_accumulation_steps * config.cluster.world_size
         command = [*(text for text in command if not sets_key([text], ACCUMULATION)), f"{BATCH}={samples}"]
         notes.append(f"the global batch is {samples} samples, from these arguments: set {BATCH} for another one")
     if config.scale.name != "full":
@@ -255,14 +251,6 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
         batch = [] if sets_key(command, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
         command += [*batch, *(f"{key}=null" for key in BATCH_LIMITS)]
     return Settings(section, command, notes)
-
-
-def global_batch(config: Config) -> int:
-    """Return the samples of an optimizer step. Raise a ConfigError if the workers search the micro-batch."""
-    train = config.train
-    if isinstance(train.micro_batch_size, str):
-        raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")
-    return train.micro_batch_size * train.gradient_accumulation_steps * config.cluster.world_size
 
 
 def _errors(section: ChooseConfig, cell: Cell, master: DictConfig) -> list[str]:

@@ -10,18 +10,18 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distexp.choose.candidate import COMPLETED, STRATEGY, STRATEGY_OF, Candidate, Objective, Status, Trial
+from distexp.choose.candidate import STRATEGY, STRATEGY_OF, Candidate, Objective, Status, Trial
 from distexp.choose.ranking import PlannedTrial
 from distexp.choose.space import with_overrides, without_other_strategy
 from distexp.compose.composition import Cell, MakeCell
 from distexp.config import Config, ConfigError
 from distexp.config.overrides import suggest_command
+from distexp.launch import outcome
 from distexp.launch.launcher import TrialRunner
 from distexp.launch.run_dirs import AssignedRun, claim_run_dir, make_run_info, run_dir_for
-from distexp.runs.attempts import SUBMISSION_REFUSED
+from distexp.runs import attempts, texts
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import CHOICE, OPERATORS, RECORD, SPEC
-from distexp.runs.texts import failure_text, join_errors
 from distexp.system.files import read_entries, read_json, write_json
 from distexp.system.typed_values import cpu_peak_mib, device_values, number_of, parse_dataclass
 
@@ -41,18 +41,18 @@ class _TrialRun:
     @property
     def has_ended(self) -> bool:
         """Return whether the run has a final record, so that it must not run again."""
-        record = read_record(self.directory)
+        record = outcome.read_record(self.directory / RECORD)
         if record is None or record.status in INTERRUPTED:
             return False
         # If Slurm has refused the job, another command may submit it.
-        return record.error is None or record.error.type != SUBMISSION_REFUSED
+        return record.error is None or record.error.type != attempts.SUBMISSION_REFUSED
 
     def store_cost(self) -> None:
-        record, stored = read_record(self.directory), self.stored
+        record, stored = outcome.read_record(self.directory / RECORD), self.stored
         if record is not None:
             stored.status = record.status
             stored.gpu_seconds = gpu_seconds(record, self.directory, self.config)
-            if record.status == COMPLETED:  # A run that failed does not know how long it trained.
+            if record.status == "completed":  # A run that failed does not know how long it trained.
                 training_s = (record.metrics.train_runtime or 0.0) * self.config.cluster.world_size
                 stored.startup_gpu_seconds = max(0.0, stored.gpu_seconds - training_s)
 
@@ -81,9 +81,9 @@ class Trials:
         results: list[Trial] = []
         for done, cell, planned in zip(claimed, cells, batch, strict=True):
             if done is None:
-                results.append(Trial(planned.steps, "invalid", error=join_errors(cell.errors)))
+                results.append(Trial(planned.steps, "invalid", error=texts.join_errors(cell.errors)))
             else:
-                record, cost = read_record(done.directory), done.stored.gpu_seconds
+                record, cost = outcome.read_record(done.directory / RECORD), done.stored.gpu_seconds
                 results.append(trial_of(record, done.directory, planned.steps, done.config, cost))
         return results
 
@@ -138,13 +138,12 @@ class Trials:
 
 
 EXCLUDED_STEPS = 3  # first steps of a trial that are not measured: compilation, and the recording of CUDA graphs
-SHORTEST_LIMIT_MIN = 10.0  # Least time limit of a trial. The first one may download and tokenize the data.
 
 
 def trial_overrides(config: Config, steps: int, budget_min: float) -> list[str]:
     """Return what makes a training a trial: few steps, each logged, no evaluation, and no other output."""
     total, train = steps + EXCLUDED_STEPS, config.train
-    limit = max(budget_min, SHORTEST_LIMIT_MIN)
+    limit = max(budget_min, 10.0)  # The first trial may download and tokenize the data.
     found = [
         f"train.max_steps={total}",
         f"train.num_epochs={total}",  # A small data set has fewer steps in an epoch.
@@ -239,26 +238,12 @@ class SearchState:
         write_json(self.folder / CHOICE, self.to_json())
 
 
-# What a trial measured, by the record of its run, and what it means for its candidate and for the others.
-
-
-SECONDS_PER_HOUR = 3600.0
-
-
-def read_record(run_dir: Path) -> RunRecord | None:
-    """Return the record of a run; None if there is none that can be read."""
-    try:
-        return RunRecord.read(run_dir / RECORD)
-    except ValueError:
-        return None
-
-
 def trial_of(record: RunRecord | None, run_dir: Path, steps: int, config: Config, cost: float) -> Trial:
     """Return the trial of a run that has ended, with its cost in GPU-seconds. The record is None if it left none."""
     if record is None:
         return Trial(steps, "failed", run_dir, error=f"the run left no record in {run_dir}")
-    if record.status != COMPLETED:
-        return Trial(steps, record.status, run_dir, gpu_seconds=cost, error=failure_text(record))
+    if record.status != "completed":
+        return Trial(steps, record.status, run_dir, gpu_seconds=cost, error=texts.failure_text(record))
     metrics, cluster = record.metrics, config.cluster
     speed, price = metrics.train_samples_per_second, cluster.price_per_gpu_hour
     has_price = price is not None and speed and cluster.device != "cpu"
@@ -270,7 +255,7 @@ def trial_of(record: RunRecord | None, run_dir: Path, steps: int, config: Config
         samples_per_second=speed,
         peak_allocated_mib=peak_mib(record),
         j_per_sample=(metrics.energy or {}).get("j_per_sample"),
-        price_per_sample=cluster.world_size * (price or 0.0) / SECONDS_PER_HOUR / (speed or 1.0) if has_price else None,
+        price_per_sample=cluster.world_size * (price or 0.0) / 3600 / (speed or 1.0) if has_price else None,
         gpu_seconds=cost,
         dropout=None if record.built is None else record.built.dropout,
     )
@@ -310,14 +295,11 @@ UNMEASURED = {
 }
 """Why a completed trial has no score."""
 
-MAX_FAILURES = 1
-"""Most trials of a family that may fail for another reason than memory before the rest of the family is pruned."""
-
 
 def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], objective: Objective) -> None:
     """Add a trial to its candidate, and set the status. If it failed, prune what would fail too."""
     candidate.trials = (*candidate.trials, trial)
-    if trial.status == COMPLETED:
+    if trial.status == "completed":
         if candidate.score(objective) is not None:
             candidate.status, candidate.reason = Status.TRIED, ""
         elif trial.minimized(objective) is None:
@@ -333,10 +315,10 @@ def add_trial(candidate: Candidate, trial: Trial, family: Sequence[Candidate], o
     for member in waiting:
         if ran_out and member.micro_batch > size:
             member.prune(f"micro-batch {member.micro_batch} needs more than {size}, which ran out of memory")
-    # The rest of a family is pruned if too many of its trials failed for another reason than memory.
+    # The rest of a family is pruned if two of its trials failed for another reason than memory.
     failed = [member for member in family if member.has_failed and not member.ran_out_of_memory]
     for member in waiting:
-        if len(failed) > MAX_FAILURES and member.is_waiting:
+        if len(failed) > 1 and member.is_waiting:
             member.prune(f"{len(failed)} trials of this family failed: {candidate.reason}")
 
 
@@ -346,10 +328,6 @@ def prune_unmeasured(candidates: Sequence[Candidate], objective: Objective) -> N
     if completed and all(trial.minimized(objective) is None for trial in completed):
         for waiting in (candidate for candidate in candidates if candidate.is_waiting):
             waiting.prune(UNMEASURED[objective])
-
-
-UNSUCCESSFUL = ("failed", "invalid")
-"""Statuses of trials whose error may concern all candidates. Too little memory, or too little time, does not."""
 
 
 def prune_by_common_error(candidates: Sequence[Candidate]) -> None:
@@ -380,7 +358,8 @@ def _failed_alike(
     There are none if a trial completed, or the errors differ.
     """
     tried = [candidate for candidate in candidates if candidate.trials]
-    failed = [candidate for candidate in tried if candidate.trials[-1].status in UNSUCCESSFUL]
+    # Other errors, such as too little memory or time, do not concern all candidates.
+    failed = [candidate for candidate in tried if candidate.trials[-1].status in ("failed", "invalid")]
     errors = {candidate.trials[-1].error for candidate in failed}
     if len(errors) != 1 or "" in errors or any(candidate.completed for candidate in tried):
         return [], set()

@@ -17,13 +17,7 @@ from rich.text import Text
 from distexp.config import Command, ConfigError
 from distexp.config.overrides import format_count, format_runs
 from distexp.exceptions import run_until_pipe_closes
-from distexp.explain.explanation import (
-    Explanation,
-    ProfiledRun,
-    describe_missing_cores,
-    read_profiled_run,
-    read_profiled_runs,
-)
+from distexp.explain import explanation
 from distexp.explain.step_profile import StepProfile
 from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.record import choose_newest_sweep
@@ -51,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{len(options.directories)} directories: give one, or two to compare")
         directories = choose_directories(options.directories)
         if len(directories) == 2:
-            print_comparison(*map(read_profiled_run, directories), as_json=options.json)
+            print_comparison(*map(explanation.read_profiled_run, directories), as_json=options.json)
         else:
-            print_explanations(read_profiled_runs(directories[0]), as_json=options.json)
+            print_explanations(explanation.read_profiled_runs(directories[0]), as_json=options.json)
     except ConfigError as error:
         for message in error.errors:
             print(f"distexp: {message}", file=sys.stderr)
@@ -78,10 +72,7 @@ def choose_directories(given: Sequence[Path]) -> list[Path]:
     return [newest / path if path in numbers else path for path in given] or [newest]
 
 
-# Output of ``distexp explain`` for users and, as JSON, for programs.
-
-
-def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
+def print_explanations(runs: Sequence[explanation.ProfiledRun], *, as_json: bool) -> None:
     """Print the profile and the explanation of each run."""
     if as_json:
         print(json.dumps(nan_to_none([run.to_json() for run in runs]), indent=2))
@@ -102,7 +93,7 @@ def print_explanations(runs: Sequence[ProfiledRun], *, as_json: bool) -> None:
             print_plain(console, note, style="dim")
 
 
-def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
+def print_comparison(a: explanation.ProfiledRun, b: explanation.ProfiledRun, *, as_json: bool) -> None:
     """Print why run B is slower or faster than run A."""
     comparison = ProfileComparison(a.profile, b.profile)
     if as_json:
@@ -124,25 +115,24 @@ def print_comparison(a: ProfiledRun, b: ProfiledRun, *, as_json: bool) -> None:
         print_plain(console, note, style="dim")
 
 
-LARGE_OVERHEAD = 0.05  # difference of the profiled step from the median one, as a share of it, that is worth a note
-DIFFERENT = 0.05  # relative difference from which a profiled step differs from the median step
+LARGE_DIFFERENCE = 0.05  # relative difference of the profiled step from the median one that is worth a note
 
 
-def explanation_lines(explanation: Explanation) -> Iterator[str]:
+def explanation_lines(found: explanation.Explanation) -> Iterator[str]:
     """Yield the bottleneck, the overrides to try, and why each of them would help."""
-    yield explanation.sentence
-    if explanation.alternatives:
-        yield f"try: {'  or  '.join(explanation.alternatives)}"
-    for overrides in explanation.alternatives:
-        if reason := explanation.reasons.get(overrides):
+    yield found.sentence
+    if found.alternatives:
+        yield f"try: {'  or  '.join(found.alternatives)}"
+    for overrides in found.alternatives:
+        if reason := found.reasons.get(overrides):
             yield f"  {overrides.split()[0]}: {reason}"
-    if explanation.larger_batch:
-        yield f"A larger global batch changes the training: {', '.join(explanation.larger_batch)}."
+    if found.larger_batch:
+        yield f"A larger global batch changes the training: {', '.join(found.larger_batch)}."
 
 
 def profile_notes(profile: StepProfile) -> Iterator[str]:
     """Yield what limits the meaning of a profile."""
-    if profile.on_gpu and profile.overhead_ms > LARGE_OVERHEAD * profile.step_ms:
+    if profile.on_gpu and profile.overhead_ms > LARGE_DIFFERENCE * profile.step_ms:
         yield (
             f"The profiler made the step {profile.overhead_ms / profile.step_ms:.0%} longer. This is left out of "
             "slow launches, host work and waiting, in proportion to their size, and then of the data wait."
@@ -150,7 +140,7 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
     if profile.includes_overhead and profile.on_gpu:
         yield "The parts include the overhead of the profiler, because the batches have different sizes."
     median = profile.median_ms
-    if median is not None and abs(profile.step_ms - median) > DIFFERENT * median:
+    if median is not None and abs(profile.step_ms - median) > LARGE_DIFFERENCE * median:
         yield (
             f"The parts add up to {profile.step_ms:,.1f} ms. The median of the steps that were not profiled is "
             f"{median:,.1f} ms."
@@ -162,7 +152,7 @@ def profile_notes(profile: StepProfile) -> Iterator[str]:
 def scaling_note(profile: StepProfile, percentages: str = "") -> Iterator[str]:
     """Yield that the times of a profile on CPUs are scaled, if this changes them much."""
     difference = profile.overhead_ms / profile.step_ms
-    if profile.on_gpu or abs(difference) <= LARGE_OVERHEAD:
+    if profile.on_gpu or abs(difference) <= LARGE_DIFFERENCE:
         return
     yield (
         f"The profiled step took {profile.profiled_ms:,.1f} ms, {abs(difference):.0%} "
@@ -175,7 +165,7 @@ def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     """Yield what limits the meaning of two profiles: of both, then of one of them, then what both have."""
     # The explanation of a run has the wait for CPU cores in its sentence. Here it is a note.
     of_a, of_b = (
-        [note for note in (describe_missing_cores(one), *profile_notes(one), *scaling_note(one)) if note]
+        [note for note in (explanation.describe_missing_cores(one), *profile_notes(one), *scaling_note(one)) if note]
         for one in (comparison.a, comparison.b)
     )
     a, b = comparison.a.global_batch, comparison.b.global_batch
@@ -185,11 +175,6 @@ def comparison_notes(comparison: ProfileComparison) -> Iterator[str]:
     yield from (f"A: {note}" for note in of_a if note not in of_b)
     yield from (f"B: {note}" for note in of_b if note not in of_a)
     yield from (note for note in of_a if note in of_b)
-
-
-# Tables of ``distexp explain``: the parts of a step with bars, for each rank, or of two runs.
-
-BAR_WIDTH = 24
 
 
 def ranks_table(profile: StepProfile, width: int) -> Iterator[Table | Text]:
@@ -246,7 +231,7 @@ def _measured_parts(ranks: Sequence[RankStep]) -> list[str]:
 
 
 def _bar(fraction: float) -> str:
-    halves = round(2 * BAR_WIDTH * fraction)
+    halves = round(2 * 24 * fraction)  # The longest bar has 24 characters.
     return "█" * (halves // 2) + "▌" * (halves % 2)
 
 

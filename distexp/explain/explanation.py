@@ -188,10 +188,6 @@ def _waiting(share: float, profile: step_profile.StepProfile) -> str:
     return f"{it} spends {step_profile.describe_excess(profile)} more than the others on {work}"
 
 
-REPLACED = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
-"""Overrides that a command with a profile has not, or has with other values."""
-
-
 @dataclass(frozen=True)
 class ProfiledRun:
     """A run with a profile."""
@@ -260,6 +256,7 @@ def _not_profiled(directory: Path, records: Sequence[RunRecord]) -> str:
     arguments, cells = (read_or_none(directory / COMMAND, key) for key in ("words", "cells"))
     is_sweep = isinstance(cells, int) and cells > 1 and isinstance(arguments, list)
     sweep = [printable(text) for text in arguments if isinstance(text, str)] if is_sweep else []
-    options = [text for text in sweep or record.run.overrides if not text.startswith(REPLACED)]
+    replaced = ("profile=", "train.profile_steps=", "hydra.sweep.", "sweep.resume=")
+    options = [text for text in sweep or record.run.overrides if not text.startswith(replaced)]
     command = copyable_command([*options, "profile=true"], may_sweep=bool(sweep))
     return f"{directory} has no profile: run it with {command}"

@@ -18,7 +18,7 @@ from distexp.runs.record import RunRecord, parse_config
 from distexp.runs.step_files import PARTS, RankStep, read_ranks
 from distexp.statistics.noise import speed_noise, step_noise
 from distexp.strategies.base import recorded_strategy
-from distexp.strategies.traits import Traits
+from distexp.strategies.traits import Traits, setting
 from distexp.system.typed_values import cpu_peak_mib, number_of
 from distexp.system.units import MIB
 
@@ -102,9 +102,7 @@ class StepProfile:
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a key of the configuration, or the default if it is missing or null."""
-        section, _, name = key.partition(".")
-        value = self.record.config.get(section)
-        value = value.get(name) if isinstance(value, dict) else None
+        value = setting(self.record.config, key)
         return default if value is None else value
 
     def number(self, key: str, default: int) -> int:
@@ -137,8 +135,6 @@ class StepProfile:
         """Return the rank that the others wait for."""
         return min(self.ranks, key=lambda rank: (rank.time_ms("waiting"), rank.rank))
 
-
-# The rank that the others wait for: in which part it takes longer, and whether its CPU does.
 
 SLOWER = 0.3  # fraction of the waiting by which a rank must take longer than the others to be its cause
 # Fraction of its excess that a rank must be without a core longer than the others, so that this is its cause.

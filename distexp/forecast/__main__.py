@@ -20,9 +20,7 @@ from distexp.forecast.size_rows import SIZE_KEYS, as_cell, choose_sizes
 from distexp.guard.config_files import check_stored_command
 from distexp.runs.record import choose_newest_sweep
 from distexp.runs.run_dir import RECORD
-from distexp.system.cgroups import visible_gpus
-from distexp.system.files import read_json
-from distexp.system.units import MIB_PER_GB
+from distexp.system import cgroups, files, units
 
 USAGE = """usage: distexp forecast [RUN] [KEY=VALUE ...] [--json]
 
@@ -67,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run.is_own:
         # Paths of the run are relative to the folder in which this user has started it.
         try:
-            os.chdir(str(read_json(run.command_path)["directory"]))
+            os.chdir(str(files.read_json(run.command_path)["directory"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             note = f"relative paths of the run are read from the current folder, because its own is not known: {error}"
             print(f"distexp: note: {note}", file=sys.stderr)
@@ -164,8 +162,8 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
     values = {key_of(text): value_of(text) for text in typed}
     memory_mib = run.record.environment.gpu_total_mib if run.record.environment else None
     predicts = values.get("forecast.memory") != "off" and not values.keys() & {"plan.gpu", "plan.gpu_memory_gb"}
-    if predicts and run.on_gpu and memory_mib and not visible_gpus():
-        yield f"plan.gpu_memory_gb={memory_mib / MIB_PER_GB:.1f}"
+    if predicts and run.on_gpu and memory_mib and not cgroups.visible_gpus():
+        yield f"plan.gpu_memory_gb={memory_mib / units.MIB_PER_GB:.1f}"
     if values.get("scaling") == "weak_data" and "dataset.train_size" not in values:
         yield "dataset.train_size=null"  # The rule computes the size of the training set.
 

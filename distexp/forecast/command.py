@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -31,10 +31,8 @@ from distexp.runs.disturbance import describe_disturbance
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import RECORD
-from distexp.runs.step_files import PARTS, read_ranks
-from distexp.system.cgroups import cpu_count
-from distexp.system.files import nan_to_none
-from distexp.system.units import format_amount, format_memory
+from distexp.runs.step_files import read_ranks
+from distexp.system import cgroups, files, units
 from distexp.tables.columns import ALWAYS, Column, cell, fitted_table, make_console, print_plain
 
 LARGE_SHARE_WITHOUT_CORE = 0.2  # share of the profiled step without a CPU core from which a forecast has a warning
@@ -62,7 +60,7 @@ def print_forecast(run: ProfiledRun, cells: Sequence[Cell], options: ForecastCon
     if options.output != "json":
         _print_table(run, rows)
         return
-    print(json.dumps(nan_to_none([row_to_json(row) for row in rows]), indent=2))
+    print(json.dumps(files.nan_to_none([row_to_json(row) for row in rows]), indent=2))
     for line in _disturbed(run):
         print(f"distexp: {line}", file=sys.stderr)
     if not any(row.forecast for row in rows):
@@ -159,14 +157,11 @@ def row_to_json(row: SizeRow) -> dict[str, Any]:
     return {**found, "reason": row.error} if row.error else found
 
 
-# Assumptions of a forecast that a later run may not share. Then the difference is no error of the forecast.
-
-
-NETWORK_KEYS = ("network", "rail_optimized", "oversubscription")
-
-
 def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
-    """Return the options that make a forecast one for another machine, as typed; empty without them."""
+    """Return the options that make a forecast one for another machine, as typed; empty without them.
+
+    A difference to a run without these assumptions is no error of the forecast.
+    """
     found = []
     if options.preflight is not None:
         measured = None
@@ -175,27 +170,25 @@ def what_if(options: ForecastConfig, profiled: RunRecord, nodes: int) -> str:
         if measured != predictions.machine_name(profiled):
             found.append(f"forecast.preflight={options.preflight}")
     # A record does not have its network, so each option of it is an assumption. One node has no network.
-    values = {name: getattr(options, name) for name in NETWORK_KEYS if nodes > 1}
+    values = {name: getattr(options, name) for name in ("network", "rail_optimized", "oversubscription") if nodes > 1}
     changed = {name: value for name, value in values.items() if value != getattr(ForecastConfig(), name)}
     return " ".join([*found, *(f"forecast.{name}={str(value).lower()}" for name, value in changed.items())])
 
 
-CACHED, OFF = "cached", "off"
-
 MAX_PREDICTED_WORKERS = 64  # most workers of a size whose memory is predicted
-TOO_LARGE = f"memory is predicted up to {MAX_PREDICTED_WORKERS} workers only"
-NOT_CACHED = "memory was not predicted before: leave forecast.memory=cached out"
 
 
 def add_memory(rows: Sequence[SizeRow], mode: str, planner: Planner) -> list[SizeRow]:
     """Return the rows with their predicted memory. The mode is ``predict``, ``cached`` or ``off``."""
-    if mode == OFF:
+    if mode == "off":
         return list(rows)
 
     def reason(row: SizeRow) -> str:
-        if mode == CACHED and row.cell.config is not None:
-            return "" if planner.cached(with_gpu(row.cell.config)) is not None else NOT_CACHED
-        return TOO_LARGE if row.workers > MAX_PREDICTED_WORKERS else ""
+        if mode == "cached" and row.cell.config is not None:
+            is_cached = planner.cached(with_gpu(row.cell.config)) is not None
+            return "" if is_cached else "memory was not predicted before: leave forecast.memory=cached out"
+        is_small = row.workers <= MAX_PREDICTED_WORKERS
+        return "" if is_small else f"memory is predicted up to {MAX_PREDICTED_WORKERS} workers only"
 
     reasons = [row.error or reason(row) for row in rows]
     wanted = [row.cell for row, why in zip(rows, reasons, strict=True) if not why]
@@ -216,23 +209,13 @@ def _with_memory(row: SizeRow, planned: PlannedCell) -> SizeRow:
     return replace(row, memory=memory, memory_error=planned.error)
 
 
-# What ``distexp forecast`` prints: a sentence, a row for each size, and what was assumed.
-
-
 EXPOSED = "exposed_communication"
 
-TITLES: Mapping[str, str] = {  # short titles of parts
-    "exposed_communication": "communication",
-    "launch": "slow launches",
-    "waiting": "waiting",
-    "other": "other work",
-}
-
-LONG_TITLES: Mapping[str, str] = {  # titles of parts in the answer
-    "exposed_communication": "communication that no computation hides",
-    "launch": "a GPU that is idle because of slow launches",
-    "waiting": "waiting for the slowest worker",
-    "other": "work that the profile does not explain",
+TITLES = {  # titles of the parts that may be a bottleneck: in the table, and in the answer
+    "exposed_communication": ("communication", "communication that no computation hides"),
+    "launch": ("slow launches", "a GPU that is idle because of slow launches"),
+    "waiting": ("waiting", "waiting for the slowest worker"),
+    "other": ("other work", "work that the profile does not explain"),
 }
 
 VERDICTS = {"fits": "fits", "too_close": "not certain", "does_not_fit": "does not fit"}
@@ -248,7 +231,7 @@ def answer(rows: Sequence[SizeRow], workers: str) -> str:
     limit = f"limited by {row.forecast.limit}" if row.forecast.limit else "nothing but computation limits it"
     if row.bottleneck is not None and not row.forecast.limit:
         name, share = row.bottleneck
-        limit = f"the bottleneck is {LONG_TITLES.get(name) or part_title(name)} with {share:.0%} of the step"
+        limit = f"the bottleneck is {TITLES[name][1]} with {share:.0%} of the step"
     text = f"{count}: {efficiency:.0%} efficiency ({low:.0%} to {high:.0%}), {row.samples_per_second:,.1f} samples/s"
     failed = sum(1 for each in rows if each.error)
     have = f"{failed} of {format_count(len(rows), 'size')} {'has' if failed == 1 else 'have'}"
@@ -258,11 +241,6 @@ def answer(rows: Sequence[SizeRow], workers: str) -> str:
 def _largest(rows: Sequence[SizeRow]) -> SizeRow | None:
     """Return the forecast of the most workers; None without a forecast."""
     return max((row for row in rows if row.forecast), key=lambda row: (row.workers, row.size[0]), default=None)
-
-
-def part_title(name: str) -> str:
-    """Return the short title of a part."""
-    return TITLES.get(name) or PARTS.get(name) or name.replace("_", " ")
 
 
 def sizes_table(rows: Sequence[SizeRow], workers: str, width: int) -> list[Table | Text]:
@@ -278,7 +256,7 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         return Column(title, tuple(map(read, rows)), importance, right)
 
     def bottleneck(row: SizeRow) -> str:
-        return f"{part_title(row.bottleneck[0])} {row.bottleneck[1]:.0%}" if row.bottleneck else "-"
+        return f"{TITLES[row.bottleneck[0]][0]} {row.bottleneck[1]:.0%}" if row.bottleneck else "-"
 
     def verdict(row: SizeRow) -> str:
         return VERDICTS.get((row.memory.verdict if row.memory else None) or "", "-")
@@ -300,8 +278,8 @@ def _columns(rows: Sequence[SizeRow], workers: str) -> list[Column]:
         column("bottleneck", bottleneck, 70, right=False),
         column("memory", _memory, 80),
         column("verdict", verdict, 75, right=False),
-        column("J/\nsample", lambda row: cell(row.j_per_sample, format_amount), 65),
-        column("price per\n1M samples", lambda row: cell(row.price, format_amount), 64),
+        column("J/\nsample", lambda row: cell(row.j_per_sample, units.format_amount), 65),
+        column("price per\n1M samples", lambda row: cell(row.price, units.format_amount), 64),
         column("measured\nms/step", lambda row: _ms(row.measured.measured_s if row.measured else None), 98),
         column("error", lambda row: f"{row.measured.relative:+.1%}" if row.measured else "-", 97),
     ]
@@ -321,7 +299,7 @@ def _memory(row: SizeRow) -> str:
     """Return the memory of a worker as nvidia-smi shows it, or of a node for a run on CPUs."""
     memory = row.memory or Predicted()
     mib = memory.nvidia_smi_mib or memory.host_peak_mib or memory.peak_allocated_mib
-    return cell(mib, format_memory)
+    return cell(mib, units.format_memory)
 
 
 def _size(row: SizeRow) -> str:
@@ -348,7 +326,7 @@ def notes(rows: Sequence[SizeRow], workers: str, profiled_threads: int | None = 
         yield "To let the global batch grow with the workers: train.global_batch_size=null."
     limits = (row.memory.host_memory_mib for row in rows if row.memory and row.size[0] > 1)
     if limit := next(filter(None, limits), None):
-        yield f"Memory and verdict: of one node. Assumed: each node has {format_memory(limit)}."
+        yield f"Memory and verdict: of one node. Assumed: each node has {units.format_memory(limit)}."
     yield from _cpu_notes(rows, profiled_threads)
 
 
@@ -364,7 +342,7 @@ def _cpu_notes(rows: Sequence[SizeRow], profiled_threads: int | None) -> Iterato
     if threads and len(threads | ({profiled_threads} - {None})) > 1:
         yield "On CPUs a worker has another number of threads at some sizes. A forecast assumes that of the profile."
     local = [config for config in configs if launcher_traits(config).runs_here]
-    most, cores = max((config.cluster.world_size for config in local), default=0), cpu_count()
+    most, cores = max((config.cluster.world_size for config in local), default=0), cgroups.cpu_count()
     if most > cores:
         machine = f"This machine has {format_count(cores, 'CPU core')}."
         yield f"{machine} A forecast assumes a core for each worker. So a run with {most} workers is slower here."

@@ -16,23 +16,15 @@ from distexp.preflight.machine import CurvePoint, MachineCurves
 from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Segment, StepModel
 from distexp.strategies.communication import GATHERS, LAUNCH_S, REDUCTIONS, StepCommunication, insert, work
 
-# Duration of a collective: from measured curves, and beyond them from NCCL's cost model of rings and trees.
-#
-# The model is alpha-beta: a latency per hop, plus bytes divided by a bandwidth. See docs/decisions/forecast-model.md.
-
-
+# NCCL's cost model of rings and trees is alpha-beta: a latency per hop, plus bytes divided by a bandwidth.
 FAST_BANDWIDTH = 0.25  # fraction of the bandwidth that the protocol LL reaches (NCCL, tuning.cc)
 TREE_BANDWIDTH = 0.9  # fraction of the bandwidth that a tree reaches (NCCL, tuning.cc)
 # Latency of a collective without its hops (NCCL, tuning.cc, table baseLat).
 BASE_RING_FAST, BASE_RING_SIMPLE, BASE_TREE_FAST, BASE_TREE_SIMPLE = 3.6e-6, 8.4e-6, 4.4e-6, 0.0
 MEASURED, SCALED, MODEL = "measured", "scaled", "model"
 
-SIMILAR_KINDS = {  # measured kind whose curve is used for a kind that the preflight does not measure
-    "reduce": "reduce_scatter",
-    "broadcast": "all_gather",
-    "all_to_all": "all_gather",
-    "other": "all_gather",
-}
+SIMILAR_KINDS = {"reduce": "reduce_scatter", **dict.fromkeys(("broadcast", "all_to_all", "other"), "all_gather")}
+"""Measured kind whose curve is used for a kind that the preflight does not measure."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +275,6 @@ def _with_gathers_of(block: Sequence[Item], first: Sequence[Item]) -> list[Item]
 # - FSDP and ZeRO-3 divide each parameter. Each worker has a part of all of them, and launches as many kernels.
 # - ZeRO-1 and ZeRO-2 divide each group of the optimizer, whose parameters are in one flat tensor. Check and norm launch
 #   kernels for each parameter in the part of a worker, and the workers have different numbers of them.
-
 
 SHORTEST_KERNEL_S = 2e-6  # time of a kernel with hardly any work: an assumption
 FEWEST_LAUNCHES = 32

@@ -40,8 +40,7 @@ class ProfiledRun:
 
     def setting(self, section: str, name: str) -> Any:
         """Return a value of the run's resolved configuration; None if the record lacks it."""
-        values = self.record.config.get(section)
-        return values.get(name) if isinstance(values, dict) else None
+        return setting(self.record.config, f"{section}.{name}")
 
     @property
     def on_gpu(self) -> bool:
@@ -167,12 +166,6 @@ def read_power(run: ProfiledRun, samples_per_step: float, micro_batches: int) ->
     return PowerModel(idle_of_gpu, max(0.0, busy_of_step) / micro_batches)
 
 
-# The measured step of a profiled run, and what else a forecast needs of its record.
-
-
-P90 = NormalDist().inv_cdf(0.9)
-
-
 @dataclass(frozen=True)
 class MeasuredStep:
     """The step of a profiled run."""
@@ -218,7 +211,7 @@ def read_measured_step(run_dir: Path, trusted: Sequence[str] = ()) -> MeasuredSt
     median_s, p90_s = number_of(times, "p50"), number_of(times, "p90")
     if model is None or not median_s:
         raise ConfigError(f"{run_dir} has no profiled step to forecast from: run it again with profile=true")
-    deviation = max(0.0, (p90_s or median_s) - median_s) / P90
+    deviation = max(0.0, (p90_s or median_s) - median_s) / NormalDist().inv_cdf(0.9)
     strategy = recorded_strategy(record.config, trusted) or Traits()
     if model.workers == 1 and not strategy.communication(record.config).is_planned:
         raise ConfigError(

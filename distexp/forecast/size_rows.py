@@ -16,10 +16,9 @@ from distexp.forecast.profiled_run import PowerModel, ProfiledRun, read_power
 from distexp.forecast.steps import forecast_steps
 from distexp.preflight.machine import load_machine
 from distexp.resolve.scaling_rules import OTHER_MICRO_BATCH
-from distexp.runs import predictions
+from distexp.runs import predictions, texts
 from distexp.runs.record import read_records
 from distexp.runs.record_sections import Predicted
-from distexp.runs.texts import join_errors
 from distexp.strategies.base import load_strategy
 from distexp.system.cgroups import visible_gpus
 
@@ -45,7 +44,7 @@ def forecast_sizes(
 
 def _make_row(run: ProfiledRun, cell: Cell) -> SizeRow:
     cluster = (cell.config or cell.decided or cell.composed).cluster
-    error = join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
+    error = texts.join_errors(cell.errors).replace(OTHER_MICRO_BATCH, "") or _other_steps(run, cell.config)
     return SizeRow((int(cluster.nodes), int(cluster.workers_per_node or 1)), cell, error=error)
 
 
@@ -93,7 +92,6 @@ def _baseline(own: Sequence[Forecast], rows: Sequence[Forecast]) -> Baseline | N
     return Baseline((first.target.nodes, first.target.workers_per_node), first.samples_per_second)
 
 
-COMPUTE = "compute"
 MIN_BOTTLENECK_SHARE = 0.005  # A smaller part of the step is not named
 
 
@@ -170,7 +168,7 @@ class SizeRow:
     @property
     def bottleneck(self) -> tuple[str, float] | None:
         """Return the largest part of the step besides the computation, with its fraction; None if it is tiny."""
-        others = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != COMPUTE}
+        others = {name: s for name, s in (self.forecast.parts if self.forecast else {}).items() if name != "compute"}
         name = max(others, key=others.__getitem__, default="")
         share = self.share(name) or 0.0
         return (name, share) if share >= MIN_BOTTLENECK_SHARE else None

@@ -8,21 +8,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
-from distexp.forecast.communication import (
-    MEASURED,
-    MODEL,
-    SCALED,
-    TO_MEASURE,
-    Forecast,
-    Target,
-    add_replication,
-    collective_time,
-    group_layout,
-    plan_communication,
-    shard_update,
-    update_share,
-    with_micro_batches,
-)
+from distexp.forecast import communication as collectives
+from distexp.forecast.communication import MEASURED, MODEL, SCALED, TO_MEASURE, Forecast, Target
 from distexp.forecast.profiled_run import MeasuredStep, assign_waits, read_measured_step
 from distexp.forecast.simulate import Scales, SimulatedStep, extrapolate, simulate
 from distexp.hardware.facts import facts
@@ -70,17 +57,17 @@ class Forecaster:
     def items(self, target: Target) -> tuple[Item, ...]:
         """Return the segments and collectives of a step of a target."""
         model, count, communication = self.run.model, target.micro_batches, self.run.communication
-        items = with_micro_batches(model.items, model.micro_batches, count, communication)
+        items = collectives.with_micro_batches(model.items, model.micro_batches, count, communication)
         # The optimizer updates the share of a worker of the target.
         shards = [communication.optimizer_shards(size.workers, size.nodes) for size in (self.run.target, target)]
         if model.group_elements and shards[0] != shards[1]:
-            before, after = (update_share(model.group_elements, communication, number) for number in shards)
-            items = shard_update(items, before, after, communication, on_gpu=model.on_gpu)
+            before, after = (collectives.update_share(model.group_elements, communication, number) for number in shards)
+            items = collectives.shard_update(items, before, after, communication, on_gpu=model.on_gpu)
         if target.workers == 1:
             return items
         if model.workers == 1:
-            items = plan_communication(items, model, communication, micro_batches=count)
-        items = add_replication(items, communication, target)
+            items = collectives.plan_communication(items, model, communication, micro_batches=count)
+        items = collectives.add_replication(items, communication, target)
         return assign_waits(items, communication, on_gpu=model.on_gpu)
 
     def _duration(self, item: Item, target: Target) -> tuple[float, str]:
@@ -88,17 +75,17 @@ class Forecaster:
         if not isinstance(item, Collective):
             return 0.0, MEASURED
         targets = (self.run.target, target)
-        here, there = (group_layout(self.run.communication, item.axis, each) for each in targets)
+        here, there = (collectives.group_layout(self.run.communication, item.axis, each) for each in targets)
         if item.transfer_s is not None and there == here:
             return item.transfer_s, MEASURED
         size = new_size = item.bytes or 0
         if item.axis == "replicate" and item.transfer_s is not None:  # Replicas exchange the share of a worker.
-            before, after = (group_layout(self.run.communication, "shard", each).ranks for each in targets)
+            before, after = (collectives.group_layout(self.run.communication, "shard", each).ranks for each in targets)
             new_size = size * before // after
-        new = collective_time(self.machine, item.kind, new_size, there)
+        new = collectives.collective_time(self.machine, item.kind, new_size, there)
         if item.transfer_s is None or here.ranks == 1:
             return new.seconds, new.source
-        old = collective_time(self.machine, item.kind, size, here)
+        old = collectives.collective_time(self.machine, item.kind, size, here)
         return item.transfer_s * new.seconds / old.seconds, MODEL if new.source == MODEL else SCALED
 
     def forecast(self, target: Target, calibration: Calibration) -> Forecast:
@@ -249,7 +236,6 @@ def describe_limit(parts: dict[str, float], largest: str) -> str:
 # long as the median of the steps that were not profiled, all times are scaled by the same small factor. Otherwise the
 # times of the CPU are scaled. If that is not enough, those of the kernels are scaled too, because the profiled step
 # had more work. A rest that no part explains is added to each step.
-
 
 TYPICAL_HOST = 0.6
 """Time of the CPU for a launch without the profiler, as a fraction of that with it (docs/results/explain.md)."""

@@ -61,6 +61,7 @@ def _product(amount: float | None, factor: float | None) -> float | None:
 Curve = Sequence[tuple[float, float]]
 """(Unix time in s, energy in J from an arbitrary start) of each sample. Between two samples, energy grows linearly."""
 
+Samples = list[MemorySample]  # of one device
 Span = tuple[float, float]  # start and end in Unix seconds; the end may be infinite
 MAX_GAP = 2  # spacings of samples that may be missing at an end of an interval
 
@@ -97,9 +98,6 @@ def _interpolate(curve: Curve, time_s: float) -> float:
     before, after = curve[position - 1], curve[position]
     slope = (after[1] - before[1]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
     return before[1] + slope * (time_s - before[0])
-
-
-Samples = list[MemorySample]
 
 
 @dataclass(frozen=True)
@@ -164,9 +162,7 @@ def _idle_power(samples: Samples, first_event_s: float | None) -> float | None:
 
 
 POWERCAP = Path("/sys/class/powercap")  # RAPL domains; the kernel uses the name ``intel-rapl`` for AMD too
-
 STAT = Path("/proc/stat")
-
 TOP_LEVEL = re.compile(r"intel-rapl:\d+")  # packages; their cores and graphics are ``intel-rapl:0:1``
 BUSY_FIELDS = slice(0, 3), slice(5, 8)  # of ``/proc/stat``: user, nice, system; irq, softirq, steal (proc(5))
 

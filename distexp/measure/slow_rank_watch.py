@@ -12,7 +12,6 @@ On a CPU, the time without a core does not count either, because other programs 
 two CUDA events, which are read when the GPU has passed them.
 """
 
-import math
 import os
 import threading
 import time
@@ -28,10 +27,6 @@ from torch import Tensor, nn
 from distexp.distributed.context import Context
 from distexp.measure.watcher import Method, MethodReplacements
 from distexp.system.torch_internals.tensors import queue_backward_callback
-
-# On a GPU one of 2 steps is watched until step 32, then one of 8. FSDP waits 50 times a step, and each time costs some
-# microseconds of the CPU.
-GPU_STRIDES = ((32, 2), (math.inf, 8))
 
 # Methods of a process group that ``torch.distributed`` calls. Without ``async_op`` they return no ``Work``.
 COLLECTIVES = (
@@ -57,7 +52,8 @@ class SlowRankWatch:
         # Returns whether a measured step is watched, by its number. All ranks must watch the same steps.
         self.is_due: Callable[[int], bool] = lambda _: True
         if self.on_gpu:
-            self.is_due = lambda step: step % next(stride for end, stride in GPU_STRIDES if step < end) == 0
+            # FSDP waits 50 times a step, and each time costs some microseconds of the CPU.
+            self.is_due = lambda step: step % (2 if step < 32 else 8) == 0
         self.watching = False
         self.steps = 0  # measured steps
         self._stream = torch.cuda.current_stream(context.device) if self.on_gpu and self.enabled else None

@@ -13,6 +13,7 @@ from distexp.strategies.optimizer import ReadTensors
 from distexp.system.torch_internals.compilation import compile_counters, on_compilation
 
 PROFILE, TRAIN, WARMUP = "profile", "train", "warmup"  # phases; only ``train`` counts for the speed
+Method = Callable[..., Any]
 
 
 class Step(NamedTuple):
@@ -116,9 +117,6 @@ class CompileWatch(Watcher):
         if self._started is not None:
             self.seconds += time.perf_counter() - self._started
         self._started = None
-
-
-Method = Callable[..., Any]
 
 
 class MethodReplacements:

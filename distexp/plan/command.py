@@ -19,9 +19,7 @@ from distexp.plan.plan_table import PlannedCell, change_notes, plan_cells, searc
 from distexp.plan.planner import Planner
 from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
 from distexp.resolve.resources import launcher_traits
-from distexp.system.cgroups import visible_gpus
-from distexp.system.files import nan_to_none
-from distexp.system.units import format_memory
+from distexp.system import cgroups, files, units
 from distexp.tables.columns import print_plain
 
 SLOW_S = 100.0  # time of a prediction from which no variants are predicted
@@ -46,7 +44,7 @@ def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = No
         with show_predictions(source.count_missing(configs)) as advance:
             planned = plan_cells(cells, source, advance)
         if cells[0].composed.plan.output == "json":
-            print(json.dumps(nan_to_none([cell.to_json() for cell in planned]), indent=2))
+            print(json.dumps(files.nan_to_none([cell.to_json() for cell in planned]), indent=2))
         else:
             _print_tables(planned, make, source)
         if all(cell.predicted is None for cell in planned):
@@ -79,7 +77,7 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
         and launcher_traits(config).runs_here
         for config in configs
     )
-    if names_no_gpu and not visible_gpus():
+    if names_no_gpu and not cgroups.visible_gpus():
         yield "this is for GPUs, but a run on this machine would use its CPUs: set cluster.device=cpu to predict that"
     memories = {
         (kind, memory, predicted.error_bound)
@@ -90,7 +88,7 @@ def _assumptions(planned: Sequence[PlannedCell]) -> Iterator[str]:
     for kind, memory, error in sorted(memories):
         is_constant = kind == "cpu" and error > CPU_ERROR_BOUND  # as for the processes of a tiny model
         bound = f"{BASE_ERROR_MIB:.0f} MiB per node" if is_constant else f"{100 * error:.0f} %"
-        yield DECIDES[kind].format(memory=format_memory(memory), error=bound)
+        yield DECIDES[kind].format(memory=units.format_memory(memory), error=bound)
 
 
 def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, console: Console) -> None:

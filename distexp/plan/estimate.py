@@ -6,7 +6,8 @@ from typing import Any
 
 from distexp.config import Config
 from distexp.hardware.facts import facts
-from distexp.plan.replay import PARTS, PlanError, Point, Replay, StepTrace, host_peak, replay
+from distexp.measure.memory.step_parts import PARTS
+from distexp.plan.replay import PlanError, Point, Replay, StepTrace, host_peak, replay
 from distexp.resolve.resources import launcher_traits, parameter_count, ties_embeddings
 from distexp.runs.memory_trace import BYTES_PER_VALUE, MOMENTS, States, states_per_parameter
 from distexp.runs.record_sections import Built
@@ -14,11 +15,7 @@ from distexp.strategies.base import load_strategy
 from distexp.strategies.traits import GPU_ERROR_BOUND, UNMEASURED_ON_CPUS, CpuMemory
 from distexp.system.units import MIB
 
-SHOWN_PARTS = tuple(part for part in PARTS if part != "batch")
-"""Parts of a prediction. The batch is small and counts as temporary."""
-
 ALLOCATED_ERROR = 0.02  # largest error of the allocated peak on a GPU, if it is too high
-NATIVE = "native"  # the trainer whose steps are traced
 
 
 @dataclass(frozen=True)
@@ -88,9 +85,9 @@ def make_estimate(config: Config) -> Estimate:
 
 def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
-    if config.engine.name != NATIVE:
+    if config.engine.name != "native":  # whose steps are traced
         note = (
-            f"engine={config.engine.name}: this is an estimate of engine={NATIVE} with the same options; the two were "
+            f"engine={config.engine.name}: this is an estimate of engine=native with the same options; the two were "
             "compared on a GPU for strategy=single in bf16 only, where they need the same"
         )
         trace = replace(trace, notes=(*trace.notes, note))
@@ -115,7 +112,7 @@ def _cpu_estimate(config: Config, trace: StepTrace) -> Estimate:
         step_mib=host_mib * simulated_nodes(config),
         host_mib=host_mib,
         notes=[*trace.notes, *([f"no verdict: {reason}"] if reason else [])],
-        error_bound=error_bound(config, host_mib),
+        error_bound=None if reason else max(CPU_ERROR_BOUND, round(BASE_ERROR_MIB / host_mib, 2)),
         on_cpu=True,
     )
 
@@ -128,7 +125,7 @@ def _replayed(trace: StepTrace, found: Replay) -> Estimate:
         parts=_shown(found.peak),
         curve={
             "phase": [point.phase for point in found.curve],
-            **{part: [values[part] for values in shown] for part in SHOWN_PARTS},
+            **{part: [values[part] for values in shown] for part in PARTS},
         },
         seconds=round(trace.seconds, 1),
         notes=list(trace.notes),
@@ -170,7 +167,7 @@ def _mib(size: float) -> float:
 def _shown(point: Point) -> dict[str, float]:
     """Return the parts in MiB; the batch counts as temporary."""
     merged = {**point.parts, "temporaries": point.parts["temporaries"] + point.parts["batch"]}
-    return {part: _mib(merged[part]) for part in SHOWN_PARTS}
+    return {part: _mib(merged[part]) for part in PARTS}
 
 
 def _expected_states_mib(config: Config, counted: int | None = None) -> States | None:
@@ -216,7 +213,6 @@ def gpu_error_bound(config: Config) -> float:
 # has the constants that do not depend on the strategy, with their sources. Those of a strategy are from the same
 # runs.
 
-
 CPU_ERROR_BOUND = 0.15
 """Largest relative error of a predicted peak of the processes of a run on CPUs, if its tensors are large."""
 
@@ -249,11 +245,6 @@ def _cpu_memory(config: Config) -> CpuMemory:
     return load_strategy(config).cpu_memory or UNMEASURED_ON_CPUS
 
 
-def error_bound(config: Config, node_mib: float) -> float | None:
-    """Return the largest relative error of the predicted peak of a node; None if it is not known."""
-    return None if reason_not_measured(config) else max(CPU_ERROR_BOUND, round(BASE_ERROR_MIB / node_mib, 2))
-
-
 def simulated_nodes(config: Config) -> int:
     """Return how many nodes of a run share the memory of one machine."""
     return config.cluster.nodes if launcher_traits(config).runs_here else 1
@@ -271,8 +262,6 @@ def reason_not_measured(config: Config) -> str:
 
 
 # Host memory of the processes on one node of a run on GPUs. ``tests/plan/test_overheads.py`` compares it with records.
-
-WITHOUT_TRANSFORMERS = ("distexp.models.gpt.", "distexp.models.resnet.")
 
 
 def processes_mib(config: Config) -> dict[str, float]:
@@ -292,9 +281,8 @@ def processes_mib(config: Config) -> dict[str, float]:
 
 def _node_mib(config: Config) -> float:
     known = facts().processes
-    return known.gpu_node_mib + (
-        0.0 if config.model._target_.startswith(WITHOUT_TRANSFORMERS) else known.transformers_mib
-    )
+    needs_no_transformers = config.model._target_.startswith(("distexp.models.gpt.", "distexp.models.resnet."))
+    return known.gpu_node_mib + (0.0 if needs_no_transformers else known.transformers_mib)
 
 
 def setup_mib(config: Config, parameters: int, tied_parameters: int = 0) -> float:

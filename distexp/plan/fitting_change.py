@@ -6,15 +6,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from distexp.config import Config
-from distexp.config.model_checks import depends_on_micro_batch, divisors, samples_per_worker
+from distexp.config import Config, model_checks
 from distexp.config.overrides import key_of
 from distexp.plan.estimate import Estimate
 from distexp.plan.verdict import FITS, TOO_CLOSE, verdict_of
 from distexp.statistics.noise import MemoryLine
 from distexp.strategies.base import load_strategy
 
-ACCUMULATION = "train.gradient_accumulation_steps"
+MICRO_BATCH = "train.micro_batch_size"
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Search:
         first = self.config.train.micro_batch
         self._remember(first, known, known.most_mib or 0.0)
         if self.config.train.global_batch_size is not None:
-            sizes = divisors(samples_per_worker(self.config))
+            sizes = model_checks.divisors(model_checks.samples_per_worker(self.config))
             # A step of a single micro-batch may need less memory than one of several, which adds up whole gradients.
             if self._fit([sizes[-1]]):
                 return LargestMicroBatch(sizes[-1], invalid="it is the whole global batch of a worker")
@@ -128,7 +127,7 @@ class Search:
             if isinstance(outcome, Estimate) and outcome.most_mib is not None:
                 self._remember(size, outcome, outcome.most_mib)
             else:
-                self._invalid[size] = NOT_PREDICTED
+                self._invalid[size] = "the memory of a larger one could not be predicted"
 
     def _remember(self, size: int, estimate: Estimate, most_mib: float) -> None:
         self._most[size] = most_mib
@@ -146,7 +145,7 @@ class Search:
     def _proposal(self, low: int, high: int | None) -> tuple[int, ...]:
         """Return two sizes to estimate between one that fits, or 0, and one that does not, or None; or return none."""
         # The whole global batch is not on the line of the other sizes, see ``largest_micro_batch``.
-        whole = None if self.config.train.global_batch_size is None else samples_per_worker(self.config)
+        whole = None if self.config.train.global_batch_size is None else model_checks.samples_per_worker(self.config)
         on_line = [(size, mib) for size, mib in self._most.items() if size != whole]
         distance = {size: abs(size - low) + abs(size - (low if high is None else high)) for size, _ in on_line}
         known = sorted(sorted(on_line, key=lambda point: distance[point[0]])[:2])
@@ -171,7 +170,7 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
     checkpointing = () if train.activation_checkpointing else ("train.activation_checkpointing=true",)
     pair = (*logits, *checkpointing) if logits and checkpointing else ()
     sizes = list(_micro_batch_changes(config, largest))
-    same = [] if depends_on_micro_batch(config) else sizes
+    same = [] if model_checks.depends_on_micro_batch(config) else sizes
     light = [each for each in (logits, *same, checkpointing) if each]
     yield from light
     if pair:
@@ -198,23 +197,22 @@ def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> I
     if largest is None:  # half of the micro-batch and one sample, if the global batch can stay the same
         smaller = [train.micro_batch // 2, 1] if train.micro_batch % 2 == 0 else [1]
     else:
-        smaller = [max(divisors(samples, largest.size or 1))]
+        smaller = [max(model_checks.divisors(samples, largest.size or 1))]
         if train.gradient_accumulation_steps == 1:
             # The first accumulation keeps gradients between micro-batches. Then the size may be too large.
             smaller.append(1)
     for size in dict.fromkeys((*whole, *smaller)):
         if size != train.micro_batch:
             # A global batch size sets the accumulation.
-            more = () if train.global_batch_size is not None else (f"{ACCUMULATION}={samples // size}",)
+            more = (
+                () if train.global_batch_size is not None else (f"train.gradient_accumulation_steps={samples // size}",)
+            )
             yield (f"{MICRO_BATCH}={size}", *more)
 
 
 LARGEST_MICRO_BATCH = 1 << 20
 MAX_ROUNDS = 5  # Most rounds of a search. In each, two sizes are estimated at the same time.
 MAX_SIZES = 2 * MAX_ROUNDS + 1  # most sizes that a search estimates: those of the rounds, and the whole global batch
-NOT_PREDICTED = "the memory of a larger one could not be predicted"
-
-MICRO_BATCH = "train.micro_batch_size"
 
 EstimateAll = Callable[[Sequence[Config]], Sequence[Estimate | str]]
 Compose = Callable[[Sequence[str]], Config | str]

@@ -10,23 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from distexp.compose.composition import Cell, MakeCell
-from distexp.config import Config
+from distexp.config import Config, model_checks
 from distexp.config.keys import config_groups, key_of_group, strategy_groups
-from distexp.config.model_checks import depends_on_micro_batch
 from distexp.config.overrides import format_override, join_first, key_of, quote_choice, sets_key
+from distexp.plan import verdict
 from distexp.plan.estimate import Estimate
 from distexp.plan.fitting_change import MICRO_BATCH, ConfigChange, LargestMicroBatch, Search
 from distexp.plan.planner import Planner
-from distexp.plan.verdict import (
-    DOES_NOT_FIT,
-    FITS,
-    LARGER_MACHINE,
-    TOO_CLOSE,
-    describe_verdict,
-    memory_to_fit_mib,
-    predict,
-    verdict_of,
-)
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors, model_label
 from distexp.strategies.base import load_strategy, strategy_label
@@ -80,7 +70,7 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
         Column("host", tuple(_memory(cell.host_peak_mib) for cell in found), 75),
         Column("phase", tuple(cell.phase or UNKNOWN for cell in found), 50, right=False),
         Column("needs", tuple(_or_states(cell.required_mib, cell) for cell in found), ALWAYS),
-        Column("verdict", tuple(map(describe_verdict, found)), ALWAYS, right=False),
+        Column("verdict", tuple(map(verdict.describe_verdict, found)), ALWAYS, right=False),
     ]
     known = [column for column in columns if set(column.cells) != {UNKNOWN}]
     return known if len(cells) > 1 else known[1:]
@@ -155,27 +145,25 @@ def change_lines(
     changes: Sequence[ConfigChange], memory_mib: float, device: str, required_mib: float | None
 ) -> Iterator[str]:
     """Yield the smallest change that makes a training fit, and what each change needs that reduces the memory."""
-    may_fit = any(verdict_of(change.estimate, memory_mib) in (TOO_CLOSE, None) for change in changes)
+    may_fit = any(verdict.verdict_of(change.estimate, memory_mib) in (verdict.TOO_CLOSE, None) for change in changes)
     less = [change for change in changes if (change.estimate.required_mib or inf) < (required_mib or inf)]
-    verdicts = [verdict_of(change.estimate, memory_mib) for change in less]
-    if FITS in verdicts:
-        yield f"smallest change that makes it fit: {' '.join(less[verdicts.index(FITS)].overrides)}"
+    verdicts = [verdict.verdict_of(change.estimate, memory_mib) for change in less]
+    if verdict.FITS in verdicts:
+        yield f"smallest change that makes it fit: {' '.join(less[verdicts.index(verdict.FITS)].overrides)}"
     else:
         makes = "is certain to make" if may_fit else "makes"
-        yield f"no change {makes} it fit: {LARGER_MACHINE[device]}"
-    for wanted in (FITS, TOO_CLOSE, None, DOES_NOT_FIT):
-        for change, verdict in zip(less, verdicts, strict=True):
-            if verdict == wanted:
+        yield f"no change {makes} it fit: {verdict.LARGER_MACHINE[device]}"
+    for wanted in (verdict.FITS, verdict.TOO_CLOSE, None, verdict.DOES_NOT_FIT):
+        for change, known in zip(less, verdicts, strict=True):
+            if known == wanted:
                 yield f"  {describe_change(change, memory_mib)}"
 
 
 def describe_change(change: ConfigChange, memory_mib: float) -> str:
     """Return overrides with what the training then needs: ``train.logits=targets: needs 4.88 GB, fits, 9 % free``."""
-    predicted = predict(change.estimate, memory_mib)
-    return f"{' '.join(change.overrides)}: needs {_memory(predicted.required_mib)}, {describe_verdict(predicted)}"
-
-
-LARGE_MIB = 1.0 * MIB_PER_GB  # peak from which a sample of a dataset is unlikely to be the data of the real training
+    predicted = verdict.predict(change.estimate, memory_mib)
+    needed, result = _memory(predicted.required_mib), verdict.describe_verdict(predicted)
+    return f"{' '.join(change.overrides)}: needs {needed}, {result}"
 
 
 @dataclass(frozen=True)
@@ -239,16 +227,14 @@ def full_data_override(cell: PlannedCell) -> str | None:
     full = FULL_DATA.get(config.dataset.name)
     size = getattr(config.dataset, full.key) if full else None
     peak_mib = predicted.peak_allocated_mib or sum(predicted.parts.values())
-    if full is None or size is None or size >= full.size or peak_mib < LARGE_MIB:
+    # From 1 GB on, a sample of a dataset is unlikely to be the data of the real training.
+    if full is None or size is None or size >= full.size or peak_mib < MIB_PER_GB:
         return None
     if sets_key(cell.cell.overrides, f"dataset.{full.key}"):
         return None
     if (config.model.seq_length or full.size) < full.size:  # The model cannot have longer texts.
         return None
     return f"dataset.{full.key}={full.size}"
-
-
-# The cells of a command with their predictions.
 
 
 @dataclass(frozen=True)
@@ -281,7 +267,7 @@ def plan_cells(cells: Sequence[Cell], planner: Planner, advance: Callable[[], No
         if cell.config is None or isinstance(outcome, str):
             planned.append(PlannedCell(cell, error=str(outcome)))
         else:
-            planned.append(PlannedCell(cell, outcome, predict(outcome, memory_to_fit_mib(cell.config))))
+            planned.append(PlannedCell(cell, outcome, verdict.predict(outcome, verdict.memory_to_fit_mib(cell.config))))
     return planned
 
 
@@ -289,7 +275,7 @@ def search_of(
     cell: Cell, config: Config, make: MakeCell, planner: Planner, advance: Callable[[], None] = lambda: None
 ) -> Search | None:
     """Return the search among variants of a cell, which calls ``advance``; None if the memory is unknown."""
-    memory = memory_to_fit_mib(config)
+    memory = verdict.memory_to_fit_mib(config)
 
     def compose(overrides: Sequence[str]) -> Config | str:
         quoted = [quote_choice(text, config_groups()) for text in overrides]
@@ -321,5 +307,5 @@ def change_notes(overrides: Sequence[str], changes: Sequence[ConfigChange], conf
     ]
     if removed:
         yield f"Some changes replace {' '.join(removed)}: remove that from the command."
-    if depends_on_micro_batch(config) and any(MICRO_BATCH in new for new in keys):
+    if model_checks.depends_on_micro_batch(config) and any(MICRO_BATCH in new for new in keys):
         yield "A batch norm uses the statistics of a micro-batch, so another micro-batch is another training."

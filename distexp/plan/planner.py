@@ -26,16 +26,14 @@ from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.plan.estimate import Estimate, simulated_nodes
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.run_id import run_id
+from distexp.system import cgroups, files, typed_values, units
 from distexp.system.cache_dir import cache_dir
-from distexp.system.cgroups import available_memory, cpu_count, cpu_limit
-from distexp.system.files import PACKAGE, read_json, write_json
 from distexp.system.processes import end_tree, handle_signals, start_module
-from distexp.system.typed_values import parse_dataclass, read_dataclass
-from distexp.system.units import GIB
 
-SERVER = "distexp.plan.trace.server"
-MEMORY_PER_PROCESS = 3 * GIB  # memory that a process may need to trace a model
+MEMORY_PER_PROCESS = 3 * units.GIB  # memory that a process may need to trace a model
 MAX_PROCESSES = 16  # most configurations that are traced at a time; a login node has many cores and many users
+POLL_S = 0.05
+LOG = "log.txt"  # output of the process that traces, in its folder
 Outcome = Estimate | str  # an estimate, or why there is none
 
 
@@ -102,7 +100,7 @@ class TraceServer:
         numbers = range(self.jobs, self.jobs + len(configs))
         self.jobs += len(configs)
         for number, config in zip(numbers, configs, strict=True):
-            write_json(job_path(self.folder, number), asdict(config))
+            files.write_json(job_path(self.folder, number), asdict(config))
         waiting = {result_path(self.folder, number) for number in numbers}
         while waiting:
             ended = self.process.poll() is not None
@@ -117,17 +115,17 @@ class TraceServer:
 
     def _read(self, path: Path) -> Outcome:
         try:
-            result = read_json(path)
+            result = files.read_json(path)
         except FileNotFoundError:
             lines = (self.folder / LOG).read_text(errors="replace").strip().splitlines()
             return f"the process that traces failed: {lines[-1] if lines else 'it wrote no message'}"
-        return str(result["error"]) if "error" in result else parse_dataclass(Estimate, result["estimate"])
+        return str(result["error"]) if "error" in result else typed_values.parse_dataclass(Estimate, result["estimate"])
 
 
 def parallel_processes() -> int:
     """Return how many configurations to trace at a time, by the cores and the memory that are free for this process."""
-    cores = min(cpu_count(), int(cpu_limit() or MAX_PROCESSES), MAX_PROCESSES)
-    return max(1, min(cores, available_memory() // MEMORY_PER_PROCESS))
+    cores = min(cgroups.cpu_count(), int(cgroups.cpu_limit() or MAX_PROCESSES), MAX_PROCESSES)
+    return max(1, min(cores, cgroups.available_memory() // MEMORY_PER_PROCESS))
 
 
 @contextmanager
@@ -143,7 +141,7 @@ def started_server(processes: int) -> Iterator[TraceServer]:
     with handle_signals(interrupt, *ending), tempfile.TemporaryDirectory(prefix="distexp-plan-") as name:
         folder = Path(name)
         with (folder / LOG).open("w") as log:
-            process = start_module(SERVER, name, str(processes), env=environment, output=log)
+            process = start_module("distexp.plan.trace.server", name, str(processes), env=environment, output=log)
             try:
                 yield TraceServer(process, folder)
             finally:
@@ -151,12 +149,10 @@ def started_server(processes: int) -> Iterator[TraceServer]:
 
 
 SOURCES = (
-    *("config", "data", "distributed", "engines", "models", "plan", "resolve", "strategies", "system", "training"),
-    "worker",
+    *("config", "data", "distributed", "engines", "measure", "models", "plan", "resolve", "strategies", "system"),
+    *("training", "worker"),
 )
 """Packages whose code an estimate depends on."""
-
-LIBRARIES = ("torch", "transformers", "deepspeed")
 
 IRRELEVANT = (
     *("learning_rate", "weight_decay", "betas", "eps", "schedule", "step_size", "gamma", "warmup_steps"),
@@ -170,7 +166,7 @@ BATCH_KEYS = ("num_epochs", "max_steps", "seed")
 
 def read_estimate(config: Config) -> Estimate | None:
     """Return the cached estimate of a configuration; None if there is none."""
-    return read_dataclass(Estimate, cache_path(config))  # A damaged file is replaced.
+    return typed_values.read_dataclass(Estimate, cache_path(config))  # A damaged file is replaced.
 
 
 def store_estimate(config: Config, estimate: Estimate) -> None:
@@ -178,7 +174,7 @@ def store_estimate(config: Config, estimate: Estimate) -> None:
     path = cache_path(config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(estimate))
+        files.write_json(path, asdict(estimate))
     except OSError as error:
         print(f"distexp: the prediction is not cached: {path.parent}: {error.strerror}", file=sys.stderr)
 
@@ -216,7 +212,7 @@ def code_hash() -> str:
     """Return a hash of the code that an estimate depends on."""
     digest = hashlib.sha256(__version__.encode())
     for package in SOURCES:
-        for path in sorted((PACKAGE / package).rglob("*.py")):
+        for path in sorted((files.PACKAGE / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -245,14 +241,10 @@ def package_hash(name: str) -> str:
 def library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries."""
     found = {}
-    for name in LIBRARIES:
+    for name in ("torch", "transformers", "deepspeed"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-POLL_S = 0.05
-LOG = "log.txt"
 
 
 def job_path(folder: Path, number: int) -> Path:

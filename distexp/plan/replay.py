@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from distexp.measure.memory import step_parts
+from distexp.measure.memory.step_parts import MIN_BLOCK, round_size
 from distexp.system.units import MIB
 
 # Model of PyTorch's caching allocator: how much GPU memory it reserves for a sequence of allocations.
@@ -21,13 +23,7 @@ from distexp.system.units import MIB
 # never reuses the blocks of another one. Of free blocks of one size the lowest address is used, so the addresses of
 # segments matter.
 
-
-MIN_BLOCK = 512
 SMALL_SIZE = MIB  # largest block of the small pool
-SMALL_SEGMENT = 2 * MIB
-MIN_LARGE_ALLOC = 10 * MIB
-LARGE_SEGMENT = 20 * MIB
-ROUND_LARGE = 2 * MIB
 ADDRESS_RANGE = 32 * MIB  # multiple in which the driver takes addresses from the operating system, as seen on H200s
 HIGHEST_ADDRESS = 2**47  # end of the addresses of a process on Linux
 
@@ -175,32 +171,18 @@ class CachingAllocator:
         block.pool.add(remainder)
 
 
-def round_size(size: int) -> int:
-    """Return the size of the block for an allocation."""
-    return max(MIN_BLOCK, _round_up(size, MIN_BLOCK))
-
-
 def segment_size(size: int) -> int:
     """Return the size of a new segment for a block."""
     if size <= SMALL_SIZE:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < MIN_LARGE_ALLOC else _round_up(size, ROUND_LARGE)
+        return 2 * MIB
+    return 20 * MIB if size < 10 * MIB else _round_up(size, 2 * MIB)
 
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "activations",
-    "logits",
-    "communication",
-    "temporaries",
-    "batch",
-)
+PARTS = (*step_parts.PARTS, "batch")
 """What a block of memory is for.
 
 - activations: tensors that are kept from the forward pass for the backward pass, also 16-bit copies of weights;

@@ -13,16 +13,8 @@ from torch import Tensor, nn
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError, ModelConfig, model_checks
 from distexp.config.custom_code import PAGE, check_returned, locate
-from distexp.data import text
-from distexp.data.base import (
-    MODEL_INPUTS,
-    LabelsForHead,
-    Samples,
-    TargetTokens,
-    TaskData,
-    check_not_empty,
-    check_task_data,
-)
+from distexp.data import base, text
+from distexp.data.base import Samples, TaskData
 from distexp.data.image_cache import cache_images
 from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
 from distexp.distributed.context import Context
@@ -41,8 +33,8 @@ def load_data(config: Config, context: Context) -> TaskData:
     except ConfigError as error:
         raise ConfigError([*error.errors, *_source_errors(config.model)]) from error.__cause__
     check_returned(data, TaskData, f"dataset._target_={target}")
-    check_task_data(data, config.model.task, f"dataset._target_={target}")
-    check_not_empty(data, evaluates=config.train.evaluate)
+    base.check_task_data(data, config.model.task, f"dataset._target_={target}")
+    base.check_not_empty(data, evaluates=config.train.evaluate)
     if config.dataset.cache in ("cpu", "gpu"):
         data = cache_images(data, config.dataset.cache, context.device)
     if config.dataset.packing:
@@ -54,7 +46,7 @@ def load_data(config: Config, context: Context) -> TaskData:
     if config.train.logits == "targets":
         data = _keep_targets(config, data)
     if config.train.loss == "chunked":
-        data = replace(data, collate=LabelsForHead(data.collate))
+        data = replace(data, collate=base.LabelsForHead(data.collate))
     if config.train.score_answers:
         generation.check_has_references(data)
     if context.rank == 0:
@@ -84,7 +76,7 @@ def _keep_targets(config: Config, data: TaskData) -> TaskData:
     """
     known = config.train.compiled in WHOLE_MODEL and config.train.micro_batch_size != "auto"
     fixed = max_targets(config, data) if known else {}
-    return replace(data, collate=TargetTokens(data.collate, bool(config.train.compile), fixed))
+    return replace(data, collate=base.TargetTokens(data.collate, bool(config.train.compile), fixed))
 
 
 def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
@@ -130,7 +122,7 @@ def build_model(
     make, key = model_factory(config, data), weights_key(config.model, data)
     blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key)
     if config.dataset._target_.startswith("distexp."):
-        introspection.check_forward_arguments(blueprint.model, MODEL_INPUTS[config.model.task])
+        introspection.check_forward_arguments(blueprint.model, base.MODEL_INPUTS[config.model.task])
     if config.model.task == "causal_lm":
         _check_positions(blueprint.model, config)
     if config.dataset.packing:

@@ -254,9 +254,6 @@ class MetricsLogger:
         return value
 
 
-# Loss, accuracy, samples, tokens and waits of each training step.
-
-
 class DivergedError(RuntimeError):
     """The loss is NaN or infinite."""
 

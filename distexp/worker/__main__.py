@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from distexp.config import ConfigError
-from distexp.config.custom_code import custom_code_place
+from distexp.config import ConfigError, custom_code
 from distexp.runs import attempts, texts
 from distexp.runs.events import Events, ProgressWriter
 from distexp.runs.record import RunSpec
@@ -98,7 +97,7 @@ def describe_error(error: BaseException, run_dir: Path, phase: str, rank: int) -
     place = None
     if not memory and not isinstance(error, ConfigError):
         with suppress(Exception):  # The error must be written even if its place in custom code cannot be determined.
-            place = custom_code_place(error, RunSpec.read(run_dir).config.trusted_packages) or None
+            place = custom_code.custom_code_place(error, RunSpec.read(run_dir).config.trusted_packages) or None
     message = without_tracebacks(str(error).strip()) or repr(error)
     return RunError(type(error).__name__, message, phase, rank, place=place, memory=memory)
 

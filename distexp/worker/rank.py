@@ -212,7 +212,7 @@ def rank_environment(device: torch.device) -> Environment:
 
 
 def describe_arithmetic(*, on_gpu: bool) -> str:
-    """Return how torch computes here, whatever has set it: a variable, a library or custom code."""
+    """Return how torch computes here. A variable, a library or custom code may have set it."""
     found = [
         f"fp32 {torch.get_float32_matmul_precision()}",
         "TF32 conv" if on_gpu and torch.backends.cudnn.allow_tf32 else "",

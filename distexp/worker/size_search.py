@@ -33,7 +33,6 @@ from distexp.strategies.base import load_strategy
 from distexp.system import cgroups, processes, seeding, typed_values, units
 from distexp.system.cache_dir import cache_dir
 from distexp.training.build import build_model, load_data
-from distexp.worker import size_trial
 from distexp.worker.__main__ import redirect_output
 from distexp.worker.compile_cache import use_compile_cache
 from distexp.worker.size_trial import SizeSearch, SizeTrials, config_of_round, micro_batches_per_step
@@ -94,7 +93,7 @@ def run_search(spec: RunSpec, run_dir: Path, connection: Store) -> MicroBatchSea
     """Try sizes until the search is complete or its time is over; the result is the same on all ranks."""
     started = time.monotonic()
     deadline = started + spec.config.train.micro_batch_search_s
-    done: size_trial.SizeSearch | None = None
+    done: SizeSearch | None = None
     while done is None or (done.next_size() is not None and _may_continue(done, connection, deadline)):
         tried = done.tried if done else []
         done = Round(spec, run_dir, round_store(connection, tried), tried).run(deadline)
@@ -102,7 +101,7 @@ def run_search(spec: RunSpec, run_dir: Path, connection: Store) -> MicroBatchSea
     return MicroBatchSearch(done.choose(), list(done.tried), seconds, skipped=done.too_large(), complete=complete)
 
 
-def _may_continue(done: size_trial.SizeSearch, connection: Store, deadline: float) -> bool:
+def _may_continue(done: SizeSearch, connection: Store, deadline: float) -> bool:
     """Return whether there is no result, or rank 0 has time for another round; the same on all ranks."""
     if done.choose() is None:
         return True
@@ -186,8 +185,6 @@ def store(search: MicroBatchSearch, path: Path) -> None:
 # forks a process for the trials and waits for it. If one of them ends, all ranks end theirs. The ranks themselves use
 # no GPU until the search is over, so the training starts in a clean process.
 
-
-POLL_S = 0.05
 LONGEST = timedelta(days=1)  # Timeout for a message of another rank. The agents end a run that hangs earlier.
 MEMORY_CODE = 77  # exit code of a process that ran out of memory
 SAVED = "whole saves MiB"  # key of the store: ``SizeSearch.whole_saves_mib``
@@ -263,7 +260,7 @@ class Round:
                 os.kill(pid, signal.SIGKILL)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 return None if code == -signal.SIGKILL else code  # it may have ended just before
-            time.sleep(POLL_S)
+            time.sleep(0.05)
 
     def _run_process(self, parent: int, folder: Path) -> NoReturn:
         code = 1

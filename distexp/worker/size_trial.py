@@ -164,6 +164,7 @@ MIN_GAIN = 0.01  # relative gain in speed below which a size counts as no faster
 PATIENCE = 2  # sizes in a row without a gain that end the eager search; one may be a slow moment of the machine
 FIRST_COMPILED = 4  # Largest first size of a compiled model. Its memory predicts that of the others.
 USABLE_SHARE = 0.95  # Fraction of the memory that a size may need. The rest is for fragmentation.
+UNTRIED_SHARE = 0.7  # The same, for a size that is chosen without a trial.
 
 
 def ladder(sizes: Sequence[int]) -> list[int]:
@@ -173,9 +174,6 @@ def ladder(sizes: Sequence[int]) -> list[int]:
         larger = [size for size in sizes if size > rungs[-1]]
         rungs.append(max((size for size in larger if size <= 2 * rungs[-1]), default=larger[0]))
     return rungs
-
-
-UNTRIED_SHARE = 0.7  # fraction of the memory that a size may need which is chosen without a trial
 
 
 @dataclass(frozen=True)

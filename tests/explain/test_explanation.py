@@ -98,9 +98,9 @@ def test_an_error_of_the_explanation_keeps_the_record(
 
     monkeypatch.setattr(outcome, "explain", fail)
     found = profiled(COMPUTE_BOUND, **GPU)
-    spec = make_spec()
     found.write_result(tmp_path)
-    assert outcome.finalize_run(spec, tmp_path, {0: 0}, time.time()).metrics.explanation is None
+    found = outcome.finalize_run(make_spec(), tmp_path, {0: 0}, time.time())
+    assert found.metrics.explanation is None
     assert "no explanation: ZeroDivisionError: division by zero" in capfd.readouterr().err
 
 

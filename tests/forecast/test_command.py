@@ -95,7 +95,7 @@ def test_the_command_composes_the_run_with_other_sizes(sweep: Path, capsys: pyte
 def test_the_memory_of_the_gpu_is_that_of_the_profiled_run_if_it_is_needed(
     typed: str, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "visible_gpus", tuple)
+    monkeypatch.setattr("distexp.system.cgroups.visible_gpus", tuple)
     profiled = profiled_record(cluster__device="cuda", peak=8192.0)
     assert profiled.environment is not None
     profiled.environment.gpu_total_mib = 143_771
@@ -289,7 +289,7 @@ def test_more_workers_than_cores_are_named(
 ) -> None:
     text = "This machine has 4 CPU cores. A forecast assumes a core for each worker"
     for cores, is_named in ((4, True), (8, False)):
-        monkeypatch.setattr("distexp.forecast.command.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("distexp.system.cgroups.cpu_count", lambda cores=cores: cores)
         assert (text in forecast(sweep, cells, capsys)) == is_named
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from distexp.measure.memory.step_parts import round_size
 from distexp.plan.replay import (
     CURVE_POINTS,
     EMPTY_CACHE,
@@ -14,7 +15,6 @@ from distexp.plan.replay import (
     host_peak,
     repeated_blocks,
     replay,
-    round_size,
     segment_size,
 )
 from distexp.system.units import MIB

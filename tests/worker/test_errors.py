@@ -60,7 +60,7 @@ def test_an_error_is_kept_if_its_place_cannot_be_determined(tmp_path: Path, monk
         raise OSError("the current folder was deleted")
 
     make_spec().write(tmp_path)
-    monkeypatch.setattr("distexp.worker.__main__.custom_code_place", fail)
+    monkeypatch.setattr("distexp.config.custom_code.custom_code_place", fail)
     found = describe_error(TORCH_ERROR, tmp_path, "train", rank=1)
     assert (found.type, found.place) == ("RuntimeError", None)
 

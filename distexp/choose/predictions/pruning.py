@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from distexp.choose.candidate import CHECKPOINTING, Candidate, Objective, families_of
 from distexp.config import Config
@@ -16,11 +17,7 @@ from distexp.statistics.noise import MemoryLine
 from distexp.strategies.base import load_strategy, shipped_strategies
 from distexp.system.units import MIB
 
-# The memory of one family: which micro-batches fit, from as few predictions as possible.
-
-
 PER_SAMPLE = ("activations", "logits")  # Parts that grow with the micro-batch in proportion. The others may, too.
-GRADIENT_BYTES = 4
 
 
 @dataclass
@@ -34,7 +31,7 @@ class FamilyMemory:
     def __post_init__(self) -> None:
         self.name = self.members[0].family
         train, offload = self.config.train, self.config.offload
-        self.stage = offload.enabled, train.activation_checkpointing  # see ``pruning.STAGES``
+        self.stage = offload.enabled, train.activation_checkpointing
         self.memory_mib = memory_to_fit_mib(self.config)
         # On CPUs the memory of a node is measured, and that of the simulated nodes together decides.
         cluster, on_cpus = self.config.cluster, self.config.cluster.device == "cpu"
@@ -109,7 +106,7 @@ class FamilyMemory:
         if not _accumulates(member):
             if parameters is None:
                 return
-            extra = self._workers_in_memory * GRADIENT_BYTES * parameters / MIB
+            extra = self._workers_in_memory * 4 * parameters / MIB  # gradients in fp32
         if (estimate.most_mib or 0.0) + extra <= (self.memory_mib or 0.0):
             for other in self.members:
                 if other.micro_batch < member.micro_batch:
@@ -165,13 +162,8 @@ def _accumulates(member: Candidate) -> bool:
     return member.config is not None and member.config.train.gradient_accumulation_steps > 1
 
 
-STAGES = ((False, False), (False, True), (True, False), (True, True))
-"""Offloading and activation checkpointing of each stage."""
-
 EQUAL_FAILURES = 4
 """If so many predictions fail with one error, and none succeeds, no more are made. For example, the data is missing."""
-
-MAX_ERRORS = 3  # most errors of predictions that are printed
 
 
 def prune_by_plan(
@@ -195,8 +187,8 @@ def prune_by_plan(
     kinds = {**shipped_strategies(), **{config.strategy.name: type(load_strategy(config)) for config in configs}}
     lighter = {text: other for name, kind in kinds.items() for text, other in kind.lighter_overrides(name).items()}
     pruning = _Pruning(memories, lighter, estimate_all, objective, at_a_time, clock() + limit_s, report, clock)
-    for stage in STAGES:
-        pruning.predict_stage(stage)
+    for offloads, checkpoints in product((False, True), repeat=2):
+        pruning.predict_stage((offloads, checkpoints))
     if not any(candidate.is_waiting for candidate in candidates):
         pruning.predict_smallest()
     pruning.report_errors()
@@ -334,6 +326,6 @@ class _Pruning:
         return self.ended
 
     def report_errors(self) -> None:
-        for error, count in self.errors.most_common(MAX_ERRORS):
+        for error, count in self.errors.most_common(3):
             all_of = "all of the first " if self.errors.total() == self.done else ""
             self.report(f"{all_of}{format_count(count, 'prediction')} failed: {error}")

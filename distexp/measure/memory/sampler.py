@@ -162,7 +162,6 @@ class Sampler:
 Entry = dict[str, Any]
 # Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen.
 PROFILING_PHASE, SEARCH_PHASE = "profile", "search"
-
 TRAINING_PHASES = frozenset({"warmup", "train"})  # Before them a run may be small for most of its time.
 
 

@@ -135,8 +135,7 @@ class _Follower:
         if not in_forward:
             self._end_forward()
         by_autograd = self.phase == BACKWARD and not any(specific_frames(change.frames))
-        size = max(MIN_BLOCK, -(-change.size // MIN_BLOCK) * MIN_BLOCK)
-        block = _Block(size, _part_of(change, self.phase, self.step), by_autograd=by_autograd)
+        block = _Block(round_size(change.size), _part_of(change, self.phase, self.step), by_autograd=by_autograd)
         self._add(change.address, block)
         if in_forward:
             self.computed[change.address] = block
@@ -187,6 +186,11 @@ def _part_of(change: Change, phase: str, step: RecordedStep) -> str | None:
     if frame is not None and ZERO_FILES.search(frame.file) and ZERO_GRADIENTS.fullmatch(frame.function):
         return "gradients"
     return "logits" if is_logits(change.size, step) else None
+
+
+def round_size(size: int) -> int:
+    """Return the size of the block of torch's allocator for a request."""
+    return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
 
 
 def is_logits(size: int, step: RecordedStep) -> bool:

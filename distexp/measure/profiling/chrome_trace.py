@@ -26,7 +26,6 @@ UNKNOWN_COLLECTIVE = "other"
 
 # A pointwise kernel of Inductor may have the name of a matrix product, as ``triton_poi_fused_mm_0``.
 TRITON = re.compile(r"\btriton_([a-z]+)_")
-TRITON_MATMUL = ("tem", "mm", "bmm")
 
 MATMUL_KERNELS = re.compile(
     r"gemm|gemv|cutlass|wgmma|nvjet|cublas|splitk|xmma|implicit_con|convolve|winograd|wgrad|dgrad|fprop|conv2d|conv_"
@@ -44,7 +43,6 @@ MATMUL_OPERATORS = re.compile(
 )
 OPERATOR_NAME = re.compile(r"[a-z_][a-z_0-9]*::")
 NOT_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "torch::autograd", "torch::distributed::autograd")
-COMPILED_GRAPH = "CompiledFxGraph"
 BACKWARD = "autograd::engine::evaluate_function"
 
 STEP = "ProfilerStep#"
@@ -56,14 +54,14 @@ TORCH_OPTIMIZER = "Optimizer.step#"  # of every optimizer of torch, inside OPTIM
 def kernel_category(name: str) -> str:
     """Return ``matmul`` for matrix products, convolutions and attention, else ``other kernel``."""
     if found := TRITON.search(name):
-        return MATMUL if found[1] in TRITON_MATMUL else OTHER_KERNEL
+        return MATMUL if found[1] in ("tem", "mm", "bmm") else OTHER_KERNEL
     return MATMUL if MATMUL_KERNELS.search(name) and not NOT_MATMUL_KERNELS.search(name) else OTHER_KERNEL
 
 
 @lru_cache(maxsize=4096)
 def operator_category(name: str) -> str | None:
     """Return the category of an operator on the CPU, or None if it does not compute, as the wait for a collective."""
-    if COMPILED_GRAPH in name:
+    if "CompiledFxGraph" in name:
         return OTHER_KERNEL
     if not OPERATOR_NAME.match(name) or name.startswith(NOT_COMPUTE):
         return None

@@ -119,7 +119,6 @@ class CoreWaits:
 # FSDP::pre_forward (layers.0), FSDP::backward_prefetch for layers.1, FSDP::pre_forward of the root.
 HOOK = re.compile(rf"{FSDP_HOOK}(\w+)(?: \(([^)]*)\)| for ([^\[]*?))?(?: \[.*\])?$")
 
-
 Launched = tuple[float, Collective]  # time of the launch on the CPU, and the collective
 
 

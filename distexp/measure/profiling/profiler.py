@@ -25,7 +25,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.measure import clock, watcher
 from distexp.measure.memory.step_recording import count_elements
-from distexp.measure.profiling import chrome_trace, intervals, phases
+from distexp.measure.profiling import chrome_trace, phases
 from distexp.measure.profiling.breakdown import remove_overhead
 from distexp.measure.profiling.chrome_trace import Trace, combine_shares
 from distexp.measure.profiling.intervals import WARMUP_STEPS, ProfileWindow
@@ -35,14 +35,18 @@ from distexp.runs.run_dir import PROFILE_TRACE
 from distexp.runs.step_files import Parameters, StepModel, write_profile_summary, write_step_model
 from distexp.runs.texts import print_despite_full_disk
 from distexp.strategies.optimizer import ReadTensors, parameter_groups
-from distexp.system.torch_internals.collectives import (
-    FSDPUnitSize,
-    activate_annotations,
-    ddp_bucket_sizes,
-    read_fsdp_unit_sizes,
-)
+from distexp.system.torch_internals import collectives
 
 DETACH = "TEARDOWN_CUPTI"  # Detach CUPTI from the process when the profiler stops, because it slows down launches.
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Results of the profiled steps, the same on all ranks."""
+
+    communication: dict[str, Any]  # ``metrics.communication`` of the record
+    breakdown: list[dict[str, Any]] | None  # ``metrics.step_breakdown``; None if a rank has no usable trace
 
 
 class StepProfiler(watcher.Watcher):
@@ -99,7 +103,7 @@ class StepProfiler(watcher.Watcher):
             os.environ.setdefault(DETACH, "1")
         steps = schedule(wait=0, warmup=WARMUP_STEPS, active=self.window.steps, repeat=1)
         started = profile(activities=activities, schedule=steps)
-        activate_annotations(active=True)
+        collectives.activate_annotations(active=True)
         started.start()
         return started
 
@@ -123,7 +127,7 @@ class StepProfiler(watcher.Watcher):
     def _stop(self) -> None:
         assert self._profile is not None
         self._profile.stop()
-        activate_annotations(active=False)
+        collectives.activate_annotations(active=False)
 
     def summary(self, steps: watcher.MeasuredSteps) -> dict[str, Any]:
         """Return the communication, and the parts of the median step without the profiler's overhead. A collective."""
@@ -147,9 +151,7 @@ class StepProfiler(watcher.Watcher):
         """
         if not self.train.profile_steps:
             return None
-        micro_batches = self.train.gradient_accumulation_steps
-        analysis = StepAnalysis(self.context, self.window, self.module, micro_batches, self.core_waits)
-        return analysis.run(result_or_error(self._read_trace))
+        return self._analyze(result_or_error(self._read_trace))
 
     def _read_trace(self) -> chrome_trace.Trace | str:
         if self._profile is not None and not self._finished:  # the training stopped early
@@ -172,33 +174,8 @@ class StepProfiler(watcher.Watcher):
                     shutil.copyfileobj(source, compressed)
             return chrome_trace.read_trace(path, on_gpu=self.context.device.type == "cuda")
 
-
-# What the time of the profiled steps went to. Each rank reads its own trace, and sends only durations and results.
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ProfileResult:
-    """Results of the profiled steps, the same on all ranks."""
-
-    communication: dict[str, Any]  # ``metrics.communication`` of the record
-    breakdown: list[dict[str, Any]] | None  # ``metrics.step_breakdown``; None if a rank has no usable trace
-
-
-@dataclass(frozen=True)
-class StepAnalysis:
-    """Analysis of the profiled steps of one rank."""
-
-    context: Context
-    window: intervals.ProfileWindow | None  # the profiled steps; None if no step could be profiled
-    module: nn.Module | None  # the distributed model, whose sizes a forecast needs
-    micro_batches: int  # micro-batches of a step
-    core_waits: phases.CoreWaits  # time without a core in each profiled step
-
-    def run(self, trace: Trace | str) -> ProfileResult:
-        """Return the results of all ranks; a collective. Rank 0 writes the lanes of all ranks and its own step."""
+    def _analyze(self, trace: Trace | str) -> ProfileResult:
+        """Return the results of all ranks; a collective. Each rank sends only durations and results of its trace."""
         ranks = gather_to_all(trace if isinstance(trace, str) else result_or_error(lambda: RankSummary.of(trace)))
         communication = combine_shares([rank if isinstance(rank, str) else rank.shares for rank in ranks], self.window)
         known = [summary for summary in ranks if isinstance(summary, RankSummary)]
@@ -244,12 +221,13 @@ class StepAnalysis:
 
     def _step_model(self, trace: Trace, median: MedianStep, ranks: Sequence[RankSummary]) -> StepModel:
         sizes, context = read_model_sizes(self.module), self.context
-        step = ProfiledStep(trace, median, context.world_size, self.micro_batches, sizes.fsdp)
+        micro_batches = self.train.gradient_accumulation_steps
+        step = ProfiledStep(trace, median, context.world_size, micro_batches, sizes.fsdp)
         return StepModel(
             on_gpu=trace.on_gpu,
             workers=context.world_size,
             nodes=context.nodes,
-            micro_batches=self.micro_batches,
+            micro_batches=micro_batches,
             step_s=median.parts.duration,
             step_s_by_rank=tuple(tuple(rank.step_s) for rank in ranks),
             items=items_of(step),
@@ -273,7 +251,7 @@ class ModelSizes:
     """Sizes of what a distributed model sends and updates, for a forecast."""
 
     units: tuple[Parameters, ...] = ()  # parameters of each block, and between the blocks, in the order of the model
-    fsdp: dict[str, FSDPUnitSize] = field(default_factory=dict)  # Sizes of FSDP's units by name. Empty: no FSDP.
+    fsdp: dict[str, collectives.FSDPUnitSize] = field(default_factory=dict)  # units of FSDP by name; empty: no FSDP
     buckets: tuple[int, ...] = ()  # Elements of DDP's buckets. Empty: no DDP.
     groups: tuple[tuple[int, ...], ...] = ()  # elements of each parameter in each group of the optimizer
     modules: tuple[tuple[int, ...], ...] = ()  # positions, in the parameters of all units, of those of each module
@@ -287,10 +265,10 @@ def read_model_sizes(module: nn.Module | None) -> ModelSizes:
     buckets: tuple[int, ...] = ()
     if isinstance(module, nn.parallel.DistributedDataParallel):
         width = next(parameter.element_size() for parameter in module.parameters() if parameter.requires_grad)
-        buckets = tuple(size // width for size in ddp_bucket_sizes(module))
+        buckets = tuple(size // width for size in collectives.ddp_bucket_sizes(module))
     return ModelSizes(
         tuple(_units(bare)),
-        {unit.name: unit for unit in read_fsdp_unit_sizes(module)},
+        {unit.name: unit for unit in collectives.read_fsdp_unit_sizes(module)},
         buckets,
         tuple(tuple(map(count_elements, group["params"])) for group in parameter_groups(bare, weight_decay=0.0)),
         tuple(_positions_by_module(bare)),

@@ -38,6 +38,8 @@ EXTERN = (
 )
 """Operations that are not fused with others. So are all operations with ``attention`` in their name."""
 
+REDUCTIONS = ("sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin", "max", "min")
+
 Record = Callable[[], AbstractContextManager[Any]]
 
 
@@ -170,9 +172,6 @@ def _is_reduction(node: fx.Node) -> bool:
     return _name(node) in REDUCTIONS
 
 
-REDUCTIONS = ("sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin", "max", "min")
-
-
 def _base(node: fx.Node) -> fx.Node:
     """Return the node whose memory a result shares; the node itself if it is no view."""
     while node.op == "call_function" and _name(node) in VIEWS:
@@ -199,9 +198,6 @@ def _allocate(node: fx.Node) -> Any:
 NO_KERNEL = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "lift_fresh", "_unsafe_view")
 """Operations without a kernel, besides views."""
 
-NAMESPACES_WITHOUT_KERNELS = ("prim", "profiler")
-"""Namespaces of operations that read a property of a tensor, such as its device, or that mark a range."""
-
 
 class WorkCounter:
     """Counts of the operations of a step, by phase."""
@@ -216,7 +212,8 @@ class WorkCounter:
         count = flop_registry.get(packet)
         if count is not None:
             self.flops[phase] += int(count(*args, **(kwargs or {}), out_val=outputs))
-        reads_property = getattr(func, "namespace", "") in NAMESPACES_WITHOUT_KERNELS
+        # These read a property of a tensor, such as its device, or mark a range.
+        reads_property = getattr(func, "namespace", "") in ("prim", "profiler")
         is_view = getattr(func, "is_view", False) or getattr(packet, "__name__", "") in NO_KERNEL
         if not reads_property and not is_view:
             self.operations[phase] += 1

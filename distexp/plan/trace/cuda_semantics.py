@@ -28,14 +28,9 @@ FP32_OPERATIONS = (
 """Operations whose 16-bit inputs autocast converts to fp32 on CUDA."""
 
 FP32_RESULTS = {
-    "prod": 1,
-    "prod.dim_int": 3,
-    "softmax.int": 2,
-    "log_softmax.int": 2,
-    "cumprod": 2,
-    "cumsum": 2,
-    "sum": 1,
-    "sum.dim_IntList": 3,
+    **dict.fromkeys(("prod", "sum"), 1),
+    **dict.fromkeys(("softmax.int", "log_softmax.int", "cumprod", "cumsum"), 2),
+    **dict.fromkeys(("prod.dim_int", "sum.dim_IntList"), 3),
 }
 """Operations whose result is in fp32 under autocast on CUDA, and the position of their argument ``dtype``."""
 

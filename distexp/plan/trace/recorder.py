@@ -25,9 +25,6 @@ Autograd and FSDP need a GPU for tensors on ``cuda``. For a CPU with another ind
 the two devices, copies between them, and refuses to mix them.
 """
 
-COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")
-"""Namespaces of the operators whose tensors are communication buffers."""
-
 WORKSPACE_BLOCKS = {"forward": FORWARD_WORKSPACE, "backward": BACKWARD_WORKSPACE}  # by the phase that allocates them
 
 
@@ -97,7 +94,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._register(tensor)
         self.work.add(self.phase, func, args, kwargs, outputs)
         self._use_buffers(func, args)
-        if func.namespace in COLLECTIVES:
+        if func.namespace in ("fsdp", "c10d", "_c10d_functional"):
             self.assign("communication", tensors_in((args, kwargs, outputs)))
         return outputs
 

@@ -30,9 +30,6 @@ from distexp.system.files import read_json, write_json
 from distexp.system.processes import die_with_parent, kill_tree
 from distexp.worker.preload import own_modules, preload
 
-NICENESS = 10
-"""Lower priority of the processes that trace, because others may use the machine, for example a login node."""
-
 FALLBACK_S = 120.0  # longest time of an estimate by arithmetic, which builds the model again
 
 
@@ -40,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Trace all jobs of a folder, until the process is ended."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     folder, processes = Path(given[0]), int(given[1])
-    os.nice(NICENESS)
+    os.nice(10)  # Others may use the machine, for example a login node.
     importlib.import_module("distexp.plan.trace.tracing")
     running: list[TraceJob] = []
     for number in itertools.count():

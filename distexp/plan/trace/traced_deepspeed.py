@@ -15,22 +15,13 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
-from distexp.plan.trace.cuda_semantics import make_optimizer
+from distexp.plan.trace import cuda_semantics, zero12
 from distexp.plan.trace.recorder import StorageRecorder, tensors_in
 from distexp.plan.trace.zero3_fetcher import Fetcher, Receiver
-from distexp.plan.trace.zero12 import (
-    Buffers,
-    Partitions,
-    ShardedOptimizer,
-    ZeroOneTwo,
-    cut_into_sub_groups,
-    read_zero,
-    share_of,
-)
+from distexp.plan.trace.zero12 import Buffers, Partitions
 from distexp.runs.memory_trace import MOMENTS
 from distexp.strategies.torch_model import DTYPES
-from distexp.strategies.zero.ds_config import effective_config, fit_buckets, uses_autocast
-from distexp.strategies.zero.ds_initialization import cast_weights, in_16_bits
+from distexp.strategies.zero import ds_config, ds_initialization
 
 
 class TracedDeepSpeed:
@@ -39,10 +30,10 @@ class TracedDeepSpeed:
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, recorder: StorageRecorder) -> None:
         self.module = blueprint.model
         self.task, self.world_size = config.model.task, config.cluster.world_size
-        self.cast_to = DTYPES[config.precision.name] if in_16_bits(config) else None
+        self.cast_to = DTYPES[config.precision.name] if ds_initialization.in_16_bits(config) else None
         partitions = Partitions(config) if config.deepspeed.zero_stage == 3 else None
         initialize_weights(blueprint, self.cast_to or torch.float32, partitions)
-        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast(config))
+        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=ds_config.uses_autocast(config))
         buffers = Buffers.of(config, context.device, recorder.assign, recorder.empty_cache)
         self.zero = build_zero(self.module, config, buffers, partitions)
         if self.cast_to is not None:
@@ -72,16 +63,16 @@ class TracedDeepSpeed:
 
 def build_zero(
     module: nn.Module, config: Config, buffers: Buffers, partitions: Partitions | None
-) -> ZeroStage0 | ZeroOneTwo | ZeroThree:
+) -> ZeroStage0 | zero12.ZeroOneTwo | ZeroThree:
     """Return the gradients and states of the stage of a configuration."""
-    settings: dict[str, Any] = effective_config(config, config.cluster.world_size)
+    settings: dict[str, Any] = ds_config.effective_config(config, config.cluster.world_size)
     sizes = [parameter.numel() for parameter in module.parameters()]
-    fit_buckets(settings, sum(sizes), max(sizes))
+    ds_config.fit_buckets(settings, sum(sizes), max(sizes))
     stage = settings["zero_optimization"]["stage"]
     if stage == 0:
         return ZeroStage0(module, config, settings, buffers)
     if partitions is None:
-        return ZeroOneTwo(module, config, settings, buffers)
+        return zero12.ZeroOneTwo(module, config, settings, buffers)
     return ZeroThree(module, config, settings, buffers, partitions)
 
 
@@ -90,7 +81,7 @@ def initialize_weights(blueprint: Blueprint, dtype: torch.dtype, partitions: Par
     """Materialize, convert and partition each module in turn, as ``ds_initialization.initialize_weights`` does."""
     for module in reversed(list(blueprint.model.modules())):
         blueprint.materialize(module, recurse=False)
-        cast_weights(module, dtype)
+        ds_initialization.cast_weights(module, dtype)
         if partitions is not None:
             partitions.add(module.parameters(recurse=False))
 
@@ -102,10 +93,6 @@ def restore_masters(module: nn.Module, device: torch.device) -> None:
     for parameter in module.parameters():
         value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     del value
-
-
-ALLREDUCE_ELEMENTS = 500_000_000
-"""Elements of the buffers in which gradients are reduced (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
 
 
 class ZeroStage0:
@@ -134,7 +121,7 @@ class ZeroStage0:
         buckets = [0]
         for param in self.params:
             buckets[-1] += param.numel()
-            if buckets[-1] > ALLREDUCE_ELEMENTS:
+            if buckets[-1] > 500_000_000:  # MEMORY_OPT_ALLREDUCE_SIZE
                 buckets.append(0)
         for elements in filter(None, buckets):
             self.buffers.use_briefly(elements, self.dtype, "communication")
@@ -149,29 +136,26 @@ class ZeroStage0:
             param.grad = None
 
 
-# Stage 3 of ZeRO. Names in comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/stage3.py``.
+class ZeroThree(zero12.ShardedOptimizer):
+    """Parameters, gradients and optimizer states of one rank at stage 3.
 
-NORM_CHUNK = 250_000_000
-"""Elements of a gradient that one norm reads, if the optimizer is offloaded (``_constant_buffered_norm2``)."""
-
-
-class ZeroThree(ShardedOptimizer):
-    """Parameters, gradients and optimizer states of one rank at stage 3."""
+    Names in comments are those of DeepSpeed 0.19.8, ``deepspeed/runtime/zero/stage3.py``.
+    """
 
     def __init__(
         self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers, partitions: Partitions
     ) -> None:
         super().__init__(module, config, settings, buffers)
-        threshold = int(read_zero(settings, "stage3_param_persistence_threshold", 100_000))
+        threshold = int(zero12.read_zero(settings, "stage3_param_persistence_threshold", 100_000))
         persistent = {param: None for param in module.parameters() if param.numel() <= threshold}
-        limit = int(read_zero(settings, "sub_group_size", 1_000_000_000))
-        divided = [cut_into_sub_groups([self._share(param) for param in group], limit) for group in self.groups]
+        limit = int(zero12.read_zero(settings, "sub_group_size", 1_000_000_000))
+        divided = [zero12.cut_into_sub_groups([self._share(param) for param in group], limit) for group in self.groups]
         self.sub_groups = [(number, share) for number, shares in enumerate(divided) for share in shares]
-        overlaps = read_zero(settings, "overlap_comm", True)  # It is true by default at stage 3.
+        overlaps = zero12.read_zero(settings, "overlap_comm", True)  # It is true by default at stage 3.
         gather_stream, self.reduce_stream = (
             torch.cpu.Stream() if overlaps else torch.cpu.current_stream() for _ in range(2)
         )
-        self.optimizer = make_optimizer(module, config)
+        self.optimizer = cuda_semantics.make_optimizer(module, config)
         self.flat = self._defragment(partitions.shares)
         self.frozen = partitions.shares
         self._allocate_states(MOMENTS[config.train.optimizer])
@@ -182,7 +166,7 @@ class ZeroThree(ShardedOptimizer):
         self.oversized: dict[nn.Parameter, Tensor] = {}
 
     def _share(self, param: nn.Parameter) -> int:
-        return share_of(param, self.world_size)
+        return zero12.share_of(param, self.world_size)
 
     @torch.no_grad()
     def _defragment(self, shares: dict[nn.Parameter, Tensor]) -> Tensor | None:
@@ -261,7 +245,8 @@ class ZeroThree(ShardedOptimizer):
             for param in self.bucket if self.offloads else ():
                 part = buffers.on_gpu(self._share(param), self.dtype, "temporaries")
                 if self.is_last:
-                    buffers.use_briefly(min(self._share(param), NORM_CHUNK), torch.float64)
+                    # A norm reads so many elements at a time (``_constant_buffered_norm2``).
+                    buffers.use_briefly(min(self._share(param), 250_000_000), torch.float64)
                     buffers.use_briefly(self._share(param), torch.float32)
                 del part
             del interleaved

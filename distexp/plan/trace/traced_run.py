@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from distexp.config import Config
-from distexp.config.custom_code import code_place
+from distexp.config import Config, custom_code
 from distexp.data.base import Batch, TaskData
 from distexp.data.loader import PaddedDataset
 from distexp.distributed.context import Context
@@ -74,13 +73,9 @@ def evaluation_batch(config: Config, data: TaskData) -> Batch:
     return data.collate([data.evaluation[index] for index in order[:size]])
 
 
-WITHOUT_KERNEL = "UnsupportedOperatorException"
-"""Name of torch's exception for an operator that has no kernel for fake tensors. Its text is the operator."""
-
-
 def describe_failure(error: Exception) -> str:
     """Return why a model cannot be traced, with the line of the model that failed."""
-    if type(error).__name__ == WITHOUT_KERNEL:
+    if type(error).__name__ == "UnsupportedOperatorException":  # Its text is an operator without such a kernel.
         reason = (
             f"its operator {error} computes only with values: give it a kernel for fake tensors with "
             "torch.library.register_fake"
@@ -92,7 +87,7 @@ def describe_failure(error: Exception) -> str:
         )
     else:
         reason = f"{type(error).__name__}: {_first_line(error)}"
-    place = code_place(error)
+    place = custom_code.code_place(error)
     return f"the model cannot be traced{f' at {place}' if place else ''}: {reason}"
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import device_mesh
 
-from distexp.config import Config, ConfigError
-from distexp.config.custom_code import locate
+from distexp.config import Config, ConfigError, custom_code
 from distexp.data.base import Batch, Samples
 from distexp.data.images import ImageFiles, channel_statistics, decoded_bytes
 from distexp.distributed.context import Context
@@ -238,7 +237,7 @@ class Traceable(Protocol):
 def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: StorageRecorder) -> Traceable:
     strategy = load_strategy(config)
     if strategy.tracer is not None:
-        traced: Traceable = locate(strategy.tracer)(blueprint, config, context, recorder)
+        traced: Traceable = custom_code.locate(strategy.tracer)(blueprint, config, context, recorder)
         return traced
     with _mesh_outside_of_fake_mode(), traced_run.traced_ddp(recorder.assign):
         model = strategy.setup(blueprint, config, context)

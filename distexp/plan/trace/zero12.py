@@ -23,11 +23,7 @@ from distexp.plan.trace.recorder import tensors_in
 from distexp.runs.memory_trace import MOMENTS
 from distexp.strategies.optimizer import parameter_groups
 
-# What the stages 1 to 3 of ZeRO have in common.
-
-
 CHECKED_VERSION = "0.19.8"  # version of DeepSpeed with which the models of ZeRO's memory were checked
-DEFAULT_BUCKET = 500_000_000  # DeepSpeed's default of reduce_bucket_size in elements
 
 
 def version_note() -> str | None:
@@ -44,7 +40,7 @@ class ShardedOptimizer(ABC):
     def __init__(self, module: nn.Module, config: Config, settings: dict[str, Any], buffers: Buffers) -> None:
         self.buffers, self.offloads, self.is_last = buffers, config.offload.enabled, False
         self.world_size = config.cluster.world_size
-        self.bucket_size = int(read_zero(settings, "reduce_bucket_size", DEFAULT_BUCKET))
+        self.bucket_size = int(read_zero(settings, "reduce_bucket_size", 500_000_000))
         self.groups: list[list[nn.Parameter]] = [
             group["params"] for group in parameter_groups(module, config.train.weight_decay)
         ]
