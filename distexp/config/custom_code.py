@@ -101,8 +101,6 @@ def _lacking(missing: list[str], protocol: type) -> str:
     )
 
 
-# The line that raised an error, outside of the libraries that a user does not change.
-
 LIBRARIES = ("torch", "triton")
 """Packages whose lines are never named, like those of distexp and of Python."""
 

@@ -129,9 +129,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if verdict.fit else 1
 
 
-# Verdict of all checks: the options that work on this machine; and the build of DeepSpeed's operators.
-
-
 REQUIRED_CHECKS = ("configuration", "torch", "distexp cache", "current folder")
 """Checks that must not be missing, because every training needs them."""
 

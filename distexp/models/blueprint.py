@@ -108,9 +108,6 @@ def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in tensors if tensor is not None]
 
 
-# Properties of a built model: embeddings, attention and the inputs that it takes.
-
-
 def find_embeddings(model: nn.Module) -> NamedModules:
     """Find the token embedding and the output head; empty for image models."""
     getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
@@ -233,10 +230,6 @@ def _shrink(config: Any) -> Any:
     text.use_cache = False  # with a cache, transformers does not look for several samples in a row
     small._attn_implementation = "eager"
     return small
-
-
-# FLOPs of one pass of a model, counted on the meta device. See also ``distexp.measure.flops``, which derives the FLOPs
-# of a training from these.
 
 
 def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

@@ -169,9 +169,6 @@ def _largest_repeated(model: nn.Module) -> NamedModules:
     )
 
 
-# Batch norms of models whose weights FSDP or DeepSpeed casts to 16 bits.
-
-
 def use_fp32_batch_norms(model: nn.Module) -> None:
     """Let batch norms compute with their weights in fp32, as under autocast. Their running statistics are in fp32 too.
 

@@ -17,9 +17,6 @@ from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
 
-# The group ``kernels``: options of speed that the user left open, and their checks.
-
-
 MIN_FLEX_WIDTH = 16
 """Smallest width of an attention head for which flex attention has a GPU kernel."""
 
@@ -87,10 +84,6 @@ def _model_values(config: Config) -> Mapping[str, Any]:
         return {}
     # With all logits, their fp32 copy is the largest tensor, and it limits the micro-batch.
     return {"train.loss": "chunked"} if config.train.logits == "all" else {"train.logits": "targets"}
-
-
-# Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update. Each
-# one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
 
 
 def check_speed_options(config: Config) -> Iterator[str]:

@@ -163,8 +163,6 @@ def check_tracker(config: Config) -> Iterator[str]:
             )
 
 
-# Checks of local files and folders: a wrong path is reported before any worker starts.
-
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
 """Checks by the kind of path that a key has in the schema."""
 

@@ -156,8 +156,6 @@ def _parse_sample(row: dict[str, str]) -> MemorySample:
     return MemorySample(time_s, row["phase"], row["kind"], index, source=row["source"], **numbers)
 
 
-# Entries of ``memory.parts`` in a record: the tensors of each rank, and the peaks of a step by phase.
-
 TENSORS = "train"
 """Phase of the entries with the tensors that a rank keeps. The other phases are those of a recorded step."""
 

@@ -222,9 +222,6 @@ def _modified(path: Path) -> float:
     return path.stat().st_mtime
 
 
-# Specification of a run: ``spec.json``, which the launcher writes and the workers read.
-
-
 @dataclass(frozen=True)
 class RunSpec:
     """The resolved configuration of a run, and its identity."""

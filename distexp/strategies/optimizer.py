@@ -216,8 +216,6 @@ class ModelTensors:
 
 ReadTensors = Callable[[], ModelTensors]
 
-# The optimizer of ``train.fused_update``: clipping, AdamW and the cast of the weights in one kernel.
-
 
 class FusedAdamW(torch.optim.AdamW):
     """AdamW with the states and checkpoints of torch's, which updates all weights on a GPU by one kernel.

@@ -123,8 +123,6 @@ def _print(*parts: str) -> None:
     print(REPORT_PREFIX, *parts, flush=True)
 
 
-# The folder in which PyTorch builds one C++ operator: locks and files that an earlier build has left.
-
 BATON = "lock"
 """File with which PyTorch locks the build of an extension. A killed process leaves it, and all later builds wait."""
 
