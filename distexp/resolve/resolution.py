@@ -23,9 +23,6 @@ MIN_FLEX_WIDTH = 16
 MAX_GPU_BYTES = 4 * 10**9
 """Decoded images that ``dataset.cache`` keeps on the GPU. TinyImageNet has 1.35 GB."""
 
-MODELS = "distexp.models."
-"""Models below this package can compute the logits of targets alone."""
-
 
 def choose_kernels(config: Config) -> None:
     """Set the keys that are null: to what ``fast`` chooses, or else to the reference."""
@@ -80,7 +77,8 @@ def _image_values(config: Config) -> Mapping[str, Any]:
 
 
 def _model_values(config: Config) -> Mapping[str, Any]:
-    if config.model.task != "causal_lm" or not config.model._target_.startswith(MODELS):
+    # Only the models of distexp can all compute the logits of targets alone.
+    if config.model.task != "causal_lm" or not config.model._target_.startswith("distexp.models."):
         return {}
     # With all logits, their fp32 copy is the largest tensor, and it limits the micro-batch.
     return {"train.loss": "chunked"} if config.train.logits == "all" else {"train.logits": "targets"}

@@ -166,12 +166,6 @@ def check_tracker(config: Config) -> Iterator[str]:
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
 """Checks by the kind of path that a key has in the schema."""
 
-TINYIMAGENET = "distexp.data.tinyimagenet."
-"""Start of the targets of datasets that read a folder of TinyImageNet."""
-
-SQUAD = "distexp.data.squad"
-"""Start of the targets of datasets that need a tokenizer."""
-
 
 def check_files(config: Config) -> Iterator[str]:
     """Yield an error for each path that does not exist."""
@@ -190,7 +184,8 @@ def check_dataset_files(config: Config) -> Iterator[str]:
     # A dataset of another task is an error already, and the user will probably replace it.
     if dataset.root is None and "root" in dataset.keys and same_task(config):
         yield f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet"
-    if dataset.root is not None and os.path.isdir(dataset.root) and dataset._target_.startswith(TINYIMAGENET):
+    reads_folder = dataset._target_.startswith("distexp.data.tinyimagenet.")
+    if reads_folder and dataset.root is not None and os.path.isdir(dataset.root):
         needed = ("wnids.txt", "train", "val/val_annotations.txt")
         if missing_files := [name for name in needed if not os.path.exists(os.path.join(dataset.root, name))]:
             yield (
@@ -233,7 +228,7 @@ def check_model_files(config: Config) -> Iterator[str]:
 def check_tokenizer_files(config: Config) -> Iterator[str]:
     """Yield an error if text data has no tokenizer. Hub ids are checked when loaded."""
     model = config.model
-    if not config.dataset._target_.startswith(SQUAD) or not same_task(config):
+    if not config.dataset._target_.startswith("distexp.data.squad") or not same_task(config):
         return
     if model.tokenizer is None:
         yield f"model.tokenizer is null, but dataset={config.dataset.name} needs one: set byte, a hub id or a folder"

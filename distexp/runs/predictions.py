@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError
+from distexp.config.overrides import format_count
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import FORECAST, PREDICTED
@@ -244,5 +245,5 @@ def running_error(errors: Sequence[ForecastError]) -> str:
         return ""
     median = statistics.median(abs(error.relative) for error in errors)
     inside = sum(error.inside for error in errors)
-    count = f"{len(errors)} forecast{'s' if len(errors) > 1 else ''}"
+    count = format_count(len(errors), "forecast")
     return f"Median error of {count} on this kind of machine: {median:.1%}. In the interval: {inside} of {len(errors)}."

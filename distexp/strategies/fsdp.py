@@ -37,6 +37,7 @@ class FSDP(Strategy):
     option_group: ClassVar[str] = "sharding"
     option_key: ClassVar[str] = "fsdp.sharding"
     smallest_states: ClassVar[str] = "sharding=full_shard"
+    is_compilable: ClassVar[bool] = True
     options: ClassVar[tuple[Option, ...]] = (
         Option("full_shard", offloads=True),
         Option("shard_grad_op", lighter="sharding=full_shard"),
@@ -166,10 +167,6 @@ class FSDP(Strategy):
 
     def supports_offload(self, config: Config) -> bool:
         """Return true."""
-        return True
-
-    def compiles(self, step: ProfiledStep) -> bool:
-        """Return true, because the blocks can be compiled."""
         return True
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:

@@ -282,10 +282,6 @@ def _update_on_gpu(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
     update_weights(updates, scale)
 
 
-ALIGNMENT = 16
-"""Bytes that a GPU loads at once for a thread, if the address is a multiple of it."""
-
-
 @dataclass(frozen=True)
 class WeightUpdate:
     """The tensors of one weight, which have the same shape and strides, and the constants of AdamW in this step."""
@@ -307,8 +303,8 @@ class WeightUpdate:
         return [each.data_ptr() for each in (self.weight, self.gradient, self.exp_avg, self.exp_avg_sq, copy)]
 
     def is_aligned(self) -> bool:
-        """Return whether a GPU can load several values of each tensor at once."""
-        return all(address % ALIGNMENT == 0 for address in self.addresses())
+        """Return whether a GPU can load several values of each tensor at once: 16 bytes for a thread."""
+        return all(address % 16 == 0 for address in self.addresses())
 
     def constants(self) -> list[float]:
         """Return the constants of the formula, in the order of the kernel."""

@@ -123,6 +123,7 @@ class Traits:
     lighter: ClassVar[str] = ""  # without such a group: override that needs less memory, as in Option
     smallest_states: ClassVar[str] = ""  # override for which several workers keep least of the states, if it has one
     offload_with: ClassVar[str] = ""  # override with which other strategies can offload, if it is the best for that
+    is_compilable: ClassVar[bool] = False  # whether ``kernels=fast`` compiles the model on a GPU with all options
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict
     host_mib: ClassVar[float] = HOST_WORKER_MIB  # measured CPU memory of a worker on a GPU, without offloading
@@ -204,7 +205,7 @@ class Traits:
 
     def compiles(self, step: ProfiledStep) -> bool:
         """Return whether ``kernels=fast`` compiles the model on a GPU."""
-        return False
+        return self.is_compilable
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
         """Yield options against launch_idle, exposed_communication, data_wait, optimizer, host or compute."""
