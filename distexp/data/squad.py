@@ -188,10 +188,8 @@ def _tokenize_split(
     return samples, counts
 
 
-# Question answering as token sequences: ``Question: <question> Context: <context> Answer: <answer></s>``.
-#
-# The parts are tokenized separately, so a long context can be cut without touching the question or the answer.
-
+# A sequence is ``Question: <question> Context: <context> Answer: <answer></s>``. Its parts are tokenized separately, so
+# a long context can be cut without touching the question or the answer.
 
 FORMAT = "tokens-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""

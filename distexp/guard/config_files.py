@@ -288,11 +288,8 @@ def _origin(text: str, composed: DictConfig) -> str:
     return f"is set by {found}" if found else "is not from the command line"
 
 
-# Directories of sweeps that another user has made: what could run code or write outside is refused.
-#
 # A mark in the user's cache names the content of each ``command.json`` and of each snapshot's marker that distexp has
 # written for this user. A sweep from somebody else has no mark, even in a copy that belongs to the user.
-
 
 SAFE_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")
 

@@ -183,9 +183,6 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
         ) from error
 
 
-TOKENS = 8
-
-
 def check_packing(model: nn.Module) -> None:
     """Check that a model takes packed rows.
 
@@ -225,7 +222,7 @@ def _shrink(config: Any) -> Any:
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     if kinds:
         text.layer_types = kinds
-    text.num_hidden_layers, text.vocab_size = max(len(kinds), 1), TOKENS
+    text.num_hidden_layers, text.vocab_size = max(len(kinds), 1), 8  # the row has the tokens 1 to 7
     text.bos_token_id = text.eos_token_id = text.pad_token_id = None
     text.use_cache = False  # with a cache, transformers does not look for several samples in a row
     small._attn_implementation = "eager"

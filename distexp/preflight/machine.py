@@ -108,8 +108,8 @@ def simulates_nodes(result: Mapping[str, Any]) -> bool:
     return bool(result["backend"] == "nccl" and int(result["hosts"]) < int(result["nodes"]))
 
 
-def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> Path:
-    """Store curves for later forecasts; return the file. Points of other layouts are kept.
+def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> None:
+    """Store curves for later forecasts. Points of other layouts are kept.
 
     Raises ConfigError if this user has no cache directory, and OSError if the file cannot be written.
     """
@@ -118,7 +118,6 @@ def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: s
     path = _path(gpu_name, hostname)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"points": [asdict(point) for point in (*kept, *points)]})
-    return path
 
 
 def stored_points(gpu_name: str | None, hostname: str | None) -> Iterable[CurvePoint]:

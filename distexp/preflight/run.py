@@ -184,15 +184,11 @@ def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int |
         return None
 
 
-# The matrix ceiling: the TFLOP/s of a large matrix product, which no training exceeds.
-# It is below the peak of the datasheet, because the clocks of a GPU depend on power and temperature. The preflight
-# stores it in the cache directory, and later runs read it. The highest of all measurements is kept, because a busy or
-# hot machine measures too little.
+# No training exceeds the matrix ceiling. It is below the peak of the datasheet, because the clocks of a GPU depend on
+# power and temperature. The highest of all measurements is kept, because a busy or hot machine measures too little.
 
 SIZE_GPU, SIZE_CPU = 8192, 512  # rows and columns of the matrices
-ROUND_S = 0.05  # approximate time of a round
-
-ROUNDS = 7
+ROUNDS, ROUND_S = 7, 0.05  # number of rounds, and approximate time of one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,9 +17,6 @@ from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
 
-MIN_FLEX_WIDTH = 16
-"""Smallest width of an attention head for which flex attention has a GPU kernel."""
-
 MAX_GPU_BYTES = 4 * 10**9
 """Decoded images that ``dataset.cache`` keeps on the GPU. TinyImageNet has 1.35 GB."""
 
@@ -63,7 +60,7 @@ def _attention(config: Config) -> str:
     if config.cluster.device != "cuda":
         return "sdpa" if config.dataset.packing else "auto"
     width = (model.hidden_size or 0) // (model.num_heads or 1)
-    return "flex" if width >= MIN_FLEX_WIDTH and not model.dropout else "sdpa"
+    return "flex" if width >= 16 and not model.dropout else "sdpa"  # There is no GPU kernel for narrower heads.
 
 
 def _image_values(config: Config) -> Mapping[str, Any]:

@@ -120,9 +120,6 @@ def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> li
 # the program in the same order: phases, batches and steps. Each rank counts the points that it has passed, in a small
 # file that it overwrites in place. The rank with the lowest count is behind.
 
-FILE_BYTES = 256
-"""Size of the file. It never changes, so that a full disk does not end the training here."""
-
 
 @dataclass(frozen=True)
 class RankProgress:
@@ -150,7 +147,8 @@ class ProgressWriter:
         """Write that the rank has passed a point."""
         self._count += 1
         progress = {"rank": self._rank, "pid": self._pid, "count": self._count, "phase": phase, "step": step}
-        os.pwrite(self._file, json.dumps(progress).ljust(FILE_BYTES).encode(), 0)
+        # The size of the file never changes, so that a full disk does not end the training here.
+        os.pwrite(self._file, json.dumps(progress).ljust(256).encode(), 0)
 
 
 def read_rank_progress(run_dir: Path, node: int | str = "*") -> list[RankProgress]:

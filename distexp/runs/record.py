@@ -333,27 +333,16 @@ class ExistingRuns:
 
 def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
     """Return the warning about unfinished runs that no cell matches; None if there are none."""
-    damaged = [run for run in runs if not run.id]
-    runs = [run for run in runs if run.id]
-    texts = [
-        f"{run.directory} was not resumed, because neither its {RECORD} nor its {SPEC} can be read" for run in damaged
-    ]
-    return ". ".join([*texts, *_unmatched(runs)]) or None
-
-
-def _unmatched(runs: Sequence[ExistingRun]) -> Iterator[str]:
-    if not runs:
-        return
-    shown = ", ".join(f"{run.number} ({run.status or 'no record'})" for run in runs)
-    if len(runs) == 1:
-        yield (
-            f"run {shown} was not resumed: the new overrides define a different run. "
-            "Resume without them to continue it."
-        )
-        return
-    yield (
-        f"runs {shown} were not resumed: the new overrides define different runs. Resume without them to continue them."
-    )
+    unreadable = f"was not resumed, because neither its {RECORD} nor its {SPEC} can be read"
+    texts = [f"{run.directory} {unreadable}" for run in runs if not run.id]
+    known = [f"{run.number} ({run.status or 'no record'})" for run in runs if run.id]
+    if len(known) == 1:
+        effect = "was not resumed: the new overrides define a different run. Resume without them to continue it."
+        texts.append(f"run {known[0]} {effect}")
+    elif known:
+        effect = "were not resumed: the new overrides define different runs. Resume without them to continue them."
+        texts.append(f"runs {', '.join(known)} {effect}")
+    return ". ".join(texts) or None
 
 
 def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:

@@ -82,12 +82,11 @@ def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
     return None if number is None else int(number)
 
 
-MIN_INTERVAL_S = 1.0
-"""Shortest time between two touches. On a network file system each touch is a message to the server."""
-
-
 class Heartbeat:
-    """Writer of ``run_dir/heartbeat``, whose age the agents check. It touches the file at most once a second."""
+    """Writer of ``run_dir/heartbeat``, whose age the agents check.
+
+    It touches the file at most once a second. On a network file system each touch is a message to the server.
+    """
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
         self.path = run_dir / HEARTBEAT if enabled else None
@@ -96,7 +95,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Record that a step is done."""
         now = time.monotonic()
-        if self.path is not None and now - self._last_touch_s >= MIN_INTERVAL_S:
+        if self.path is not None and now - self._last_touch_s >= 1:
             self.path.touch()
             self._last_touch_s = now
 

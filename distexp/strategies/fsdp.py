@@ -23,9 +23,6 @@ PRELOAD = ("torch.distributed.fsdp",)
 MORE_COMMUNICATORS_MIB = {Sharding.NO_SHARD: 390.0, Sharding.HYBRID_SHARD: 970.0}
 """What a mesh with replicas adds to the first communicator, from ``fsdp_sharding/0`` and ``fsdp_sharding/4``."""
 
-MUCH_OF_COMMUNICATION = 0.2
-"""Share of the communication from which fewer all-gathers are worth more memory."""
-
 
 class FSDP(Strategy):
     """Parameters, gradients and optimizer states sharded over the workers."""
@@ -175,7 +172,8 @@ class FSDP(Strategy):
             return
         gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
         shares = step.collective_shares()  # empty if nothing is known about the kinds
-        take_time = not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
+        # From a fifth of the communication, fewer all-gathers are worth more memory.
+        take_time = not shares or shares.get("all_gather", 0.0) >= 0.2 * sum(shares.values())
         if gathers_twice and take_time and step.fits_unsharded(bytes_per_parameter=4):
             yield Advice("sharding=shard_grad_op", "it gathers the parameters once per step and keeps them")
         yield from step.larger_micro_batch(2)

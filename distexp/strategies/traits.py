@@ -19,12 +19,6 @@ CUSTOM_COMPLEXITY = 4
 GPU_ERROR_BOUND = 0.05
 """Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""
 
-HOST_WORKER_MIB = 1270.0
-"""Measured CPU memory of a worker on a GPU with FSDP: Python, torch, the host side of CUDA, and the libraries.
-
-It is also that of a strategy that was not measured, because FSDP needs most of the strategies of torch.
-"""
-
 ADAMW_STATES = 20
 """Bytes per parameter of weights, gradients and AdamW's states, with 16-bit weights."""
 
@@ -126,7 +120,9 @@ class Traits:
     is_compilable: ClassVar[bool] = False  # whether ``kernels=fast`` compiles the model on a GPU with all options
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict
-    host_mib: ClassVar[float] = HOST_WORKER_MIB  # measured CPU memory of a worker on a GPU, without offloading
+    # Measured CPU memory of a worker on a GPU, without offloading: Python, torch, the host side of CUDA, and the
+    # libraries. The default is that of FSDP, which needs most of the strategies of torch.
+    host_mib: ClassVar[float] = 1270.0
     accumulates_whole_gradients: ClassVar[bool] = False
     operator_problem: ClassVar[str] = ""  # what is not possible if no C++ compiler works
     setup_note: ClassVar[str] = ""  # sentence of the report if the CPU memory had its peak during setup
