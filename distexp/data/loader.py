@@ -231,9 +231,8 @@ class ShardedBatchSampler:
             order = torch.randperm(self.length, generator=generator)
         copied = order
         if self.lengths is not None:
-            # Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The
-            # one with the longest sample is first, so that a run out of memory fails early. An incomplete
-            # batch is last.
+            # Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The one with the
+            # longest sample is first, so that a run out of memory fails early. An incomplete batch is last.
             batch = self.sharding.global_batch
             pieces = torch.split(order, BUCKET_BATCHES * batch)
             by_length = torch.cat([piece[self.lengths[piece].argsort(stable=True)] for piece in pieces])

@@ -302,20 +302,13 @@ class ExistingRuns:
     def match(self, cells: Sequence[RunInfo]) -> list[ExistingRun | None]:
         """Return the run of each cell, or None. Each run is matched once, and then removed from ``runs``.
 
-        The first of these that matches is taken:
-
-        1. same id and same overrides;
-        2. same id, because other overrides may describe the same training;
-        3. same overrides, if the run was invalid.
-
-        Cells with the same id keep their own runs, for example ``cluster.cpus_per_worker=1,2``.
-
-        Only the id and the overrides of a cell count.
+        Only the id and the overrides of a cell count. Cells with the same id keep their own runs, for example
+        ``cluster.cpus_per_worker=1,2``.
         """
         found: list[ExistingRun | None] = [None] * len(cells)
         rules: tuple[Callable[[ExistingRun, RunInfo], bool], ...] = (
             lambda run, cell: run.id == cell.id and run.overrides == cell.overrides,
-            lambda run, cell: run.id == cell.id != INVALID_ID,
+            lambda run, cell: run.id == cell.id != INVALID_ID,  # Other overrides may describe the same training.
             lambda run, cell: run.id == INVALID_ID and run.overrides == cell.overrides,
         )
         for is_match in rules:

@@ -5,10 +5,13 @@ MIB, GIB = 2**20, 2**30
 MIB_PER_GB = 1024.0
 """MiB in a GB of ``2**30`` bytes."""
 
+MIN_GB = 0.1
+"""Less memory is shown in MB."""
+
 
 def format_memory(mib: float, digits: int = 1) -> str:
     """Format a memory: ``1.5 GB``, and below 0.1 GB ``12.3 MB``. A GB has 1,024 MB."""
-    if mib >= 0.1 * MIB_PER_GB:
+    if mib >= MIN_GB * MIB_PER_GB:
         return f"{mib / MIB_PER_GB:,.{digits}f} GB"
     return f"{mib:.3g} MB"
 
