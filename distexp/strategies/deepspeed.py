@@ -38,12 +38,6 @@ CHECK_STAGES = (1, 2)
 The check starts several kernels for each parameter. Two H200s waited about 15 ms per step for it with BLOOM-560m.
 """
 
-COMMUNICATORS_MIB = 388.0
-"""Communicators that DeepSpeed makes even for one GPU, from ``deepspeed/zero_offload_stages_1_2``."""
-
-MORE_COMMUNICATORS_MIB = 384.0
-"""What DeepSpeed adds on several GPUs, from ``deepspeed/two_gpu_stages``."""
-
 
 class DeepSpeed(Strategy):
     """Optimizer states, gradients and parameters partitioned over the workers by ZeRO."""
@@ -159,8 +153,11 @@ class DeepSpeed(Strategy):
     setup_note: ClassVar[str] = "DeepSpeed compiles its extensions during setup if they are missing."
 
     def communicators_mib(self, config: Config) -> float:
-        """Return the memory of DeepSpeed's own communicators."""
-        return COMMUNICATORS_MIB + (MORE_COMMUNICATORS_MIB if config.cluster.world_size > 1 else 0.0)
+        """Return the memory of DeepSpeed's communicators: those even for one GPU, and what it adds on several.
+
+        The numbers are from ``deepspeed/zero_offload_stages_1_2`` and ``deepspeed/two_gpu_stages``.
+        """
+        return 388.0 + (384.0 if config.cluster.world_size > 1 else 0.0)
 
     def host_worker_mib(self, config: Config) -> float:
         """Add the memory of the CPU optimizer."""
