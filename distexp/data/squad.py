@@ -188,9 +188,6 @@ def _tokenize_split(
     return samples, counts
 
 
-# A sequence is ``Question: <question> Context: <context> Answer: <answer></s>``. Its parts are tokenized separately, so
-# a long context can be cut without touching the question or the answer.
-
 FORMAT = "tokens-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""
 
@@ -325,7 +322,11 @@ def _parts(example: Example) -> tuple[str, str, str]:
 
 
 class _ExampleEncoder:
-    """An encoder that tokenizes each distinct part of the examples only once."""
+    """An encoder of ``Question: <question> Context: <context> Answer: <answer></s>``.
+
+    It tokenizes each distinct part of the examples only once. Because the parts are tokenized separately, a long
+    context can be cut without touching the question or the answer.
+    """
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length

@@ -171,16 +171,12 @@ def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
     return length
 
 
-# Packing: several samples in one row. Rows are the same for any number of workers. Each row has the positions of its
-# samples, by which the model keeps them apart. The rows of all epochs are the same; their order changes.
-
-
 @dataclass(frozen=True, eq=False)
 class PackedSamples:
-    """Rows of samples.
+    """Rows of several samples each. They are the same for any number of workers and in all epochs; their order changes.
 
-    A row is ``input_ids``, ``labels`` and ``position_ids`` of shape (length,). The first label of each sample is
-    IGNORE, because the sample before it must not predict it.
+    A row is ``input_ids``, ``labels`` and ``position_ids`` of shape (length,). By its positions the model keeps the
+    samples apart. The first label of each sample is IGNORE, because the sample before it must not predict it.
     """
 
     samples: Samples

@@ -288,14 +288,15 @@ def _origin(text: str, composed: DictConfig) -> str:
     return f"is set by {found}" if found else "is not from the command line"
 
 
-# A mark in the user's cache names the content of each ``command.json`` and of each snapshot's marker that distexp has
-# written for this user. A sweep from somebody else has no mark, even in a copy that belongs to the user.
-
 SAFE_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")
 
 
 def remember_file(path: Path) -> None:
-    """Mark a file as this user's own; without a writable cache it stays foreign."""
+    """Mark the content of a ``command.json`` or of a snapshot's marker as this user's own, in the cache.
+
+    A sweep from somebody else has no mark, even in a copy that belongs to the user. Without a writable cache, a file
+    stays foreign.
+    """
     with suppress(OSError, ConfigError):
         mark = _mark(path)
         mark.parent.mkdir(parents=True, exist_ok=True)

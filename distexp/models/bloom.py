@@ -80,11 +80,6 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
     return config
 
 
-# BLOOM with SDPA or flex attention. The BLOOM of transformers has only matrix products and a softmax in fp32, which
-# store all attention weights. Its GELU is an autograd function, which the compiler cannot fuse. Here it is torch's GELU
-# with the same approximation.
-
-
 class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # transformers has no types
     """Attention with ALiBi, by SDPA or flex attention."""
 
@@ -160,7 +155,11 @@ class BloomForCausalLM(modeling_bloom.BloomForCausalLM):  # type: ignore[misc]  
 
 
 def use_attention(bloom: nn.Module, attention: str) -> None:
-    """Replace the attention and the GELU of a BLOOM of transformers in place; its weights stay."""
+    """Replace the attention and the GELU of a BLOOM of transformers in place; its weights stay.
+
+    Its attention has only matrix products and a softmax in fp32, which store all attention weights. Its GELU is an
+    autograd function, which the compiler cannot fuse. It becomes torch's GELU with the same approximation.
+    """
     transformer: Any = bloom.transformer
     bloom.__class__, transformer.__class__ = BloomForCausalLM, BloomModel
     transformer.attention = attention

@@ -122,19 +122,18 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-# Graceful-stop requests: a file in the run directory that rank 0 polls. A file works for workers that are still
-# starting, and for all nodes. The command and its agents write it when they get SIGUSR1 or SIGUSR2. A worker's own
-# SIGUSR1 prints its stacks. SIGTERM ends a run at once.
-
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that ask a command or an agent to stop its run after a checkpoint."""
+"""Signals that ask a command or an agent to stop its run after a checkpoint. A worker prints its stacks at SIGUSR1."""
 
 POLL_S = 1.0
 """Shortest time between two polls. On a network file system each poll is a message to the server."""
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
-    """Ask the workers of a run to write a checkpoint and to end because of a time limit, a preemption or a signal."""
+    """Ask the workers of a run to write a checkpoint and to end because of a time limit, a preemption or a signal.
+
+    Rank 0 polls the file, which works for workers that are still starting, and for all nodes.
+    """
     files.write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
 
 
