@@ -34,11 +34,7 @@ def setting(config: Settings, key: str) -> Any:
 def common_values(config: Settings) -> dict[str, Any]:
     """Return the values of a StepCommunication that gathers weights in the precision and reduces gradients in fp32."""
     half = setting(config, "precision.name") in ("bf16", "fp16")
-    return {
-        "weight_bytes": 2 if half else 4,
-        "gradient_bytes": 4,
-        "offloads": bool(setting(config, "offload.enabled")),
-    }
+    return {"weight_bytes": 2 if half else 4, "gradient_bytes": 4, "offloads": bool(setting(config, "offload.enabled"))}
 
 
 @dataclass(frozen=True)
