@@ -16,7 +16,6 @@ from distexp.exceptions import first_line
 from distexp.system.files import PACKAGE
 
 PAGE = "https://distexp.github.io/distexp/how-to/extend/"
-TRACEBACK_HINT = "HYDRA_FULL_ERROR=1 prints the traceback"
 
 
 def check_members(found: object, protocol: type, source: str) -> None:
@@ -55,7 +54,9 @@ def shorten_errors(target: str, call: str) -> Iterator[None]:
         reason = f"{name}: {first_line(error)}" if str(error).strip() else name
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
-        raise ConfigError(f"{target}: {call} raised {reason} ({place}): correct the code. {TRACEBACK_HINT}") from error
+        raise ConfigError(
+            f"{target}: {call} raised {reason} ({place}): correct the code. HYDRA_FULL_ERROR=1 prints the traceback"
+        ) from error
 
 
 def _unexpected(found: object, kind: type, source: str) -> str:
@@ -101,15 +102,6 @@ def _lacking(missing: list[str], protocol: type) -> str:
     )
 
 
-# The line that raised an error, outside of the libraries that a user does not change.
-
-LIBRARIES = ("torch", "triton")
-"""Packages whose lines are never named, like those of distexp and of Python."""
-
-INSTALLED = ("site-packages", "dist-packages")
-"""Names of the folders into which packages are installed."""
-
-
 def code_place(error: BaseException) -> str:
     """Return the innermost line outside of Python, torch, triton and distexp: ``transformers/modeling.py:12``."""
     return _innermost(_places(error))
@@ -138,12 +130,14 @@ def _places(error: BaseException) -> Iterator[tuple[Path, int]]:
 
 def _installed_package(path: Path) -> str:
     """Return the installed package or module of a file; empty if the file is not installed."""
-    return next((Path(path.parts[path.parts.index(name) + 1]).stem for name in INSTALLED if name in path.parts), "")
+    folders = (name for name in ("site-packages", "dist-packages") if name in path.parts)
+    return next((Path(path.parts[path.parts.index(name) + 1]).stem for name in folders), "")
 
 
 @lru_cache(maxsize=1)
 def _library_folders() -> tuple[Path, ...]:
-    specs = [spec for name in LIBRARIES if (spec := find_spec(name)) is not None]
+    """Return the folders of distexp, torch and triton, whose lines are never named."""
+    specs = [spec for name in ("torch", "triton") if (spec := find_spec(name)) is not None]
     folders = (Path(folder).resolve() for spec in specs for folder in spec.submodule_search_locations or ())
     return (PACKAGE, *folders)
 

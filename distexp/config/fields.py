@@ -76,15 +76,10 @@ class FieldInfo:
 
 def key(default: T, help: str = "", **details: Any) -> T:  # noqa: A002
     """Create a dataclass field with a default and its ``FieldInfo``; lists and dicts are copied."""
-    info = FieldInfo(help=help, **details)
-    metadata = {METADATA_KEY: info}
-    declared: Any
+    metadata = describe(help, **details)
     if isinstance(default, (list, dict)):
-        declared = field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
-    else:
-        declared = field(default=default, metadata=metadata)
-    result: T = declared
-    return result
+        return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def describe(help: str, **details: Any) -> Mapping[str, FieldInfo]:  # noqa: A002

@@ -117,9 +117,6 @@ def _describe_type(hint: Any) -> str:
     return TYPE_NAMES.get(hint, "a value")
 
 
-# Checks of single values against the limits in the schema. The limits are declared in ``distexp.config.schema`` and in
-# the sections that it imports. Checks of several keys are in ``distexp.resolve``.
-
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Control characters. A line break would end an option of sbatch, and start a shell line."""
 

@@ -167,13 +167,9 @@ def loads_from_source(model: ModelConfig) -> bool:
     return model.init == "pretrained" or "name" in model.keys
 
 
-AUTO = "auto"
-"""Value of ``train.micro_batch_size`` for which the workers search the size."""
-
-
 def searches_micro_batch(config: Config) -> bool:
     """Return whether the workers search the micro-batch size."""
-    return config.train.micro_batch_size == AUTO
+    return config.train.micro_batch_size == "auto"
 
 
 def depends_on_micro_batch(config: Config) -> bool:

@@ -125,8 +125,6 @@ def suggest_command(name: str, directory: Path) -> str:
     return f"distexp {name} {shlex.quote(str(directory))}"
 
 
-# Command lines to copy into a shell: bash and Hydra read the same values as in the command of the run.
-
 SIMPLE = re.compile(r"[\w./@+~]+=[\w./+-]+", re.ASCII)
 """An override without quotes, brackets and commas, which needs no check."""
 
@@ -193,9 +191,6 @@ def _quote_for_hydra(value: str) -> str:
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     ending = "\\" * (len(escaped) - len(escaped.rstrip("\\")))
     return f"'{escaped}{ending}'"
-
-
-# Lists and counts in messages: ``a, b and 3 more``, ``2 runs``, ``runs 0-5, 8``.
 
 
 def join_first(items: Iterable[str], limit: int = 8) -> str:

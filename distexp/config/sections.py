@@ -227,10 +227,6 @@ class DeepSpeedConfig:
     )  # fmt: skip
 
 
-OBJECTIVES = ("throughput", "energy", "cost", "memory")
-"""What the best configuration has most or least of."""
-
-
 @dataclass
 class ChooseConfig:
     """Search for the best configuration, as by `distexp choose`. It does not change the training."""
@@ -238,7 +234,7 @@ class ChooseConfig:
     objective: str = key(
         "throughput",
         "What is best: most samples per second, least energy or price per sample, or lowest peak of GPU memory.",
-        choices=OBJECTIVES,
+        choices=("throughput", "energy", "cost", "memory"),
     )
     budget_min: float = key(
         10.0, "Time for the trials. GPU time = minutes x the largest number of GPUs of a trial.", unit="minutes",

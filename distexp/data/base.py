@@ -153,8 +153,6 @@ def check_not_empty(data: TaskData, *, evaluates: bool) -> None:
         raise ConfigError(f"the evaluation set has no sample{left_out}: correct the data, or set train.evaluate=false")
 
 
-# Collate functions that pass the targets of a batch to the output head of a causal LM.
-
 KEPT_MULTIPLE = 8
 """The number of kept tokens is a multiple of it, as matrix products on a GPU are faster then."""
 

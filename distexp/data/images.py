@@ -161,13 +161,8 @@ def collate_images(samples: Sequence[Sample]) -> ImageBatch:
     return ImageBatch({"images": images}, labels, num_samples=counted, num_targets=counted, num_tokens=0)
 
 
-# Decoded images in one file of the cache directory, so that each image is decoded only once. The file has the size of
-# the image files if they all have one size and it is at most ``dataset.image_size``. Otherwise the images are resized
-# to ``dataset.image_size`` before they are written.
-
 FORMAT = "images-v1"
 CHANNELS = 3
-
 IMAGES_PER_JOB = 1024
 """Images that a process decodes and writes together. Fewer images than that are decoded without processes."""
 
@@ -193,8 +188,10 @@ class DecodeJob:
 def decode_once(images: ImageFiles) -> Tensor:
     """Return all images of a dataset without augmentation, decoded at the first use: uint8, (images, 3, size, size).
 
-    They are a memory-mapped file, so the processes of a node share one copy in memory. Raise ConfigError if the cache
-    directory has not enough space, and DataError if an image is missing, damaged or not an image.
+    They are a memory-mapped file, so the processes of a node share one copy in memory. It has the size of the image
+    files if they all have one size and it is at most ``dataset.image_size``. Otherwise the images are resized to
+    ``dataset.image_size``. Raise ConfigError if the cache directory has not enough space, and DataError if an image is
+    missing, damaged or not an image.
     """
     path = build_once(cache_dir() / f"{FORMAT}-{_fingerprint(images)}.npy", partial(_build, images))
     # Copy-on-write, because torch warns about arrays that cannot be written to.

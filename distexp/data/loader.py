@@ -1,7 +1,5 @@
 """Loader of a rank: the micro-batches of each optimizer step, and stop requests."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +16,21 @@ from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
 from distexp.data.text import PackedSamples
 from distexp.distributed.process_group import sum_over_ranks
 from distexp.system.torch_internals.collectives import DATA, annotate, annotate_items
+
+
+@dataclass(frozen=True)
+class BatchSharding:
+    """The division of a global batch into micro-batches of ranks."""
+
+    rank: int
+    world_size: int
+    micro_batch_size: int
+    accumulation: int = 1  # micro-batches of each rank in one optimizer step
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.world_size * self.micro_batch_size * self.accumulation
 
 
 @dataclass(frozen=True)
@@ -163,37 +176,19 @@ class ShardedLoader:
         return sum_over_ranks(counts)
 
 
-# Distribution of a data set over ranks: which samples each rank reads in each step. The global batch of a step has the
-# same samples for any number of ranks, so every strategy trains on the same data. If the samples do not divide evenly,
-# padding samples fill the last step. A padding sample is a copy of a real one with all labels set to IGNORE. So every
-# rank has the same number of batches with the same shape, and no sample is dropped or counted twice. A packed row
-# counts as one sample here.
-
 BUCKET_BATCHES = 50
 """Global batches whose samples are sorted by length together, with ``dataset.bucketing=true``."""
-
-
-@dataclass(frozen=True)
-class BatchSharding:
-    """The division of a global batch into micro-batches of ranks."""
-
-    rank: int
-    world_size: int
-    micro_batch_size: int
-    accumulation: int = 1  # micro-batches of each rank in one optimizer step
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return self.world_size * self.micro_batch_size * self.accumulation
 
 
 class ShardedBatchSampler:
     """Indices of this rank's micro-batches in one epoch, of its steps ``steps``.
 
-    An index below ``length`` is a sample; ``length + i`` is a padding copy of sample ``i`` (see PaddedDataset). The
-    order depends on the seed and the epoch, not on the number of ranks. With ``lengths``, the tokens of each sample,
-    batches have samples of similar length.
+    The order depends on the seed and the epoch. The global batch of a step has the same samples for any number of
+    ranks, so every strategy trains on the same data. If the samples do not divide evenly, padding samples fill the last
+    step. So every rank has the same number of batches with the same shape, and no sample is dropped or counted twice.
+
+    An index below ``length`` is a sample, or a packed row; ``length + i`` is a padding copy of sample ``i`` (see
+    PaddedDataset). With ``lengths``, the tokens of each sample, batches have samples of similar length.
     """
 
     def __init__(
@@ -231,9 +226,8 @@ class ShardedBatchSampler:
             order = torch.randperm(self.length, generator=generator)
         copied = order
         if self.lengths is not None:
-            # Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The
-            # one with the longest sample is first, so that a run out of memory fails early. An incomplete
-            # batch is last.
+            # Samples are sorted in pieces of BUCKET_BATCHES batches. Then the batches are shuffled. The one with the
+            # longest sample is first, so that a run out of memory fails early. An incomplete batch is last.
             batch = self.sharding.global_batch
             pieces = torch.split(order, BUCKET_BATCHES * batch)
             by_length = torch.cat([piece[self.lengths[piece].argsort(stable=True)] for piece in pieces])

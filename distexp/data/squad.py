@@ -1,7 +1,5 @@
 """SQuAD v1.1 from its official JSON files, a ``save_to_disk`` folder, or the hub."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +20,45 @@ from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachab
 
 SPLITS = {"train": "training", "eval": "evaluation"}
 """The start of a split's keys in ``dataset``, and its name in messages."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question with its context and answers.
+
+    Texts have no line breaks and no repeated spaces. The first answer is the training target.
+    """
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[str, ...]
+    misplaced: str | None = None  # what is wrong with the position of an answer in the context, or None
+
+
+@dataclass(frozen=True)
+class TokenizationCounts:
+    """Number of examples that were cut or left out."""
+
+    examples: int  # examples in the data
+    cut: int = 0  # examples with a shortened context
+    lost: int = 0  # cut examples whose context no longer contains the answer
+    left_out: int = 0  # examples whose question and answer alone exceed the limit
+    unanswered: int = 0  # examples without an answer, which are left out
+
+
+@dataclass(frozen=True, eq=False)
+class QASamples(TokenSamples):
+    """Tokenized examples with the reference answers that score generated ones."""
+
+    references: tuple[tuple[str, ...], ...]  # accepted answers of each sample; empty for a training set
+    ids: tuple[str, ...]  # ids of the questions; empty for a training set
+    too_long: int = 0  # questions of an evaluation set that were left out, because question and answer are too long
+
+    def prompt(self, index: int) -> TokenIds:
+        """Return the token ids of a sample up to ``Answer:``, shape (prompt length,)."""
+        start = int(self.ends[index - 1]) if index else 0
+        return self.tokens[start : start + int(self.prompt_lengths[index])]
 
 
 def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
@@ -188,38 +225,8 @@ def _tokenize_split(
     return samples, counts
 
 
-# Question answering as token sequences: ``Question: <question> Context: <context> Answer: <answer></s>``.
-#
-# The parts are tokenized separately, so a long context can be cut without touching the question or the answer.
-
-
 FORMAT = "tokens-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One question with its context and answers.
-
-    Texts have no line breaks and no repeated spaces. The first answer is the training target.
-    """
-
-    id: str
-    question: str
-    context: str
-    answers: tuple[str, ...]
-    misplaced: str | None = None  # what is wrong with the position of an answer in the context, or None
-
-
-@dataclass(frozen=True)
-class TokenizationCounts:
-    """Number of examples that were cut or left out."""
-
-    examples: int  # examples in the data
-    cut: int = 0  # examples with a shortened context
-    lost: int = 0  # cut examples whose context no longer contains the answer
-    left_out: int = 0  # examples whose question and answer alone exceed the limit
-    unanswered: int = 0  # examples without an answer, which are left out
 
 
 def describe_counts(splits: Mapping[str, TokenizationCounts], max_length: int) -> Iterator[str]:
@@ -247,20 +254,6 @@ def _count(name: str, splits: Mapping[str, TokenizationCounts]) -> str:
         if (number := getattr(counts, name))
     ]
     return f"{' and '.join(found)} examples" if found else ""
-
-
-@dataclass(frozen=True, eq=False)
-class QASamples(TokenSamples):
-    """Tokenized examples with the reference answers that score generated ones."""
-
-    references: tuple[tuple[str, ...], ...]  # accepted answers of each sample; empty for a training set
-    ids: tuple[str, ...]  # ids of the questions; empty for a training set
-    too_long: int = 0  # questions of an evaluation set that were left out, because question and answer are too long
-
-    def prompt(self, index: int) -> TokenIds:
-        """Return the token ids of a sample up to ``Answer:``, shape (prompt length,)."""
-        start = int(self.ends[index - 1]) if index else 0
-        return self.tokens[start : start + int(self.prompt_lengths[index])]
 
 
 def normalize_whitespace(text: str) -> str:
@@ -327,7 +320,11 @@ def _parts(example: Example) -> tuple[str, str, str]:
 
 
 class _ExampleEncoder:
-    """An encoder that tokenizes each distinct part of the examples only once."""
+    """An encoder of ``Question: <question> Context: <context> Answer: <answer></s>``.
+
+    It tokenizes each distinct part of the examples only once. Because the parts are tokenized separately, a long
+    context can be cut without touching the question or the answer.
+    """
 
     def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer, self._max_length = tokenizer, max_length

@@ -82,19 +82,8 @@ class TextCollate:
         labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
         mask = np.arange(length) < np.asarray([len(sample["input_ids"]) for sample in samples])[:, np.newaxis]
         is_target = labels[:, 1:] != IGNORE
-        has_target = is_target.any(axis=1)
-        lengths = mask.sum(axis=1)[has_target]
-        return Batch(
-            inputs={
-                "input_ids": torch.from_numpy(input_ids),
-                "attention_mask": torch.from_numpy(mask.astype(input_ids.dtype)),
-            },
-            labels=torch.from_numpy(labels),
-            num_samples=int(has_target.sum()),
-            num_targets=int(is_target.sum()),
-            num_tokens=int(lengths.sum()),
-            num_token_pairs=int(np.square(lengths).sum()),
-        )
+        inputs = {"input_ids": input_ids, "attention_mask": mask.astype(input_ids.dtype)}
+        return _make_batch(inputs, labels, is_target, mask.sum(axis=1)[is_target.any(axis=1)])
 
     def _collate_rows(self, rows: Sequence[Sample], input_ids: NDArray[Any]) -> Batch:
         length = input_ids.shape[1]
@@ -105,15 +94,22 @@ class TextCollate:
         is_target[:, 0] = False
         samples = np.cumsum(positions == 0) - 1  # the sample at each position of the batch
         has_target = np.bincount(samples, weights=is_target.ravel()) > 0  # padding has none
-        lengths = np.bincount(samples)[has_target]
-        return Batch(
-            inputs={"input_ids": torch.from_numpy(input_ids), POSITIONS: torch.from_numpy(positions)},
-            labels=torch.from_numpy(labels),
-            num_samples=int(has_target.sum()),
-            num_targets=int(is_target.sum()),
-            num_tokens=int(lengths.sum()),
-            num_token_pairs=int(np.square(lengths).sum()),
-        )
+        inputs = {"input_ids": input_ids, POSITIONS: positions}
+        return _make_batch(inputs, labels, is_target, np.bincount(samples)[has_target])
+
+
+def _make_batch(
+    inputs: dict[str, NDArray[Any]], labels: NDArray[Any], is_target: NDArray[Any], lengths: NDArray[Any]
+) -> Batch:
+    """Return a batch of samples; ``lengths`` has the tokens of those with a target."""
+    return Batch(
+        inputs={name: torch.from_numpy(array) for name, array in inputs.items()},
+        labels=torch.from_numpy(labels),
+        num_samples=len(lengths),
+        num_targets=int(is_target.sum()),
+        num_tokens=int(lengths.sum()),
+        num_token_pairs=int(np.square(lengths).sum()),
+    )
 
 
 @dataclass(frozen=True)
@@ -175,16 +171,12 @@ def sequence_length(dataset: DatasetConfig, model: ModelConfig) -> int:
     return length
 
 
-# Packing: several samples in one row. Rows are the same for any number of workers. Each row has the positions of its
-# samples, by which the model keeps them apart. The rows of all epochs are the same; their order changes.
-
-
 @dataclass(frozen=True, eq=False)
 class PackedSamples:
-    """Rows of samples.
+    """Rows of several samples each. They are the same for any number of workers and in all epochs; their order changes.
 
-    A row is ``input_ids``, ``labels`` and ``position_ids`` of shape (length,). The first label of each sample is
-    IGNORE, because the sample before it must not predict it.
+    A row is ``input_ids``, ``labels`` and ``position_ids`` of shape (length,). By its positions the model keeps the
+    samples apart. The first label of each sample is IGNORE, because the sample before it must not predict it.
     """
 
     samples: Samples

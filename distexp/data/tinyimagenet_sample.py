@@ -25,9 +25,6 @@ BOX = f"0\t0\t{SIZE - 1}\t{SIZE - 1}"
 GRAYSCALE_PERIOD = 20
 """One in 20 images is grayscale, because ImageNet has grayscale images too."""
 
-NOISE_STD = 50.0
-"""Standard deviation of the noise of each pixel, which ranges from 0 to 255."""
-
 COLORS = {"red": (220, 60, 50), "blue": (50, 90, 220)}
 
 
@@ -41,7 +38,6 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
             f"dataset.root={dataset.root} has no effect with dataset={dataset.name}, because its images are "
             "generated: remove dataset.root, or use dataset=tinyimagenet"
         )
-    # It is generated on first use and cached.
     train = max(TINYIMAGENET_SAMPLE_TRAIN, dataset.train_size or 0)
     val = max(TINYIMAGENET_SAMPLE_EVAL, dataset.eval_size or 0)
     path = cache_dir() / f"{FORMAT}-{train}-{val}"
@@ -91,6 +87,7 @@ def _draw(label: int, split: int, number: int) -> Image.Image:
     rows, columns = np.mgrid[0:SIZE, 0:SIZE]
     along = (columns * math.cos(turned) + rows * math.sin(turned)) * 2 * math.pi / period
     bright = 0.5 + 0.5 * np.sin(along + rng.uniform(0, 2 * math.pi))
-    pixels = bright[:, :, None] * np.array(COLORS[color]) + rng.normal(0, NOISE_STD, (SIZE, SIZE, 3))
+    noise = rng.normal(0, 50, (SIZE, SIZE, 3))  # of pixels from 0 to 255
+    pixels = bright[:, :, None] * np.array(COLORS[color]) + noise
     image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
     return image.convert("L") if number % GRAYSCALE_PERIOD == GRAYSCALE_PERIOD // 2 else image

@@ -1,7 +1,5 @@
 """The command ``distexp doctor [--json] [--build]``; exit code 0 if this machine can train, else 1."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -31,6 +29,19 @@ from distexp.system.cgroups import visible_gpus
 from distexp.system.files import Entry
 
 STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
+
+
+@dataclass
+class Verdict:
+    """Options that work on this machine, and the reasons why others do not."""
+
+    fit: bool  # whether any training is possible
+    device: str
+    strategies: list[str] = field(default_factory=list)
+    precisions: list[str] = field(default_factory=list)
+    offload: list[str] = field(default_factory=list)
+    clusters: list[str] = field(default_factory=list)
+    not_possible: list[str] = field(default_factory=list)
 
 
 Report = Callable[[str], None]
@@ -129,9 +140,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if verdict.fit else 1
 
 
-# Verdict of all checks: the options that work on this machine; and the build of DeepSpeed's operators.
-
-
 REQUIRED_CHECKS = ("configuration", "torch", "distexp cache", "current folder")
 """Checks that must not be missing, because every training needs them."""
 
@@ -139,19 +147,6 @@ GPU_ONLY = {"precision": "fp16", "offload": "pinned"}
 """Options that ``distexp.resolve.resources`` refuses on the CPU, by config group."""
 
 NAME = "DeepSpeed operators"
-
-
-@dataclass
-class Verdict:
-    """Options that work on this machine, and the reasons why others do not."""
-
-    fit: bool  # whether any training is possible
-    device: str
-    strategies: list[str] = field(default_factory=list)
-    precisions: list[str] = field(default_factory=list)
-    offload: list[str] = field(default_factory=list)
-    clusters: list[str] = field(default_factory=list)
-    not_possible: list[str] = field(default_factory=list)
 
 
 def make_verdict(results: Sequence[CheckResult], torch: TorchInfo) -> Verdict:

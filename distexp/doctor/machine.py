@@ -1,7 +1,5 @@
 """Checks of memory, cores, disks, limits and caches; the result of a check, and commands that may hang."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil
@@ -21,6 +19,31 @@ from distexp.system.units import GIB, MIB
 
 MIN_SHM, MIN_DISK, MIN_RAM, MIN_OPEN_FILES = 1 * GIB, 10 * GIB, 4 * GIB, 4096
 TOOL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Result of one check; ``hint`` is set unless the state is ok."""
+
+    name: str
+    state: str  # ok, warning, missing
+    found: str
+    hint: str | None = None
+
+
+def ok(name: str, found: str) -> CheckResult:
+    """Return the result of a check that passed."""
+    return CheckResult(name, "ok", found)
+
+
+def warning(name: str, found: str, hint: str) -> CheckResult:
+    """Return the result of a check that passed in part."""
+    return CheckResult(name, "warning", found, hint)
+
+
+def missing(name: str, found: str, hint: str) -> CheckResult:
+    """Return the result of a check that failed."""
+    return CheckResult(name, "missing", found, hint)
 
 
 def check_shm(path: str = "/dev/shm") -> CheckResult:
@@ -138,31 +161,6 @@ def write_error(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """Result of one check; ``hint`` is set unless the state is ok."""
-
-    name: str
-    state: str  # ok, warning, missing
-    found: str
-    hint: str | None = None
-
-
-def ok(name: str, found: str) -> CheckResult:
-    """Return the result of a check that passed."""
-    return CheckResult(name, "ok", found)
-
-
-def warning(name: str, found: str, hint: str) -> CheckResult:
-    """Return the result of a check that passed in part."""
-    return CheckResult(name, "warning", found, hint)
-
-
-def missing(name: str, found: str, hint: str) -> CheckResult:
-    """Return the result of a check that failed."""
-    return CheckResult(name, "missing", found, hint)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from distexp.config import ConfigError
-from distexp.config.overrides import is_override, parse, values_of
+from distexp.config.overrides import is_override, parse, plain_value, values_of
 from distexp.system.environment_variables import looks_secret, secret_in
 
 CELLS = "sweep.cells"
@@ -30,7 +30,7 @@ def _parse_once(arguments: tuple[str, ...]) -> list[Override]:
     for override in parse([text for text in arguments if is_override(text)]):
         found.append(override)
         if key_of(override) == CELLS:
-            texts = [as_text(text) for cell in _as_list(override.value()) for text in _as_list(cell)]
+            texts = [str(plain_value(text)) for cell in _as_list(override.value()) for text in _as_list(cell)]
             found += parse([text for text in texts if is_override(text)])
     return found
 
@@ -45,18 +45,14 @@ def key_of(override: Override) -> str:
     return str(override.get_key_element()).lstrip("+~")
 
 
-def as_text(value: Any) -> str:
-    """Return a value of an override without its quotes."""
-    return value.text if isinstance(value, QuotedString) else str(value)
-
-
 def packages_trusted_by_user(arguments: Sequence[str]) -> list[str]:
     """Return the packages that the command line or the environment trusts.
 
     Overrides of Hydra's configuration are not used, because a file can add to them.
     """
     trusting = [each for each in typed_overrides(arguments) if key_of(each) == TRUSTED and not each.is_delete()]
-    typed = [as_text(name) for override in trusting for value in values_of(override) for name in _as_list(value)]
+    values = [plain_value(value) for override in trusting for value in values_of(override)]
+    typed = [str(name) for value in values for name in _as_list(value)]
     return list(dict.fromkeys([*packages_of_environment(), *typed]))
 
 

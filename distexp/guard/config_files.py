@@ -31,17 +31,13 @@ from yaml import YAMLError
 
 from distexp.config import ConfigError
 from distexp.config.keys import conf_dir, options_of, refuse_numbers_as_booleans
-from distexp.config.overrides import copyable_override, is_override, join_first, shell_quote
+from distexp.config.overrides import copyable_override, is_override, join_first, plain_value, shell_quote
 from distexp.guard import command_line
 from distexp.guard.command_line import TRUSTED, key_of, typed_keys, typed_overrides
 from distexp.runs.run_dir import COMMAND
 from distexp.system.cache_dir import cache_dir
 
 SEARCH_PATH = "hydra.searchpath"
-OWN_PACKAGES = ("distexp", "hydra")
-
-OBJECTS = ("hydra.launcher", "hydra.sweeper", "hydra.callbacks", "hydra.job_logging", "hydra.hydra_logging")
-"""Sections from which Hydra and ``logging.config`` create objects."""
 
 CLUSTER_KEYS = ("environment", "sbatch", "srun", "modules", "setup", "python")
 """Keys of ``cluster`` with shell lines and environment variables."""
@@ -49,7 +45,11 @@ CLUSTER_KEYS = ("environment", "sbatch", "srun", "modules", "setup", "python")
 TRACKER_URI = "tracker.uri"
 """The server that gets the results and the user's credentials."""
 
-GUARDED = (*OBJECTS, "hydra.job.env_set", *(f"cluster.{key}" for key in CLUSTER_KEYS), TRACKER_URI)
+GUARDED = (
+    # Hydra and ``logging.config`` create objects from these sections.
+    *("hydra.launcher", "hydra.sweeper", "hydra.callbacks", "hydra.job_logging", "hydra.hydra_logging"),
+    *("hydra.job.env_set", *(f"cluster.{key}" for key in CLUSTER_KEYS), TRACKER_URI),
+)
 
 MAX_VALUES = 100_000
 """Most values of a foreign file."""
@@ -222,7 +222,7 @@ def _own_first(sources: Sequence[Any]) -> ConfigSearchPath:
 def _check_search_path(paths: Sequence[str]) -> None:
     if not paths or SEARCH_PATH in typed_keys(sys.argv[1:]):
         return
-    allowed = {*OWN_PACKAGES, *command_line.packages_trusted_by_user(sys.argv[1:])}
+    allowed = {"distexp", "hydra", *command_line.packages_trusted_by_user(sys.argv[1:])}
     packages = {path: path.removeprefix("pkg://").partition(".")[0] for path in paths if path.startswith("pkg://")}
     errors = [
         f"{SEARCH_PATH} contains {path}, but a file cannot import a package: if you trust its code, add "
@@ -288,17 +288,15 @@ def _origin(text: str, composed: DictConfig) -> str:
     return f"is set by {found}" if found else "is not from the command line"
 
 
-# Directories of sweeps that another user has made: what could run code or write outside is refused.
-#
-# A mark in the user's cache names the content of each ``command.json`` and of each snapshot's marker that distexp has
-# written for this user. A sweep from somebody else has no mark, even in a copy that belongs to the user.
-
-
 SAFE_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")
 
 
 def remember_file(path: Path) -> None:
-    """Mark a file as this user's own; without a writable cache it stays foreign."""
+    """Mark the content of a ``command.json`` or of a snapshot's marker as this user's own, in the cache.
+
+    A sweep from somebody else has no mark, even in a copy that belongs to the user. Without a writable cache, a file
+    stays foreign.
+    """
     with suppress(OSError, ConfigError):
         mark = _mark(path)
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -342,11 +340,10 @@ def _unsafe_keys(argument: str) -> set[str]:
 def _is_unsafe(argument: str, override: Override) -> bool:
     key = key_of(override)
     if key == TRUSTED:
-        return bool(
-            set(command_line.packages_trusted_by_user([argument])) - set(command_line.packages_of_environment())
-        )
+        trusted = command_line.packages_trusted_by_user([argument])
+        return not set(trusted) <= set(command_line.packages_of_environment())
     if key == "cluster":
-        return command_line.as_text(override.value()) not in options_of("cluster")
+        return str(plain_value(override.value())) not in options_of("cluster")
     if key.startswith(("hydra.", "hydra/")):
         return key not in SAFE_HYDRA_KEYS
     return any(f"{key}.".startswith(f"cluster.{name}.") for name in CLUSTER_KEYS)

@@ -14,20 +14,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """A function of score, batch, head, query and key that returns the changed score."""
 
-
 HOPPER_BLOCKS = {
     **{"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3},
     **{"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32},
     **{"bwd_num_warps": 4, "bwd_num_stages": 3},
 }
-"""Queries and keys that a program of flex attention handles at a time, for heads of HOPPER_WIDTH on H100 and H200.
+"""Queries and keys that a program of flex attention handles at a time, for heads of width 64 on H100 and H200.
 
 They were the fastest ones on an H200 with a length of 512.
 """
-
-HOPPER_WIDTH = 64
-MIN_HOPPER_LENGTH = 128
-
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 _caches: list[Any] = []
@@ -125,10 +120,10 @@ def _gpu_generation(device: torch.device) -> tuple[int, int] | None:
 def _kernel_options(query: Tensor) -> dict[str, Any]:
     """Return the options of flex attention's kernels: block sizes, if those of torch were measured to be slower.
 
-    Below MIN_HOPPER_LENGTH, torch uses another kernel, with sizes that depend on the length.
+    Below a length of 128, torch uses another kernel, with sizes that depend on the length.
     """
     length, width = query.shape[-2:]
-    is_measured = width == HOPPER_WIDTH and length >= MIN_HOPPER_LENGTH
+    is_measured = width == 64 and length >= 128
     return HOPPER_BLOCKS if is_measured and _gpu_generation(query.device) == (9, 0) else {}
 
 

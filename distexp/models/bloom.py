@@ -12,16 +12,8 @@ from transformers.models.bloom import modeling_bloom
 
 from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import resolve_vocab_size, validate_model
-from distexp.models.attention import (
-    ScoreFunction,
-    alibi_bias,
-    alibi_score,
-    attend_flex,
-    block_mask,
-    cached,
-    causal_mask,
-    number_documents,
-)
+from distexp.models import attention as attentions
+from distexp.models.attention import ScoreFunction
 from distexp.models.hf import on_meta_device, read_config, read_weights
 
 PRELOAD = ("transformers.models.bloom.modeling_bloom",)
@@ -88,11 +80,6 @@ def _read_pretrained_config(model: ModelConfig, num_classes: int) -> Any:
     return config
 
 
-# BLOOM with SDPA or flex attention. The BLOOM of transformers has only matrix products and a softmax in fp32, which
-# store all attention weights. Its GELU is an autograd function, which the compiler cannot fuse. Here it is torch's GELU
-# with the same approximation.
-
-
 class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # transformers has no types
     """Attention with ALiBi, by SDPA or flex attention."""
 
@@ -112,7 +99,7 @@ class BloomAttention(modeling_bloom.BloomAttention):  # type: ignore[misc]  # tr
                 query, key, value, attn_mask=attention_mask, dropout_p=dropout
             )
         else:
-            mixed = attend_flex(query, key, value, attention_mask, alibi)
+            mixed = attentions.attend_flex(query, key, value, attention_mask, alibi)
         projected = self.dense(mixed.transpose(1, 2).flatten(2))
         return modeling_bloom.dropout_add(projected, residual, self.hidden_dropout, self.training), None
 
@@ -127,19 +114,19 @@ class BloomModel(modeling_bloom.BloomModel):  # type: ignore[misc]  # transforme
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Return the last hidden states, shape (batch, length, hidden). Right padding needs no attention mask."""
         hidden = self.word_embeddings_layernorm(self.word_embeddings(input_ids))
-        documents = None if position_ids is None else number_documents(position_ids)
+        documents = None if position_ids is None else attentions.number_documents(position_ids)
         length, device = input_ids.shape[1], input_ids.device
         score: ScoreFunction | None = None
         mask: Tensor | BlockMask
         if self.attention == "flex":
             make_score = _score if torch.compiler.is_compiling() else _cached_score
-            score, mask = make_score(self.num_heads, device), block_mask(length, device, documents)
+            score, mask = make_score(self.num_heads, device), attentions.block_mask(length, device, documents)
         else:
-            allowed = causal_mask(length, device, documents)
+            allowed = attentions.causal_mask(length, device, documents)
             # The queries have the type of autocast, or that of the hidden states.
             autocasts = device.type != "meta" and torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocasts else hidden.dtype
-            mask = alibi_bias(_slopes(self.num_heads, device), allowed, dtype)
+            mask = attentions.alibi_bias(_slopes(self.num_heads, device), allowed, dtype)
         for block in self.h:
             hidden = block(hidden, alibi=score, attention_mask=mask)[0]
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.ln_f(hidden))
@@ -168,7 +155,11 @@ class BloomForCausalLM(modeling_bloom.BloomForCausalLM):  # type: ignore[misc]  
 
 
 def use_attention(bloom: nn.Module, attention: str) -> None:
-    """Replace the attention and the GELU of a BLOOM of transformers in place; its weights stay."""
+    """Replace the attention and the GELU of a BLOOM of transformers in place; its weights stay.
+
+    Its attention has only matrix products and a softmax in fp32, which store all attention weights. Its GELU is an
+    autograd function, which the compiler cannot fuse. It becomes torch's GELU with the same approximation.
+    """
     transformer: Any = bloom.transformer
     bloom.__class__, transformer.__class__ = BloomForCausalLM, BloomModel
     transformer.attention = attention
@@ -178,10 +169,10 @@ def use_attention(bloom: nn.Module, attention: str) -> None:
 
 
 def _score(heads: int, device: torch.device) -> ScoreFunction:
-    return alibi_score(_slopes(heads, device))
+    return attentions.alibi_score(_slopes(heads, device))
 
 
-_cached_score = cached(_score)
+_cached_score = attentions.cached(_score)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types here

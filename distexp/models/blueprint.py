@@ -108,9 +108,6 @@ def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in tensors if tensor is not None]
 
 
-# Properties of a built model: embeddings, attention and the inputs that it takes.
-
-
 def find_embeddings(model: nn.Module) -> NamedModules:
     """Find the token embedding and the output head; empty for image models."""
     getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
@@ -186,9 +183,6 @@ def check_forward_arguments(model: nn.Module, inputs: Iterable[str]) -> None:
         ) from error
 
 
-TOKENS = 8
-
-
 def check_packing(model: nn.Module) -> None:
     """Check that a model takes packed rows.
 
@@ -228,15 +222,11 @@ def _shrink(config: Any) -> Any:
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     if kinds:
         text.layer_types = kinds
-    text.num_hidden_layers, text.vocab_size = max(len(kinds), 1), TOKENS
+    text.num_hidden_layers, text.vocab_size = max(len(kinds), 1), 8  # the row has the tokens 1 to 7
     text.bos_token_id = text.eos_token_id = text.pad_token_id = None
     text.use_cache = False  # with a cache, transformers does not look for several samples in a row
     small._attn_implementation = "eager"
     return small
-
-
-# FLOPs of one pass of a model, counted on the meta device. See also ``distexp.measure.flops``, which derives the FLOPs
-# of a training from these.
 
 
 def count_forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

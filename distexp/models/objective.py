@@ -83,11 +83,6 @@ def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     raise ValueError(f"task={task} must be causal_lm or image_classification")
 
 
-# Cross entropy of a linear output head, computed in chunks of tokens. The logits of a chunk are freed before those of
-# the next one, so the matrix (tokens, vocabulary) is never in memory. The gradients are computed in the forward pass,
-# as in Liger and in ``linear_cross_entropy`` of torch 2.13. So no matrix product is computed twice.
-
-
 FP16_SCALE = 256.0
 """Factor of the gradients of logits in fp16. Probabilities below 6e-8 would be 0 without it."""
 
@@ -99,6 +94,10 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk_tokens: int
 ) -> Tensor:
     """Return the cross entropy in nats, summed over the targets, in fp32, computed in chunks of tokens.
+
+    The logits of a chunk are freed before those of the next one, so the matrix (tokens, vocabulary) is never in memory.
+    The gradients are computed in the forward pass, as in Liger and in ``linear_cross_entropy`` of torch 2.13. So no
+    matrix product is computed twice.
 
     It equals ``cross_entropy(linear(hidden, weight, bias).float(), labels)`` up to the order of the sums. The logits
     have the dtype of autocast, or else that of ``hidden``. The shapes are (tokens, hidden), (vocabulary, hidden),

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -169,9 +169,6 @@ def _largest_repeated(model: nn.Module) -> NamedModules:
     )
 
 
-# Batch norms of models whose weights FSDP or DeepSpeed casts to 16 bits.
-
-
 def use_fp32_batch_norms(model: nn.Module) -> None:
     """Let batch norms compute with their weights in fp32, as under autocast. Their running statistics are in fp32 too.
 
@@ -247,13 +244,9 @@ def checkpointed(block: nn.Module, forward: Callable[..., Any], *, in_graph: boo
     In a larger compiled graph, torch updates the running statistics of batch norms once by itself.
     """
     norms = [] if in_graph else [module for module in block.modules() if isinstance(module, _BatchNorm)]
-    options: dict[str, Any] = {"context_fn": partial(_contexts, norms)} if norms else {}
+    # The contexts are those of the forward pass and of the recomputation.
+    options: dict[str, Any] = {"context_fn": lambda: (nullcontext(), _unchanged_statistics(norms))} if norms else {}
     return partial(checkpoint, forward, use_reentrant=False, **options)
-
-
-def _contexts(norms: Sequence[nn.Module]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the forward pass and of the recomputation."""
-    return nullcontext(), _unchanged_statistics(norms)
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 The preflight stores its curves in the cache directory: one file per type of device, with the latest of each layout.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +29,47 @@ class CurvePoint:
     nodes: int  # number of nodes on which they are
     bytes: int  # size as in nccl-tests
     seconds: float  # duration on the slowest rank
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between nodes. If rail-optimized, its upper level matters only with more than ``nodes_per_leaf``."""
+
+    name: str = field(default_factory=lambda: facts().usual_networks["gpu"])  # a key of ``networks`` in facts.yaml
+    rail_optimized: bool = True
+    oversubscription: float = 1.0  # by how much the upper level of the network is slower than the lower one
+    latency: Latency = field(default_factory=lambda: facts().links["network"].latency)  # latency of a hop
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if a value is unknown or impossible."""
+        if self.name not in facts().networks:
+            raise ConfigError(f"forecast.network={self.name} is unknown: use one of {', '.join(facts().networks)}")
+        if self.oversubscription < 1:
+            raise ConfigError(f"forecast.oversubscription={self.oversubscription:g} is impossible: use at least 1")
+
+    def link(self, nodes: int, workers_per_node: int) -> Link:
+        """Return the link of each worker to other nodes, if all workers use it at the same time."""
+        card = facts().link("network", facts().networks[self.name].gb_per_s)
+        bandwidth = card.bandwidth * self._cards_of(workers_per_node) / workers_per_node
+        factor = self.oversubscription if self.uses_upper_level(nodes) else 1.0
+        return Link(self.name, bandwidth / factor, self.latency)
+
+    def _cards_of(self, workers: int) -> int:
+        """Return the network cards of a node that so many workers use."""
+        cards = facts().networks[self.name].cards or workers
+        if self.name.startswith("efa"):
+            return min(cards, math.ceil(workers * cards / facts().gpus_of_efa_node))
+        return cards
+
+    def describe(self, workers_per_node: int) -> str:
+        """Return the network as an option, with the cards that so many workers use."""
+        cards = f"{overrides.format_count(self._cards_of(workers_per_node), 'card')} per node"
+        is_known = facts().networks[self.name].cards is not None
+        return f"forecast.network={self.name}, {cards if is_known else 'one card per worker'}"
+
+    def uses_upper_level(self, nodes: int) -> bool:
+        """Return whether collectives over so many nodes go through the upper level of the network."""
+        return not self.rail_optimized or nodes > facts().nodes_per_leaf
 
 
 @dataclass(frozen=True)
@@ -108,8 +147,8 @@ def simulates_nodes(result: Mapping[str, Any]) -> bool:
     return bool(result["backend"] == "nccl" and int(result["hosts"]) < int(result["nodes"]))
 
 
-def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> Path:
-    """Store curves for later forecasts; return the file. Points of other layouts are kept.
+def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: str | None) -> None:
+    """Store curves for later forecasts. Points of other layouts are kept.
 
     Raises ConfigError if this user has no cache directory, and OSError if the file cannot be written.
     """
@@ -118,7 +157,6 @@ def store_points(points: Sequence[CurvePoint], gpu_name: str | None, hostname: s
     path = _path(gpu_name, hostname)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"points": [asdict(point) for point in (*kept, *points)]})
-    return path
 
 
 def stored_points(gpu_name: str | None, hostname: str | None) -> Iterable[CurvePoint]:
@@ -132,47 +170,6 @@ def stored_points(gpu_name: str | None, hostname: str | None) -> Iterable[CurveP
 def _path(gpu_name: str | None, hostname: str | None) -> Path:
     name = gpu_name or f"cpu of {hostname}"
     return cache_dir() / "collective-curves" / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
-
-
-@dataclass(frozen=True)
-class Network:
-    """The network between nodes. If rail-optimized, its upper level matters only with more than ``nodes_per_leaf``."""
-
-    name: str = field(default_factory=lambda: facts().usual_networks["gpu"])  # a key of ``networks`` in facts.yaml
-    rail_optimized: bool = True
-    oversubscription: float = 1.0  # by how much the upper level of the network is slower than the lower one
-    latency: Latency = field(default_factory=lambda: facts().links["network"].latency)  # latency of a hop
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError if a value is unknown or impossible."""
-        if self.name not in facts().networks:
-            raise ConfigError(f"forecast.network={self.name} is unknown: use one of {', '.join(facts().networks)}")
-        if self.oversubscription < 1:
-            raise ConfigError(f"forecast.oversubscription={self.oversubscription:g} is impossible: use at least 1")
-
-    def link(self, nodes: int, workers_per_node: int) -> Link:
-        """Return the link of each worker to other nodes, if all workers use it at the same time."""
-        card = facts().link("network", facts().networks[self.name].gb_per_s)
-        bandwidth = card.bandwidth * self._cards_of(workers_per_node) / workers_per_node
-        factor = self.oversubscription if self.uses_upper_level(nodes) else 1.0
-        return Link(self.name, bandwidth / factor, self.latency)
-
-    def _cards_of(self, workers: int) -> int:
-        """Return the network cards of a node that so many workers use."""
-        cards = facts().networks[self.name].cards or workers
-        if self.name.startswith("efa"):
-            return min(cards, math.ceil(workers * cards / facts().gpus_of_efa_node))
-        return cards
-
-    def describe(self, workers_per_node: int) -> str:
-        """Return the network as an option, with the cards that so many workers use."""
-        cards = f"{overrides.format_count(self._cards_of(workers_per_node), 'card')} per node"
-        is_known = facts().networks[self.name].cards is not None
-        return f"forecast.network={self.name}, {cards if is_known else 'one card per worker'}"
-
-    def uses_upper_level(self, nodes: int) -> bool:
-        """Return whether collectives over so many nodes go through the upper level of the network."""
-        return not self.rail_optimized or nodes > facts().nodes_per_leaf
 
 
 def usual_network(gpu_name: str | None) -> Network:

@@ -184,15 +184,8 @@ def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int |
         return None
 
 
-# The matrix ceiling: the TFLOP/s of a large matrix product, which no training exceeds.
-# It is below the peak of the datasheet, because the clocks of a GPU depend on power and temperature. The preflight
-# stores it in the cache directory, and later runs read it. The highest of all measurements is kept, because a busy or
-# hot machine measures too little.
-
 SIZE_GPU, SIZE_CPU = 8192, 512  # rows and columns of the matrices
-ROUND_S = 0.05  # approximate time of a round
-
-ROUNDS = 7
+ROUNDS, ROUND_S = 7, 0.05  # number of rounds, and approximate time of one
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -200,8 +193,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
     """Return the TFLOP/s of a product of two square matrices: the median of several rounds after a warm-up.
 
-    The values are random, because a GPU needs less power for zeros. The global RNG state is not used. Whether fp32 uses
-    TF32 depends on torch's settings, as in a training.
+    No training exceeds them. They are below the peak of the datasheet, because the clocks of a GPU depend on power and
+    temperature. The values are random, because a GPU needs less power for zeros. The global RNG state is not used.
+    Whether fp32 uses TF32 depends on torch's settings, as in a training.
     """
     size = SIZE_GPU if device.type == "cuda" else SIZE_CPU
     generator = torch.Generator(device).manual_seed(0)
@@ -216,9 +210,10 @@ def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
 
 
 def store_ceiling(tflops: float, device: torch.device, precision: str) -> Path:
-    """Write the ceiling of a type of device, unless a higher one is stored; return the file.
+    """Write the ceiling of a type of device; return the file.
 
-    Raises ConfigError if this user has no cache directory, and OSError if the file cannot be written.
+    A higher one that is stored is kept, because a busy or hot machine measures too little. Raises ConfigError if this
+    user has no cache directory, and OSError if the file cannot be written.
     """
     path = _path(device, precision)
     if tflops > (stored_ceiling(device, precision) or 0):

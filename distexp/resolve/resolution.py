@@ -17,17 +17,8 @@ from distexp.resolve import resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
 
-# The group ``kernels``: options of speed that the user left open, and their checks.
-
-
-MIN_FLEX_WIDTH = 16
-"""Smallest width of an attention head for which flex attention has a GPU kernel."""
-
 MAX_GPU_BYTES = 4 * 10**9
 """Decoded images that ``dataset.cache`` keeps on the GPU. TinyImageNet has 1.35 GB."""
-
-MODELS = "distexp.models."
-"""Models below this package can compute the logits of targets alone."""
 
 
 def choose_kernels(config: Config) -> None:
@@ -69,7 +60,7 @@ def _attention(config: Config) -> str:
     if config.cluster.device != "cuda":
         return "sdpa" if config.dataset.packing else "auto"
     width = (model.hidden_size or 0) // (model.num_heads or 1)
-    return "flex" if width >= MIN_FLEX_WIDTH and not model.dropout else "sdpa"
+    return "flex" if width >= 16 and not model.dropout else "sdpa"  # There is no GPU kernel for narrower heads.
 
 
 def _image_values(config: Config) -> Mapping[str, Any]:
@@ -83,14 +74,11 @@ def _image_values(config: Config) -> Mapping[str, Any]:
 
 
 def _model_values(config: Config) -> Mapping[str, Any]:
-    if config.model.task != "causal_lm" or not config.model._target_.startswith(MODELS):
+    # Only the models of distexp can all compute the logits of targets alone.
+    if config.model.task != "causal_lm" or not config.model._target_.startswith("distexp.models."):
         return {}
     # With all logits, their fp32 copy is the largest tensor, and it limits the micro-batch.
     return {"train.loss": "chunked"} if config.train.logits == "all" else {"train.logits": "targets"}
-
-
-# Checks of the options of speed: compilation, the format of convolutions, the cast of weights, and their update. Each
-# one needs the support of the strategy and of the trainer, and some need a precision, a task or a device.
 
 
 def check_speed_options(config: Config) -> Iterator[str]:

@@ -16,9 +16,6 @@ from distexp.config.model_checks import loads_from_source, weights_source_key
 from distexp.engines.base import load_trainer
 from distexp.strategies.base import COMMUNICATION, load_strategy
 
-MIN_BUSBW_GBPS = 5.0
-"""Default limit of the preflight on GPUs; an interconnect that is slower than this is broken."""
-
 
 class LauncherTraits(ABC):
     """What a launcher states about its machines. ``distexp.launch.launcher.Launcher`` also starts runs on them."""
@@ -85,7 +82,7 @@ def decide_resources(config: Config) -> list[str]:
     """Decide device, workers and threads as the launcher does, and return the errors."""
     errors = launcher_traits(config).decide_resources(config)
     if config.cluster.device == "cuda" and config.preflight.min_busbw_gbps is None:
-        config.preflight.min_busbw_gbps = MIN_BUSBW_GBPS
+        config.preflight.min_busbw_gbps = 5.0  # A slower interconnect is broken.
     return errors
 
 

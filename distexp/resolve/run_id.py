@@ -81,9 +81,6 @@ def _remove_unchanged(settings: dict[str, Any]) -> None:
             settings[section]["keys"] = [listed for listed in settings[section]["keys"] if listed != name]
 
 
-# Fingerprints: short hashes of the content of datasets, models and checkpoints. Two runs with the same data have the
-# same run id, wherever the data is.
-
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 
 PIECES, PIECE_BYTES = 64, 1 << 16

@@ -180,10 +180,6 @@ def multiples_near(total: int, factor: int) -> str:
     return f"{below} or {below + factor}" if below else str(factor)
 
 
-MIN_HEAD_WIDTH = 4
-MIN_CHANNELS = 8
-
-
 def shrink_to_scale(config: Config) -> list[str]:
     """Apply the limits of the scale, and return an error if the model has no sizes to shrink."""
     if config.scale.name == "full":
@@ -260,7 +256,7 @@ def _shrink_model(config: Config) -> list[str]:
     if model.depths is not None:
         model.depths = [_at_most(depth, scale.layers) for depth in model.depths]
     if scale.shrink is not None:
-        step = MIN_HEAD_WIDTH * model.num_heads if model.num_heads else MIN_CHANNELS
+        step = 4 * model.num_heads if model.num_heads else 8  # four numbers in each head, or eight channels
         for key in ("hidden_size", "ff_dim", "width"):
             width = getattr(model, key)
             if width is not None:

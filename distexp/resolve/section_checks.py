@@ -163,19 +163,9 @@ def check_tracker(config: Config) -> Iterator[str]:
             )
 
 
-# Checks of local files and folders: a wrong path is reported before any worker starts.
-
-DATASET = "dataset."
-"""Start of the keys of the data."""
-
+DATASET = "dataset."  # start of the keys of the data
 EXISTS = {"file": os.path.isfile, "folder": os.path.isdir}
 """Checks by the kind of path that a key has in the schema."""
-
-TINYIMAGENET = "distexp.data.tinyimagenet."
-"""Start of the targets of datasets that read a folder of TinyImageNet."""
-
-SQUAD = "distexp.data.squad"
-"""Start of the targets of datasets that need a tokenizer."""
 
 
 def check_files(config: Config) -> Iterator[str]:
@@ -210,7 +200,8 @@ def find_missing_paths(config: Config) -> Iterator[tuple[str, str]]:
 def check_dataset_files(config: Config) -> Iterator[str]:
     """Yield an error for an incomplete folder, a missing file of a pair, and a small file in another format."""
     dataset = config.dataset
-    if dataset.root is not None and os.path.isdir(dataset.root) and dataset._target_.startswith(TINYIMAGENET):
+    reads_folder = dataset._target_.startswith("distexp.data.tinyimagenet.")
+    if reads_folder and dataset.root is not None and os.path.isdir(dataset.root):
         needed = ("wnids.txt", "train", "val/val_annotations.txt")
         if missing_files := [name for name in needed if not os.path.exists(os.path.join(dataset.root, name))]:
             yield (
@@ -253,7 +244,7 @@ def check_model_files(config: Config) -> Iterator[str]:
 def check_tokenizer_files(config: Config) -> Iterator[str]:
     """Yield an error if text data has no tokenizer. Hub ids are checked when loaded."""
     model = config.model
-    if not config.dataset._target_.startswith(SQUAD) or not same_task(config):
+    if not config.dataset._target_.startswith("distexp.data.squad") or not same_task(config):
         return
     if model.tokenizer is None:
         yield f"model.tokenizer is null, but dataset={config.dataset.name} needs one: set byte, a hub id or a folder"

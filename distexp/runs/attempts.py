@@ -124,19 +124,19 @@ def read_rank_errors(run_dir: Path) -> list[RunError]:
     return [error for _, error in sorted(by_time, key=lambda timed: timed[0])]
 
 
-# Processes behind a local run: ``owner.json`` names its launcher and the agent of its first node. On the same machine,
-# they decide at once whether the run is still running. Elsewhere only the age of the run's files can decide.
-
 AGENT_TIMEOUT_S = 30.0
 """Longest wait for an agent. It needs a few seconds to end its workers and to write the record."""
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process. ``started`` is different for a later process with the same id."""
+    """The launcher of a local run, or the agent of its first node.
+
+    On the same machine, they decide at once whether the run is still running. Elsewhere only the age of its files can.
+    """
 
     pid: int
-    started: int  # clock ticks since the machine started
+    started: int  # clock ticks since the machine started; different for a later process with the same id
     machine: str
     host: str
 

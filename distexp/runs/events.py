@@ -1,7 +1,5 @@
 """``events.jsonl``: the phases of a run and the milestones it passes; and the progress of each rank."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,6 +14,25 @@ from typing import Any, NamedTuple
 from distexp.runs.run_dir import EVENTS, RANK_PROGRESS
 from distexp.system.files import Entry, Tail, append_line, read_entries
 from distexp.system.typed_values import number_of
+
+
+class ProgressWriter:
+    """Writer of the progress of one rank, so that a hang can name the rank that the others wait for.
+
+    All ranks pass the same points of the program in the same order: phases, batches and steps. Each rank counts the
+    points that it has passed, in a small file that it overwrites in place. The rank with the lowest count is behind.
+    """
+
+    def __init__(self, run_dir: Path, node: int, rank: int) -> None:
+        self._rank, self._pid, self._count = rank, os.getpid(), 0
+        self._file = os.open(RANK_PROGRESS.path(run_dir, node, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def advance(self, phase: str, step: int) -> None:
+        """Write that the rank has passed a point."""
+        self._count += 1
+        progress = {"rank": self._rank, "pid": self._pid, "count": self._count, "phase": phase, "step": step}
+        # The size of the file never changes, so that a full disk does not end the training here.
+        os.pwrite(self._file, json.dumps(progress).ljust(256).encode(), 0)
 
 
 class Events:
@@ -116,14 +133,6 @@ def phase_intervals(events: Sequence[PhaseEvent], phases: Collection[str]) -> li
     return [TimeInterval(event.unix_time_s, end) for event, end in starts if event.phase in phases]
 
 
-# Progress of each rank, so that a hang can name the rank that the others wait for. All ranks pass the same points of
-# the program in the same order: phases, batches and steps. Each rank counts the points that it has passed, in a small
-# file that it overwrites in place. The rank with the lowest count is behind.
-
-FILE_BYTES = 256
-"""Size of the file. It never changes, so that a full disk does not end the training here."""
-
-
 @dataclass(frozen=True)
 class RankProgress:
     """The last point that a rank has passed."""
@@ -137,20 +146,6 @@ class RankProgress:
     def __str__(self) -> str:
         after = f" after step {self.step}" if self.step else ""
         return f"rank {self.rank} in phase {self.phase}{after}"
-
-
-class ProgressWriter:
-    """Writer of the progress of one rank."""
-
-    def __init__(self, run_dir: Path, node: int, rank: int) -> None:
-        self._rank, self._pid, self._count = rank, os.getpid(), 0
-        self._file = os.open(RANK_PROGRESS.path(run_dir, node, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-
-    def advance(self, phase: str, step: int) -> None:
-        """Write that the rank has passed a point."""
-        self._count += 1
-        progress = {"rank": self._rank, "pid": self._pid, "count": self._count, "phase": phase, "step": step}
-        os.pwrite(self._file, json.dumps(progress).ljust(FILE_BYTES).encode(), 0)
 
 
 def read_rank_progress(run_dir: Path, node: int | str = "*") -> list[RankProgress]:

@@ -156,8 +156,6 @@ def _parse_sample(row: dict[str, str]) -> MemorySample:
     return MemorySample(time_s, row["phase"], row["kind"], index, source=row["source"], **numbers)
 
 
-# Entries of ``memory.parts`` in a record: the tensors of each rank, and the peaks of a step by phase.
-
 TENSORS = "train"
 """Phase of the entries with the tensors that a rank keeps. The other phases are those of a recorded step."""
 
@@ -185,12 +183,6 @@ def highest_peak(memory: Mapping[str, Any]) -> Entry | None:
     return max(peak_entries(memory), key=lambda entry: float(entry.get("allocated_mib") or 0.0), default=None)
 
 
-# Memory of model states by arithmetic, as in the ZeRO paper. See arXiv:1910.02054, section 5. With Adam a parameter
-# costs 16 bytes. In fp32 these are 4 of weight, 4 of gradient and 8 of moments. Autocast keeps no other copy. With
-# 16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states. Sharded states are
-# divided by the number of workers that share them. Activations and buffers are not included. Everything is read from
-# the ``built`` of a record, never from the name of a strategy, so that custom strategies are treated alike.
-
 BYTES_PER_VALUE = 4.0
 MOMENTS = {"adamw": 2, "sgd": 1}
 """Values in fp32 that an optimizer keeps for each parameter; the one of sgd is its momentum."""
@@ -200,7 +192,14 @@ States = dict[str, float]
 
 
 def ideal_states_mib(record: RunRecord) -> float | None:
-    """Return the model states on the device of one worker in MiB; None if unknown."""
+    """Return the model states on the device of one worker in MiB by arithmetic; None if unknown.
+
+    It is that of the ZeRO paper (arXiv:1910.02054, section 5), without activations and buffers. With Adam a parameter
+    costs 16 bytes. In fp32 these are 4 of weight, 4 of gradient and 8 of moments. Autocast keeps no other copy. With
+    16-bit weights, ZeRO keeps a master copy in fp32: 2 of weight, 2 of gradient and 12 of states. The workers that
+    share sharded states have equal parts. Nothing depends on the name of a strategy, so that custom ones are treated
+    alike.
+    """
     per_parameter = bytes_per_parameter(record)
     if per_parameter is None or record.built is None or not record.built.parameters:
         return None

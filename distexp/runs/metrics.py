@@ -1,5 +1,7 @@
 """Metrics of a training, as in ``metrics`` of ``record.json``."""
 
+from __future__ import annotations  # distexp.reference prints them as they are written
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.config import ConfigError
+from distexp.config.overrides import format_count
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import FORECAST, PREDICTED
@@ -113,19 +114,8 @@ def _is_valid(raw: Any) -> bool:
     return isinstance(raw, dict) and all(matches(raw.get(name), float) and raw[name] > 0 for name in names)
 
 
-# Errors of the forecasts of a machine: one file in the cache directory for each pair of a forecast and a run. A pair
-# that is seen again replaces its file, so it counts once.
-
 FOLDER = "forecast-errors"
-
-COVERED_SHARE = 0.9
-"""Fraction of the earlier errors that the interval covers."""
-
-MAX_FORECASTS = 20
-"""Number of earlier forecasts that count: those that were measured last."""
-
-MIN_FORECASTS = 3
-"""Number of earlier forecasts from which they count. The largest error of a few may be an accident of one run."""
+"""Folder with a file for each pair of a forecast and a run. A pair that is seen again replaces its file."""
 
 
 @dataclass(frozen=True)
@@ -222,19 +212,19 @@ def _folder(machine: str) -> Path:
 
 
 def largest_expected(errors: Sequence[ForecastError]) -> float:
-    """Return the error that most of the last forecasts did not exceed: 0.1 for a factor of 1.1.
+    """Return the error that 90 % of the last 20 forecasts did not exceed: 0.1 for a factor of 1.1.
 
-    It is 0 with too few forecasts. The largest error never counts. The repeats of a measured run count as one, with
-    their median.
+    The largest error never counts. With fewer than 3 forecasts it may be an accident of one run, so the result is 0.
+    The repeats of a measured run count as one, with their median.
     """
     by_subject: dict[str, list[ForecastError]] = {}
     for number, error in enumerate(errors):
         by_subject.setdefault(error.subject or str(number), []).append(error)
     latest = sorted(by_subject.values(), key=lambda repeats: max(error.measured_at for error in repeats))
-    sizes = sorted(statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-MAX_FORECASTS:])
-    if len(sizes) < MIN_FORECASTS:
+    sizes = sorted(statistics.median(error.factor - 1 for error in repeats) for repeats in latest[-20:])
+    if len(sizes) < 3:
         return 0.0
-    covered = math.ceil(COVERED_SHARE * len(sizes))
+    covered = math.ceil(0.9 * len(sizes))
     return sizes[min(covered, len(sizes) - 1) - 1]
 
 
@@ -244,5 +234,5 @@ def running_error(errors: Sequence[ForecastError]) -> str:
         return ""
     median = statistics.median(abs(error.relative) for error in errors)
     inside = sum(error.inside for error in errors)
-    count = f"{len(errors)} forecast{'s' if len(errors) > 1 else ''}"
+    count = format_count(len(errors), "forecast")
     return f"Median error of {count} on this kind of machine: {median:.1%}. In the interval: {inside} of {len(errors)}."

@@ -222,9 +222,6 @@ def _modified(path: Path) -> float:
     return path.stat().st_mtime
 
 
-# Specification of a run: ``spec.json``, which the launcher writes and the workers read.
-
-
 @dataclass(frozen=True)
 class RunSpec:
     """The resolved configuration of a run, and its identity."""
@@ -305,20 +302,13 @@ class ExistingRuns:
     def match(self, cells: Sequence[RunInfo]) -> list[ExistingRun | None]:
         """Return the run of each cell, or None. Each run is matched once, and then removed from ``runs``.
 
-        The first of these that matches is taken:
-
-        1. same id and same overrides;
-        2. same id, because other overrides may describe the same training;
-        3. same overrides, if the run was invalid.
-
-        Cells with the same id keep their own runs, for example ``cluster.cpus_per_worker=1,2``.
-
-        Only the id and the overrides of a cell count.
+        Only the id and the overrides of a cell count. Cells with the same id keep their own runs, for example
+        ``cluster.cpus_per_worker=1,2``.
         """
         found: list[ExistingRun | None] = [None] * len(cells)
         rules: tuple[Callable[[ExistingRun, RunInfo], bool], ...] = (
             lambda run, cell: run.id == cell.id and run.overrides == cell.overrides,
-            lambda run, cell: run.id == cell.id != INVALID_ID,
+            lambda run, cell: run.id == cell.id != INVALID_ID,  # Other overrides may describe the same training.
             lambda run, cell: run.id == INVALID_ID and run.overrides == cell.overrides,
         )
         for is_match in rules:
@@ -336,27 +326,16 @@ class ExistingRuns:
 
 def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
     """Return the warning about unfinished runs that no cell matches; None if there are none."""
-    damaged = [run for run in runs if not run.id]
-    runs = [run for run in runs if run.id]
-    texts = [
-        f"{run.directory} was not resumed, because neither its {RECORD} nor its {SPEC} can be read" for run in damaged
-    ]
-    return ". ".join([*texts, *_unmatched(runs)]) or None
-
-
-def _unmatched(runs: Sequence[ExistingRun]) -> Iterator[str]:
-    if not runs:
-        return
-    shown = ", ".join(f"{run.number} ({run.status or 'no record'})" for run in runs)
-    if len(runs) == 1:
-        yield (
-            f"run {shown} was not resumed: the new overrides define a different run. "
-            "Resume without them to continue it."
-        )
-        return
-    yield (
-        f"runs {shown} were not resumed: the new overrides define different runs. Resume without them to continue them."
-    )
+    unreadable = f"was not resumed, because neither its {RECORD} nor its {SPEC} can be read"
+    texts = [f"{run.directory} {unreadable}" for run in runs if not run.id]
+    known = [f"{run.number} ({run.status or 'no record'})" for run in runs if run.id]
+    if len(known) == 1:
+        effect = "was not resumed: the new overrides define a different run. Resume without them to continue it."
+        texts.append(f"run {known[0]} {effect}")
+    elif known:
+        effect = "were not resumed: the new overrides define different runs. Resume without them to continue them."
+        texts.append(f"runs {', '.join(known)} {effect}")
+    return ". ".join(texts) or None
 
 
 def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:

@@ -1,5 +1,7 @@
 """Sections of ``record.json``, except for the metrics: identity, error, what was built, environment and prediction."""
 
+from __future__ import annotations  # distexp.reference prints them as they are written
+
 import importlib.util
 import platform
 import re

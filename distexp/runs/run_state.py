@@ -82,12 +82,11 @@ def _count_of(entry: Mapping[str, Any], key: str) -> int | None:
     return None if number is None else int(number)
 
 
-MIN_INTERVAL_S = 1.0
-"""Shortest time between two touches. On a network file system each touch is a message to the server."""
-
-
 class Heartbeat:
-    """Writer of ``run_dir/heartbeat``, whose age the agents check. It touches the file at most once a second."""
+    """Writer of ``run_dir/heartbeat``, whose age the agents check.
+
+    It touches the file at most once a second. On a network file system each touch is a message to the server.
+    """
 
     def __init__(self, run_dir: Path, *, enabled: bool) -> None:
         self.path = run_dir / HEARTBEAT if enabled else None
@@ -96,7 +95,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Record that a step is done."""
         now = time.monotonic()
-        if self.path is not None and now - self._last_touch_s >= MIN_INTERVAL_S:
+        if self.path is not None and now - self._last_touch_s >= 1:
             self.path.touch()
             self._last_touch_s = now
 
@@ -123,19 +122,18 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-# Graceful-stop requests: a file in the run directory that rank 0 polls. A file works for workers that are still
-# starting, and for all nodes. The command and its agents write it when they get SIGUSR1 or SIGUSR2. A worker's own
-# SIGUSR1 prints its stacks. SIGTERM ends a run at once.
-
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that ask a command or an agent to stop its run after a checkpoint."""
+"""Signals that ask a command or an agent to stop its run after a checkpoint. A worker prints its stacks at SIGUSR1."""
 
 POLL_S = 1.0
 """Shortest time between two polls. On a network file system each poll is a message to the server."""
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
-    """Ask the workers of a run to write a checkpoint and to end because of a time limit, a preemption or a signal."""
+    """Ask the workers of a run to write a checkpoint and to end because of a time limit, a preemption or a signal.
+
+    Rank 0 polls the file, which works for workers that are still starting, and for all nodes.
+    """
     files.write_json(run_dir / STOP_REQUEST, {"unix_time_s": time.time(), "reason": reason})
 
 

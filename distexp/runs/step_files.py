@@ -183,9 +183,6 @@ def read_ranks(record: RunRecord) -> tuple[RankStep, ...]:
     return tuple(found)
 
 
-# ``profile/summary.json``: lanes of one profiled step of each rank, for the report.
-
-
 SUMMARY_SCHEMA = 1
 
 

@@ -25,14 +25,8 @@ NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Numbers of the errors with which a file system refuses to write during a run. Libraries may keep their texts only."""
 
-SHORT_WRITE = "unexpected pos "
-"""Start of torch's message after the system took only a part of a checkpoint."""
-
 FULL_BYTES = 512 * 1024
 """A disk with less free space is full. This is more than the reserve, which another rank may have deleted."""
-
-FEW_INODES = 32
-"""With fewer, a disk is full. This is more than the reserve, which may have been deleted."""
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -44,7 +38,8 @@ def _refusal(error: BaseException) -> int | None:
     """Return the number of the system error with which a file system refused to write; None for another error."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in REFUSALS else None
-    if SHORT_WRITE in str(error) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+    # torch, after the system took only a part of a checkpoint
+    if "unexpected pos " in str(error) and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return errno.EFBIG
     return next((number for number in REFUSALS if os.strerror(number) in str(error)), None)
 
@@ -58,7 +53,8 @@ def lacks_inodes(folder: Path) -> bool:
     """Return whether a disk has (almost) no room for new files, but free space. Some file systems count no inodes."""
     with suppress(OSError):
         found = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
-        return found.f_files > 0 and found.f_favail < FEW_INODES and found.f_bavail * found.f_frsize >= FULL_BYTES
+        # 32 inodes are more than the reserve, which may have been deleted.
+        return found.f_files > 0 and found.f_favail < 32 and found.f_bavail * found.f_frsize >= FULL_BYTES
     return False
 
 

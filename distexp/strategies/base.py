@@ -205,9 +205,6 @@ def _shipped_overrides(trait: str) -> tuple[str, ...]:
     return tuple(filter(None, (getattr(kind, trait) for kind in shipped_strategies().values())))
 
 
-# Values of ``kernels=fast`` that several strategies share. A CPU compiles for minutes and gains little, so nothing is
-# compiled there. Compilation is for GPUs.
-
 FUSED_ADAMW = "FusedAdamW"
 """Class of the optimizer of ``train.fused_update``, as in ``built.optimizer`` of a record."""
 
@@ -224,7 +221,7 @@ def whole_model_values(config: Config) -> dict[str, Any]:
         values["train.compute_weights"] = "step"
     if native and config.model.task == "image_classification" and config.cluster.device == "cuda":
         values["train.channels_last"] = True
-    if config.cluster.device == "cuda":
+    if config.cluster.device == "cuda":  # A CPU compiles for minutes and gains little.
         values["train.compile"] = "model" if native and not several_lengths(config.dataset) else "blocks"
     if native and fused_update_error(config) is None:
         values["train.fused_update"] = True

@@ -217,13 +217,9 @@ def build_mesh(config: Config, context: Context) -> DeviceMesh:
     return init_device_mesh(context.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
-# The collectives of a step with FSDP: all-gathers and reduce-scatters of units, or the all-reduces of ``no_shard``. See
-# docs/decisions/forecast-model.md for the sources.
-
-
 @dataclass(frozen=True, kw_only=True)
 class FSDPCommunication(StepCommunication):
-    """The collectives of a step with FSDP, which reduces gradients in fp32."""
+    """The collectives of a step with FSDP, which reduces gradients in fp32. See docs/decisions/forecast-model.md."""
 
     sharding: Sharding = Sharding.FULL_SHARD  # ``fsdp.sharding``
     replicas: int | None = None  # ``fsdp.replicas``

@@ -91,6 +91,7 @@ class DDP(Strategy):
     complexity: ClassVar[int] = 1
     section: ClassVar[str] = "ddp"
     lighter: ClassVar[str] = "sharding=shard_grad_op"
+    is_compilable: ClassVar[bool] = True
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model with few buckets, and cast the weights once per step."""
@@ -191,10 +192,6 @@ class DDP(Strategy):
 
     host_mib: ClassVar[float] = 1160.0
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(50.0, reserve=1.2)
-
-    def compiles(self, step: ProfiledStep) -> bool:
-        """Return true."""
-        return True
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
         """Yield smaller gradients and fewer reductions against communication."""

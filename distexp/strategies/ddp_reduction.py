@@ -20,18 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from distexp.config import Config
 from distexp.system.torch_internals.tensors import copy_tensors
 
-# 16-bit copies of the weights for ``train.compute_weights=step``.
-#
-# Under autocast, every micro-batch casts the fp32 weights again. Here the module computes with copies that are
-# refreshed once per optimizer step. The optimizer updates the fp32 weights, and checkpoints and exported models
-# contain them.
-#
-# The gradients of a micro-batch have the type of the copies. They are added to fp32 gradients of the fp32 weights, so
-# that accumulation loses no digits. A copy costs 2 bytes per parameter, and the gradients of one micro-batch 2 more.
-
 
 class StepWeights:
-    """The copies that a module computes with, in place of its fp32 weights. They become its parameters.
+    """The 16-bit copies that a module computes with for ``train.compute_weights=step``. They become its parameters.
+
+    Under autocast, every micro-batch casts the fp32 weights again. The copies are refreshed once per optimizer step.
+    The optimizer updates the fp32 weights, and checkpoints and exported models contain them.
+
+    The gradients of a micro-batch have the type of the copies. They are added to fp32 gradients of the fp32 weights, so
+    that accumulation loses no digits. A copy costs 2 bytes per parameter, and the gradients of one micro-batch 2 more.
 
     Batch norms keep their fp32 weights, because their statistics are in fp32 too. A weight that several modules share
     has one copy, which they share.

@@ -29,8 +29,6 @@ PRELOAD = ("distexp.strategies.zero.ds_import",)
 PRELOAD_ON_CPU = ("torch.utils.cpp_extension",)
 """Imported once too, if there is no GPU that an import could initialize. DeepSpeed's operators are built with it."""
 
-STAGES = (0, 1, 2, 3)
-
 GRADIENT_TYPE = "data_types", "grad_accum_dtype"
 """Key of a ds_config. With fp32, DeepSpeed uses its BF16_Optimizer at stage 1."""
 
@@ -38,24 +36,6 @@ CHECK_STAGES = (1, 2)
 """Stages at which DeepSpeed can leave out the check for infinite gradients.
 
 The check starts several kernels for each parameter. Two H200s waited about 15 ms per step for it with BLOOM-560m.
-"""
-
-COMMUNICATORS_MIB = 388.0
-"""Communicators that DeepSpeed makes even for one GPU, from ``deepspeed/zero_offload_single_gpu``."""
-
-MORE_COMMUNICATORS_MIB = 384.0
-"""What DeepSpeed adds on several GPUs, from ``deepspeed/two_gpu_stages``."""
-
-SEVERAL_ZERO3 = 0.08
-"""Largest error of the predicted GPU memory of ZeRO-3 on several GPUs: 2 % less in one of three runs.
-
-When memory is reused there depends on time.
-"""
-
-LAUNCH_FACTORS = {0: 1.8, 1: 1.8, 2: 2.6, 3: 9.0}
-"""How much longer the CPU needs for an operation than with ``single``, by stage: the hooks run in Python.
-
-Measured runs are in docs/results/choose.md and forecast.md.
 """
 
 
@@ -99,7 +79,7 @@ class DeepSpeed(Strategy):
     def validate(self, config: Config) -> list[str]:
         """Check the stage, offload and the ds_config.json of the user."""
         stage = config.deepspeed.zero_stage
-        if stage not in STAGES:
+        if stage not in (0, 1, 2, 3):
             return [f"deepspeed.zero_stage={stage} is not one of 0, 1, 2, 3"]
         errors = list(_offload_errors(config))
         if config.deepspeed.check_overflow is False and (error := _unchecked_error(config)):
@@ -130,8 +110,8 @@ class DeepSpeed(Strategy):
         return config.deepspeed.zero_stage or 0
 
     def launch_factor(self, config: Config) -> float:
-        """Return the measured factor of the stage."""
-        return LAUNCH_FACTORS[config.deepspeed.zero_stage or 0]
+        """Return the measured factor: the hooks run in Python. See docs/results/choose.md and forecast.md."""
+        return {0: 1.8, 1: 1.8, 2: 2.6, 3: 9.0}[config.deepspeed.zero_stage or 0]
 
     def overlaps_communication(self, config: Config) -> bool:
         """Return ``deepspeed.overlap_comm``. Stage 3 overlaps by default too, but is slower than stage 2."""
@@ -173,17 +153,23 @@ class DeepSpeed(Strategy):
     setup_note: ClassVar[str] = "DeepSpeed compiles its extensions during setup if they are missing."
 
     def communicators_mib(self, config: Config) -> float:
-        """Return the memory of DeepSpeed's own communicators."""
-        return COMMUNICATORS_MIB + (MORE_COMMUNICATORS_MIB if config.cluster.world_size > 1 else 0.0)
+        """Return the memory of DeepSpeed's communicators: those even for one GPU, and what it adds on several.
+
+        The numbers are from ``deepspeed/zero_offload_stages_1_2`` and ``deepspeed/two_gpu_stages``.
+        """
+        return 388.0 + (384.0 if config.cluster.world_size > 1 else 0.0)
 
     def host_worker_mib(self, config: Config) -> float:
         """Add the memory of the CPU optimizer."""
         return super().host_worker_mib(config) + (facts().processes.cpu_adam_mib if config.offload.enabled else 0.0)
 
     def gpu_memory_error(self, config: Config) -> float:
-        """Return a larger error for stage 3 on several GPUs."""
+        """Return a larger error for stage 3 on several GPUs, where the time decides when memory is reused.
+
+        One of three runs needed 2 % less than predicted.
+        """
         is_larger = config.cluster.world_size > 1 and config.deepspeed.zero_stage == 3
-        return SEVERAL_ZERO3 if is_larger else super().gpu_memory_error(config)
+        return 0.08 if is_larger else super().gpu_memory_error(config)
 
     def unmeasured_on_cpus(self, config: Config) -> str:
         """Refuse stage 3."""

@@ -23,9 +23,6 @@ PRELOAD = ("torch.distributed.fsdp",)
 MORE_COMMUNICATORS_MIB = {Sharding.NO_SHARD: 390.0, Sharding.HYBRID_SHARD: 970.0}
 """What a mesh with replicas adds to the first communicator, from ``fsdp_sharding/0`` and ``fsdp_sharding/4``."""
 
-MUCH_OF_COMMUNICATION = 0.2
-"""Share of the communication from which fewer all-gathers are worth more memory."""
-
 
 class FSDP(Strategy):
     """Parameters, gradients and optimizer states sharded over the workers."""
@@ -37,6 +34,7 @@ class FSDP(Strategy):
     option_group: ClassVar[str] = "sharding"
     option_key: ClassVar[str] = "fsdp.sharding"
     smallest_states: ClassVar[str] = "sharding=full_shard"
+    is_compilable: ClassVar[bool] = True
     options: ClassVar[tuple[Option, ...]] = (
         Option("full_shard", offloads=True),
         Option("shard_grad_op", lighter="sharding=full_shard"),
@@ -168,17 +166,14 @@ class FSDP(Strategy):
         """Return true."""
         return True
 
-    def compiles(self, step: ProfiledStep) -> bool:
-        """Return true, because the blocks can be compiled."""
-        return True
-
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
         """Yield fewer all-gathers, in a step and for a sample, against communication."""
         if bottleneck != "exposed_communication":
             return
         gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
         shares = step.collective_shares()  # empty if nothing is known about the kinds
-        take_time = not shares or shares.get("all_gather", 0.0) >= MUCH_OF_COMMUNICATION * sum(shares.values())
+        # From a fifth of the communication, fewer all-gathers are worth more memory.
+        take_time = not shares or shares.get("all_gather", 0.0) >= 0.2 * sum(shares.values())
         if gathers_twice and take_time and step.fits_unsharded(bytes_per_parameter=4):
             yield Advice("sharding=shard_grad_op", "it gathers the parameters once per step and keeps them")
         yield from step.larger_micro_batch(2)

@@ -1,7 +1,5 @@
 """The optimizer and the gradient clipping, the same for every strategy, and the tensors that a rank keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +16,52 @@ from distexp.models.blueprint import find_embeddings
 from distexp.strategies.ddp_reduction import StepWeights
 from distexp.system.torch_internals.collectives import ddp_bucket_sizes
 from distexp.system.torch_internals.tensors import scale_tensors, tensor_norms
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """Tensors of a distributed model on this rank. Views of one storage count once."""
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    optimizer_states: Sequence[Tensor]
+    buffers: Sequence[Tensor] = ()  # tensors of the module that are not trained
+    communication: Sequence[Tensor] = ()
+    bucket_sizes: Sequence[int] = ()  # bytes of the buckets that only the library can reach
+    names: Mapping[int, str] = field(default_factory=dict)  # name of each parameter, by its id
+    vocabulary: int | None = None  # size of the vocabulary; None for image models
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """The tensors of one weight, which have the same shape and strides, and the constants of AdamW in this step."""
+
+    weight: Tensor  # fp32; is changed
+    gradient: Tensor  # fp32 or bf16, before clipping
+    exp_avg: Tensor  # mean of the gradients, fp32; is changed
+    exp_avg_sq: Tensor  # mean of their squares, fp32; is changed
+    copy: Tensor | None  # becomes the rounded weight, bf16; None: there is no copy
+    learning_rate: float
+    weight_decay: float  # of AdamW, before it is multiplied by the learning rate
+    betas: tuple[float, float]  # factors of the old means
+    eps: float  # is added to the root of the mean square
+    step: Tensor  # number of this step, from 1 on, on the CPU, shape ()
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the tensors, in the order of the kernel."""
+        copy = self.weight if self.copy is None else self.copy
+        return [each.data_ptr() for each in (self.weight, self.gradient, self.exp_avg, self.exp_avg_sq, copy)]
+
+    def is_aligned(self) -> bool:
+        """Return whether a GPU can load several values of each tensor at once: 16 bytes for a thread."""
+        return all(address % 16 == 0 for address in self.addresses())
+
+    def constants(self) -> list[float]:
+        """Return the constants of the formula, in the order of the kernel."""
+        (beta1, beta2), step = self.betas, float(self.step)
+        decay = 1 - self.learning_rate * self.weight_decay
+        step_size = self.learning_rate / (1 - beta1**step)
+        return [decay, step_size, (1 - beta2**step) ** 0.5, beta1, beta2, self.eps]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -200,23 +244,7 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-@dataclass(frozen=True)
-class ModelTensors:
-    """Tensors of a distributed model on this rank. Views of one storage count once."""
-
-    parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    optimizer_states: Sequence[Tensor]
-    buffers: Sequence[Tensor] = ()  # tensors of the module that are not trained
-    communication: Sequence[Tensor] = ()
-    bucket_sizes: Sequence[int] = ()  # bytes of the buckets that only the library can reach
-    names: Mapping[int, str] = field(default_factory=dict)  # name of each parameter, by its id
-    vocabulary: int | None = None  # size of the vocabulary; None for image models
-
-
 ReadTensors = Callable[[], ModelTensors]
-
-# The optimizer of ``train.fused_update``: clipping, AdamW and the cast of the weights in one kernel.
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -282,39 +310,3 @@ def _update_on_gpu(updates: Sequence[WeightUpdate], scale: Tensor) -> None:
     from distexp.strategies.adamw_kernel import update_weights
 
     update_weights(updates, scale)
-
-
-ALIGNMENT = 16
-"""Bytes that a GPU loads at once for a thread, if the address is a multiple of it."""
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """The tensors of one weight, which have the same shape and strides, and the constants of AdamW in this step."""
-
-    weight: Tensor  # fp32; is changed
-    gradient: Tensor  # fp32 or bf16, before clipping
-    exp_avg: Tensor  # mean of the gradients, fp32; is changed
-    exp_avg_sq: Tensor  # mean of their squares, fp32; is changed
-    copy: Tensor | None  # becomes the rounded weight, bf16; None: there is no copy
-    learning_rate: float
-    weight_decay: float  # of AdamW, before it is multiplied by the learning rate
-    betas: tuple[float, float]  # factors of the old means
-    eps: float  # is added to the root of the mean square
-    step: Tensor  # number of this step, from 1 on, on the CPU, shape ()
-
-    def addresses(self) -> list[int]:
-        """Return the addresses of the tensors, in the order of the kernel."""
-        copy = self.weight if self.copy is None else self.copy
-        return [each.data_ptr() for each in (self.weight, self.gradient, self.exp_avg, self.exp_avg_sq, copy)]
-
-    def is_aligned(self) -> bool:
-        """Return whether a GPU can load several values of each tensor at once."""
-        return all(address % ALIGNMENT == 0 for address in self.addresses())
-
-    def constants(self) -> list[float]:
-        """Return the constants of the formula, in the order of the kernel."""
-        (beta1, beta2), step = self.betas, float(self.step)
-        decay = 1 - self.learning_rate * self.weight_decay
-        step_size = self.learning_rate / (1 - beta1**step)
-        return [decay, step_size, (1 - beta2**step) ** 0.5, beta1, beta2, self.eps]

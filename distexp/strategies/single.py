@@ -10,7 +10,7 @@ from distexp.config import WHOLE_MODEL, Config
 from distexp.distributed.context import Context
 from distexp.strategies.base import DistributedModel, Strategy, whole_model_values
 from distexp.strategies.communication import StepCommunication
-from distexp.strategies.traits import CpuMemory, ProfiledStep, Settings, common_values
+from distexp.strategies.traits import CpuMemory, Settings, common_values
 
 if TYPE_CHECKING:
     from distexp.models.blueprint import Blueprint
@@ -39,6 +39,7 @@ class Single(Strategy):
     is_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 0
     max_workers: ClassVar[int | None] = 1
+    is_compilable: ClassVar[bool] = True
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model, and cast the weights once per step."""
@@ -84,10 +85,6 @@ class Single(Strategy):
 
     host_mib: ClassVar[float] = 1150.0
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(65.0, reserve=1.2)
-
-    def compiles(self, step: ProfiledStep) -> bool:
-        """Return true."""
-        return True
 
 
 def offload_errors(config: Config) -> list[str]:

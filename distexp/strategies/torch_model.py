@@ -20,17 +20,8 @@ from distexp.models.blueprint import persistent_buffers
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import explained_compilation
 from distexp.runs.record_sections import Built
+from distexp.strategies import optimizer as optimizers
 from distexp.strategies.ddp_reduction import StepWeights
-from distexp.strategies.optimizer import (
-    FusedAdamW,
-    add_missing_states,
-    build_optimizer,
-    clip_gradients,
-    fused_adamw,
-    keep_hyperparameters,
-    restore_kernel,
-    trained_parameters,
-)
 from distexp.system.torch_internals.collectives import ddp_communication_dtype
 from distexp.system.torch_internals.tensors import active_autocast_dtype
 
@@ -96,10 +87,10 @@ class TorchModel:
 
     def _build_optimizer(self, config: Config) -> torch.optim.Optimizer:
         if config.train.fused_update:
-            return fused_adamw(self.module, config.train, self.copies)
+            return optimizers.fused_adamw(self.module, config.train, self.copies)
         # torch's fused kernel runs on the GPU, but offloaded shards are on the CPU.
         fused = self.device.type == "cuda" and not config.offload.enabled
-        return build_optimizer(self.module, config.train, fused=fused)
+        return optimizers.build_optimizer(self.module, config.train, fused=fused)
 
     def _allocate_gradients(self) -> None:
         """Allocate gradients that live as long as the model.
@@ -148,10 +139,10 @@ class TorchModel:
 
     def _update(self) -> Tensor:
         """Clip, update the weights and their copies; return the norm before clipping."""
-        if isinstance(self.optimizer, FusedAdamW):
+        if isinstance(self.optimizer, optimizers.FusedAdamW):
             return self.optimizer.clip_and_step(self.clipping)
         self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(trained_parameters(self.optimizer), self.clipping)
+        norm = optimizers.clip_gradients(optimizers.trained_parameters(self.optimizer), self.clipping)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.copies is not None:
@@ -191,7 +182,7 @@ class TorchModel:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         broadcast_buffers(self.module)  # because any rank may write them
-        add_missing_states(self.optimizer)
+        optimizers.add_missing_states(self.optimizer)
         save(self._state(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
@@ -204,14 +195,14 @@ class TorchModel:
         if self.compiled == "graphs":
             self.module.zero_grad(set_to_none=True)  # torch loads no state of an optimizer that has gradients
         fused = self.optimizer.param_groups[0].get("fused")
-        with keep_hyperparameters(self.optimizer):
+        with optimizers.keep_hyperparameters(self.optimizer):
             state = self._state()
             load(state, storage_reader=DataReader(folder))
             with self._masters():
                 set_state_dict(
                     self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
                 )
-        restore_kernel(self.optimizer, fused=fused)
+        optimizers.restore_kernel(self.optimizer, fused=fused)
         if self.copies is not None:
             self.copies.refresh()
         if self.scaler.is_enabled():

@@ -19,12 +19,6 @@ CUSTOM_COMPLEXITY = 4
 GPU_ERROR_BOUND = 0.05
 """Largest error of the required GPU memory, if nothing else applies. The worst one of 28 such runs is 4 %."""
 
-HOST_WORKER_MIB = 1270.0
-"""Measured CPU memory of a worker on a GPU with FSDP: Python, torch, the host side of CUDA, and the libraries.
-
-It is also that of a strategy that was not measured, because FSDP needs most of the strategies of torch.
-"""
-
 ADAMW_STATES = 20
 """Bytes per parameter of weights, gradients and AdamW's states, with 16-bit weights."""
 
@@ -40,11 +34,7 @@ def setting(config: Settings, key: str) -> Any:
 def common_values(config: Settings) -> dict[str, Any]:
     """Return the values of a StepCommunication that gathers weights in the precision and reduces gradients in fp32."""
     half = setting(config, "precision.name") in ("bf16", "fp16")
-    return {
-        "weight_bytes": 2 if half else 4,
-        "gradient_bytes": 4,
-        "offloads": bool(setting(config, "offload.enabled")),
-    }
+    return {"weight_bytes": 2 if half else 4, "gradient_bytes": 4, "offloads": bool(setting(config, "offload.enabled"))}
 
 
 @dataclass(frozen=True)
@@ -123,9 +113,12 @@ class Traits:
     lighter: ClassVar[str] = ""  # without such a group: override that needs less memory, as in Option
     smallest_states: ClassVar[str] = ""  # override for which several workers keep least of the states, if it has one
     offload_with: ClassVar[str] = ""  # override with which other strategies can offload, if it is the best for that
+    is_compilable: ClassVar[bool] = False  # whether ``kernels=fast`` compiles the model on a GPU with all options
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict
-    host_mib: ClassVar[float] = HOST_WORKER_MIB  # measured CPU memory of a worker on a GPU, without offloading
+    # Measured CPU memory of a worker on a GPU, without offloading: Python, torch, the host side of CUDA, and the
+    # libraries. The default is that of FSDP, which needs most of the strategies of torch.
+    host_mib: ClassVar[float] = 1270.0
     accumulates_whole_gradients: ClassVar[bool] = False
     operator_problem: ClassVar[str] = ""  # what is not possible if no C++ compiler works
     setup_note: ClassVar[str] = ""  # sentence of the report if the CPU memory had its peak during setup
@@ -204,7 +197,7 @@ class Traits:
 
     def compiles(self, step: ProfiledStep) -> bool:
         """Return whether ``kernels=fast`` compiles the model on a GPU."""
-        return False
+        return self.is_compilable
 
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
         """Yield options against launch_idle, exposed_communication, data_wait, optimizer, host or compute."""

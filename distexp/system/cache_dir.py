@@ -75,19 +75,16 @@ def _build_and_rename(path: Path, build: Callable[[Path], None], *, locked: bool
         remove(partial)
 
 
-# Offline mode for the Hugging Face libraries if the Hub cannot be reached. Without it, huggingface_hub retries the
-# first file for half a minute, transformers retries the next one, and each retry is a line in the log. In offline mode
-# the libraries read their local cache at once.
-
 CONNECT_TIMEOUT_S = 3.0
 """Timeout of one connection attempt; a host may have four addresses. A slow response is not an error."""
 
-RETRY_PAUSE_S = 1.0
-"""Pause before the second attempt, because name resolution may fail for a moment."""
-
 
 def offline_if_unreachable(source: str) -> None:
-    """Switch the Hugging Face libraries to offline mode if the Hub is needed but cannot be reached."""
+    """Switch the Hugging Face libraries to offline mode if the Hub is needed but cannot be reached.
+
+    Then they read their local cache at once. Otherwise huggingface_hub retries the first file for half a minute,
+    transformers retries the next one, and each retry is a line in the log.
+    """
     if not Path(source).expanduser().exists():
         _go_offline_if_unreachable()
 
@@ -98,7 +95,7 @@ def _go_offline_if_unreachable() -> None:
 
     if constants.HF_HUB_OFFLINE or connection_error(constants.ENDPOINT) is None:
         return
-    time.sleep(RETRY_PAUSE_S)
+    time.sleep(1)  # Name resolution may fail for a moment.
     reason = connection_error(constants.ENDPOINT)
     if reason is not None:
         print(f"note: {constants.ENDPOINT} cannot be reached ({reason}): only its local cache is used", flush=True)

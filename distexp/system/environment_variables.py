@@ -57,9 +57,6 @@ SECRET_NAME = re.compile(
     re.I,
 )
 
-MIN_LETTERS = 8
-"""Shorter values are not searched in texts, because they may be there by coincidence."""
-
 
 def looks_secret(name: str) -> bool:
     """Return whether the name of an environment variable is that of a secret, such as ``WANDB_API_KEY``."""
@@ -68,5 +65,6 @@ def looks_secret(name: str) -> bool:
 
 def secret_in(text: str) -> str | None:
     """Return the name of a secret variable whose value is in a text; None if there is none."""
-    found = (name for name, value in os.environ.items() if len(value) >= MIN_LETTERS and value in text)
+    # A shorter value may be there by coincidence.
+    found = (name for name, value in os.environ.items() if len(value) >= 8 and value in text)
     return next(filter(looks_secret, found), None)

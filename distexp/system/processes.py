@@ -88,10 +88,6 @@ def orphaned() -> bool:
     return os.getppid() == 1
 
 
-START_TIME = 18
-"""Position of ``starttime`` in ``/proc/PID/stat``, counted from the field after the state."""
-
-
 def start_ticks(pid: int) -> int | None:
     """Return the start of a process in clock ticks since boot, which identifies it; None if it has ended."""
     try:
@@ -99,7 +95,7 @@ def start_ticks(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     state, *numbers = stat.rpartition(")")[2].split()  # The name before may contain spaces.
-    return None if state in "ZX" else int(numbers[START_TIME])
+    return None if state in "ZX" else int(numbers[18])  # The field ``starttime`` of proc(5).
 
 
 def machine_id() -> str:
@@ -110,9 +106,6 @@ def machine_id() -> str:
     except OSError:
         return socket.gethostname()
 
-
-KILL_S = 10.0
-"""Longest time to wait for the end of a killed process. One that waits for a file system may take forever."""
 
 POLL_S = 0.05
 
@@ -155,7 +148,7 @@ def end_tree(process: WatchedProcess, grace_s: float) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-    wait_until(lambda: not any(map(_is_alive, left)), KILL_S)
+    wait_until(lambda: not any(map(_is_alive, left)), 10)  # One that waits for a file system may take forever.
 
 
 def _terminate(process: WatchedProcess, grace_s: float) -> list[psutil.Process]:
@@ -233,9 +226,7 @@ def defer_interrupts() -> Iterator[None]:
         signal.raise_signal(number)
 
 
-MAX_BYTES = 65536
-
-MAX_DESCRIPTORS = 4
+MAX_BYTES, MAX_DESCRIPTORS = 65536, 4  # of a message
 
 
 class Received(NamedTuple):

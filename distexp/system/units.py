@@ -1,8 +1,6 @@
 """Units of memory and speed, and numbers as texts with their units."""
 
-MIB = 2**20
-
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 MIB_PER_GB = 1024.0
 """MiB in a GB of ``2**30`` bytes."""

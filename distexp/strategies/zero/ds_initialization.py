@@ -163,12 +163,6 @@ def _offload(engine: Any, stage: int) -> str:
     return "+".join(name for name, is_offloaded in offloaded.items() if is_offloaded) or "none"
 
 
-# Repairs of DeepSpeed's optimizer for 16 bits at stage 0, and access to its fp32 masters. With fp16, the optimizer of
-# DeepSpeed 0.19 divides the gradients by the loss scale at stage 0, but ``engine.backward`` does not multiply the loss
-# by it, as it does at the other stages. So a model hardly learns. With fp16 and bf16, it runs one step of AdamW or SGD
-# with gradients of 0 to allocate the states. So AdamW's first updates are smaller than those of the other strategies.
-
-
 def unpartitioned_masters(engine: Any) -> dict[int, Tensor]:
     """Return the fp32 masters of stage 0 by the id of the 16-bit parameter; empty at other stages and in fp32."""
     if engine.zero_optimization_stage() > 0:
@@ -181,8 +175,11 @@ def unpartitioned_masters(engine: Any) -> dict[int, Tensor]:
 def repair_16_bits(engine: Any) -> None:
     """Reset the states of stage 0. With fp16, also scale its losses, and remove the scale from its gradient norms.
 
-    Nothing is done at the other stages and in fp32. The first step also changes the masters, so they must be restored
-    afterwards.
+    DeepSpeed 0.19 runs one step of AdamW or SGD with gradients of 0 to allocate the states. Without a reset, AdamW's
+    first updates would be smaller than those of the other strategies. The step also changes the masters, so they must
+    be restored afterwards. With fp16, the optimizer divides the gradients by the loss scale, but ``engine.backward``
+    does not multiply the loss by it, as it does at the other stages. So a model hardly learns. Nothing is done at the
+    other stages and in fp32.
     """
     if unpartitioned_masters(engine):
         for state in engine.optimizer.optimizer.state.values():

@@ -107,16 +107,13 @@ class DeepSpeedModel:
         return ds_initialization.describe(self.module)
 
 
-# Clipping of ZeRO stages 1 and 2 without waits for the GPU, for ``deepspeed.async_update``. DeepSpeed computes the norm
-# of the gradients with two kernels for each parameter, and reads it twice for each group of parameters. So the CPU
-# starts the kernels of an update after the GPU has finished the backward pass, and the GPU waits for them. Here a few
-# kernels compute the norm of a group, and the CPU reads nothing.
-
-
 def avoid_waits(optimizer: Any) -> None:
     """Replace the clipping of a DeepSpeedZeroOptimizer without offload and without a loss scale.
 
-    Raise RuntimeError if the optimizer is another one, or this version of DeepSpeed does not clip with these methods.
+    DeepSpeed computes the norm of the gradients with two kernels for each parameter, and reads it twice for each group
+    of parameters. So the CPU starts the kernels of an update after the GPU has finished the backward pass, and the GPU
+    waits for them. Here a few kernels compute the norm of a group, and the CPU reads nothing. Raise RuntimeError if the
+    optimizer is another one, or this version of DeepSpeed does not clip with these methods.
     """
     replaced: dict[str, Callable[..., Any]] = {"get_grad_norm_direct": gradient_norm, "unscale_and_clip_grads": clip}
     known = isinstance(optimizer, DeepSpeedZeroOptimizer) and all(hasattr(optimizer, name) for name in replaced)

@@ -116,8 +116,6 @@ def _print(*parts: str) -> None:
     print(REPORT_PREFIX, *parts, flush=True)
 
 
-# The folder in which PyTorch builds one C++ operator: locks and files that an earlier build has left.
-
 BATON = "lock"
 """File with which PyTorch locks the build of an extension. A killed process leaves it, and all later builds wait."""
 
@@ -128,8 +126,6 @@ OWN_PREFIX = ".distexp"
 """Start of the names of files that PyTorch does not write."""
 
 POLL_S = 0.2
-QUIET_S = 30 * 60.0
-"""Time without a change of a folder on a shared file system, after which its lock is abandoned."""
 
 LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
 """File systems that no other machine writes to."""
@@ -152,7 +148,7 @@ def is_abandoned(baton: Path) -> bool:
     """Return whether the process that created a lock has ended.
 
     PyTorch keeps the lock open. On a local file system, the processes of this user are asked. On a shared one, the
-    process may be on another machine, so only a folder without changes for a long time is abandoned. A process in
+    process may be on another machine, so only a folder without changes for half an hour is abandoned. A process in
     another container is not seen.
     """
     try:
@@ -160,7 +156,7 @@ def is_abandoned(baton: Path) -> bool:
         if found.st_uid == os.getuid() and _is_local(baton):
             return (found.st_dev, found.st_ino) not in set(_open_files())
         files = [path for path in baton.parent.iterdir() if not path.name.startswith(OWN_PREFIX)]
-        return time.time() - max(path.lstat().st_mtime for path in files) > QUIET_S
+        return time.time() - max(path.lstat().st_mtime for path in files) > 30 * 60
     except FileNotFoundError:  # A process has removed a file meanwhile.
         return False
 

@@ -133,9 +133,6 @@ def has_several_groups() -> bool:
     return sum(len(ranks) > 1 for ranks in groups) > 1
 
 
-# Names on the profiler's timeline for parts of the training loop. Without the profiler they cost a check of a flag.
-
-
 T = TypeVar("T")
 
 DATA = "distexp:data"
@@ -156,7 +153,7 @@ def activate_annotations(*, active: bool) -> None:
 
 
 def annotate(name: str) -> AbstractContextManager[Any]:
-    """Return a context whose duration the profiler records under a name."""
+    """Return a context whose duration the profiler records under a name. Without the profiler it checks a flag only."""
     if not _State.active:
         return nullcontext()
     from torch.profiler import record_function
