@@ -129,7 +129,7 @@ class Screen:
         self.invalid = InvalidCells(invalid)
         self.shown = 0
         self.records: list[RunRecord] = []
-        self._since = psutil.Process().create_time()  # Unix time in seconds: when the user began to wait for a result
+        self._since = psutil.Process().create_time()  # Unix time in seconds: since when the user waits for a result
 
     def run_header(self, number: int, overrides: str) -> None:
         """Print which run of a sweep starts, with the overrides of its own; print nothing for a single run."""
