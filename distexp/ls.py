@@ -1,7 +1,6 @@
 """Command ``distexp ls [FOLDER]``: the sweeps in a folder, the newest last, each with the states of its runs."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from distexp.config.overrides import copyable_command
 from distexp.console.sweep_table import count_states
 from distexp.exceptions import run_until_pipe_closes
 from distexp.runs.run_dir import COMMAND, OUTPUTS
@@ -45,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(file: Path) -> str:
-    """Return the command line of a sweep, as it was typed."""
-    command = read_or_none(file, "command") or "run"
-    words = texts_of({"words": read_or_none(file, "words")}, "words")
-    return shlex.join([*([str(command)] if command not in ("run", "train") else []), *words])
+    """Return the command line of a sweep, to copy."""
+    name = read_or_none(file, "command") or "train"
+    typed = texts_of({"words": read_or_none(file, "words")}, "words")
+    start = "distexp" if name == "train" else f"distexp {name}"
+    return copyable_command([text for text in typed if text != "--multirun"], command=start, may_sweep=True)
 
 
 if __name__ == "__main__":

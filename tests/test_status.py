@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from distexp import ls
 from distexp.runs.record_sections import RunError
 from distexp.status import main
-from tests.helpers.records import record
+from tests.helpers.records import record, write
 
 LONG = "the value of the option is far too large for this machine and for this model, and for every other one as well"
 
@@ -66,3 +68,23 @@ def test_a_truncated_reason_names_the_sweep(
     shown = capsys.readouterr().out
     for sweep in ("demo/first", "other"):
         assert f"\n{sweep}: run 0 failed: ValueError: {LONG}\n" in shown
+
+
+def test_ls_lists_the_sweeps_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    for name, words in (("first", ["--multirun", "zero_stage='1','2'"]), ("second", ["train.seed=1"])):
+        write(tmp_path / "sweeps" / name, record(0), record(1, status="failed", error=RunError("ValueError", "oh")))
+        content = {"command": "plan" if name == "second" else "train", "words": words, "directory": "/", "cells": 2}
+        (tmp_path / "sweeps" / name / "command.json").write_text(json.dumps(content))
+        os.utime(tmp_path / "sweeps" / name / "command.json", (1e9 + len(words), 1e9 + (name == "second")))
+    assert ls.main([str(tmp_path / "sweeps")]) == 0
+    first, second = [line for line in capsys.readouterr().out.splitlines() if "completed" in line]
+    assert "1 completed, 1 failed" in first
+    assert first.rstrip().endswith("distexp zero_stage=1,2")
+    assert second.rstrip().endswith("distexp plan train.seed=1")
+    assert ls.main([str(tmp_path / "sweeps"), "-n", "1"]) == 0
+    assert "1 older ones: distexp ls -n 2" in capsys.readouterr().out
+    assert ls.main([str(tmp_path / "none")]) == 2
+    assert "no sweep below" in capsys.readouterr().err
