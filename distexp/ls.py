@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from distexp.config.overrides import copyable_command
+from distexp.config.overrides import copyable_command, format_count, shell_quote
 from distexp.console.sweep_table import count_states
 from distexp.exceptions import run_until_pipe_closes
 from distexp.runs.run_dir import COMMAND, OUTPUTS
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_row(*map(Text, (str(file.parent), started, count_states(runs) or "none started", _command(file))))
     make_wide_console().print(table)
     if len(files) > len(shown):
-        print(f"{len(files) - len(shown)} older ones: distexp ls -n {len(files)}")
+        older = format_count(len(files) - len(shown), "older sweep")
+        print(f"{older}: distexp ls {shell_quote(str(options.folder))} -n {len(files)}")
     return 0
 
 

@@ -85,6 +85,6 @@ def test_ls_lists_the_sweeps_of_a_folder(
     assert first.rstrip().endswith("distexp zero_stage=1,2")
     assert second.rstrip().endswith("distexp plan train.seed=1")
     assert ls.main([str(tmp_path / "sweeps"), "-n", "1"]) == 0
-    assert "1 older ones: distexp ls -n 2" in capsys.readouterr().out
+    assert f"1 older sweep: distexp ls {tmp_path / 'sweeps'} -n 2" in capsys.readouterr().out
     assert ls.main([str(tmp_path / "none")]) == 2
     assert "no sweep below" in capsys.readouterr().err

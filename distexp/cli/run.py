@@ -75,7 +75,7 @@ def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str]
     found = explain(error)
     left = [_first_value(text) for text in arguments if text not in ("-m", "--multirun")]
     while len(found) < MAX_ERRORS:
-        rest = [text for text in left if not _is_about(found[-1], text)]
+        rest = [text for text in left if not any(_is_about(message, text) for message in found)]
         if len(rest) == len(left):
             break
         left = rest
@@ -84,18 +84,21 @@ def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str]
                 _run_hydra([*left, "--cfg", "job"], command, added)
         except WRONG as further:
             # Other messages may only come from what was left out.
-            about_left = [text for text in explain(further) if any(_is_about(text, override) for override in left)]
-            if not about_left:
+            new = [text for text in explain(further) if any(_is_about(text, override) for override in left)]
+            if not (new := [text for text in new if text not in found]):
                 break
-            found += about_left
+            found += new
+        except (OSError, RecursionError):  # What is left has another problem. The first messages matter more.
+            break
         else:
             break
     return found
 
 
 def _is_about(message: str, text: str) -> bool:
-    """Return whether a message starts with the key of an override."""
-    return is_override(text) and re.match(rf"{re.escape(key_of(text))}\b", message) is not None
+    """Return whether a message starts with the key of an override, or with a section of it that does not exist."""
+    named = re.match(r"[\w./@]+", message)
+    return is_override(text) and named is not None and f"{key_of(text)}.".startswith(f"{named[0].rstrip('.')}.")
 
 
 def _first_value(text: str) -> str:

@@ -75,7 +75,12 @@ class _CheckedRepository(ConfigRepository):
         """Raise a ConfigError if the aliases of a file multiply its values: each alias becomes a copy."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         path = Path(source.path if source and source.scheme() == "file" else "") / _file_of(config_path)
-        if source is None or not _is_foreign(source) or not path.is_file() or "*" not in (text := path.read_text()):
+        if (
+            source is None
+            or not _is_foreign(source)
+            or not path.is_file()
+            or "*" not in (text := path.read_text(encoding="utf-8"))
+        ):
             return
         with suppress(YAMLError):  # Hydra reports it.
             if (count := _count_values(yaml.compose(text), {})) > MAX_VALUES:

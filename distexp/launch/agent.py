@@ -187,7 +187,7 @@ def _exceeded_limit(spec: RunSpec, run_dir: Path, started: float) -> int | None:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address and port of the head, and their attempt. The other nodes read them from a file."""
+    """Address and port of the head, and the attempt for which they are valid. The other nodes read them from a file."""
 
     address: str
     port: int

@@ -186,14 +186,14 @@ def _stored_launcher(sweep_dir: Path, target: str) -> Launcher:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return find_launcher(target, _trusted_by_user(sweep_dir), Launcher)  # type: ignore[type-abstract]
+        return find_launcher(target, trusted_by_user(sweep_dir), Launcher)  # type: ignore[type-abstract]
     except ConfigError as error:
         package = target.partition(".")[0]
         hint = f"to ask it, set DISTEXP_TRUSTED_PACKAGES={package}"
         return UnknownLauncher(f"its launcher {target} is not used ({error.errors[0].partition(':')[0]}): {hint}")
 
 
-def _trusted_by_user(sweep_dir: Path) -> list[str]:
+def trusted_by_user(sweep_dir: Path) -> list[str]:
     """Return the packages that the environment trusts, and those that this user's own command has trusted."""
     from distexp.guard.command_line import packages_of_environment, packages_trusted_by_user
     from distexp.guard.config_files import is_own_file

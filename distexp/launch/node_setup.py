@@ -247,7 +247,7 @@ def extensions_dir(environment: Mapping[str, str]) -> Path:
     Each has its own: Ninja compiles again if the installed DeepSpeed has another path than that of the last build.
     """
     root = environment.get(EXTENSIONS_DIR)
-    if root and Path(root).name.startswith(OWN_FOLDER):  # The environment is that of a worker.
+    if root and re.fullmatch(rf"{OWN_FOLDER}[0-9a-f]{{12}}", Path(root).name):  # The environment is that of a worker.
         return Path(root)
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(root) if root else Path(cache).expanduser() / "torch_extensions"

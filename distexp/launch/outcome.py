@@ -25,7 +25,7 @@ from distexp.runs.record import RunRecord, RunSpec
 from distexp.runs.record_sections import RunError, RunInfo, make_environment
 from distexp.runs.run_dir import ALLOCATOR, DISK_RESERVE, EVENTS, PREFLIGHT, RANK_LOG, RECORD, RESULT, SPEC
 from distexp.runs.run_state import last_activity
-from distexp.strategies.base import load_strategy
+from distexp.strategies.base import load_strategy, recorded_strategy
 from distexp.system.environment_variables import select_variables
 
 
@@ -110,16 +110,23 @@ def finalize_run(
     return record
 
 
-def finalize_dead_run(directory: Path, launcher: int) -> None:
+def finalize_dead_run(directory: Path, launcher: int, trusted: Sequence[str]) -> None:
     """Write the record of a run whose launcher and agent died together, unless another command does it.
 
-    Without write permission, as in another user's sweep, there is still no record. ``launcher`` is a process id.
+    There is still no record without write permission, and if the spec, which somebody else may have changed, names a
+    strategy whose package is not trusted. ``launcher`` is a process id.
     """
-    with suppress(OSError, ValueError), attempts.run_lock(directory) as other:
-        if other is None and not (directory / RECORD).exists():
-            why = f"its launcher (process {launcher}) and its agent were killed together, as by kill -9"
-            started = (directory / SPEC).stat().st_mtime
-            finalize_run(RunSpec.read(directory), directory, {}, started, why, ended=last_activity(directory))
+    try:
+        with attempts.run_lock(directory) as other:
+            spec = RunSpec.read(directory)
+            is_known = recorded_strategy(asdict(spec.config), trusted) is not None
+            if other is None and is_known and not (directory / RECORD).exists():
+                why = f"its launcher (process {launcher}) and its agent were killed together, as by kill -9"
+                started = (directory / SPEC).stat().st_mtime
+                finalize_run(spec, directory, {}, started, why, ended=last_activity(directory))
+    except (OSError, ValueError) as error:
+        if not isinstance(error, OSError) or error.errno not in texts.NOT_WRITABLE:
+            print(f"distexp: the record of {directory} cannot be written: {error}", file=sys.stderr)
 
 
 def add_advice(record: RunRecord, spec: RunSpec, directory: Path) -> None:

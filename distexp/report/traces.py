@@ -211,8 +211,8 @@ NOT_THE_MODEL = frozenset(
 
 DROPOUT = "With dropout, strategies draw other random numbers. To compare them, set model.dropout=0."
 BATCH_NORMS = (
-    " Batch norms use the samples of one worker, and the evaluation the statistics of rank 0, as with DDP. So losses "
-    "depend on the micro-batch size and on the number of workers."
+    " Batch norms, if the model has any, use the samples of one worker, and the evaluation the statistics of rank 0, "
+    "as with DDP. So losses depend on the micro-batch size and on the number of workers."
 )
 MIN_SPAN = 0.2  # of an axis, relative to the losses; a smaller one would make small differences look large
 OVERLAPPING = 0.02  # distance of two curves, relative to the axis
@@ -268,6 +268,11 @@ def _compare(curves: Sequence[LossCurve], task: str) -> str:
     gap = f"agree within {100 * largest:.2g}%" if largest else "are equal"
     evaluated = ((*largest_difference(one, other, "evaluation"), one, other) for one, other in pairs)
     apart, step, one, other = max(evaluated, key=lambda difference: difference[0])
+    alike = [(one, other) for one, other in pairs if one.steps == other.steps]
+    missing = [(one, other) for one, other in alike if one.evaluation.keys() ^ other.evaluation.keys()]
+    if missing and all(curve.trace.row.record.metrics.eval_losses for curve in curves):
+        one, other = missing[0]
+        return f"Different losses: {runs}. One of {one.name} and {other.name} has no finite evaluation loss."
     if apart > curves[0].tolerance:
         return (
             f"Same training losses, but other evaluation losses: {runs} {gap} in training, and differ by up to "
@@ -319,7 +324,8 @@ def _evaluation_losses(trace: RunTrace) -> Losses:
     first = max(len(metrics.train_losses) - len(metrics.eval_losses), 0) + 1 if evaluates else 1
     steps = (epoch * metrics.steps_per_epoch for epoch in range(first, first + len(metrics.eval_losses)))
     last = metrics.total_steps
-    return {min(step, last or step): loss for step, loss in zip(steps, metrics.eval_losses, strict=True)}
+    losses = zip(steps, metrics.eval_losses, strict=True)
+    return {min(step, last or step): loss for step, loss in losses if loss is not None and math.isfinite(loss)}
 
 
 def relative_differences(losses: Losses, baseline: Losses) -> Losses:

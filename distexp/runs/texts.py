@@ -82,8 +82,9 @@ def _full_disk_message(error: BaseException, run_dir: Path) -> str:
             f"a disk is full, but not that of {run_dir} ({free // 2**20:,} MiB free): make room in "
             f"{tempfile.gettempdir()}, in /dev/shm and in the folders of caches"
         )
-    limit = "the disk quota" if number == errno.EDQUOT and free >= FULL_BYTES else "the disk"
-    return f"{limit} of {folder} is full ({free // 1024:,} KiB free): make room, or {elsewhere}"
+    if number == errno.EDQUOT:
+        return f"the disk quota of {folder} is exhausted: make room, or {elsewhere}"
+    return f"the disk of {folder} is full ({free // 1024:,} KiB free): make room, or {elsewhere}"
 
 
 def describe_disk_error(error: OSError) -> str:

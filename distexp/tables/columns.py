@@ -79,7 +79,8 @@ def arrange_columns(columns: Sequence[Column], width: int) -> tuple[list[list[Co
     """
     kept, hidden = fit_columns(columns, width)
     blocks = split_columns(kept, width)
-    more = split_columns([columns[0], *hidden], width) if hidden else []
+    others = [column for column in hidden if column is not columns[0]]
+    more = split_columns([columns[0], *others], width) if others else []
     is_short = len(columns[0].cells) <= STACKED_ROWS and len(blocks) + len(more) <= MAX_BLOCKS
     return (blocks + more, []) if is_short else (blocks, hidden)
 

@@ -107,13 +107,16 @@ def without_tracebacks(message: str) -> str:
 
     Loaders and distributed checkpoints put the tracebacks of other processes into their messages.
     """
-    before, traceback_found, after = message.partition("Traceback (most recent call last):")
-    causes = [line for line in after.splitlines()[1:] if line and not line[0].isspace()]
-    if not traceback_found or not causes:
+    before, found, last = message.rpartition("Traceback (most recent call last):")
+    lines = last.splitlines()[1:]
+    start = next((number for number, line in enumerate(lines) if line and not line[0].isspace()), None)
+    if not found or start is None:
         return message
-    if before.startswith("Caught "):  # by a worker of a DataLoader, which raises an error of the same type again
-        return causes[-1].partition(": ")[2] or causes[-1]
-    return f"{' '.join(before.removesuffix('Original ').split()).rstrip('.:')}: {causes[-1]}".removeprefix(": ")
+    cause = "\n".join(lines[start:]).strip()
+    context = before.partition("Traceback (most recent call last):")[0]
+    if context.startswith("Caught "):  # by a worker of a DataLoader, which raises an error of the same type again
+        return cause.partition(": ")[2] or cause
+    return f"{' '.join(context.removesuffix('Original ').split()).rstrip('.:')}: {cause}".removeprefix(": ")
 
 
 def _write_allocator_peaks(run_dir: Path, node: int, rank: int) -> None:

@@ -717,6 +717,7 @@ def test_cells_add_keys_to_open_sections(tmp_path: Path) -> None:
     [
         (["train.sed=1", "trane.seed=2"], ["trane.seed is not a key", "train.sed is not a key"]),
         (["strategy=fsdpp", "sharding=ful"], ["sharding=ful is not an option", "strategy=fsdpp is not an option"]),
+        (["train.foo.bar=1", "train.seed=x"], ["train.foo is not a key", "train.seed=x must be"]),
         (["--multirun", "zero_stage=1,2", "train.seed=x", "train.sed=1"], ["train.seed=x must be", "train.sed is not"]),
     ],
 )

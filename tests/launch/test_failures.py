@@ -228,14 +228,19 @@ def test_the_record_of_a_launcher_and_an_agent_that_died_together_is_written_lat
         command.process.wait()
         assert wait_for(lambda: have_ended(family[1:]))
     assert not (first / "0" / "record.json").exists()
-    for name in ("report", "cancel", "foreign"):
+    for name in ("report", "cancel", "foreign", "changed"):
         shutil.copytree(first, tmp_path / name)
+    spec = tmp_path / "changed" / "0" / "spec.json"
+    spec.write_text(spec.read_text().replace("distexp.strategies.single.Single", "strange.Single"))
     with (tmp_path / "foreign" / "command.json").open("a") as file:
         file.write(" ")  # no longer what this user has started
-    for name, code in (("status", 0), ("report", 0), ("cancel", 0), ("foreign", 0)):
-        done = run_distexp("status" if name == "foreign" else name, str(tmp_path / name), cwd=tmp_path, env=ENV)
+    for name, code in (("status", 0), ("report", 0), ("cancel", 0), ("foreign", 0), ("changed", 0)):
+        done = run_distexp(
+            "status" if name in ("foreign", "changed") else name, str(tmp_path / name), cwd=tmp_path, env=ENV
+        )
         assert done.returncode == code, done.stderr
-    assert not (tmp_path / "foreign" / "0" / "record.json").exists(), "its strategy's code would be imported"
+    for name in ("foreign", "changed"):
+        assert not (tmp_path / name / "0" / "record.json").exists(), "its strategy's code would be imported"
     for name in ("status", "report", "cancel"):
         record = RunRecord.read(tmp_path / name / "0" / "record.json")
         assert record.status == "killed"

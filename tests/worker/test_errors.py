@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distexp.worker.__main__ import describe_error
+from distexp.worker.__main__ import describe_error, without_tracebacks
 from tests.helpers.runs import make_spec
 
 TORCH_ERROR = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
@@ -32,7 +32,7 @@ LOW, HIGH = 300 * 1024, 1 << 30  # free bytes
         ),
         ("save", LOW, WRAPPED, "the disk of {run} is full (300 KiB free): make room, or choose a folder on another"),
         ("eval", LOW, NO_SPACE, "the disk of {run} is full (300 KiB free): make room, or choose a folder on another"),
-        ("train", HIGH, QUOTA, "the disk quota of {run} is full (1,048,576 KiB free): make room, or choose a folder"),
+        ("train", HIGH, QUOTA, "the disk quota of {run} is exhausted: make room, or choose a folder"),
         ("train", HIGH, NO_SPACE, "a disk is full, but not that of {run} (1,024 MiB free): make room in "),
         ("train", HIGH, OSError(errno.ENOSPC, "No space", "/dev/shm/x"), "the disk of /dev/shm is full ("),
     ],
@@ -72,3 +72,23 @@ def test_a_log_on_a_full_disk_does_not_fail_a_run() -> None:
         assert subprocess.run([sys.executable, "-c", program], stderr=full, check=False).returncode == 0
         failing = "import sys; print('note', file=sys.stderr)"
         assert subprocess.run([sys.executable, "-c", failing], stderr=full, check=False).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+            '  File "a.py", line 1, in f\n    g()\nValueError: first line\nsecond line: detail',
+            "first line\nsecond line: detail",
+        ),
+        (
+            "CheckpointException ranks:dict_keys([0])\nTraceback (most recent call last): (RANK 0)\n"
+            '  File "a.py", line 1\nOSError: [Errno 27] File too large',
+            "CheckpointException ranks:dict_keys([0]): OSError: [Errno 27] File too large",
+        ),
+        ("no traceback:\nbut two lines", "no traceback:\nbut two lines"),
+    ],
+)
+def test_a_message_has_the_cause_and_no_traceback(message: str, shown: str) -> None:
+    assert without_tracebacks(message) == shown

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from distexp.config import Config
 from distexp.config.overrides import suggest_command
 from distexp.guard.config_files import is_own_file
-from distexp.launch.launcher import CancelError, Cancelled, Launcher, Sweep, TrialLauncher
+from distexp.launch.launcher import CancelError, Cancelled, Launcher, Sweep, TrialLauncher, trusted_by_user
 from distexp.resolve.resources import needs_one_worker
 from distexp.runs.attempts import ProcessIdentity, read_agent_process, read_launcher_process
 from distexp.runs.record import ExistingRun
@@ -84,7 +84,7 @@ class LocalLauncher(Launcher):
 def _finalize_dead_runs(sweep_dir: Path, runs: Sequence[ExistingRun]) -> None:
     """Write the records of runs whose launcher and agent died together, in a sweep that this user has started.
 
-    That of another user may name code of a strategy, which would be imported.
+    The sweep of another user may name code of a strategy, which would be imported.
     """
     dead = [(run.directory, pid) for run in runs if (pid := dead_launcher(run)) is not None]
     if not dead or not is_own_file(sweep_dir / COMMAND):
@@ -92,7 +92,7 @@ def _finalize_dead_runs(sweep_dir: Path, runs: Sequence[ExistingRun]) -> None:
     from distexp.launch.outcome import finalize_dead_run
 
     for directory, pid in dead:
-        finalize_dead_run(directory, pid)
+        finalize_dead_run(directory, pid, trusted_by_user(sweep_dir))
 
 
 def _gpu_errors(config: Config) -> list[str]:

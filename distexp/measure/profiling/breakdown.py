@@ -196,7 +196,10 @@ ONE_SIDED = ("send_recv", "send", "recv", "broadcast", "reduce", "gather", "scat
 
 
 def durations_of(collectives: Sequence[TraceCollective], *, several_groups: bool = False) -> dict[Key, list[float]]:
-    """Return the durations of the collectives in which all ranks of a known group wait for each other."""
+    """Return the durations of the collectives in which all ranks wait for each other.
+
+    If the rank is in several process groups, collectives of unknown groups are left out.
+    """
     found: dict[Key, list[float]] = {}
     for collective in sorted(collectives, key=lambda collective: collective.when):
         if collective.kind not in ONE_SIDED and (collective.group or not several_groups):
@@ -215,7 +218,7 @@ class Transfer:
 
 
 def split_collectives(collectives: Sequence[TraceCollective], ranks: Sequence[Durations]) -> list[Transfer]:
-    """Divide a rank's collectives into waiting and transfer; no waiting if the ranks of a group have other numbers."""
+    """Divide a rank's collectives into waiting and transfer; no waiting if numbers of collectives differ in a group."""
     shortest: dict[Key, list[float]] = {}
     for key in {key for rank in ranks for key in rank}:
         members = [times[key] for times in ranks if key in times]

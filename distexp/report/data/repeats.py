@@ -31,7 +31,7 @@ def format_metric(groups: Sequence[RunGroup], metric: Metric) -> tuple[str, ...]
 def ratio_text(group: RunGroup, baseline: RunGroup, metric: str, shown: str) -> str:
     """Return a ratio of two runs, or what stands for one that may not be ranked, in tables, figures and exercises.
 
-    A time is as noisy as the speed, and both are not known of a disturbed run.
+    A time is as noisy as the speed, and neither is known for a disturbed run.
     """
     is_time = metric in TIMES
     if (is_time or metric in SPEEDS) and (group.disturbance or baseline.disturbance):
@@ -114,7 +114,7 @@ class RunGroup:
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric of the counted runs; of a speed, those of the undisturbed ones if any are."""
-        rows = (self.undisturbed_rows if name in SPEEDS else ()) or self.counted_rows
+        rows = (self.undisturbed_rows if name in SPEEDS | TIMES else ()) or self.counted_rows
         return [value for row in rows if (value := row.metrics[name]) is not None]
 
     def _relative_noise(self, name: str, count: int) -> float | None:

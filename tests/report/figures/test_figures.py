@@ -301,7 +301,18 @@ def test_other_evaluation_losses_are_not_the_same_training(tmp_path: Path) -> No
     for run in same:
         assert run.built is not None
         run.built.channels_last = False
-    assert "Batch norms use the samples of one worker" in text_of(with_traces(tmp_path / "b", same), "losses")
+    assert "Batch norms, if the model has any, use the samples of one worker" in text_of(
+        with_traces(tmp_path / "b", same), "losses"
+    )
+
+
+def test_an_evaluation_loss_that_is_not_finite_is_no_same_training(tmp_path: Path) -> None:
+    """As with train.on_nan=record: a record has null for it."""
+    runs = [enrich(record(n, strategy=name, peak=1000.0)) for n, name in enumerate(("ddp", "fsdp"))]
+    runs[1].metrics.eval_losses = [*runs[1].metrics.eval_losses[:-1], float("nan")]
+    text = text_of(with_traces(tmp_path, runs), "losses")
+    assert "Different losses: 2 runs (global batch 8). One of run 0" in text
+    assert "has no finite evaluation loss." in text
 
 
 def test_the_terminal_shows_whether_runs_are_the_same_training(tmp_path: Path) -> None:
