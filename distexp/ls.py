@@ -50,7 +50,7 @@ def _command(file: Path) -> str:
     name = read_or_none(file, "command") or "train"
     typed = texts_of({"words": read_or_none(file, "words")}, "words")
     start = "distexp" if name == "train" else f"distexp {name}"
-    return copyable_command([text for text in typed if text != "--multirun"], command=start, may_sweep=True)
+    return copyable_command(typed, command=start, may_sweep=True)
 
 
 if __name__ == "__main__":

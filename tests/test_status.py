@@ -82,7 +82,7 @@ def test_ls_lists_the_sweeps_of_a_folder(
     assert ls.main([str(tmp_path / "sweeps")]) == 0
     first, second = [line for line in capsys.readouterr().out.splitlines() if "completed" in line]
     assert "1 completed, 1 failed" in first
-    assert first.rstrip().endswith("distexp zero_stage=1,2")
+    assert first.rstrip().endswith("distexp --multirun zero_stage=1,2")
     assert second.rstrip().endswith("distexp plan train.seed=1")
     assert ls.main([str(tmp_path / "sweeps"), "-n", "1"]) == 0
     assert f"1 older sweep: distexp ls {tmp_path / 'sweeps'} -n 2" in capsys.readouterr().out

@@ -125,6 +125,9 @@ def check_values(config: Config) -> Iterator[str]:
     """Yield an error for each value that is wrong regardless of all other values."""
     for section in sections():
         yield from value_errors(section, getattr(config, section))
+    for option, value in config.cluster.sbatch.items():
+        if CONTROL.search(f"{option}{value}"):
+            yield f"cluster.sbatch.{option}={value!r} contains a control character: leave it out"
     if config.repeats < 1:
         yield f"repeats={config.repeats} must be at least 1"
     if "/" in config.name or config.name in ("", ".", ".."):

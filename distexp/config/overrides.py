@@ -93,7 +93,7 @@ def _quote(value: Any) -> str:
         value = str(value).lower()
     text = str(value)
     bare = text.replace("_", "").replace("/", "").replace("-", "")
-    return text if bare.isalpha() and text not in ("true", "false", "null") else f"'{text}'"
+    return text if bare.isalpha() and text.lower() not in ("true", "false", "null", "nan", "inf") else f"'{text}'"
 
 
 def key_of(override: str) -> str:

@@ -38,3 +38,8 @@ def test_infinite_numbers_are_refused(key: str) -> None:
 def test_values_that_no_run_can_have_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_cell(override)
+
+
+def test_an_option_of_sbatch_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.sbatch.comment='x\\n#SBATCH --uid=0' contains a control character"):
+        resolve_cell("cluster=slurm", '+cluster.sbatch.comment="x\n#SBATCH --uid=0"')

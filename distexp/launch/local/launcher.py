@@ -124,10 +124,11 @@ def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
     A launcher ends its workers, writes the record of its run, and starts no other run. Raise CancelError if one belongs
     to another user.
     """
-    known = {run.number: read_launcher_process(run.directory) for run in found}
-    launchers = {number: launcher for number, launcher in known.items() if launcher is not None}
+    # By directory, because the numbers of several sweeps in a folder are not unique.
+    known = {run.directory: read_launcher_process(run.directory) for run in found}
+    launchers = {directory: launcher for directory, launcher in known.items() if launcher is not None}
     active = [run for run in found if local_state(run).is_active]
-    here = [run for run in active if run.number in launchers and launchers[run.number].is_local]
+    here = [run for run in active if run.directory in launchers and launchers[run.directory].is_local]
     for pid in {launcher.pid for launcher in launchers.values() if launcher.is_alive}:
         try:
             os.kill(pid, signal.SIGTERM)
@@ -137,23 +138,29 @@ def cancel_local(sweep_dir: Path, found: Sequence[ExistingRun]) -> Cancelled:
             raise CancelError("the runs belong to another user, who can cancel them") from None
     left = _wait(here, launchers.values())
     status, cancel = suggest_command("status", sweep_dir), suggest_command("cancel", sweep_dir)
-    hosts = {number: launcher.host for number, launcher in launchers.items()}
-    elsewhere = [(run.number, hosts.get(run.number, "an unknown machine")) for run in active if run not in here]
+    hosts = {directory: launcher.host for directory, launcher in launchers.items()}
+    elsewhere = [(run.number, hosts.get(run.directory, "an unknown machine")) for run in active if run not in here]
     return Cancelled(
         len(here) - len(left),
-        [f"run {number} is still ending: check again with {status}" for number in left],
+        [f"run {run.number} is still ending: check again with {status}" for run in left],
         [f"run {number} was started on {host}: cancel it there with {cancel}" for number, host in elsewhere],
     )
 
 
-def _wait(runs: Sequence[ExistingRun], launchers: Iterable[ProcessIdentity]) -> list[int]:
-    """Wait for the end of all processes; return the numbers of the runs that are left."""
-    processes = [*launchers, *(agent for run in runs if (agent := read_agent_process(run.directory)) is not None)]
+def _wait(runs: Sequence[ExistingRun], launchers: Iterable[ProcessIdentity]) -> list[ExistingRun]:
+    """Wait for the end of all processes; return the runs that are left."""
+    agents = [agent for run in runs if (agent := read_agent_process(run.directory)) is not None]
+    processes = [*launchers, *agents]
     wait_until(lambda: not any(process.is_alive for process in processes), TIMEOUT_S)
-    of_runs = {run.number: (read_agent_process(run.directory), read_launcher_process(run.directory)) for run in runs}
     return [
-        number for number, pair in of_runs.items() if any(process is not None and process.is_alive for process in pair)
+        run
+        for run in runs
+        if any(map(_is_alive, (read_agent_process(run.directory), read_launcher_process(run.directory))))
     ]
+
+
+def _is_alive(process: ProcessIdentity | None) -> bool:
+    return process is not None and process.is_alive
 
 
 @contextmanager
