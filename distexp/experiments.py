@@ -5,12 +5,14 @@ One sweep over all presets is impossible, because a preset decides how its sweep
 
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from types import FrameType
 
 from distexp.cli.errors import suggest
 from distexp.cli.help_topics import first_sentence
@@ -19,6 +21,7 @@ from distexp.config.overrides import is_override
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch.local.launcher import continue_after_hangup
 from distexp.runs.run_dir import OUTPUTS
+from distexp.system.processes import handle_signals
 
 USAGE = """usage: distexp experiments [PATTERN ...] [KEY=VALUE ...]
 
@@ -78,11 +81,22 @@ def _run_all(names: Sequence[str], overrides: Sequence[str]) -> int:
     for position, name in enumerate(names, 1):
         options = [f"experiment={name}", *overrides]
         print(f"\n[{position}/{len(names)}] {shlex.join(['distexp', *options])}", flush=True)
-        code = subprocess.run([sys.executable, "-m", "distexp", *options], check=False).returncode
+        code = _run([sys.executable, "-m", "distexp", *options])
         worst = max(worst, code)
         if code < 0 or code > 128:
             return 128 - code if code < 0 else code
     return worst
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run a command and return its exit code. It gets SIGTERM too: it ends its runs, and writes their records."""
+    with subprocess.Popen(command) as child:
+
+        def forward(number: int, _: FrameType | None) -> None:
+            child.send_signal(number)
+
+        with handle_signals(forward, signal.SIGTERM):
+            return child.wait()
 
 
 if __name__ == "__main__":

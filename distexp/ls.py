@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rich.text import Text
-
 from distexp.config.overrides import copyable_command, format_count, shell_quote
 from distexp.console.sweep_table import count_states
 from distexp.exceptions import run_until_pipe_closes
 from distexp.runs.run_dir import COMMAND, OUTPUTS
-from distexp.status import make_wide_console, read_folder
+from distexp.status import read_folder
 from distexp.system.files import read_or_none
 from distexp.system.typed_values import texts_of
-from distexp.tables.columns import empty_table
+from distexp.tables.columns import make_console, print_plain
 
 MOST = 20
 
@@ -31,14 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"distexp: no sweep below {options.folder}: start one, or give another folder", file=sys.stderr)
         return 2
     shown = files[-max(1, options.n) :]
-    table = empty_table()
-    for header in ("sweep", "started", "runs", "command"):
-        table.add_column(header, no_wrap=header != "command", overflow="fold")
+    console = make_console()
     for file in shown:
         started = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        runs = read_folder(file.parent).runs
-        table.add_row(*map(Text, (str(file.parent), started, count_states(runs) or "none started", _command(file))))
-    make_wide_console().print(table)
+        states = count_states(read_folder(file.parent).runs) or "no run"
+        print_plain(console, f"{file.parent}  {started}  {states}", style="bold")
+        print_plain(console, f"    {_command(file)}")
     if len(files) > len(shown):
         older = format_count(len(files) - len(shown), "older sweep")
         print(f"{older}: distexp ls {shell_quote(str(options.folder))} -n {len(files)}")

@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"distexp: {error}", file=sys.stderr)
         return 2
-    console = make_wide_console()
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if has_width else 160, emoji=False)
     found = read_folder(directory)
     if not found.runs:
         print(f"distexp: {not_a_sweep(directory, 'run')}", file=sys.stderr)
@@ -87,12 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = _wait_for_end(directory, console)
     _print_states(found, console)
     return 1 if options.watch and any(run.state in FAILURES for run in found.runs) else 0
-
-
-def make_wide_console() -> Console:
-    """Return a console as wide as the terminal, or as COLUMNS; without both, wide enough for paths."""
-    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if has_width else 160, emoji=False)
 
 
 def _follow_queue(launcher: Launcher, directory: Path, console: Console) -> int:

@@ -73,17 +73,18 @@ def test_a_truncated_reason_names_the_sweep(
 def test_ls_lists_the_sweeps_of_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("COLUMNS", "40")
     for name, words in (("first", ["--multirun", "zero_stage='1','2'"]), ("second", ["train.seed=1"])):
         write(tmp_path / "sweeps" / name, record(0), record(1, status="failed", error=RunError("ValueError", "oh")))
         content = {"command": "plan" if name == "second" else "train", "words": words, "directory": "/", "cells": 2}
         (tmp_path / "sweeps" / name / "command.json").write_text(json.dumps(content))
         os.utime(tmp_path / "sweeps" / name / "command.json", (1e9 + len(words), 1e9 + (name == "second")))
     assert ls.main([str(tmp_path / "sweeps")]) == 0
-    first, second = [line for line in capsys.readouterr().out.splitlines() if "completed" in line]
-    assert "1 completed, 1 failed" in first
-    assert first.rstrip().endswith("distexp --multirun zero_stage=1,2")
-    assert second.rstrip().endswith("distexp plan train.seed=1")
+    first, command, second, other = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tmp_path / 'sweeps' / 'first'}  2001-09-09 ")
+    assert first.endswith("  1 completed, 1 failed")
+    assert second.startswith(f"{tmp_path / 'sweeps' / 'second'}  ")
+    assert (command, other) == ("    distexp --multirun zero_stage=1,2", "    distexp plan train.seed=1")
     assert ls.main([str(tmp_path / "sweeps"), "-n", "1"]) == 0
     assert f"1 older sweep: distexp ls {tmp_path / 'sweeps'} -n 2" in capsys.readouterr().out
     assert ls.main([str(tmp_path / "none")]) == 2

@@ -267,6 +267,19 @@ def test_cancel_ends_the_runs_of_all_sweeps_in_a_folder(tmp_path: Path) -> None:
     assert [RunRecord.read(sweep / "0" / "record.json").status for sweep in sweeps] == ["killed", "killed"]
 
 
+@pytest.mark.slow
+def test_sigterm_for_a_command_of_several_presets_ends_its_runs(tmp_path: Path) -> None:
+    with StartedCommand(
+        tmp_path, "experiments", "fsdp/sharding", "scale=tiny", *QUICK[2:5], "train.num_epochs=1000"
+    ) as command:
+        assert wait_for(lambda: any(p.stat().st_size for p in tmp_path.rglob("metrics.jsonl")))
+        family = tree_of(command.process.pid)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(DEADLINE_S) == 143
+        assert wait_for(lambda: have_ended(family))
+    assert only_record(tmp_path).status == "killed"
+
+
 @pytest.mark.parametrize("inodes", [31, 35, 39])
 def test_a_disk_without_inodes_is_named(inodes: int, tmp_path: Path) -> None:
     """Files that the run creates: the first fails with 31, one of rank 0 with 35, and the end of the run with 39."""
