@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from distexp.config import Command, ConfigError
-from distexp.config.overrides import format_count
+from distexp.config.overrides import format_count, suggest_command
 from distexp.exceptions import run_until_pipe_closes
 from distexp.report.data.forecasts import keep_errors
 from distexp.report.data.metrics import MEMORIES, METRICS_BY_NAME, SPEED
@@ -92,6 +92,11 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     for directory in directories:
         if any(run.status is None for run in ExistingRuns.read(directory).runs):
             read_folder(directory)  # It writes the records of runs whose launcher and agent were killed.
+    for directory in directories:
+        left = [run for run in ExistingRuns.read(directory).runs if not (run.directory / RECORD).exists()]
+        if left:
+            runs = format_count(len(left), "run")
+            print(f"left out: {runs} without a record: {suggest_command('status', directory)}", file=sys.stderr)
     rows, skipped = _load(directories)
     if not rows:
         return _no_records(directories)

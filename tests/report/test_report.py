@@ -415,3 +415,12 @@ def test_the_loss_of_a_diverged_run_breaks_no_figure(tmp_path: Path) -> None:
     write(tmp_path, *runs)
     assert report(tmp_path).returncode == 0
     assert (tmp_path / "report" / "report.html").exists()
+
+
+def test_runs_without_a_record_are_counted(tmp_path: Path) -> None:
+    write(tmp_path, *two_runs())
+    (tmp_path / "2").mkdir()
+    shutil.copy(tmp_path / "1" / "record.json", tmp_path / "2" / "spec.json")
+    done = report(tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == f"left out: 1 run without a record: distexp status {tmp_path}\n"
