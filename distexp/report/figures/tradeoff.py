@@ -9,7 +9,7 @@ import altair as alt
 
 from distexp.report.data.metrics import ENERGY, MEMORIES, SPEED
 from distexp.report.data.overview import Overview, memory_metric, pareto_fronts
-from distexp.report.data.repeats import RunGroup, group_by_settings, ratio_text
+from distexp.report.data.repeats import EQUAL, RunGroup, group_by_settings, ratio_text
 from distexp.report.data.rows import MAX_LENGTH, SEED, format_change, format_setting
 from distexp.report.figures.base import (
     MAX_COLORS,
@@ -240,4 +240,5 @@ def _memory(baseline: RunGroup, group: RunGroup, name: str) -> str:
     before, after = baseline.metric(name), group.metric(name)
     if not (baseline.completed and group.completed and before and after and before.mean):
         return "-"
-    return f"{format_change(after.mean, before.mean)} ({after.mean:,.0f} MiB)"
+    change = ratio_text(group, baseline, name, format_change(after.mean, before.mean))
+    return f"{'~0%' if change == EQUAL else change} ({after.mean:,.0f} MiB)"
