@@ -509,3 +509,14 @@ def test_nodes_with_different_peaks_are_reported(tmp_path: Path) -> None:
     sampled.write_text(sampled.read_text() + "1031.0,eval,gpu,0,9000.0,143771,90,500,,,,,,,,,\n")
     text = text_of(path, "gpu_memory")
     assert "The nodes of run 0 have different peaks: 9,000 MiB on node 1, 5,000 MiB on node 0." in text
+
+
+def test_the_effect_of_offloading_shows_no_difference_within_the_noise(tmp_path: Path) -> None:
+    runs = [record(n, strategy="deepspeed", offload__enabled=bool(n), speed=100.0 - 20 * n) for n in range(2)]
+    for number, run in enumerate(runs):
+        run.memory["cpu"] = [{"node": 0, "peak_mib": 900.0 + 50 * number, "average_mib": 900.0, "mode_mib": 900.0}]
+    write(tmp_path, *runs)
+    (table,) = figures(tmp_path)["memory_throughput"].tables
+    assert table.title == "Effect of offloading"
+    (row,) = table.rows
+    assert row[-1] == "~0% (950 MiB)"
