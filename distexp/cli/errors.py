@@ -57,18 +57,25 @@ def explain(error: Exception) -> list[str]:
     return [_explain_value(error)]
 
 
-def explain_os_error(error: OSError) -> str:
-    """Return the message of an error of the file system, with a hint if a directory cannot be written."""
+def explain_os_error(error: OSError, *, resumes: bool) -> str:
+    """Return the message of an error of the file system, with a hint if a directory cannot be written.
+
+    ``resumes``: the command continues in the directory of a sweep, and accepts no other.
+    """
     place = f" ({error.filename})" if error.filename else ""
+    elsewhere = "choose another directory with hydra.sweep.dir=DIR"
+    way = " and repeat the command" if resumes else f", or {elsewhere}"
     if error.errno == errno.ENOSPC and error.filename and lacks_inodes(Path(os.fsdecode(error.filename)).parent):
-        return f"no inodes are left{place}: delete files, or choose another disk with hydra.sweep.dir=DIR"
+        return f"no inodes are left{place}: delete files{way}"
     hints = {
-        FULL: "free space, or choose another directory",
-        NO_DIRECTORY: "choose another directory",
-        NOT_WRITABLE: "choose a directory that you can write",
+        FULL: f"free space{way}",
+        NO_DIRECTORY: elsewhere,
+        NOT_WRITABLE: "copy the sweep to a folder that you can write, and resume the copy"
+        if resumes
+        else "choose a directory that you can write with hydra.sweep.dir=DIR",
     }
     hint = next((hint for numbers, hint in hints.items() if error.errno in numbers), None)
-    return f"{error.strerror}{place}: {hint} with hydra.sweep.dir=DIR" if hint else describe_os_error(error)
+    return f"{error.strerror}{place}: {hint}" if hint else describe_os_error(error)
 
 
 def _explain_value(error: Exception) -> str:

@@ -20,7 +20,7 @@ from distexp import exceptions
 from distexp.cli.arguments import normalize_arguments
 from distexp.config import Command, ConfigError, register_schema
 from distexp.config.keys import conf_dir
-from distexp.config.overrides import is_override, key_of, parse
+from distexp.config.overrides import is_override, key_of, parse, sets_key
 from distexp.exceptions import TRACE_VARIABLE
 from distexp.guard.command_line import check_arguments_for_secrets
 from distexp.guard.config_files import use_checked_loader
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
             raise
         from distexp.cli.errors import explain_os_error
 
-        print(f"distexp: the sweep stops: {explain_os_error(error)}", file=sys.stderr)
+        message = explain_os_error(error, resumes=sets_key(arguments, "sweep.resume"))
+        print(f"distexp: the sweep stops: {message}", file=sys.stderr)
         return 1
     finally:
         if not wants_trace:

@@ -60,18 +60,36 @@ RESERVED_FILES, RESERVED_FILE_BYTES = 16, 16 * 1024
 
 
 def start_attempt(spec: RunSpec, directory: Path, job_id: str | None = None, hosts: Sequence[str] = ()) -> None:
-    """Register an attempt, write the spec for its workers, and reserve disk space for the record."""
-    attempts.register_attempt(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
-    spec.write(directory)
+    """Reserve disk space for the record, register an attempt, and write the spec for its workers.
+
+    If the disk is full, OSError is raised, and the record has the cause, so that every command finds the run. The
+    record of an earlier attempt is kept.
+    """
     with texts.name_folder(directory):
-        reserve = directory / DISK_RESERVE
         try:
+            reserve = directory / DISK_RESERVE
             reserve.mkdir(exist_ok=True)
             for number in range(RESERVED_FILES):
                 (reserve / str(number)).write_bytes(b"\0" * RESERVED_FILE_BYTES)
-        except OSError:
+            attempts.register_attempt(spec.run, directory, job_id, list(hosts) or [socket.gethostname()])
+            spec.write(directory)
+        except OSError as error:
             texts.release_reserve(directory)
+            if texts.is_full_disk(error) and not (directory / RECORD).exists():
+                _record_full_disk(spec, directory, error)
             raise
+
+
+def _record_full_disk(spec: RunSpec, directory: Path, error: OSError) -> None:
+    """Write the record of a run that could not start. If it does not fit, the process is known at least."""
+    cause = texts.full_disk_error(OSError(error.errno, error.strerror), directory, "setup")
+    record = failed_record(spec, directory, "failed", cause, started=None)
+    try:
+        spec.write(directory)
+        record.write(directory)
+    except OSError:
+        with suppress(OSError):
+            attempts.write_launcher_process(directory)
 
 
 def finalize_run(
@@ -122,6 +140,8 @@ def finalize_dead_run(directory: Path, launcher: int, trusted: Sequence[str]) ->
             is_known = recorded_strategy(asdict(spec.config), trusted) is not None
             if other is None and is_known and not (directory / RECORD).exists():
                 why = f"its launcher (process {launcher}) and its agent were killed together, as by kill -9"
+                if attempts.read_agent_process(directory) is None:
+                    why = f"its launcher (process {launcher}) died before an agent started, as on a full disk"
                 started = (directory / SPEC).stat().st_mtime
                 finalize_run(spec, directory, {}, started, why, ended=last_activity(directory))
     except (OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Command, Config, ConfigError
 from distexp.config.fields import describe, key
+from distexp.config.overrides import suggest_command
 from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
 from distexp.runs.run_dir import CHOICE, COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, RESULT, SNAPSHOT_MARKER, SPEC
@@ -210,6 +211,8 @@ def not_a_sweep(directory: Path, missing: str) -> str:
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         return f"{directory} {problem}: give the directory of a sweep"
+    if missing != COMMAND and (directory / COMMAND).is_file():
+        return f"no run of {directory} has started: {suggest_command('resume', directory)}"
     for above in directory.absolute().parents:
         if (above / COMMAND).is_file():
             return f"{directory} is not a sweep but is inside one: give {above}"

@@ -66,7 +66,7 @@ def full_disk_error(error: BaseException, run_dir: Path, phase: str, rank: int |
 def _full_disk_message(error: BaseException, run_dir: Path) -> str:
     named = error.filename if isinstance(error, OSError) else None
     folder = run_dir if named is None else Path(os.fsdecode(named)).parent
-    elsewhere = "choose a folder on another disk with hydra.sweep.dir"
+    elsewhere = "start again on another disk with hydra.sweep.dir"
     number = _refusal(error) or errno.ENOSPC
     if number == errno.EFBIG:
         return f"a file in {folder} would exceed the largest size of a file (see ulimit -f): raise it, or {elsewhere}"

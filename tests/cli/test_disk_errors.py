@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distexp.cli.main import main
+from distexp.runs.record import RunRecord
 from tests.helpers.records import record, write
 from tests.helpers.small_disk import fill, small_disk
 
@@ -69,8 +70,34 @@ def test_a_read_only_sweep_can_be_looked_at_but_not_continued(disk: Path, capsys
     assert main(["report", str(sweep)]) == 1
     message = f"cannot write to {sweep}/report: Read-only file system. Copy the folder to a place that you can write"
     assert message in capsys.readouterr().err
-    for arguments in (["resume", str(sweep)], [f"hydra.sweep.dir={disk}/other", *SMALL]):
+    for arguments, hint in (
+        (["resume", str(sweep)], "copy the sweep to a folder that you can write, and resume the copy"),
+        ([f"hydra.sweep.dir={disk}/other", *SMALL], "choose a directory that you can write with hydra.sweep.dir=DIR"),
+    ):
         assert main(arguments) == 1
         message = capsys.readouterr().err
         assert f"distexp: the sweep stops: Read-only file system ({disk}/" in message
-        assert "choose a directory that you can write with hydra.sweep.dir=DIR" in message
+        assert message.endswith(f": {hint}\n")
+
+
+def test_a_run_without_room_to_start_is_found_by_every_command_and_can_be_resumed(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 KiB are enough for the files of Hydra, and for a record, but not for the space that a run reserves."""
+    sweep = disk / "sweep"
+    assert main([f"hydra.sweep.dir={sweep}", *SMALL]) == 1
+    stops = f"distexp: the sweep stops: No space left on device ({sweep}/0): free space"
+    assert f"{stops}, or choose another directory with hydra.sweep.dir=DIR\n" in capsys.readouterr().err
+    found = RunRecord.read(sweep / "0" / "record.json")
+    assert found.error is not None
+    assert (found.status, found.error.type) == ("failed", "DiskFull")
+    assert f"the disk of {sweep}/0 is full (" in found.error.message
+    assert main(["status", str(sweep)]) == 0
+    assert "1 failed" in capsys.readouterr().out
+    assert main(["cancel", str(sweep)]) == 0
+    assert main(["resume", str(sweep)]) == 1
+    assert f"{stops} and repeat the command\n" in capsys.readouterr().err, "resume refuses hydra.sweep.dir"
+    assert RunRecord.read(sweep / "0" / "record.json") == found, "the earlier record stays"
+    subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
+    assert main(["resume", str(sweep)]) == 0
+    assert RunRecord.read(sweep / "0" / "record.json").status == "completed"
