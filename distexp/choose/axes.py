@@ -14,7 +14,7 @@ from distexp.choose.candidate import AXES, DEFAULT_VALUES, GROUP_OF_KEY, MICRO_B
 from distexp.config import Config, ConfigError
 from distexp.config.fields import info_of
 from distexp.config.keys import options_of, schema_fields
-from distexp.config.overrides import key_of, parse, value_of
+from distexp.config.overrides import key_of, parse, value_of, values_of
 from distexp.resolve.resources import launcher_traits
 from distexp.strategies.base import reference_name, shipped_strategies
 from distexp.strategies.traits import Option, Traits
@@ -153,7 +153,7 @@ def parse_entry(text: str) -> SpaceEntry:
         (override,) = parse([text])
     except OverrideParseException:
         raise ConfigError(f"choose.space: {text} cannot be read: write KEY=VALUE,VALUE") from None
-    values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+    values = values_of(override)
     if len(values) == 1 and isinstance(values[0], list):  # ``KEY=[a,b]``
         values = values[0]
     return SpaceEntry(text, key, tuple(map(_as_typed, values)))

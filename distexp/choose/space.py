@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from math import gcd
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +24,7 @@ from distexp.choose.candidate import (
 from distexp.compose.composition import Cell, MakeCell, compose_all
 from distexp.config import Config, ConfigError, KernelsConfig, model_checks
 from distexp.config.keys import config_groups
-from distexp.config.overrides import key_of, quote_choice, sets_key
+from distexp.config.overrides import MAX_CELLS, key_of, quote_choice, sets_key
 from distexp.config.sections import ChooseConfig
 from distexp.measure.run_energy import POWERCAP, can_read_energy
 from distexp.plan.plan_table import replace_overrides
@@ -57,7 +57,10 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
             f"train.global_batch_size={samples} is no multiple of {' or '.join(map(str, counts))} workers: use "
             f"{scaling_rules.multiples_near(samples, counts[0])}, or other numbers of workers (choose.gpus)"
         )
-    candidates = [candidate for size in sizes for candidate in _combinations(base, size, axes, typed, kinds)]
+    combinations = (candidate for size in sizes for candidate in _combinations(base, size, axes, typed, kinds))
+    candidates = list(islice(combinations, MAX_CELLS + 1))
+    if len(candidates) > MAX_CELLS:
+        raise ConfigError(f"choose.space makes more than {MAX_CELLS:,} candidates: name fewer values")
     if not candidates:
         raise ConfigError("no configuration is left to try: strategy=single needs choose.gpus=1, or vary more keys")
     overrides = [with_overrides(command, candidate.overrides) for candidate in candidates]

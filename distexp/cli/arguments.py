@@ -60,8 +60,7 @@ def normalize_arguments(
     given, options = split_options(arguments)
     groups = config_groups()
     overrides = [quote_choice(add_plus_prefix(text), groups) for text in (*added, *given)]
-    completions = ("install=", "uninstall=", *(["query="] if "COMP_LINE" in os.environ else []))  # a shell sets it
-    if {"--shell-completion", "-sc"} & set(options) and not any(text.startswith(completions) for text in given):
+    if {"--shell-completion", "-sc"} & set(options) and not any(map(_asks_for_completion, given)):
         raise ConfigError(
             "--shell-completion needs install=bash, install=zsh or install=fish (or uninstall=...): write "
             'eval "$(distexp --shell-completion install=bash)"'
@@ -81,6 +80,13 @@ def normalize_arguments(
         print(f"distexp: warning: {warning}", file=sys.stderr)
     rest = [option for option in options if option not in ("-m", "--multirun", "-r", "--run")]
     return ["--multirun", *(text for override in overrides for text in _use_sweep_dir(override)), *rest]
+
+
+def _asks_for_completion(text: str) -> bool:
+    """Return whether an override names a shell that Hydra knows. A shell itself asks with ``query``."""
+    action, _, shell = text.partition("=")
+    queries = action == "query" and "COMP_LINE" in os.environ
+    return queries or (action in ("install", "uninstall") and shell in ("bash", "zsh", "fish"))
 
 
 def check_sweep(overrides: Sequence[Override], command: Command, *, multirun: bool) -> None:

@@ -98,7 +98,7 @@ def _explain_value(error: Exception) -> str:
     accepted = describe_values(key) if isinstance(cause, ValidationError) else None
     if accepted is not None:
         given = text.removeprefix("Error merging override ").lstrip("+")
-        if file:
+        if file or not str(error):
             given = f"{origin}{key}={cause.value}"
         return f"{given} must be {accepted}{explain_duration(key, str(cause.value))}"
     return text if cause is error else f"{text.rstrip('.:')}: {first_line(cause)}"

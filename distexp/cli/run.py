@@ -7,23 +7,27 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from io import StringIO
+from itertools import islice
 from typing import Any
 
 import hydra
 import hydra._internal.hydra as hydra_app
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from distexp import exceptions
 from distexp.cli.arguments import normalize_arguments
 from distexp.config import Command, ConfigError, register_schema
-from distexp.config.keys import conf_dir
+from distexp.config.keys import check_values, conf_dir
 from distexp.config.overrides import is_override, key_of, parse, sets_key
 from distexp.exceptions import TRACE_VARIABLE
 from distexp.guard.command_line import check_arguments_for_secrets
 from distexp.guard.config_files import use_checked_loader
+from distexp.resolve.section_checks import check_files
+from distexp.runs.record import parse_config
 
 WRONG = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 """Errors of a command line or of a configuration file."""
@@ -68,32 +72,42 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
 def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str], error: Exception) -> list[str]:
     """Return the messages of an error and of further ones: Hydra stops at the first wrong override.
 
-    So the configuration is composed again without the override that each message is about. Of a sweep, this looks at
-    the first value of each override.
+    So the configuration is composed again without the overrides that the messages are about: of a sweep, with the first
+    value of each override, then with the second ones, and so on.
     """
     from distexp.cli.errors import explain
 
     found = explain(error)
-    left = [_first_value(text) for text in arguments if text not in ("-m", "--multirun")]
-    while len(found) < MAX_ERRORS:
-        rest = [text for text in left if not any(_is_about(message, text) for message in found)]
-        if len(rest) == len(left):
+    typed = [text for text in arguments if text not in ("-m", "--multirun")]
+    previous: list[str] = []
+    for position in range(MAX_ERRORS):
+        cell = [_value_at(text, position) for text in typed]
+        left = [text for text in cell if not any(_is_about(message, text) for message in found)]
+        if left in (previous, typed):  # There are no other values, or nothing is to be left out.
             break
-        left = rest
-        try:
-            with redirect_stdout(StringIO()):
-                _run_hydra([*left, "--cfg", "job"], command, added)
-        except WRONG as further:
-            # Other messages may only come from what was left out.
-            new = [text for text in explain(further) if any(_is_about(text, override) for override in left)]
-            if not (new := [text for text in new if text not in found]):
-                break
+        previous = left
+        while len(found) < MAX_ERRORS and (new := _further_errors(left, command, added, found)):
             found += new
-        except (OSError, RecursionError):  # What is left has another problem. The first messages matter more.
-            break
-        else:
-            break
+            left = [text for text in left if not any(_is_about(message, text) for message in new)]
     return found
+
+
+def _further_errors(left: list[str], command: Command, added: Sequence[str], found: Sequence[str]) -> list[str]:
+    """Return the new messages about the overrides that are left. Others may only come from what was left out."""
+    from distexp.cli.errors import explain
+
+    printed = StringIO()
+    try:
+        with redirect_stdout(printed):
+            _run_hydra([*left, "--cfg", "job"], command, added)
+        # Hydra has no error. Values outside of their limits and missing files do not depend on what was left out.
+        config = parse_config(OmegaConf.create(printed.getvalue()))
+        messages = [*check_values(config), *(check_files(config) if config.scale.name == "full" else ())]
+    except WRONG as error:
+        messages = explain(error)
+    except (OSError, RecursionError):  # What is left has another problem. The first messages matter more.
+        return []
+    return [text for text in messages if text not in found and any(_is_about(text, override) for override in left)]
 
 
 def _is_about(message: str, text: str) -> bool:
@@ -102,11 +116,12 @@ def _is_about(message: str, text: str) -> bool:
     return is_override(text) and named is not None and f"{key_of(text)}.".startswith(f"{named[0].rstrip('.')}.")
 
 
-def _first_value(text: str) -> str:
-    """Return an override with the first of its values."""
-    with suppress(HydraException, StopIteration):
+def _value_at(text: str, position: int) -> str:
+    """Return an override with one of its values, the last one if it has fewer."""
+    with suppress(ConfigError, HydraException):
         if is_override(text) and (override := parse([text])[0]).is_sweep_override():
-            return f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
+            values = list(islice(override.sweep_string_iterator(), position + 1))
+            return f"{override.get_key_element()}={values[-1]}" if values else text
     return text
 
 

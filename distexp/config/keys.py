@@ -144,14 +144,20 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
             yield f"{name}.{spec.name}={value!r} contains a control character: leave it out"
             continue
         if error := None if value is None else _error(info_of(spec), value):
-            shown = f"{value:g}" if isinstance(value, float) else value
-            yield f"{name}.{spec.name}={shown} {error}"
+            yield f"{name}.{spec.name}={_shown(value)} {error}"
 
 
 LARGEST, LARGEST_TIME, MAX_DIGITS = 3e38, 1e6, 12
 """Limits of numbers without own limits: the range of fp32, that of times in seconds or minutes, and the
 digits of an integer. Libraries overflow above them: a thread waits for at most 9.2e9 s.
 """
+
+
+def _shown(value: Any) -> str:
+    # Python prints no integer of more than 4,300 digits, except in hexadecimal.
+    is_long = isinstance(value, int) and value.bit_length() > 200
+    text = f"{value:g}" if isinstance(value, float) else hex(value) if is_long else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _error(info: FieldInfo, value: Any) -> str | None:

@@ -1,5 +1,6 @@
 """Overrides and command lines: parsing with Hydra's grammar, quoting, and texts to copy."""
 
+import math
 import re
 import shlex
 from collections.abc import Container, Iterable, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
 from distexp.config import ConfigError
@@ -37,9 +38,54 @@ def _is_open(override: str) -> bool:
     return any(override.startswith((f"{section}.", f"{section}={{")) for section in OPEN_SECTIONS)
 
 
-def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides with Hydra's grammar. Raise OverrideParseException if an override does not match the grammar."""
-    return OverridesParser.create().parse_overrides(list(overrides))
+MAX_CELLS = 100_000
+"""Cells of the largest sweep. More would fill the memory before the first one starts."""
+
+MAX_RANGE = 1e15
+"""Limit of the numbers of a range. A list with NaN or infinity would never end."""
+
+
+def parse(overrides: Sequence[str], parser: OverridesParser | None = None) -> list[Override]:
+    """Parse overrides with Hydra's grammar.
+
+    Raise OverrideParseException if an override does not match the grammar, or ConfigError if a number is too long, or a
+    range endless.
+    """
+    found = []
+    for text in overrides:
+        try:
+            found += (parser or OverridesParser.create()).parse_overrides([text])
+        except ValueError:  # of Python, which limits the digits of an integer
+            raise ConfigError(f"{text[:40]}... has a number with too many digits: write a shorter one") from None
+    for override in found:
+        check_cell_count([override])
+    return found
+
+
+def check_cell_count(overrides: Iterable[Override]) -> None:
+    """Raise ConfigError if the product of some overrides has too many cells, before any list is made of them."""
+    listed = list(overrides)
+    count = math.prod(map(_count_values, listed))
+    if count > MAX_CELLS:
+        shown = " ".join(str(override.input_line) for override in listed if _count_values(override) > 1)
+        raise ConfigError(f"{shown} makes {count:,.0f} cells: start a sweep with at most {MAX_CELLS:,} cells")
+
+
+def _count_values(override: Override) -> float:
+    """Return how many values a sweep has; 1 for a single value, and for a pattern, which is short."""
+    value: Any = override.value()
+    if isinstance(value, IntervalSweep):
+        raise ConfigError(
+            f"{override.input_line} is for other sweepers: list the values, or use range(START,STOP,STEP)"
+        )
+    if not isinstance(value, RangeSweep):
+        return len(value.list) if isinstance(value, ChoiceSweep) else 1
+    start, stop, step = value.start or 0, value.stop or 0, value.step
+    if not step or not all(abs(number) < MAX_RANGE for number in (start, stop, step)):
+        raise ConfigError(
+            f"{override.input_line} has no end: use finite numbers and a step other than 0, as in range(0,10,1)"
+        )
+    return max(0, (stop - start) / step)
 
 
 def quote_choice(text: str, groups: Container[str]) -> str:

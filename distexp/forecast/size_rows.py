@@ -10,7 +10,7 @@ from typing import Any
 
 from distexp.compose.composition import Cell
 from distexp.config import Config, ConfigError, ForecastConfig
-from distexp.config.overrides import parse
+from distexp.config.overrides import check_cell_count, parse, values_of
 from distexp.forecast.communication import Forecast, Target
 from distexp.forecast.profiled_run import PowerModel, ProfiledRun, read_power
 from distexp.forecast.steps import forecast_steps
@@ -226,11 +226,13 @@ def choose_sizes(run: ProfiledRun, typed: Sequence[str]) -> list[Size]:
     Raise ConfigError if a size is not a positive whole number, or too large.
     """
     values: dict[str, list[Any]] = {}
-    for override in parse(typed):
+    parsed = parse(typed)
+    check_cell_count(override for override in parsed if override.get_key_element().lstrip("+") in SIZE_KEYS)
+    for override in parsed:
         key = override.get_key_element().lstrip("+")
         if key in SIZE_KEYS:
-            found: list[Any] = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
-            values[key] = [each for item in found for each in (item if isinstance(item, list) else [item])]
+            listed = (item if isinstance(item, list) else [item] for item in values_of(override))
+            values[key] = [each for items in listed for each in items]
             for value in values[key]:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise ConfigError(f"{key}={value} must be a whole number from 1: write {key}=1,2,4")

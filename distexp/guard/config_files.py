@@ -32,6 +32,7 @@ from yaml import YAMLError
 from distexp.config import ConfigError
 from distexp.config.keys import conf_dir, options_of, refuse_numbers_as_booleans
 from distexp.config.overrides import copyable_override, is_override, join_first, plain_value, shell_quote
+from distexp.exceptions import first_line
 from distexp.guard import command_line
 from distexp.guard.command_line import TRUSTED, key_of, typed_keys, typed_overrides
 from distexp.runs.run_dir import COMMAND
@@ -70,6 +71,12 @@ class _CheckedRepository(ConfigRepository):
             raise ConfigError(f"{_file_of(config_path)} is not in UTF-8 ({error}): save it in UTF-8") from error
         except RecursionError as error:
             raise ConfigError(f"{_file_of(config_path)} is nested too deeply, or refers to itself") from error
+        except ConfigError:
+            raise
+        except (ValueError, KeyError, AttributeError) as error:  # of the YAML parser, as for !!int abc
+            raise ConfigError(
+                f"{_file_of(config_path)} has a value that cannot be read ({first_line(error)[:60]}): write another one"
+            ) from error
 
     def _check_aliases(self, config_path: str) -> None:
         """Raise a ConfigError if the aliases of a file multiply its values: each alias becomes a copy."""

@@ -1,5 +1,6 @@
 """The steps from a composed configuration to one that can run, in their order."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
@@ -274,13 +275,33 @@ CROSS_CHECKS: tuple[Step, ...] = (
 def resolve(composed: DictConfig, choices: Choices) -> Config:
     """Return the typed configuration with every open value decided, or raise ConfigError with the errors of a stage."""
     config = to_dataclasses(composed)
-    run_steps(config, (*SECTION_CHECKS, partial(check_implied_strategy, choices=choices)))
+    try:
+        run_steps(config, (*SECTION_CHECKS, partial(check_implied_strategy, choices=choices)))
+    except ConfigError as error:
+        if error.errors == list(check_values(config)):
+            raise ConfigError([*error.errors, *_other_errors(config, error.errors)], config) from None
+        raise
     try:
         run_steps(config, (*DECISIONS, *CROSS_CHECKS))
     except ConfigError:
         run_steps(config, (scaling_rules.check_exercise_device,))  # scale=tiny also sets the precision and the data
         raise
     return config
+
+
+def _other_errors(config: Config, wrong: Sequence[str]) -> list[str]:
+    """Return the errors of decisions and cross checks, with defaults in place of the wrong values."""
+    keys = [message.partition("=")[0] for message in wrong]
+    others, defaults = copy.deepcopy(config), Config()
+    for key in keys:
+        if key not in dict(schema_fields()):
+            return []
+        set_value(others, key, get_value(defaults, key))
+    try:
+        run_steps(others, (*DECISIONS, *CROSS_CHECKS))
+    except ConfigError as error:
+        return [message for message in error.errors if not any(key in message for key in keys)]
+    return []
 
 
 def run_steps(config: Config, steps: Sequence[Step]) -> None:

@@ -19,14 +19,19 @@ from omegaconf import OmegaConf
 
 from distexp.config import ConfigError
 from distexp.config.keys import config_groups
-from distexp.config.overrides import add_plus_prefix, format_count, join_first, quote_choice
+from distexp.config.overrides import (
+    MAX_CELLS,
+    add_plus_prefix,
+    check_cell_count,
+    format_count,
+    join_first,
+    parse,
+    quote_choice,
+)
 
 CELLS_KEY = "sweep.cells"
 REPEATS_KEY = "repeats"
 SEED_KEY = "train.seed"
-
-MAX_CELLS = 100_000
-"""Cells of the largest sweep. More would fill the memory before the first one starts."""
 
 
 class DistexpSweeper(BasicSweeper):
@@ -58,6 +63,7 @@ class DistexpSweeper(BasicSweeper):
         expanded = self._product(swept) if len(fixed) < len(swept) or not cells else []
         for cell in cells:
             expanded += self._product(fixed + cell)
+            _check_total(len(expanded))
         return self._repeat(drop_repeated(expanded))
 
     def _repeat(self, cells: list[list[str]]) -> list[list[str]]:
@@ -69,8 +75,7 @@ class DistexpSweeper(BasicSweeper):
         seed, repeats = int(self.config.train.seed), int(self.config.repeats)
         planned = [(cell, _integer(cell, REPEATS_KEY, repeats), _integer(cell, SEED_KEY, seed)) for cell in cells]
         total = sum(max(count, 1) for _, count, _ in planned)
-        if not 0 < total <= MAX_CELLS:
-            raise ConfigError(f"the sweep has {total:,} cells: start one with 1 to {MAX_CELLS:,} cells")
+        _check_total(total)
         most = max((count for _, count, _ in planned), default=1)
         repeated = [
             cell if count < 2 else _with_seed(cell, first + n)
@@ -79,9 +84,10 @@ class DistexpSweeper(BasicSweeper):
         return drop_repeated(repeated)
 
     def _parse(self, overrides: Sequence[str]) -> list[Override]:
-        return self.parser.parse_overrides([quote_choice(add_plus_prefix(text), config_groups()) for text in overrides])
+        return parse([quote_choice(add_plus_prefix(text), config_groups()) for text in overrides], self.parser)
 
     def _product(self, overrides: list[Override]) -> list[list[str]]:
+        check_cell_count(overrides)
         return [cell for batch in self.split_arguments(overrides, None) for cell in batch]
 
     def _listed_cells(self) -> list[list[str]]:
@@ -95,6 +101,11 @@ class DistexpSweeper(BasicSweeper):
                 )
         listed: list[list[str]] = cells
         return listed
+
+
+def _check_total(cells: int) -> None:
+    if not 0 < cells <= MAX_CELLS:
+        raise ConfigError(f"the sweep has {cells:,} cells: start one with 1 to {MAX_CELLS:,} cells")
 
 
 def _integer(cell: Sequence[str], key: str, default: int) -> int:

@@ -719,6 +719,23 @@ def test_cells_add_keys_to_open_sections(tmp_path: Path) -> None:
         (["strategy=fsdpp", "sharding=ful"], ["sharding=ful is not an option", "strategy=fsdpp is not an option"]),
         (["train.foo.bar=1", "train.seed=x"], ["train.foo is not a key", "train.seed=x must be"]),
         (["--multirun", "zero_stage=1,2", "train.seed=x", "train.sed=1"], ["train.seed=x must be", "train.sed is not"]),
+        (
+            ["strategy=ddpp", "offload=maybe", "train.seed=x", "train.max_steps=-1", "fsdp.sharding=half"],
+            [
+                "offload=maybe is not",
+                "strategy=ddpp is not",
+                "train.seed=x must",
+                "fsdp.sharding=half is not",
+                "train.max_steps=-1 must",
+            ],
+        ),
+        (["--multirun", "strategy=ddp,fsdq", "train.sed=1,2"], ["train.sed is not a key", "strategy=fsdq is not an"]),
+        (["train.max_steps=-1", "strategy=ddp", "offload=true"], ["train.max_steps=-1 must", "offload=true is not"]),
+        (
+            ["dataset=squad", "dataset.train_path=/no.json", "dataset.eval_path=/no", "train.sed=1"],
+            ["train.sed is not a key", "dataset.train_path=/no.json is not a file", "dataset.eval_path=/no is not"],
+        ),
+        (["train.resume=/nowhere", "train.max_steps=0"], ["train.max_steps=0 must", "train.resume=/nowhere contains"]),
     ],
 )
 def test_every_wrong_override_is_named(
@@ -741,6 +758,32 @@ def test_every_wrong_override_is_named(
         (["--shell-completion"], "--shell-completion needs install=bash, install=zsh or install=fish"),
         (["train={a: " + "{a: " * 3000 + "1" + "}" * 3001], "the configuration is nested too deeply"),
         (["--config-dir", "FOLDER", "experiment=deep"], "experiment/deep.yaml is nested too deeply"),
+        (
+            ["--config-dir", "FOLDER", "experiment=typed"],
+            "experiment/typed.yaml has a value that cannot be read (invalid",
+        ),
+        ([f"train.seed={'1' * 5000}"], "train.seed=11111111111111111111111111111... has a number with too many digits"),
+        (["--shell-completion", "install=csh"], "--shell-completion needs install=bash, install=zsh or install=fish"),
+        (["-m", "train.seed=range(0,1,0)"], "has no end: use finite numbers and a step other than 0, as in range(0,10"),
+        (["-m", "train.seed=range(0,nan)"], "train.seed=range(0,nan) has no end: use finite numbers"),
+        (["-m", "train.seed=interval(0,1)"], "is for other sweepers: list the values, or use range(START,STOP,STEP)"),
+        (["-m", "train.seed=range(0,100000000)"], "makes 100,000,000 cells: start a sweep with at most 100,000 cells"),
+        (
+            ["-m", "train.seed=range(0,1000)", "train.max_steps=range(1,1000)"],
+            "train.seed=range(0,1000) train.max_steps=range(1,1000) makes 999,000 cells",
+        ),
+        (
+            ['sweep.cells=[["train.seed=range(0,60000)"],["train.seed=range(0,70000)"]]'],
+            "the sweep has 130,000 cells: start one with 1 to 100,000 cells",
+        ),
+        (["choose", 'choose.space=["dataset.num_workers=range(0,10000000)"]'], "makes 10,000,000 cells"),
+        (
+            [
+                *("choose", "model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", "train.global_batch_size=8"),
+                'choose.space=["dataset.num_workers=range(0,1000)","train.loss_chunk_tokens=range(1,1000)"]',
+            ],
+            "choose.space makes more than 100,000 candidates: name fewer values",
+        ),
         (["--config-dir", "FOLDER", "experiment=many"], "values with its aliases, more than 100,000: use fewer"),
     ],
 )
@@ -754,6 +797,7 @@ def test_strange_configurations_end_with_a_sentence(
     folder = tmp_path / "experiment"
     folder.mkdir()
     (folder / "deep.yaml").write_text("# @package _global_\nextra: " + "{a: " * 5000 + "1" + "}" * 5000 + "\n")
+    (folder / "typed.yaml").write_text("# @package _global_\ntrain: {seed: !!int abc}\n")
     lists = [f"  l{n}: &l{n} [{','.join([f'*l{n - 1}' if n else '1'] * 10)}]" for n in range(7)]
     (folder / "many.yaml").write_text("\n".join(["# @package _global_", "extra:", *lists]))
     monkeypatch.setattr(sys, "argv", ["distexp"])
