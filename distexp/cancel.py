@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distexp.config import ConfigError
 from distexp.config.overrides import format_count
 from distexp.exceptions import run_until_pipe_closes
 from distexp.launch.launcher import CancelError, launchers_of
@@ -20,11 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
     options = parser.parse_args(arguments)
-    try:
-        sweep_dir = options.directory or choose_newest_sweep()
-    except ConfigError as error:
-        print(f"distexp: {error}", file=sys.stderr)
-        return 2
+    sweep_dir = options.directory or choose_newest_sweep()
     launchers = launchers_of(sweep_dir, ExistingRuns.read(sweep_dir).runs)
     if not launchers:
         print(f"distexp: {not_a_sweep(sweep_dir, 'run')}", file=sys.stderr)

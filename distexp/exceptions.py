@@ -53,7 +53,8 @@ TRACE_VARIABLE = "HYDRA_FULL_ERROR"
 def run_until_pipe_closes(command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    The code is 141 if stdout was closed (as by ``head``), 130 after Ctrl-C, and 1 if a file cannot be read or written.
+    The code is 141 if stdout was closed (as by ``head``), 130 after Ctrl-C, 2 for an error that the command leaves to
+    this function, such as a missing sweep, and 1 if a file cannot be read or written.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # A terminal without UTF-8 shows escape codes.
@@ -67,6 +68,12 @@ def run_until_pipe_closes(command: Callable[[], int]) -> int:
             raise
         _discard_output()
         return 128 + signal.SIGPIPE
+    except ConfigError as error:
+        if os.environ.get(TRACE_VARIABLE) == "1":
+            raise
+        for message in error.errors:
+            print(f"distexp: {message}", file=sys.stderr)
+        return 2
     except OSError as error:
         if os.environ.get(TRACE_VARIABLE) == "1":
             raise

@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from distexp.config import ConfigError
 from distexp.config.overrides import suggest_command
 from distexp.console.sweep_table import Row, count_states, states_table, truncated_reasons
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
@@ -69,11 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR", nargs="?", help=DIRECTORY_HELP)
     parser.add_argument("--watch", action="store_true", help="follow the runs until all have ended")
     options = parser.parse_args(arguments)
-    try:
-        directory = options.directory or choose_newest_sweep()
-    except ConfigError as error:
-        print(f"distexp: {error}", file=sys.stderr)
-        return 2
+    directory = options.directory or choose_newest_sweep()
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(width=None if has_width else 160, emoji=False)
     found = read_folder(directory)

@@ -180,7 +180,6 @@ def without_other_strategy(command: Sequence[str], overrides: Sequence[str]) -> 
 
 BATCH = "train.global_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
-BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -250,9 +249,9 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
         notes.append(f"the global batch is {samples} samples, from these arguments: set {BATCH} for another one")
     if config.scale.name != "full":
         # Limits of a scale would give candidates with other micro-batches another global batch.
-        command = [text for text in command if not any(sets_key([text], key) for key in BATCH_LIMITS)]
+        command = [text for text in command if not any(sets_key([text], key) for key in model_checks.BATCH_LIMITS)]
         batch = [] if sets_key(command, BATCH) else [f"{BATCH}={config.train.global_batch_size}"]
-        command += [*batch, *(f"{key}=null" for key in BATCH_LIMITS)]
+        command += [*batch, *(f"{key}=null" for key in model_checks.BATCH_LIMITS)]
     return Settings(section, command, notes)
 
 

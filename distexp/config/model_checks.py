@@ -205,3 +205,6 @@ GENERATED_TRAIN_SIZES = {
     "distexp.data.squad_sample.load": SQUAD_SAMPLE_TRAIN,
     "distexp.data.tinyimagenet_sample.load": TINYIMAGENET_SAMPLE_TRAIN,
 }
+
+BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
+"""Keys of a scale that lower the batch sizes of a command."""

@@ -6,7 +6,7 @@ The options of a strategy are its own advice. What is here holds for all of them
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from distexp.config.model_checks import GENERATED_TRAIN_SIZES, check_samples_per_rank
+from distexp.config.model_checks import BATCH_LIMITS, GENERATED_TRAIN_SIZES, check_samples_per_rank
 from distexp.explain.step_profile import StepProfile, fits, free_cores, had_no_core, images_fit, slow_part
 from distexp.hardware.facts import gpu_facts
 from distexp.strategies.traits import ADAMW_STATES, Advice
@@ -147,8 +147,6 @@ def _fused_kernels(step: AdvisedStep) -> Alternatives:
         yield Advice("kernels=fast", "compiled code has fewer and larger kernels")
 
 
-BATCH_LIMITS = ("scale.micro_batch_size", "scale.gradient_accumulation_steps")
-"""Keys of a scale that lower the values of a command."""
 MAX_FACTOR = 8  # largest factor of a proposed micro-batch
 
 

@@ -13,8 +13,9 @@ from itertools import accumulate
 
 from distexp.forecast.simulate import Scales, scaled_tail
 from distexp.preflight.machine import CurvePoint, MachineCurves
+from distexp.runs import step_files
 from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, Collective, Item, Segment, StepModel
-from distexp.strategies.communication import GATHERS, LAUNCH_S, REDUCTIONS, StepCommunication, insert, work
+from distexp.strategies.communication import LAUNCH_S, StepCommunication, insert, work
 
 # NCCL's cost model of rings and trees is alpha-beta: a latency per hop, plus bytes divided by a bandwidth.
 FAST_BANDWIDTH = 0.25  # fraction of the bandwidth that the protocol LL reaches (NCCL, tuning.cc)
@@ -248,23 +249,23 @@ def _is_used(item: Item, position: int, *, last: bool, communication: StepCommun
     """Return whether an item happens in a micro-batch; a collective of another one may not."""
     if isinstance(item, Segment):
         return True
-    if item.kind in REDUCTIONS:
+    if item.kind in step_files.REDUCTIONS:
         if item.phase == FORWARD:  # as the number of targets, which is summed once per step
             return position == 0
         return last or communication.reduces_each_micro_batch
-    return position == 0 or not (communication.gathers_once and item.kind in GATHERS)
+    return position == 0 or not (communication.gathers_once and item.kind in step_files.GATHERS)
 
 
 def _with_gathers_of(block: Sequence[Item], first: Sequence[Item]) -> list[Item]:
     """Return a micro-batch with the collectives of another that gather weights, at the same shares of its work."""
-    if any(isinstance(item, Collective) and item.kind in GATHERS for item in block):
+    if any(isinstance(item, Collective) and item.kind in step_files.GATHERS for item in block):
         return list(block)
     found = list(block)
     for phase in (FORWARD, BACKWARD):
         done = 0.0
         total = sum(work(item) for item in first if item.phase == phase) or 1.0
         for item in first:
-            if item.phase == phase and isinstance(item, Collective) and item.kind in GATHERS:
+            if item.phase == phase and isinstance(item, Collective) and item.kind in step_files.GATHERS:
                 insert(found, item, done / total)
             done += work(item) if item.phase == phase else 0.0
     return found

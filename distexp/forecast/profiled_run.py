@@ -15,11 +15,18 @@ from distexp.guard.config_files import is_own_file
 from distexp.runs.predictions import measured_step_s
 from distexp.runs.record import RunRecord, describe_no_training, not_a_sweep, read_records
 from distexp.runs.run_dir import COMMAND, MICRO_BATCH, RECORD
-from distexp.runs.step_files import Collective, Item, MicroBatchSearch, StepModel, read_ranks, read_step_model
-from distexp.strategies.base import recorded_strategy
-from distexp.strategies.communication import (
+from distexp.runs.step_files import (
     GATHERS,
     REDUCTIONS,
+    Collective,
+    Item,
+    MicroBatchSearch,
+    StepModel,
+    read_ranks,
+    read_step_model,
+)
+from distexp.strategies.base import recorded_strategy
+from distexp.strategies.communication import (
     SCALAR_BYTES,
     StepCommunication,
     element_count,

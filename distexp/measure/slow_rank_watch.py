@@ -49,7 +49,8 @@ class SlowRankWatch:
         # ``metrics.slow_rank_watch`` of the record.
         self.state = "one worker" if context.world_size == 1 else "on" if enabled else "off"
         self.enabled = self.state == "on"
-        # Returns whether a measured step is watched, by its number. All ranks must watch the same steps.
+        # Returns whether a measured step is watched, by its number.
+        # All ranks watch the same steps, because their times are compared step by step.
         self.is_due: Callable[[int], bool] = lambda _: True
         if self.on_gpu:
             # FSDP waits 50 times a step, and each time costs some microseconds of the CPU.
@@ -200,7 +201,10 @@ SCHEDSTAT = "/proc/thread-self/schedstat"  # statistics of the scheduler about t
 
 
 class SchedulerDelay:
-    """Time that the thread of the first reading was ready without a core, because other programs had it."""
+    """Time that the thread of the first reading was ready without a core, because other programs had it.
+
+    So on a CPU it is not part of the own time of a rank. The file stays open, because it is read twice in each wait.
+    """
 
     def __init__(self, path: str = SCHEDSTAT) -> None:
         self._path = path

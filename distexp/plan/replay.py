@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from distexp.measure.memory import step_parts
 from distexp.measure.memory.step_parts import MIN_BLOCK, round_size
+from distexp.runs import step_files
 from distexp.system.units import MIB
 
 # Model of PyTorch's caching allocator: how much GPU memory it reserves for a sequence of allocations.
@@ -191,7 +192,7 @@ PARTS = (*step_parts.PARTS, "batch")
 - temporaries: everything else, for example the gradients of activations, and the workspaces of cuBLAS.
 """
 
-PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
+PHASES = ("setup", *step_files.PHASES, "evaluation")
 """Parts of a step, and the evaluation. ``setup`` is what is in memory before the step."""
 
 FORWARD_WORKSPACE, BACKWARD_WORKSPACE, EMPTY_CACHE = -1, -2, -3

@@ -4,7 +4,6 @@ The preflight stores its curves in the cache directory: one file per type of dev
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from distexp.hardware.facts import Latency, Link, facts, intra_node_link
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Environment
 from distexp.runs.run_dir import PREFLIGHT, RECORD
-from distexp.system.cache_dir import cache_dir
+from distexp.system.cache_dir import cache_dir, file_name
 from distexp.system.files import read_json, write_json
 from distexp.system.typed_values import parse_dataclass
 
@@ -169,7 +168,7 @@ def stored_points(gpu_name: str | None, hostname: str | None) -> Iterable[CurveP
 
 def _path(gpu_name: str | None, hostname: str | None) -> Path:
     name = gpu_name or f"cpu of {hostname}"
-    return cache_dir() / "collective-curves" / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', name)}.json"
+    return cache_dir() / "collective-curves" / f"{file_name(name)}.json"
 
 
 def usual_network(gpu_name: str | None) -> Network:

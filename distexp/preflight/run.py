@@ -1,7 +1,6 @@
 """The preflight of a run: measurements by its workers, and the check against the threshold."""
 
 import platform
-import re
 import socket
 import statistics
 import sys
@@ -20,8 +19,9 @@ from distexp.measure.stragglers import SLOWDOWNS
 from distexp.preflight.bandwidth import Measurement, make_groups, measure, measure_host_copies, time_rounds
 from distexp.preflight.machine import points_of_preflight, simulates_nodes, store_points
 from distexp.runs.run_dir import PREFLIGHT
+from distexp.strategies.torch_model import DTYPES
 from distexp.system import cgroups, files
-from distexp.system.cache_dir import cache_dir
+from distexp.system.cache_dir import cache_dir, file_name
 from distexp.system.units import GIB, MIB, format_tflops
 
 MAX_BYTES_CPU, MAX_BYTES_GPU = 64 * MIB, 4 * GIB
@@ -187,8 +187,6 @@ def _read_counter(nvml: Any, read: Callable[..., int], *arguments: Any) -> int |
 SIZE_GPU, SIZE_CPU = 8192, 512  # rows and columns of the matrices
 ROUNDS, ROUND_S = 7, 0.05  # number of rounds, and approximate time of one
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def measure_matrix_ceiling(device: torch.device, precision: str) -> float:
     """Return the TFLOP/s of a product of two square matrices: the median of several rounds after a warm-up.
@@ -239,4 +237,4 @@ def _path(device: torch.device, precision: str) -> Path:
         name = f"cpu of {platform.node()} {torch.get_num_threads()} threads"
     products = torch.get_float32_matmul_precision() if precision == "fp32" else ""
     parts = (name, precision, products, f"torch-{torch.__version__}")
-    return cache_dir() / "matrix-ceiling" / f"{re.sub(r'[^A-Za-z0-9.+]+', '-', ' '.join(filter(None, parts)))}.json"
+    return cache_dir() / "matrix-ceiling" / f"{file_name(' '.join(filter(None, parts)))}.json"

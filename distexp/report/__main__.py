@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from distexp.config import Command, ConfigError
+from distexp.config import Command
 from distexp.config.overrides import format_count, suggest_command
 from distexp.exceptions import run_until_pipe_closes
 from distexp.report.data.forecasts import keep_errors
@@ -49,10 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = _parser().parse_args(arguments)
     if not options.directories and not options.compare:
-        try:
-            options.directories = [choose_newest_sweep(leave_out=(Command.PREFLIGHT,))]
-        except ConfigError as error:
-            return _print_error(str(error))
+        options.directories = [choose_newest_sweep(leave_out=(Command.PREFLIGHT,))]
     missing = [path for path in (*options.directories, *(options.compare or ())) if not path.is_dir()]
     if missing:
         return _print_error(f"{', '.join(map(str, missing))}: no such directory. Give that of a run or a sweep")

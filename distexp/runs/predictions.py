@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from distexp.config.overrides import format_count
 from distexp.runs.record import RunRecord
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import FORECAST, PREDICTED
-from distexp.system.cache_dir import cache_dir
+from distexp.system.cache_dir import cache_dir, file_name
 from distexp.system.files import read_or_none, write_json
 from distexp.system.typed_values import matches, number_of, parse_dataclass, read_dataclass
 
@@ -208,7 +207,7 @@ def read_errors(machine: str) -> list[ForecastError]:
 
 
 def _folder(machine: str) -> Path:
-    return cache_dir() / FOLDER / re.sub(r"[^A-Za-z0-9.+]+", "-", machine)
+    return cache_dir() / FOLDER / file_name(machine)
 
 
 def largest_expected(errors: Sequence[ForecastError]) -> float:

@@ -18,6 +18,9 @@ SCHEMA = 2
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+GATHERS = ("all_gather", "broadcast")
+
 NEXT = "next"
 """The next segment waits for a collective."""
 

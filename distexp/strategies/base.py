@@ -96,6 +96,10 @@ class Strategy(Traits, ABC):
         """Return ``hf_adapter`` if this class itself sets it. A subclass may distribute the model in another way."""
         return vars(cls).get("hf_adapter")
 
+    def casts_weights(self, config: Config) -> bool:
+        """Return whether its wrapper casts the weights to 16 bits, in place of autocast or copies."""
+        return False
+
     def set_defaults(self, config: Config) -> None:
         """Set the options of this strategy that the user left open."""
 

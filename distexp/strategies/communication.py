@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from distexp.config import Config
 from distexp.distributed.context import Context
+from distexp.runs import step_files
 from distexp.runs.step_files import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-GATHERS = ("all_gather", "broadcast")
 
 LAUNCH_S = 100e-6
 """Time of the CPU to start a collective of a sharded unit: flat buffers, copies into them, events and the call. An
@@ -99,7 +97,7 @@ def element_count(model: StepModel) -> int:
 
 def is_gradient_reduction(item: Item) -> bool:
     """Return whether an item reduces gradients."""
-    return isinstance(item, Collective) and item.phase == BACKWARD and item.kind in REDUCTIONS
+    return isinstance(item, Collective) and item.phase == BACKWARD and item.kind in step_files.REDUCTIONS
 
 
 def work(item: Item) -> float:
@@ -306,7 +304,7 @@ class FSDPCommunication(StepCommunication):
         if is_gradient_reduction(item):
             axis = "replicate" if item.kind == "all_reduce" else "shard"
             return replace(item, axis=axis, awaited=OPTIMIZER if on_gpu else NEXT)
-        if item.kind in GATHERS:
+        if item.kind in step_files.GATHERS:
             ahead = self.backward_prefetch if on_gpu and item.phase == BACKWARD else 0
             return replace(item, axis="shard", ahead=ahead, after_compute=False)
         return item

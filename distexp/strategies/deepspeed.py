@@ -57,6 +57,12 @@ class DeepSpeed(Strategy):
         traits.Option("3", offloads=True),
     )
 
+    def casts_weights(self, config: Config) -> bool:
+        """Return whether DeepSpeed stores the weights in 16 bits."""
+        from distexp.strategies.zero.ds_initialization import in_16_bits  # It imports torch.
+
+        return in_16_bits(config)
+
     def set_defaults(self, config: Config) -> None:
         """Set the stage (of the user's file, else 2) and the CPU optimizer."""
         options = config.deepspeed

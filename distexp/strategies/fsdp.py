@@ -41,6 +41,10 @@ class FSDP(Strategy):
         Option("hybrid_shard", lighter="sharding=full_shard", offloads=True, needs_nodes=True),
     )
 
+    def casts_weights(self, config: Config) -> bool:
+        """Return whether the precision has 16 bits: FSDP casts when it gathers."""
+        return config.precision.name != "fp32"
+
     def set_defaults(self, config: Config) -> None:
         """Set the sharding to full_shard."""
         if config.fsdp.sharding is None:

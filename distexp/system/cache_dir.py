@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -27,6 +28,11 @@ def cache_dir() -> Path:
             "this user has no home directory for the cache: set the environment variable DISTEXP_CACHE to a writable "
             "directory"
         ) from None
+
+
+def file_name(text: str) -> str:
+    """Return a text, such as the name of a GPU, as the name of a file in the cache."""
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", text)
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:

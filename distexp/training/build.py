@@ -21,7 +21,7 @@ from distexp.distributed.context import Context
 from distexp.models import blueprint as introspection
 from distexp.models import head, hf, transforms
 from distexp.models.blueprint import Blueprint
-from distexp.strategies.zero.ds_initialization import wrapper_casts_weights
+from distexp.strategies.base import load_strategy
 from distexp.training import generation, inputs
 
 
@@ -130,7 +130,7 @@ def build_model(
     if config.train.save_model:
         hf.check_exportable(blueprint.model)
     head.adapt_head(blueprint.model, config.train)
-    if wrapper_casts_weights(config):
+    if load_strategy(config).casts_weights(config):
         transforms.use_fp32_batch_norms(blueprint.model)
     transforms.transform_blocks(blueprint.model, config)
     return blueprint

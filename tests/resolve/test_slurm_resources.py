@@ -67,6 +67,14 @@ def test_gres_replaces_the_gpus_of_a_node_in_every_spelling(name: str) -> None:
     assert "gpus-per-node" not in found
 
 
+@pytest.mark.parametrize(("option", "value"), [("gres", "gpu:4"), ("gpus", "4"), ("gpus-per-task", "1")])
+def test_two_requests_for_gpus_are_refused(option: str, value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve_cell("cluster=slurm", "cluster.gpus_per_node=2", f"+cluster.sbatch={{{option}: '{value}'}}")
+    request = f"cluster.sbatch.{option}={value}"
+    assert refused.value.errors == [f"cluster.gpus_per_node=2 and {request} both request GPUs: leave one of them out"]
+
+
 def test_every_key_is_in_the_sbatch_file() -> None:
     script = text(
         "cluster=slurm",

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distexp.data.base import IGNORE, Batch
 from distexp.distributed.context import Context
+from distexp.strategies.base import load_strategy
 from distexp.strategies.ddp_reduction import StepWeights, add_to_masters, set_reduction
 from distexp.strategies.optimizer import read_model_tensors
 from distexp.strategies.torch_model import Distribution, TorchModel, read_ddp_distribution
@@ -207,3 +208,18 @@ def test_batch_norms_keep_their_fp32_weights() -> None:
     with weights.masters():
         assert {p.grad.dtype for p in module.parameters() if p.grad is not None} == {torch.float32}
         assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "casts"),
+    [
+        (("strategy=ddp", "precision=bf16"), False),
+        (("strategy=fsdp", "precision=bf16"), True),
+        (("strategy=fsdp", "precision=fp32"), False),
+        (("zero_stage=0", "precision=bf16"), False),
+        (("zero_stage=1", "precision=bf16"), True),
+    ],
+)
+def test_each_strategy_states_whether_its_wrapper_casts_the_weights(overrides: tuple[str, ...], casts: bool) -> None:
+    config = resolve_cell("model=gpt_tiny", "dataset=synthetic", "cluster.device=cpu", *overrides)
+    assert load_strategy(config).casts_weights(config) is casts

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from distexp.hardware.facts import facts, gpu_facts, peak_tflops
 from distexp.plan.verdict import planned_gpu
 from distexp.resolve.resources import parameter_count
 from distexp.strategies.base import load_strategy
-from distexp.system.cache_dir import cache_dir
+from distexp.system.cache_dir import cache_dir, file_name
 from distexp.system.files import read_json
 from distexp.system.units import MIB
 
@@ -82,7 +81,7 @@ def stored_tflops(device: str, precision: str) -> float | None:
     """Return the highest matrix ceiling that a preflight stored for a device, with any version of torch."""
     if not device:
         return None
-    name = re.sub(r"[^A-Za-z0-9.+]+", "-", f"{device} {precision}")
+    name = file_name(f"{device} {precision}")
     found = []
     with suppress(ConfigError):  # Without a home directory there is no cache.
         for path in (cache_dir() / "matrix-ceiling").glob(f"{name}-*.json"):

@@ -56,6 +56,10 @@ class SlurmLauncher(Launcher):
     def key_errors(self, config: Config) -> Iterator[str]:
         """Yield an error for each option that distexp sets itself, and for a setting of local sweeps."""
         yield from super().key_errors(config)
+        gpus, option = config.cluster.gpus_per_node, gpu_option(config.cluster)
+        if gpus is not None and option is not None:
+            request = f"cluster.sbatch.{option}={config.cluster.sbatch[option]}"
+            yield f"cluster.gpus_per_node={gpus} and {request} both request GPUs: leave one of them out"
         for option in config.cluster.sbatch:
             name = sbatch_name(option)
             if name in KEYS_OF_SBATCH_OPTIONS:
@@ -69,7 +73,7 @@ class SlurmLauncher(Launcher):
             cluster.device = "cuda"
         if cluster.workers_per_node is None:
             cluster.workers_per_node = 1 if needs_one_worker(config) else (cluster.gpus_per_node or 1)
-        if cluster.gpus_per_node is None and cluster.device == "cuda" and not requests_gpus(cluster):
+        if cluster.gpus_per_node is None and cluster.device == "cuda" and gpu_option(cluster) is None:
             cluster.gpus_per_node = cluster.workers_per_node
         if cluster.cpus_per_worker is None:
             cluster.cpus_per_worker = CPUS_PER_WORKER
@@ -134,7 +138,10 @@ class SlurmLauncher(Launcher):
         follow(lambda: poll(sweep_dir, finished), len(self.claimed(sweep_dir)), sweep_dir, console)
 
 
-def requests_gpus(cluster: ClusterConfig) -> bool:
-    """Return whether the user's own options of sbatch request GPUs, as ``gres=gpu:4``. A second request may differ."""
-    options = {sbatch_name(key): str(value) for key, value in cluster.sbatch.items()}
-    return bool(GPU_OPTIONS & options.keys()) or "gpu" in options.get("gres", "")
+def gpu_option(cluster: ClusterConfig) -> str | None:
+    """Return the user's own option of sbatch that requests GPUs, as ``gres=gpu:4``. A second request may differ."""
+    for option, value in cluster.sbatch.items():
+        name = sbatch_name(option)
+        if name in GPU_OPTIONS or (name == "gres" and "gpu" in str(value)):
+            return option
+    return None

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from distexp.config import ClusterConfig, Config, ConfigError
 from distexp.config.overrides import key_of
 from distexp.config.sections import sbatch_name
-from distexp.launch.slurm.launcher import requests_gpus
 from distexp.runs.run_dir import SLURM
 
 
@@ -52,7 +51,7 @@ class JobArray:
             qos=cluster.qos,
             exclusive=cluster.exclusive or None,
             time=math.ceil(cluster.timeout_min) if cluster.timeout_min else None,
-            gpus_per_node=None if requests_gpus(cluster) else cluster.gpus_per_node or None,
+            gpus_per_node=cluster.gpus_per_node or None,
             cpus_per_task=cpus_per_task(cluster),
             mem=memory,
             signal_delay_s=cluster.signal_delay_s,

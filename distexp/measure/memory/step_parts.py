@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, PHASES
+
 PARTS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "communication", "temporaries")
 """What a block of memory is for, as in ``predicted.parts`` of a record."""
 
-FORWARD, BACKWARD, OPTIMIZER, END = "forward", "backward", "optimizer", "end"
-PHASES = (FORWARD, BACKWARD, OPTIMIZER)  # parts of a step, each with its own peak
+END = "end"  # what follows the phases of a step
 
 COMMUNICATION = "communication"
 MIN_BLOCK = 512  # bytes to which torch's allocator rounds a request

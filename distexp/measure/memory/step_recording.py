@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from distexp.measure.memory import step_parts
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from distexp.strategies.optimizer import ModelTensors, ReadTensors
 from distexp.system.cgroups import NvmlUnavailableError, nvml_session
 from distexp.system.torch_internals.tensors import around_backward, start_memory_history, stop_memory_history
@@ -59,12 +60,12 @@ class StepRecording:
 
     def start_forward(self) -> None:
         """Mark the start of a micro-batch."""
-        self._mark(step_parts.FORWARD)
+        self._mark(FORWARD)
 
     def start_update(self) -> None:
         """Mark the end of the backward pass."""
         assert self._read is not None
-        self._mark(step_parts.OPTIMIZER, frozenset(storage_sizes(_on_gpu(self._read().gradients))))
+        self._mark(OPTIMIZER, frozenset(storage_sizes(_on_gpu(self._read().gradients))))
 
     def finish(self) -> list[dict[str, Any]]:
         """End the recording; return the parts at the peak of each phase, in MiB."""
@@ -93,7 +94,7 @@ class StepRecording:
     def _in_backward(self) -> Iterator[None]:
         """Mark the start of a backward pass. Recomputation may run others inside of it."""
         if not self._backward_depth:
-            self._mark(step_parts.BACKWARD)
+            self._mark(BACKWARD)
         self._backward_depth += 1
         try:
             yield
@@ -102,7 +103,7 @@ class StepRecording:
 
     def _mark(self, phase: str, gradients: frozenset[int] = frozenset()) -> None:
         statistics = torch.cuda.memory_stats(self.device)
-        if self.phase in step_parts.PHASES:  # the peaks of the phase that ends
+        if self.phase in PHASES:  # the peaks of the phase that ends
             for peaks, key in ((self.allocated, "allocated_bytes"), (self.reserved, "reserved_bytes")):
                 peaks[self.phase] = max(peaks[self.phase], statistics[f"{key}.all.peak"])
         self.keep_peaks()

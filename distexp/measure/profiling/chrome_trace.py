@@ -69,7 +69,10 @@ def operator_category(name: str) -> str | None:
 
 
 def nccl_kind(name: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the kind of collective of a kernel of NCCL, if it is generic the requested one; None for others."""
+    """Return the kind of collective of a kernel of NCCL; None for another kernel.
+
+    A generic kernel runs several kinds, so its name has none: then it is the kind that torch requested.
+    """
     if (found := NCCL.search(name)) is None:
         return None
     is_generic = found[1] in (None, "Generic")

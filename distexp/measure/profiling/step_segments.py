@@ -11,12 +11,11 @@ from typing import Any
 from distexp.measure.profiling import breakdown, chrome_trace
 from distexp.measure.profiling.intervals import Interval, Spans, clip, merge, partition, total_length
 from distexp.measure.profiling.phases import Launched, StepPhases, collectives_of_hooks, find_phases, waits_for_gpu
-from distexp.runs.step_files import FORWARD, OPTIMIZER, Collective, Item, Segment
+from distexp.runs.step_files import FORWARD, OPTIMIZER, REDUCTIONS, Collective, Item, Segment
 from distexp.system.torch_internals.collectives import FSDPUnitSize, has_several_groups
 
 CHUNKS = 24  # segments of a pass without collectives, so that a forecast can insert some
 QUEUE_GAP_S = 10e-6  # longest time until a kernel in the queue starts; it counts as part of the kernel
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from distexp.config import ConfigError
+from distexp.runs import step_files
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.runs.step_files import BACKWARD, FORWARD, NEXT, OPTIMIZER, Collective, Item, Parameters, Segment, StepModel
 from distexp.strategies import communication
@@ -112,7 +113,7 @@ class ZeroCommunication(StepCommunication):
         stage 3 need no result.
         """
         overlaps = self.overlaps and on_gpu
-        is_gather = item.kind in communication.GATHERS and item.phase != OPTIMIZER  # not that of the updated weights
+        is_gather = item.kind in step_files.GATHERS and item.phase != OPTIMIZER  # not that of the updated weights
         awaited = OPTIMIZER if overlaps and is_gradient_reduction(item) else NEXT
         return replace(item, awaited=awaited, after_compute=not (overlaps and self.stage == 3 and is_gather))
 

@@ -17,6 +17,7 @@ from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint, persistent_buffers
 from distexp.runs.record_sections import Built
 from distexp.runs.run_dir import DS_CONFIG
+from distexp.strategies.base import load_strategy
 from distexp.strategies.optimizer import build_optimizer, clip_gradients, parameter_groups
 from distexp.strategies.torch_model import DTYPES, dtype_name
 from distexp.strategies.zero.ds_config import describe_buckets, effective_config, fit_buckets, uses_autocast
@@ -204,13 +205,6 @@ def repair_16_bits(engine: Any) -> None:
             engine.backward, engine.step = scaled_backward, step_with_norm
 
 
-def wrapper_casts_weights(config: Config) -> bool:
-    """Return whether FSDP or DeepSpeed casts the weights to 16 bits, in place of autocast or copies."""
-    if config.strategy.name == "deepspeed":
-        return in_16_bits(config)
-    return config.strategy.name == "fsdp" and config.precision.name != "fp32"
-
-
 @contextmanager
 def explained_buffer_types(model: nn.Module, config: Config) -> Iterator[None]:
     """Raise ConfigError if an operand has another type than the cast weights, and the model has buffers in fp32.
@@ -221,7 +215,7 @@ def explained_buffer_types(model: nn.Module, config: Config) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        casts = wrapper_casts_weights(config) or config.train.compute_weights == "step"
+        casts = load_strategy(config).casts_weights(config) or config.train.compute_weights == "step"
         names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
         other_types = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
         if not casts or not names or not other_types.search(str(error)):

@@ -14,10 +14,7 @@ from torch import nn
 from distexp.measure.memory import step_recording
 from distexp.measure.memory import step_recording as process_memory
 from distexp.measure.memory.step_parts import (
-    BACKWARD,
     END,
-    FORWARD,
-    OPTIMIZER,
     Change,
     Frame,
     Mark,
@@ -28,6 +25,7 @@ from distexp.measure.memory.step_parts import (
 from distexp.measure.memory.step_recording import StepRecording, UsedBlock, known_parts, used_blocks
 from distexp.runs.memory_trace import PEAK_PARTS, highest_peak, peak_entries
 from distexp.runs.record import RunRecord
+from distexp.runs.step_files import BACKWARD, FORWARD, OPTIMIZER
 from distexp.strategies.optimizer import ModelTensors
 from distexp.system.units import MIB
 from tests.helpers.runs import run_distexp
