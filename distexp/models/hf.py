@@ -11,6 +11,7 @@ from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import validate_model
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
+from distexp.models.blueprint import build_empty
 from distexp.models.transforms import DROPOUT_ENDINGS
 from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import offline_if_unreachable
@@ -155,8 +156,10 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
 
 
 def on_meta_device() -> bool:
-    """Return whether torch's default device is meta, so that weights need not be read."""
-    return torch.empty(0).device.type == "meta"
+    """Return whether modules that are built now have parameters on the meta device, so that no weights are read."""
+    probe = nn.Module()
+    probe.weight = nn.Parameter(torch.empty(0))
+    return probe.weight.is_meta
 
 
 def _read_error(key: str, source: str, what: str, error: Exception) -> ConfigError:
@@ -203,8 +206,7 @@ def save_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # each update would be a line in the log
-    with torch.device("meta"):
-        model: Any = build()
+    model: Any = build_empty(build, torch.device("meta"))[0]
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
     if data.tokenizer is not None:
