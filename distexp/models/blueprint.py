@@ -31,7 +31,7 @@ class Blueprint:
 
     Rank 0 sends its weights to the others. Without ``broadcast``, every rank builds the whole model in its CPU memory.
     ``weights_key`` is what random weights depend on, except names, shapes and random numbers. Runs with a common start-
-    up make weights with the same key only once. None: each run makes them.
+    up make weights with the same key only once. None: each run makes them. ``check`` gets the model with its weights.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class Blueprint:
         *,
         broadcast: bool = True,
         weights_key: str | None = None,
+        check: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
-        self._context = context
+        self._context, self._check = context, check
         self._broadcast = context.world_size > 1 and broadcast
         self.model, note = build_empty(build, context.device)
         if note and context.rank == 0:
@@ -62,9 +63,11 @@ class Blueprint:
         """Return the whole parameters and buffers by name, on the ranks that have them."""
         if self._broadcast and self._context.rank != 0:
             return {}
-        return shared_weights.make_or_read(
-            self._weights_key, lambda: {name: tensor.detach() for name, tensor in _named_tensors(build())}
-        )
+        return shared_weights.make_or_read(self._weights_key, lambda: self._make_weights(build()))
+
+    def _make_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        self._check(model)
+        return {name: tensor.detach() for name, tensor in _named_tensors(model)}
 
     def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
         """Give a module its parameters and buffers, in fp32 on this worker's device.
