@@ -3,8 +3,10 @@
 The schema is the same for all options of a group. The YAML of an option lists its keys, and any other is an error.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -17,6 +19,53 @@ ATTENTIONS = {
     "distexp.models.gpt.build": ("auto", "sdpa", "flex"),
 }
 """Values of ``model.attention`` for models that do not support all."""
+
+
+DECODER_KEYS = {
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+            *("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"),
+            *("xlm-roberta-xl", "xmod"),
+        ),
+        "is_decoder",
+    ),
+    "xlm": "causal",
+    "xlnet": "",
+}
+"""Value of config.json with which a type of models of transformers sees only earlier tokens; empty if it has none."""
+
+
+def causality_error(model: ModelConfig, architecture: Mapping[str, Any]) -> str | None:
+    """Return an error if a causal LM of transformers sees later tokens; the architecture is that of config.json."""
+    kind = str(architecture.get("model_type"))
+    decoder_key = DECODER_KEYS.get(kind)
+    if decoder_key is None or {**architecture, **model.options}.get(decoder_key):
+        return None
+    setting = f" with {decoder_key}=false" if decoder_key else ""
+    hint = f"add model.options.{decoder_key}=true, or " if decoder_key else ""
+    return (
+        f"model.name={model.name} is not a causal LM, because its tokens see later ones ({kind}{setting}): {hint}choose a "
+        "model such as GPT-2, Llama, Qwen or OPT"
+    )
+
+
+def read_architecture(source: str) -> Mapping[str, Any]:
+    """Return config.json of a folder, or of a hub id in the local cache; empty if it cannot be read."""
+    path = Path(source, "config.json")
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            path = Path(str(try_to_load_from_cache(source, "config.json")))
+        except HFValidationError:
+            return {}
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[str]:

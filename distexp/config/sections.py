@@ -185,7 +185,9 @@ class FSDPConfig:
         choices=("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"), null="full_shard",
     )  # fmt: skip
     replicas: int | None = key(None, "Replicas of a hybrid mesh.", null="one per node")
-    wrap: str = key("auto", "`auto`: each block is a unit. Else class names of the units, separated by commas.")
+    wrap: str = key(
+        "auto", "`auto`: each block is a unit. `none`: the whole model. Else class names of the units, with commas."
+    )
     forward_prefetch: int = key(0, "Blocks to all-gather ahead in the forward pass.", at_least=0)
     backward_prefetch: int = key(1, "Blocks to all-gather ahead in the backward pass.", at_least=0)
     blocks_per_unit: int | str | None = key(

@@ -29,13 +29,13 @@ class HFTrainer:
     ) -> tuple[EvaluableModel, Built]:
         """Run ``transformers.Trainer.train`` until the end of the plan."""
         from distexp.engines.hf_loop import DistexpTrainer, HFEvaluableModel, TrainingCallback
-        from distexp.strategies.zero.ds_initialization import explained_buffer_types
+        from distexp.strategies.zero.ds_initialization import explained_model_errors
 
         trainer = DistexpTrainer(build_model(), config, context, inputs)
         model = HFEvaluableModel(trainer)
         callback = TrainingCallback(trainer, model)
         trainer.add_callback(callback)
-        with explained_buffer_types(trainer.model, config):
+        with explained_model_errors(trainer.model, config):
             trainer.train()
         assert callback.built is not None, "on_train_begin sets it"
         return model, callback.built

@@ -29,7 +29,7 @@ class Native:
         from distexp.checkpoints.manager import CheckpointManager
         from distexp.data.loader import StopRequestedError
         from distexp.runs.run_state import StopRequest
-        from distexp.strategies.zero.ds_initialization import explained_buffer_types
+        from distexp.strategies.zero.ds_initialization import explained_model_errors
         from distexp.training.loop import fit
 
         model, built = _build(build_model, config, context)
@@ -40,7 +40,7 @@ class Native:
         stop_request = StopRequest(context.run_dir, enabled=context.rank == 0)
         inputs.training.stop_requested = inputs.evaluation.stop_requested = stop_request
         try:
-            with frozen_gc(), explained_buffer_types(model.module, config):
+            with frozen_gc(), explained_model_errors(model.module, config):
                 fit(model, inputs, after_step=checkpoints.save_if_due)
         except StopRequestedError:
             checkpoints.save_and_stop(stop_request.reason())

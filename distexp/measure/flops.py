@@ -92,8 +92,8 @@ class FlopCounter:
     def _build(self) -> nn.Module:
         # Flex attention does not run without memory, and a chunked loss computes the same products as the full one.
         model_config = replace(self.config.model, attention="auto")
-        with torch.device("meta"):
-            model: nn.Module = custom_code.locate(model_config._target_)(model_config, self.data.num_classes).eval()
+        build = partial(custom_code.locate(model_config._target_), model_config, self.data.num_classes)
+        model = blueprint.build_empty(build, torch.device("meta"))[0].eval()
         adapt_head(model, replace(self.config.train, loss="full"))
         return model
 

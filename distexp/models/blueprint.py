@@ -7,14 +7,17 @@ sharded model is never whole on a device, and all strategies start from the same
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from distexp.config import ConfigError
+from distexp.config.custom_code import code_place
 from distexp.data.base import LOGITS_TO_KEEP, POSITIONS
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_from_rank_0
@@ -28,7 +31,7 @@ class Blueprint:
 
     Rank 0 sends its weights to the others. Without ``broadcast``, every rank builds the whole model in its CPU memory.
     ``weights_key`` is what random weights depend on, except names, shapes and random numbers. Runs with a common start-
-    up make weights with the same key only once. None: each run makes them.
+    up make weights with the same key only once. None: each run makes them. ``check`` gets the model with its weights.
     """
 
     def __init__(
@@ -38,11 +41,13 @@ class Blueprint:
         *,
         broadcast: bool = True,
         weights_key: str | None = None,
+        check: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
-        self._context = context
+        self._context, self._check = context, check
         self._broadcast = context.world_size > 1 and broadcast
-        with torch.device("meta"):
-            self.model = build()
+        self.model, note = build_empty(build, context.device)
+        if note and context.rank == 0:
+            print(f"note: {note}", flush=True)
         tensors = _named_tensors(self.model)
         shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in tensors)
         self._weights_key = weights_key and f"{weights_key} {shapes}"
@@ -58,9 +63,11 @@ class Blueprint:
         """Return the whole parameters and buffers by name, on the ranks that have them."""
         if self._broadcast and self._context.rank != 0:
             return {}
-        return shared_weights.make_or_read(
-            self._weights_key, lambda: {name: tensor.detach() for name, tensor in _named_tensors(build())}
-        )
+        return shared_weights.make_or_read(self._weights_key, lambda: self._make_weights(build()))
+
+    def _make_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        self._check(model)
+        return {name: tensor.detach() for name, tensor in _named_tensors(model)}
 
     def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
         """Give a module its parameters and buffers, in fp32 on this worker's device.
@@ -98,6 +105,92 @@ class Blueprint:
             setattr(module, attribute, tensor)
 
 
+def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[nn.Module, str]:
+    """Build a model whose parameters and buffers are on the meta device, and its other tensors on ``device``.
+
+    A model that reads values in its constructor, or holds tensors that are neither parameters nor buffers, is built on
+    the CPU, where each parameter is freed as soon as it is registered. Then return why, else an empty text. Parameters
+    without elements, which nothing can train or shard, become buffers.
+    """
+    reason = ""
+    try:
+        with torch.device("meta"):
+            model = build()
+        found: dict[str, Tensor] = {}
+        _change_plain_tensors(model, found.setdefault)
+        if lost := [name for name, tensor in found.items() if tensor.is_meta]:
+            reason = f"{', '.join(lost[:3])} is neither a parameter nor a buffer (use register_buffer)"
+    except (NotImplementedError, RuntimeError) as error:  # Tensor.item() and others cannot be called on meta tensors.
+        reason = f"its constructor reads values of tensors ({code_place(error)})"
+    if reason:
+        with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+            model = build()
+        for module, name, buffer in [(m, n, b) for m in model.modules() for n, b in m._buffers.items()]:
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+        reason = f"{type(model).__name__} is built on the CPU, parameter by parameter, because {reason}"
+    _change_plain_tensors(model, lambda _, tensor: tensor.to(device))
+    for module in model.modules():
+        for name in [name for name, weight in module._parameters.items() if weight is not None and not weight.numel()]:
+            empty = module._parameters.pop(name)
+            module.register_buffer(name, None if empty is None else empty.detach())
+    return model, reason
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Replace each parameter by one on the meta device when a module registers it, during the block."""
+    register = nn.Module.register_parameter
+    known: Any = WeakTensorKeyDictionary()  # A parameter that several modules share has one replacement.
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            if parameter not in known:
+                known[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            parameter = known[parameter]
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _change_plain_tensors(model: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Replace each tensor that is an attribute of a module, but no parameter or buffer, by ``change(name, tensor)``.
+
+    Those in lists, tuples, dicts and other objects count too.
+    """
+    own = vars(nn.Module()).keys()
+    seen = {id(tensor) for _, tensor in _named_tensors(model)}
+
+    def visit(value: Any, name: str, depth: int) -> Any:
+        if id(value) in seen or isinstance(value, nn.Module | type) or depth > MAX_DEPTH:
+            return value
+        if isinstance(value, Tensor):
+            return change(name, value)
+        if isinstance(value, tuple) and type(value) is tuple:
+            return tuple(visit(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value))
+        seen.add(id(value))
+        content = value if isinstance(value, list | dict) else getattr(value, "__dict__", {})
+        for key, item in list(enumerate(content) if isinstance(content, list) else content.items()):
+            label = f"{name}[{key!r}]" if content is value else f"{name}.{key}"
+            if (changed := visit(item, label, depth + 1)) is not item:
+                content[key] = changed
+        return value
+
+    for prefix, module in model.named_modules():
+        for attribute, value in list(vars(module).items()):
+            if attribute not in own:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if (changed := visit(value, name, 0)) is not value:
+                    vars(module)[attribute] = changed
+
+
+MAX_DEPTH = 3
+"""Containers inside of each other in which tensors of a module are looked for."""
+
+
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
@@ -106,6 +199,16 @@ def _direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """List the parameters and buffers of a module itself, without its children."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in tensors if tensor is not None]
+
+
+def check_dimensions(model: nn.Module, needed_for: str) -> None:
+    """Raise ConfigError if a parameter has no dimensions, which torch and DeepSpeed cannot shard or send."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"{name} of {type(model).__name__} is a parameter without dimensions, which {needed_for} does not "
+                f"support: make it one element long, as in nn.Parameter(torch.zeros(1)), or use strategy=ddp"
+            )
 
 
 def find_embeddings(model: nn.Module) -> NamedModules:

@@ -1,6 +1,9 @@
 """Any causal LM of transformers, with pretrained or random weights."""
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import validate_model
+from distexp.config.model_checks import causality_error, validate_model
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
+from distexp.models.blueprint import build_empty
+from distexp.models.objective import LOSS_SUM, get_logits
 from distexp.models.transforms import DROPOUT_ENDINGS
 from distexp.runs.run_dir import MODEL
-from distexp.system.cache_dir import offline_if_unreachable
+from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 from distexp.system.files import replace_atomically
 from distexp.system.restricted_loading import refused_as_config_error
 
@@ -51,7 +56,9 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
     """Read the configuration of a causal LM with room for the tokenizer, and set its dropout."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = read_config("model.name", model.name)
+    config = read_config("model.name", model.name, model.options)
+    if error := causality_error(model, config.to_dict()):
+        raise ConfigError(error)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _not_causal_error(model, config)
     rows = config.get_text_config().vocab_size
@@ -111,18 +118,81 @@ def _not_causal_error(model: ModelConfig, config: Any) -> ConfigError:
     )
 
 
-def read_config(key: str, source: str) -> Any:
-    """Read the configuration of a model from a hub id, or from a folder written by ``save_pretrained``.
+def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """Read the configuration of a model from a hub id, or from a folder written by ``save_pretrained``; change values.
 
-    Raise ConfigError, which names the key of the source, if there is none, or transformers does not support it.
+    Raise ConfigError, which names the key of the source, if there is none, or transformers does not support it, or the
+    configuration has no such value.
     """
     from transformers import AutoConfig
 
     offline_if_unreachable(source)
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config, unknown = AutoConfig.from_pretrained(
+            source, trust_remote_code=False, return_unused_kwargs=True, **(changes or {})
+        )
     except (OSError, ValueError, KeyError) as error:
         raise _read_error(key, source, "a model's config.json", error) from error
+    if unknown := sorted(set(unknown) & set(changes or {})):
+        known = get_close_matches(unknown[0], config.to_dict(), n=3) or ["its keys"]
+        raise ConfigError(
+            f"model.options.{unknown[0]} is not a value of the config.json of {key}={source} ({config.model_type}): "
+            f"use {', '.join(known)}, or leave it out"
+        )
+    return config
+
+
+def check_causal(built: nn.Module, model: ModelConfig) -> None:
+    """Raise ConfigError if the logits at a position depend on a later token.
+
+    The model, which has weights on the CPU, computes two rows that differ in their last token. Print a note if it
+    cannot compute them. The result for an architecture of transformers is kept in the cache.
+    """
+    settings = getattr(built, "config", None)
+    result: Path | None = None
+    if model._target_.startswith("distexp.") and settings is not None:
+        if settings.model_type in CAUSAL_TYPES:
+            return
+        key = hashlib.sha256(settings.to_json_string(use_diff=True).encode()).hexdigest()[:16]
+        result = cache_dir() / f"causal-{metadata.version('transformers')}-{settings.model_type}-{key}"
+        if result.exists():
+            return
+    rows = torch.tensor([[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 2, 1]])
+    was_training = built.training
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = built.eval()(input_ids=rows, attention_mask=torch.ones_like(rows))
+        if isinstance(outputs, dict) and LOSS_SUM in outputs:
+            return
+        logits = get_logits(outputs).float()
+    except Exception as error:  # any: the code of the model raises it, and its own message comes later
+        print(f"note: not checked whether {type(built).__name__} sees later tokens: {first_line(error)}", flush=True)
+        return
+    finally:
+        built.train(was_training)
+    changes = (logits[0] - logits[1]).abs().amax(dim=-1)
+    if changes[:-1].max() > CAUSAL_TOLERANCE * changes[-1]:
+        raise ConfigError(
+            f"{type(built).__name__} of model={model.name} is not a causal LM: its logits change with a later token, "
+            "so that its loss would be too small. Use a model whose tokens see only earlier ones"
+        )
+    if result is not None:
+        build_once(result, Path.touch)
+
+
+CAUSAL_TYPES = frozenset([
+    "apertus", "arcee", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "ctrl", "dbrx",
+    "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "falcon_h1", "falcon_mamba", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
+    "gptj", "granite", "granitemoe", "helium", "jamba", "llama", "mamba", "mamba2", "ministral", "mistral", "mixtral",
+    "moshi", "mpt", "nemotron", "olmo", "olmo2", "olmoe", "openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "recurrent_gemma", "rwkv", "seed_oss", "smollm3", "stablelm",
+    "starcoder2", "xglm", "zamba2",
+])  # fmt: skip
+"""Types of transformers that ``tests/models/test_zoo.py`` has checked, so that a run need not."""
+
+CAUSAL_TOLERANCE = 1e-4
+"""Change of earlier logits by rounding, as a share of the change at the changed token."""
 
 
 def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Module:
@@ -155,8 +225,10 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
 
 
 def on_meta_device() -> bool:
-    """Return whether torch's default device is meta, so that weights need not be read."""
-    return torch.empty(0).device.type == "meta"
+    """Return whether modules that are built now have parameters on the meta device, so that no weights are read."""
+    probe = nn.Module()
+    probe.weight = nn.Parameter(torch.empty(0))
+    return probe.weight.is_meta
 
 
 def _read_error(key: str, source: str, what: str, error: Exception) -> ConfigError:
@@ -203,8 +275,7 @@ def save_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # each update would be a line in the log
-    with torch.device("meta"):
-        model: Any = build()
+    model: Any = build_empty(build, torch.device("meta"))[0]
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
     if data.tokenizer is not None:

@@ -113,6 +113,9 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
 
 NamedModules = list[tuple[str, nn.Module]]
 
+NO_UNITS = "none"
+"""Value of ``fsdp.wrap`` with which FSDP shards the whole model as one unit."""
+
 
 def find_blocks(model: nn.Module, wrap: str = "auto", *, needed_for: str, alternative: str) -> NamedModules:
     """Find the repeated blocks of a model, in forward order. Raise ConfigError if it has none."""
@@ -130,8 +133,11 @@ def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
 
     ``wrap`` has class names separated by commas, or is ``auto``. That finds the classes in ``_no_split_modules`` of
     transformers, or else the members of containers whose members have the same class. Of several such classes, it
-    takes the one with the most parameters. Raise ConfigError if the model has no module of the named classes.
+    takes the one with the most parameters. ``none`` finds none. Raise ConfigError if the model has no module of the
+    named classes.
     """
+    if wrap == NO_UNITS:
+        return []
     if wrap != "auto":
         return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
     declared = set(getattr(model, "_no_split_modules", None) or ())

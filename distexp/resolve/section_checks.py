@@ -239,6 +239,9 @@ def check_model_files(config: Config) -> Iterator[str]:
             yield f"{key}={source} contains no config.json: use a folder written by save_pretrained, or a hub id"
     elif looks_like_path(source):
         yield f"{key}={source} does not exist: correct the path, or use a hub id"
+    is_causal_lm = model._target_ == "distexp.models.hf.build" and model.task == "causal_lm"
+    if is_causal_lm and (error := model_checks.causality_error(model, model_checks.read_architecture(source))):
+        yield error
 
 
 def check_tokenizer_files(config: Config) -> Iterator[str]:

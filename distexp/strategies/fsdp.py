@@ -129,7 +129,7 @@ class FSDP(Strategy):
         """Initialize and shard one unit at a time, then build the optimizer."""
         from torch.distributed.fsdp import FSDPModule
 
-        from distexp.strategies.fsdp_units import read_distribution, shard_units
+        from distexp.strategies.fsdp_units import MissingGradients, read_distribution, shard_units
         from distexp.strategies.torch_model import TorchModel
 
         model = blueprint.model
@@ -151,6 +151,7 @@ class FSDP(Strategy):
             sync_context=sync_context,
             autocast=False,
             distribution=lambda: read_distribution(model, units),
+            missing=MissingGradients(model),
         )
 
     cpu_memory: ClassVar[CpuMemory | None] = CpuMemory(60.0, reserve=2.3)

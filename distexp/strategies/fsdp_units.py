@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
-from distexp.models.blueprint import Blueprint, find_embeddings, has_tied_embeddings
-from distexp.models.transforms import NamedModules, find_units
+from distexp.distributed.process_group import gather_to_all
+from distexp.models.blueprint import Blueprint, check_dimensions, find_embeddings, has_tied_embeddings
+from distexp.models.transforms import NO_UNITS, NamedModules, find_units
 from distexp.strategies.communication import build_mesh, sharding_of
 from distexp.strategies.fsdp import set_prefetch
-from distexp.strategies.torch_model import DTYPES, Distribution
-from distexp.system.torch_internals.collectives import group_by_fsdp_unit, read_fsdp_policies
+from distexp.strategies.torch_model import DTYPES, Distribution, check_equal_use
+from distexp.system.torch_internals.collectives import (
+    group_by_fsdp_unit,
+    read_fsdp_policies,
+    unsharded_fsdp_parameters,
+)
+from distexp.system.torch_internals.tensors import find_leaves, has_values
 
 MIN_UNIT_PARAMETERS = 30_000_000
 """Least size of a unit with ``fsdp.blocks_per_unit=auto``.
@@ -45,10 +51,12 @@ class Unit:
 def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Module]:
     """Initialize and shard the units; return the blocks, or the model if it has none."""
     model = blueprint.model
+    check_dimensions(model, "sharding by FSDP")
     named_blocks = find_units(model, config.fsdp.wrap)
     _check_shared_weights(model, named_blocks, config.fsdp.wrap)
     blocks = [block for _, block in named_blocks]
-    if not blocks and context.rank == 0:
+    is_one_unit = config.fsdp.wrap == NO_UNITS
+    if not blocks and not is_one_unit and context.rank == 0:
         print(
             f"note: {type(model).__name__} has no repeated blocks, so FSDP shards it as one unit: to change that, set "
             "fsdp.wrap to class names of its modules",
@@ -60,7 +68,8 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
     # No block is sharded before one that it contains. Else FSDP would shard that twice.
     order = sorted(range(len(groups)), key=lambda index: -depths[index]) if any(depths) else range(len(groups))
     units = [Unit(groups[index]) for index in order]
-    units += [*_embedding_units(model, blocks), Unit([model], is_needed_first=bool(blocks))]
+    units += [] if is_one_unit else _embedding_units(model, blocks)
+    units.append(Unit([model], is_needed_first=bool(blocks)))
     policy = _policy(config, context)
     for unit in units:
         for module in unit.modules:
@@ -68,6 +77,8 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
         reshard = {"reshard_after_forward": False} if unit.is_needed_first else {}
         fsdp.fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **{**policy, **reshard})
     set_prefetch([cast(fsdp.FSDPModule, group[0]) for group in groups], config)
+    if reduces_zeros(model):
+        cast(Any, model).set_reduce_scatter_unused_params(True)
     return blocks or [model]
 
 
@@ -86,10 +97,13 @@ def _policy(config: Config, context: Context) -> dict[str, Any]:
 
 
 def _embedding_units(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[Unit]:
-    """Yield a unit for the embedding and one for the head, unless they share one weight or are blocks."""
-    if has_tied_embeddings(model):
-        return
+    """Yield a unit for the embedding and one for the head, unless they share one weight or are blocks.
+
+    If the model names no head, it may compute its logits with the weight of the embedding.
+    """
     embeddings = [module for _, module in find_embeddings(model)]
+    if has_tied_embeddings(model) or len(embeddings) == 1:
+        return
     for position, module in enumerate(embeddings):
         if all(module is not block for block in blocks):
             yield Unit([module], is_needed_first=len(embeddings) == 2 and position == 1)
@@ -140,6 +154,46 @@ def group_blocks(blocks: Sequence[nn.Module], size: int | str) -> list[list[nn.M
         largest = max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
         size = -(-MIN_UNIT_PARAMETERS // max(1, largest))
     return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
+
+
+def reduces_zeros(model: nn.Module) -> bool:
+    """Return whether this version of torch can reduce zeros for parameters that have no gradient on a worker."""
+    return hasattr(model, "set_reduce_scatter_unused_params")
+
+
+class MissingGradients:
+    """The parameters without a gradient, such as experts that no token of a micro-batch chose.
+
+    FSDP reduces zeros for those that have a gradient on another worker. Those without a gradient on any worker must
+    have none, because AdamW would change them otherwise. Only the first step looks for them, and the others if it found
+    any on a worker.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.is_active = model, True
+        self.used: set[int] = set()  # numbers of the parameters with a gradient on this worker, in this step
+
+    def record(self, loss: Tensor) -> None:
+        """Note which parameters the backward pass of a micro-batch will reach."""
+        self.is_active = self.is_active and has_values(loss)
+        if self.is_active:
+            reached = find_leaves(loss)
+            unsharded = unsharded_fsdp_parameters(self.model)
+            self.used |= {number for number, (unit, _) in enumerate(unsharded) if id(unit) in reached}
+            if not reduces_zeros(self.model):
+                hint = "FSDP supports that since torch 2.13: install it, or use"
+                check_equal_use([f"parameter {number}" for number in self.used], hint)
+
+    def remove(self) -> None:
+        """Remove the gradients of parameters that no worker reached in this step; a collective."""
+        if not self.is_active:
+            return
+        parameters = [sharded for _, sharded in unsharded_fsdp_parameters(self.model)]
+        everywhere = gather_to_all(self.used)
+        for number in set(range(len(parameters))).difference(*everywhere):
+            parameters[number].grad = None
+        self.is_active = any(len(used) < len(parameters) for used in everywhere)
+        self.used = set()
 
 
 def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribution:

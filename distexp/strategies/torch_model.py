@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-from distexp.config import WHOLE_MODEL, Config
+from distexp.config import WHOLE_MODEL, Config, ConfigError
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
-from distexp.distributed.process_group import broadcast_buffers
+from distexp.distributed.process_group import broadcast_buffers, gather_to_all
 from distexp.models.blueprint import persistent_buffers
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import explained_compilation
@@ -41,6 +41,16 @@ class Distribution:
     communication_dtype: torch.dtype | None = None  # in which gradients are sent
 
 
+class Missing(Protocol):
+    """What finds parameters without a gradient, see ``distexp.strategies.fsdp_units``."""
+
+    def record(self, loss: Tensor) -> None:
+        """Look at a micro-batch before its backward pass."""
+
+    def remove(self) -> None:
+        """Remove gradients before the update."""
+
+
 class TorchModel:
     """Forward pass, backward pass and optimizer step of a wrapped PyTorch module.
 
@@ -58,8 +68,9 @@ class TorchModel:
         autocast: bool,
         distribution: Callable[[], Distribution],
         weights: StepWeights | None = None,
+        missing: Missing | None = None,
     ) -> None:
-        self.module = module
+        self.module, self.missing = module, missing
         self.device = context.device
         self.strategy = config.strategy.name
         self.task = config.model.task
@@ -110,6 +121,8 @@ class TorchModel:
             loss = loss_sum(self.task, outputs, batch) / normalizer
             metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
             del outputs  # Frees the logits, which are large and not needed in the backward pass.
+            if self.missing is not None:
+                self.missing.record(loss)
             # Gradients are averaged over the ranks, but the normalizer requires their sum.
             self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]
         if self.copies is not None and self.collects and not (last_micro and self.reduces_masters):
@@ -131,6 +144,8 @@ class TorchModel:
         """Clip, update the weights, clear the gradients; return the norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        if self.missing is not None:
+            self.missing.remove()
         norm = self._update()
         self.optimizer.zero_grad(set_to_none=self.compiled != "graphs")
         if self.copies is not None:
@@ -237,6 +252,21 @@ def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
         yield name, (local.full_tensor() if isinstance(local, DTensor) else local).contiguous()
+
+
+def check_equal_use(names: list[str], hint: str) -> None:
+    """Check that all workers use the same parameters or modules; a collective. Raise ConfigError if they do not.
+
+    Sharded gradients would be reduced with those of other parameters, and the workers would hang, crash, or train
+    nonsense.
+    """
+    everywhere: list[set[str]] = [set(each) for each in gather_to_all(names)]
+    common = everywhere[0].intersection(*everywhere)
+    if differing := sorted(everywhere[0].union(*everywhere) - common):
+        raise ConfigError(
+            f"only some workers use {differing[0]}, for example because no token chose an expert. {hint} "
+            "strategy=ddp ddp.find_unused_parameters=true"
+        )
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,9 @@ def build_model(
 ) -> Blueprint:
     """Return the model, not distributed, without memory for its weights."""
     make, key = model_factory(config, data), weights_key(config.model, data)
-    blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key)
+    is_checked = config.model.task == "causal_lm" and config.model._target_ not in model_checks.ATTENTIONS
+    check: dict[str, Any] = {"check": partial(hf.check_causal, model=config.model)} if is_checked else {}
+    blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key, **check)
     if config.dataset._target_.startswith("distexp."):
         introspection.check_forward_arguments(blueprint.model, base.MODEL_INPUTS[config.model.task])
     if config.model.task == "causal_lm":

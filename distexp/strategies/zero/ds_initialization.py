@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distexp.config import Config, ConfigError
+from distexp.config.custom_code import code_place
 from distexp.distributed.context import Context
-from distexp.models.blueprint import Blueprint, persistent_buffers
+from distexp.models.blueprint import Blueprint, check_dimensions, persistent_buffers
 from distexp.runs.record_sections import Built
 from distexp.runs.run_dir import DS_CONFIG
 from distexp.strategies.base import load_strategy
@@ -26,6 +27,7 @@ from distexp.system.files import write_json
 
 def build_settings(blueprint: Blueprint, config: Config, context: Context) -> dict[str, Any]:
     """Return the ds_config of a model; rank 0 writes it to the run directory."""
+    check_dimensions(blueprint.model, "DeepSpeed")
     settings = effective_config(config, context.world_size)
     sizes = [parameter.numel() for parameter in blueprint.model.parameters()]
     fitted = fit_buckets(settings, sum(sizes), max(sizes))
@@ -206,24 +208,59 @@ def repair_16_bits(engine: Any) -> None:
 
 
 @contextmanager
-def explained_buffer_types(model: nn.Module, config: Config) -> Iterator[None]:
-    """Raise ConfigError if an operand has another type than the cast weights, and the model has buffers in fp32.
+def explained_model_errors(model: nn.Module, config: Config) -> Iterator[None]:
+    """Raise ConfigError, which names the key that helps, if a model does what its strategy does not support."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = next((text for pattern, text in MODEL_ERRORS.items() if pattern in str(error)), "")
+        reason = reason or _mixed_types(model, config, error)
+        if not reason:
+            raise
+        place = f" ({place})" if (place := code_place(error)) else ""
+        name = type(getattr(model, "module", model)).__name__.removeprefix("FSDP")
+        raise ConfigError(reason.format(model=name, place=place)) from error
+
+
+_OUTSIDE_OF_FORWARD = (
+    "{model} uses weights of a block outside of its forward pass{place}: it calls another method of the block, uses "
+    "a weight of another module, or changes an output in place. FSDP has freed these weights. Use fsdp.wrap=none, "
+    "which shards the model as one unit, or strategy=ddp"
+)
+MODEL_ERRORS = {
+    "Expected to have finished reduction in the prior iteration": (
+        "some parameters of {model} had no gradient, because they do not contribute to the loss. DDP waits for the "
+        "gradients of all: add ddp.find_unused_parameters=true"
+    ),
+    "got mixed torch.Tensor and DTensor": _OUTSIDE_OF_FORWARD,
+    "out of bounds for storage of size 0": _OUTSIDE_OF_FORWARD,
+    "tracing error at step": (
+        "{model} computes its modules in another order than in the step before{place}, which DeepSpeed does not "
+        "support at stage 3: use zero_stage=2, or sharding=full_shard"
+    ),
+}
+"""What a model does that a strategy does not support, by a part of the message of torch or DeepSpeed."""
+
+
+def _mixed_types(model: nn.Module, config: Config, error: RuntimeError) -> str:
+    """Return why an operand has another type than the cast weights; empty if the model has no buffers in fp32.
 
     FSDP, DeepSpeed and ``train.compute_weights=step`` cast weights only. A buffer in fp32 that the model adds to
     activations makes these fp32, and the next layer refuses them.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        casts = load_strategy(config).casts_weights(config) or config.train.compute_weights == "step"
-        names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
-        other_types = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
-        if not casts or not names or not other_types.search(str(error)):
-            raise
-        shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        raise ConfigError(
+    casts = load_strategy(config).casts_weights(config) or config.train.compute_weights == "step"
+    names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+    other_types = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
+    if not casts or not names or not other_types.search(str(error)):
+        return ""
+    shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    return (
+        (
             f"the weights are cast to {config.precision.name}, but not the buffers of the model ({shown}), and torch "
             f"refuses to combine them: {str(error).splitlines()[0]}. In forward, cast a buffer to the type of the "
             "activations, as in x + self.table.to(x.dtype). Or choose precision=fp32, or autocast: strategy=ddp "
             "train.compute_weights=autocast"
-        ) from error
+        )
+        .replace("{", "{{")
+        .replace("}", "}}")
+    )

@@ -1,6 +1,7 @@
 """The model that the strategy ``deepspeed`` builds, around a deepspeed.DeepSpeedEngine."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -19,11 +20,16 @@ from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.runs.record_sections import Built
 from distexp.strategies.optimizer import keep_hyperparameters
-from distexp.strategies.torch_model import DTYPES
+from distexp.strategies.torch_model import DTYPES, check_equal_use
 from distexp.strategies.zero import ds_initialization
+from distexp.system.torch_internals.tensors import find_leaves
 
 TAG = "state"
 """The tag of DeepSpeed's checkpoints: the name of their subfolder."""
+
+
+DEEPSPEED = "DeepSpeed does not support that: use sharding=full_shard, or"
+"""Start of the hint if the workers use different parameters."""
 
 
 class DeepSpeedModel:
@@ -31,7 +37,7 @@ class DeepSpeedModel:
 
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, settings: dict[str, Any]) -> None:
         self.config, self.context = config, context
-        self.task, self.world_size = config.model.task, context.world_size
+        self.task, self.world_size, self.is_first_step = config.model.task, context.world_size, True
         ds_initialization.initialize_weights(blueprint, config, settings)
         self.module, *_ = deepspeed.initialize(
             model=blueprint.model,
@@ -47,18 +53,27 @@ class DeepSpeedModel:
 
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
-        outputs = self.module(**self._inputs(batch))
+        with equal_calls(self.module) if self.is_first_step else nullcontext():
+            outputs = self.module(**self._inputs(batch))
         loss = loss_sum(self.task, outputs, batch) / normalizer
         metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
         del outputs  # Frees the logits, which are large and not needed in the backward pass.
+        if self.is_first_step:
+            self._check_gradients(loss)
         # The normalizer includes the accumulation steps. DeepSpeed averages over the ranks.
         self.module.backward(loss * self.world_size, scale_wrt_gas=False)
         if not last_micro:
             self.module.step()  # DeepSpeed counts micro-batches by the calls of step().
         return metrics
 
+    def _check_gradients(self, loss: Tensor) -> None:
+        """Check that each parameter gets a gradient on all workers or on none; a collective."""
+        reached, parameters = find_leaves(loss), self.module.module.named_parameters()
+        check_equal_use([name for name, weight in parameters if id(weight) in reached], DEEPSPEED)
+
     def step(self, learning_rate: float) -> Tensor:
         """Clip, update the weights, clear the gradients; return the norm before clipping."""
+        self.is_first_step = False
         for group in self.module.optimizer.param_groups:
             group["lr"] = learning_rate
         is_plain = ds_initialization.keeps_plain_gradients(self.config)
@@ -105,6 +120,24 @@ class DeepSpeedModel:
     def describe(self) -> Built:
         """Return what was built, read from DeepSpeed's object."""
         return ds_initialization.describe(self.module)
+
+
+@contextmanager
+def equal_calls(engine: Any) -> Iterator[None]:
+    """Check before each module with parameters that all workers call it, because stage 3 gathers its parameters.
+
+    Raise ConfigError if they do not. Otherwise the workers would hang or crash.
+    """
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: check_equal_use([name], DEEPSPEED), prepend=True)
+        for name, module in engine.module.named_modules()
+        if engine.zero_optimization_stage() == 3 and module._parameters
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def avoid_waits(optimizer: Any) -> None:

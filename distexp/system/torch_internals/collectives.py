@@ -97,6 +97,15 @@ def group_by_fsdp_unit(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     return list(units.values())
 
 
+def unsharded_fsdp_parameters(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Return each parameter of FSDP as it is in a forward pass (None before the first one), and its shard."""
+    with explained("FSDPModule._get_fsdp_state()._fsdp_param_group.fsdp_params"):
+        states = [members[0]._get_fsdp_state() for members in group_by_fsdp_unit(model)]  # type: ignore[operator]
+        groups = [group for state in states if (group := state._fsdp_param_group) is not None]
+        members = [member for group in groups for member in group.fsdp_params]
+        return [(getattr(member, "_unsharded_param", None), member.sharded_param) for member in members]
+
+
 def fsdp_device(device: torch.device) -> AbstractContextManager[None]:
     """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""
     module = "torch.distributed.fsdp._fully_shard._fully_shard"

@@ -53,6 +53,23 @@ def around_backward(context: Callable[[], AbstractContextManager[Any]]) -> Abstr
     return replaced("torch.autograd", "_engine_run_backward", wrap)
 
 
+def find_leaves(loss: Tensor) -> set[int]:
+    """Return the ids of the tensors that get a gradient in the backward pass of a loss."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            with explained("AccumulateGrad.variable"):
+                found.add(id(node.variable))
+        waiting += [source for source, _ in node.next_functions]
+    return found
+
+
 def queue_backward_callback(function: Callable[[], None]) -> None:
     """Run a function at the end of the current backward pass, in the order of these calls."""
     with explained("torch.autograd.Variable._execution_engine.queue_callback"):

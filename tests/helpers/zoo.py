@@ -1,0 +1,140 @@
+"""Small configurations of many architectures of transformers, and the cells that train them with each strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 300
+TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+HIDDEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE: dict[str, Any] = {**TOKENS, **HIDDEN, "intermediate_size": 64, "max_position_embeddings": 64}
+GROUPED: dict[str, Any] = {**WIDE, "num_key_value_heads": 2}
+HEADS_OF_8: dict[str, Any] = {**GROUPED, "head_dim": 8}
+GPT: dict[str, Any] = {**TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
+    "shared_expert_intermediate_size": 32,
+}
+LATENT = {
+    **{"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "moe_intermediate_size": 16, "num_key_value_heads": 4},
+}
+MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
+MAMBA_HEADS = {**MAMBA, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+
+CAUSAL: dict[str, dict[str, Any]] = {
+    "apertus": GROUPED,
+    "arcee": GROUPED,
+    "bamba": {**GROUPED, **MAMBA_HEADS, "attn_layer_indices": [1]},
+    "biogpt": {**WIDE, **BERT_DROPOUT, "activation_dropout": 0.0, "layerdrop": 0.0},
+    "bitnet": GROUPED,
+    "bloom": {**TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "codegen": {**GPT, **UNDROPPED, "rotary_dim": 4, "n_ctx": 64},
+    "cohere": GROUPED,
+    "cohere2": {**HEADS_OF_8, "sliding_window": 8},
+    "ctrl": {**TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 64, "n_positions": 64, **UNDROPPED},
+    "dbrx": {
+        **{**TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+    },
+    "deepseek_v2": {**WIDE, **LATENT},
+    "deepseek_v3": {**WIDE, **LATENT},
+    "ernie4_5": HEADS_OF_8,
+    "exaone4": {**GROUPED, "sliding_window": 8},
+    "falcon": {**TOKENS, **HIDDEN, "alibi": True, "new_decoder_architecture": False, "multi_query": True},
+    "falcon_h1": {**GROUPED, **MAMBA_HEADS, "mamba_d_ssm": 64},
+    "falcon_mamba": {**TOKENS, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2},
+    "gemma": HEADS_OF_8,
+    "gemma2": {**HEADS_OF_8, "query_pre_attn_scalar": 8, "sliding_window": 8},
+    "gemma3_text": {**HEADS_OF_8, "query_pre_attn_scalar": 8, "sliding_window": 8},
+    "glm": {**HEADS_OF_8, **NO_DROPOUT},
+    "glm4": {**HEADS_OF_8, **NO_DROPOUT},
+    "gpt2": {**GPT, **UNDROPPED},
+    "gpt_bigcode": {**GPT, **UNDROPPED},
+    "gpt_neo": {
+        **{**TOKENS, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64},
+        **{"attention_types": [[["global", "local"], 1]], "window_size": 8},
+        **{"embed_dropout": 0.0, "attention_dropout": 0.0, "resid_dropout": 0.0},
+    },
+    "gpt_neox": {**WIDE, **NO_DROPOUT},
+    "gpt_neox_japanese": {**WIDE, **NO_DROPOUT},
+    "gpt_oss": {**HEADS_OF_8, **EXPERTS, "sliding_window": 8},
+    "gptj": {**GPT, **UNDROPPED, "rotary_dim": 4},
+    "granite": GROUPED,
+    "granitemoe": {**GROUPED, **EXPERTS},
+    "helium": HEADS_OF_8,
+    "jamba": {
+        **{**GROUPED, **MAMBA, "num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False},
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    },
+    "llama": GROUPED,
+    "mamba": {**TOKENS, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2},
+    "mamba2": {
+        **{**TOKENS, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2},
+        **{"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    },
+    "ministral": {**HEADS_OF_8, "sliding_window": 8},
+    "mistral": {**GROUPED, "sliding_window": 8},
+    "mixtral": {**GROUPED, **EXPERTS},
+    "moshi": {**HEADS_OF_8, "ffn_dim": 64},
+    "mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "nemotron": HEADS_OF_8,
+    "olmo": GROUPED,
+    "olmo2": GROUPED,
+    "olmoe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    "openai-gpt": {**GPT, **UNDROPPED},
+    "opt": {
+        **{**TOKENS, **HIDDEN, "ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 64},
+        **{"dropout": 0.0, "layerdrop": 0.0},
+    },
+    "persimmon": {**WIDE, **NO_DROPOUT},
+    "phi": WIDE,
+    "phi3": {**GROUPED, "resid_pdrop": 0.0},
+    "phimoe": {**GROUPED, **EXPERTS},
+    "qwen2": {**GROUPED, "tie_word_embeddings": True},
+    "qwen2_moe": {**GROUPED, **QWEN_EXPERTS},
+    "qwen3": {**HEADS_OF_8, "tie_word_embeddings": True},
+    "qwen3_moe": {**HEADS_OF_8, **QWEN_EXPERTS},
+    "recurrent_gemma": {**HEADS_OF_8, "lru_width": 32, "attention_window_size": 8, "num_hidden_layers": 3},
+    "rwkv": {**TOKENS, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 64},
+    "seed_oss": HEADS_OF_8,
+    "smollm3": GROUPED,
+    "stablelm": {**GROUPED, **NO_DROPOUT},
+    "starcoder2": {**GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "xglm": {
+        **{**TOKENS, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4},
+        **{"max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0},
+    },
+    "zamba2": {**GROUPED, "num_hidden_layers": 6, "mamba_d_state": 8, "n_mamba_heads": 4, "chunk_size": 8},
+}
+"""Small configurations of causal LMs by ``model_type``, without dropout, whose masks differ between the workers."""
+
+STRATEGIES = {
+    "ddp": "strategy=ddp",
+    "full_shard": "sharding=full_shard",
+    "hybrid_shard": "sharding=hybrid_shard fsdp.replicas=2",
+    "zero1": "zero_stage=1",
+    "zero2": "zero_stage=2",
+    "zero3": "zero_stage=3",
+}
+COMMON = (
+    *("dataset=synthetic", "dataset._target_=zoo_ranks.load", "trusted_packages=[zoo_ranks]"),
+    *("dataset.train_size=16", "dataset.eval_size=4", "dataset.max_length=24"),
+    *("train.micro_batch_size=2", "train.max_steps=3", "train.num_epochs=2", "train.log_every=1"),
+    *("train.learning_rate=1e-3", "train.measure_after_step=1", "train.save_model=false", "cluster.device=cpu"),
+)
+
+
+def write_config(folder: Path, kind: str, values: dict[str, Any]) -> Path:
+    """Write the ``config.json`` of a small model, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **values}))
+    return folder

@@ -1,0 +1,148 @@
+"""Train each ``DIR/<group>/<cell>/spec.json`` on forked gloo workers: ``python zoo_ranks.py DIR``.
+
+The cells of a group share one process group, until a cell fails: the next ones get a new group, because the workers of
+a failed one may wait for each other. A cell leaves ``record.json`` or ``error.txt``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distexp.config import DatasetConfig, ModelConfig
+from distexp.data.base import TaskData
+from distexp.data.text import TextCollate
+from distexp.distributed.process_group import join
+from distexp.runs.events import Events
+from distexp.runs.record import RunSpec
+from distexp.system.processes import die_with_parent, end_at_once
+from distexp.worker.rank import silence_libraries, train
+from tests.helpers.forked_ranks import preload_all
+from tests.helpers.zoo import VOCABULARY
+
+SECONDS_PER_CELL = 60
+TOKENS = range(3, VOCABULARY)
+
+
+class Uneven:
+    """Random tokens of different lengths, with labels on a random end of each sample."""
+
+    def __init__(self, samples: int, length: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = []
+        for size in torch.randint(4, length + 1, (samples,), generator=generator).tolist():
+            tokens = torch.randint(TOKENS.start, TOKENS.stop, (size,), generator=generator)
+            labels = tokens.clone()
+            labels[: int(torch.randint(1, size - 1, (1,), generator=generator))] = -100
+            self.rows.append({"input_ids": tokens, "labels": labels})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
+
+
+def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
+    """Load the data set: ``dataset._target_=zoo_ranks.load``."""
+    assert dataset.max_length is not None
+    assert dataset.train_size is not None
+    assert dataset.eval_size is not None
+    return TaskData(
+        task="causal_lm",
+        train=Uneven(dataset.train_size, dataset.max_length, seed),
+        evaluation=Uneven(dataset.eval_size, dataset.max_length, seed + 1),
+        collate=TextCollate(pad_id=2, length=dataset.max_length),
+        num_classes=VOCABULARY,
+    )
+
+
+def main() -> None:
+    """Run the groups one after the other."""
+    root = Path(sys.argv[1])
+    groups = sorted({path.parent.parent for path in root.glob("*/*/spec.json")})
+    preload_all([str(group) for group in groups])
+    importlib.import_module("transformers.modeling_utils")
+    for port, group in enumerate(groups, start=20_000 + os.getpid() % 20_000):
+        while waiting := [path.parent for path in sorted(group.glob("*/spec.json")) if not is_done(path.parent)]:
+            run_workers(waiting, port)
+            if not is_done(waiting[0]):
+                (waiting[0] / "error.txt").write_text("the workers ended without an error, or hung")
+
+
+def is_done(cell: Path) -> bool:
+    return (cell / "record.json").exists() or (cell / "error.txt").exists()
+
+
+def run_workers(cells: list[Path], port: int) -> None:
+    """Fork the workers of some cells, and wait for them."""
+    workers = RunSpec.read(cells[0]).world_size
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(workers), GROUP_RANK="0")
+    os.environ["LOCAL_WORLD_SIZE"] = str(workers)
+    sys.stdout.flush()
+    pids = {fork_worker(rank, cells) for rank in range(workers)}
+    deadline, failed_at = time.monotonic() + SECONDS_PER_CELL * len(cells), None
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            pids.discard(pid)
+            if status:
+                failed_at = failed_at or time.monotonic()
+        elif time.monotonic() > deadline or (failed_at and time.monotonic() > failed_at + 5):
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+            deadline, failed_at = float("inf"), None
+        else:
+            time.sleep(0.02)
+
+
+def fork_worker(rank: int, cells: list[Path]) -> int:
+    """Fork a worker, which trains the cells and never returns here; return its process id."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent=parent)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        log = os.open(cells[0].parent / f"rank_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        train_all(cells, rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def train_all(cells: list[Path], rank: int) -> None:
+    """Train the cells in one process group; write the error of the first one that fails, and end."""
+    torch.set_num_threads(1)
+    silence_libraries()
+    context = join(RunSpec.read(cells[0]), cells[0])
+    for cell in cells:
+        print(f"=== {cell.name}", flush=True)
+        try:
+            record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=rank == 0))
+        except Exception as error:
+            (cell / "error.txt").write_text(f"{type(error).__name__}: {error}")
+            raise
+        if rank == 0:
+            record.write(cell)
+    dist.destroy_process_group()
+    end_at_once(0)
+
+
+if __name__ == "__main__":
+    main()
