@@ -11,6 +11,7 @@ from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import validate_model
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
+from distexp.models.adapter import save_adapter
 from distexp.models.transforms import DROPOUT_ENDINGS
 from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import offline_if_unreachable
@@ -205,6 +206,12 @@ def save_model(
     logging.disable_progress_bar()  # each update would be a line in the log
     with torch.device("meta"):
         model: Any = build()
+    if hasattr(model, "peft_config"):
+        with replace_atomically(run_dir / MODEL) as folder:
+            save_adapter(model, state, folder)
+            if data.tokenizer is not None:  # In the folder itself, peft would cut the embedding to its size.
+                data.tokenizer.save(folder / "tokenizer")
+        return
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
     if data.tokenizer is not None:
