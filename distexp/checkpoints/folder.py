@@ -37,6 +37,7 @@ class CheckpointMeta:
     parameters: int
     checkpoint_format: str  # DistributedModel.checkpoint_format of the model that was saved
     world_size: int
+    base: str | None = None  # hash of the weights that are not in the checkpoint, because they are not trained
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:

@@ -15,6 +15,7 @@ from distexp.checkpoints.folder import CheckpointMeta, Checksums
 from distexp.config import Config, ConfigError, fields
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
+from distexp.models.blueprint import read_fingerprint
 from distexp.runs.record_sections import Built, RunError
 from distexp.strategies.base import DistributedModel
 from distexp.system import restricted_loading, seeding
@@ -32,6 +33,8 @@ class CheckpointManager:
         self.model, self.built, self.train, self.context = model, built, config.train, context
         self.settings = training_settings(config)
         self.logger, self.run_id = inputs.logger, inputs.run_id
+        # Rank 0 always has the weights before they are distributed.
+        self.base = gather_to_all(read_fingerprint(model.module))[0] if config.adapter.freezes_model else None
         self.global_batch = inputs.training.sharding.global_batch
         self.newest: int | None = None  # step of the newest checkpoint in the run directory that is known to be valid
 
@@ -140,6 +143,9 @@ class CheckpointManager:
         optimizer = disk.read_settings(folder).get("train.optimizer", self.train.optimizer)
         if optimizer != self.train.optimizer:  # Its states are others.
             wrong.append(f"train.optimizer is {optimizer} instead of {self.train.optimizer}")
+        if saved.base != self.base:
+            wrong.append("it has adapters of other frozen weights")
+        wrong += list(describe_changes(_adapter_of(disk.read_settings(folder)), _adapter_of(self.settings)))
         if wrong:
             raise ConfigError(
                 f"train.resume={self.train.resume} is a checkpoint of a different training ({'; '.join(wrong)}): "
@@ -160,6 +166,7 @@ class CheckpointManager:
             parameters=self.built.parameters,
             checkpoint_format=self.model.checkpoint_format,
             world_size=self.context.world_size,
+            base=self.base,
         )
 
     def _compute_checksums(self, folder: Path) -> Checksums:
@@ -201,7 +208,7 @@ def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.pt"
 
 
-SECTIONS = ("model", "dataset", "precision", "train")
+SECTIONS = ("model", "adapter", "dataset", "precision", "train")
 # Keys of these sections that do not change the training.
 UNRELATED = (
     *("model.keys", "model.init", "model.path"),  # the weights are those of the checkpoint
@@ -217,6 +224,11 @@ def training_settings(config: Config) -> dict[str, Any]:
     content = asdict(config)
     pairs = fields.flatten({section: content[section] for section in SECTIONS})
     return {key: value for key, value in pairs if key not in UNRELATED}
+
+
+def _adapter_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without which the adapters of a checkpoint have another meaning."""
+    return {key: settings[key] for key in ("adapter.rank", "adapter.alpha", "adapter.targets") if key in settings}
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:

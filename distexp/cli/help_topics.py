@@ -23,6 +23,7 @@ MIN_WIDTH, MAX_WIDTH = 50, 120
 GROUPS = {
     "model": "model to train",
     "dataset": "dataset to train on",
+    "adapter": "train adapters of a frozen model (LoRA)",
     "strategy": "how the model is distributed",
     "engine": "trainer, that is, the training loop",
     "sharding": "what FSDP shards",

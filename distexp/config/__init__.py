@@ -14,6 +14,7 @@ from distexp.config.schema import (
     register_schema,
 )
 from distexp.config.sections import (
+    AdapterConfig,
     ClusterConfig,
     DatasetConfig,
     ForecastConfig,
@@ -23,7 +24,7 @@ from distexp.config.sections import (
 from distexp.exceptions import ConfigError
 
 __all__ = [
-    "WHOLE_MODEL", "ClusterConfig", "Command", "Config", "ConfigError", "DatasetConfig", "ForecastConfig",
-    "KernelsConfig", "MeasureConfig", "ModelConfig", "PlanConfig", "PreflightConfig", "ScaleConfig", "StrategyConfig",
-    "TrackerConfig", "TrainConfig", "register_schema",
+    "WHOLE_MODEL", "AdapterConfig", "ClusterConfig", "Command", "Config", "ConfigError", "DatasetConfig",
+    "ForecastConfig", "KernelsConfig", "MeasureConfig", "ModelConfig", "PlanConfig", "PreflightConfig", "ScaleConfig",
+    "StrategyConfig", "TrackerConfig", "TrainConfig", "register_schema",
 ]  # fmt: skip

@@ -260,6 +260,7 @@ class Config:
     command: str = key("train", "Command of distexp that uses it, and that sets it.", choices=tuple(map(str, Command)))
     exercise: str | None = key(None, "Exercise whose table the report fills. Set by its preset.")
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
+    adapter: sections.AdapterConfig = field(default_factory=sections.AdapterConfig)
     dataset: sections.DatasetConfig = field(default_factory=sections.DatasetConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -122,6 +122,29 @@ class ModelConfig:
 
 
 @dataclass
+class AdapterConfig:
+    """Low-rank adapters (LoRA) that are trained in place of the weights of the model, by `peft`."""
+
+    name: str = key("none", "`lora`: train adapters, and freeze the model.", choices=("none", "lora"))
+    rank: int = key(8, "Rows of matrix A, and columns of matrix B, of each adapter.", at_least=1)
+    alpha: int = key(16, "Factor of the adapters is `alpha / rank`.", at_least=1)
+    dropout: float = key(0.0, "Dropout probability of the inputs of the adapters.", at_least=0, below=1)
+    targets: list[str] | None = key(
+        None, "Ends of the names of the layers with adapters, as in `[q_proj,v_proj]`.",
+        null="peft's choice for the architecture, else all linear layers of the blocks",
+    )  # fmt: skip
+    base_dtype: str | None = key(
+        None, "Data type in which the frozen weights are kept.", choices=("fp32", "bf16"),
+        null="bf16 with `precision=bf16`, else fp32",
+    )  # fmt: skip
+
+    @property
+    def freezes_model(self) -> bool:
+        """Return whether only adapters are trained."""
+        return self.name != "none"
+
+
+@dataclass
 class DatasetConfig:
     """The dataset to train on."""
 

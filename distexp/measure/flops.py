@@ -21,6 +21,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from distexp.config import Config, custom_code
 from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, Workload, to_device
 from distexp.models import blueprint, transforms
+from distexp.models.adapter import add_adapter
 from distexp.models.head import adapt_head
 
 CountFlops = Callable[[nn.Module, Mapping[str, Tensor]], int]  # FLOPs of a model on the meta device for its inputs
@@ -70,13 +71,15 @@ class FlopCounter:
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""
+        if self.config.adapter.freezes_model:  # Frozen weights have no gradient: that is one product less.
+            return self._rates(blueprint.count_training_flops, self._model)
         forward = self._rates(blueprint.count_forward_flops, self._model)
         return FlopRates(*(3 * rate for rate in astuple(forward)))  # a backward pass has two products for each one
 
     def executed_rates(self, model_rates: FlopRates) -> FlopRates:
         """Return the executed FLOPs of a forward and a backward pass."""
         train = self.config.train
-        trains_all = all(parameter.requires_grad for parameter in self._model.parameters())
+        trains_all = self.config.adapter.freezes_model or all(p.requires_grad for p in self._model.parameters())
         if model_rates.token and trains_all and not train.activation_checkpointing:
             return model_rates  # unlike that of a convolution, the input of an embedding has no gradient to skip
         model = self._build()
@@ -94,6 +97,7 @@ class FlopCounter:
         model_config = replace(self.config.model, attention="auto")
         build = partial(custom_code.locate(model_config._target_), model_config, self.data.num_classes)
         model = blueprint.build_empty(build, torch.device("meta"))[0].eval()
+        add_adapter(model, replace(self.config, adapter=replace(self.config.adapter, base_dtype="fp32")))
         adapt_head(model, replace(self.config.train, loss="full"))
         return model
 

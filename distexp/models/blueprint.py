@@ -5,6 +5,7 @@ sharded model is never whole on a device, and all strategies start from the same
 """
 
 import copy
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 from distexp.models.objective import get_logits
 from distexp.models.transforms import NamedModules
+
+HASHED_VALUES = 64
+"""About how many values of a weight are hashed. Two trainings of one architecture differ nearly everywhere."""
 
 
 class Blueprint:
@@ -58,6 +62,7 @@ class Blueprint:
         for module in self.model.modules():
             for attribute, tensor in _direct_tensors(module):
                 self._owners[id(tensor)].append((module, attribute))
+        self.model.frozen_fingerprint = self._hash_frozen()  # type: ignore[assignment]
 
     def _initial_weights(self, build: Callable[[], nn.Module]) -> dict[str, Tensor]:
         """Return the whole parameters and buffers by name, on the ranks that have them."""
@@ -68,6 +73,18 @@ class Blueprint:
     def _make_weights(self, model: nn.Module) -> dict[str, Tensor]:
         self._check(model)
         return {name: tensor.detach() for name, tensor in _named_tensors(model)}
+
+    def _hash_frozen(self) -> str | None:
+        """Return a hash of some values of each weight that is not trained; None on ranks without weights."""
+        frozen = [name for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+        if not frozen or not self._weights:
+            return None
+        digest = hashlib.sha256()
+        for name in frozen:
+            values = self._weights[name].flatten()
+            digest.update(name.encode())
+            digest.update(values[:: max(1, len(values) // HASHED_VALUES)].float().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
         """Give a module its parameters and buffers, in fp32 on this worker's device.
@@ -189,6 +206,18 @@ def _change_plain_tensors(model: nn.Module, change: Callable[[str, Tensor], Tens
 
 MAX_DEPTH = 3
 """Containers inside of each other in which tensors of a module are looked for."""
+
+
+def read_fingerprint(module: nn.Module) -> str | None:
+    """Return the hash of the weights that are not trained; None without any, and on ranks that never had them."""
+    found: str | None = getattr(getattr(module, "module", module), "frozen_fingerprint", None)
+    return found
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that are not trained; a shared one has all of its names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if not parameter.requires_grad}
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import causality_error, validate_model
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
+from distexp.models.adapter import save_adapter
 from distexp.models.blueprint import build_empty
 from distexp.models.objective import LOSS_SUM, get_logits
 from distexp.models.transforms import DROPOUT_ENDINGS
@@ -276,6 +277,12 @@ def save_model(
 
     logging.disable_progress_bar()  # each update would be a line in the log
     model: Any = build_empty(build, torch.device("meta"))[0]
+    if hasattr(model, "peft_config"):
+        with replace_atomically(run_dir / MODEL) as folder:
+            save_adapter(model, state, folder)
+            if data.tokenizer is not None:  # In the folder itself, peft would cut the embedding to its size.
+                data.tokenizer.save(folder / "tokenizer")
+        return
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
     if data.tokenizer is not None:

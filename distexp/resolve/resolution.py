@@ -250,6 +250,7 @@ DECISIONS: tuple[Step, ...] = (
     scaling_rules.shrink_global_batch,  # needs the number of workers
     scaling_rules.set_accumulation,  # needs the scaled micro-batch
     choose_profile_steps,
+    section_checks.set_adapter_defaults,
 )
 """Steps that set what the user left open. Each one relies on those before it."""
 
@@ -264,6 +265,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
     section_checks.check_checkpoint,
     section_checks.check_tracker,
     section_checks.check_plan,
+    section_checks.check_adapter,
     resources.check_device,
     resources.check_strategy,
     resources.check_trainer,

@@ -40,6 +40,8 @@ def _training_settings(config: Config) -> dict[str, Any]:
         holds_data = info_of(spec).path in ("file", "folder") or key == "dataset.path"
         if holds_data and path is not None and os.path.exists(path):
             settings[section][name] = fingerprint(path)
+    if not config.adapter.freezes_model:
+        del settings["adapter"]  # so that the ids of earlier runs stay
     _identify_model(config, settings["model"])
     _remove_unchanged(settings)
     train = settings["train"]
@@ -75,6 +77,8 @@ def _remove_unchanged(settings: dict[str, Any]) -> None:
         if not info.id_if_changed:
             continue
         section, _, name = key.rpartition(".")
+        if section not in settings:
+            continue
         if settings[section][name] == (spec.default if info.reference is None else info.reference):
             del settings[section][name]
         if "keys" in settings[section]:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distexp.checkpoints.folder import candidates, suggest
-from distexp.config import Config, model_checks
+from distexp.config import AdapterConfig, Config, model_checks
 from distexp.config.custom_code import check_target
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields
@@ -89,6 +89,43 @@ def check_lengths(config: Config) -> Iterator[str]:
         yield (
             f"dataset.packing=true is not supported by model={model.name} with model.attention={model.attention}: use "
             "model.attention=sdpa, or flex on a GPU"
+        )
+
+
+def set_adapter_defaults(config: Config) -> None:
+    """Keep frozen weights in bf16 if the computation is in bf16. It would round them in each step anyway."""
+    adapter = config.adapter
+    if adapter.freezes_model and adapter.base_dtype is None:
+        adapter.base_dtype = "bf16" if config.precision.name == "bf16" else "fp32"
+
+
+def check_adapter(config: Config) -> Iterator[str]:
+    """Yield an error for each setting that adapters exclude, or that has no effect without them."""
+    adapter, default = config.adapter, AdapterConfig()
+    if not adapter.freezes_model:
+        for key, value in vars(adapter).items():
+            if value != vars(default)[key]:
+                yield f"adapter.{key}={value} has no effect with adapter=none: add adapter=lora, or leave it out"
+        return
+    if find_spec("peft") is None:
+        yield "adapter=lora needs the library peft: pip install 'distexp[adapters]', or choose adapter=none"
+    if config.engine.name != "native":
+        yield f"adapter=lora is not supported by engine={config.engine.name}: use engine=native"
+    if adapter.base_dtype == "bf16" and config.precision.name != "bf16":
+        yield (
+            f"adapter.base_dtype=bf16 is for precision=bf16, but this run has precision={config.precision.name}: use "
+            "precision=bf16 or adapter.base_dtype=fp32"
+        )
+    if config.train.save_model and config.model.init == "random":
+        yield (
+            "train.save_model=true saves only the adapters with adapter=lora, which are of no use without the weights "
+            "of the model, and these are lost with model.init=random: use model.init=pretrained, or "
+            "train.save_model=false"
+        )
+    if config.model._target_ == "distexp.models.resnet.build" and adapter.targets is None:
+        yield (
+            f"adapter=lora needs linear layers in the blocks, but those of model={config.model.name} are convolutions: "
+            "name layers, as in adapter.targets=[fc], or choose adapter=none"
         )
 
 

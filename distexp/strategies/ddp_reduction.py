@@ -43,7 +43,7 @@ class StepWeights:
             if isinstance(owner, _BatchNorm):
                 continue
             for name, master in owner.named_parameters(recurse=False, remove_duplicate=False):
-                if master.is_floating_point():
+                if master.is_floating_point() and master.dtype != dtype:  # frozen weights may be in 16 bits already
                     self._owners.append((owner, name, master, self._shared_copy(master)))
         self._install(copies=True)
 

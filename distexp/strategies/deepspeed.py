@@ -97,6 +97,11 @@ class DeepSpeed(Strategy):
                 f"train.compile={typed} does not work with zero_stage=3, which gathers parameters in module hooks: "
                 "choose zero_stage=0,1,2 or train.compile=false"
             )
+        if config.adapter.base_dtype == "fp32" and config.precision.name == "bf16" and stage:
+            errors.append(
+                f"adapter.base_dtype=fp32 is not supported by zero_stage={stage} with precision=bf16, because "
+                "DeepSpeed keeps all weights in bf16: use adapter.base_dtype=bf16, or zero_stage=0"
+            )
         return [*errors, *conflicts(config)]
 
     def main_option(self, config: Config) -> str:

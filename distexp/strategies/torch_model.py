@@ -16,7 +16,7 @@ from distexp.config import WHOLE_MODEL, Config, ConfigError
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers, gather_to_all
-from distexp.models.blueprint import persistent_buffers
+from distexp.models.blueprint import frozen_names, persistent_buffers
 from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import explained_compilation
 from distexp.runs.record_sections import Built
@@ -80,6 +80,7 @@ class TorchModel:
         self.copies = weights
         self.reduces_masters = isinstance(module, DistributedDataParallel)  # by MasterReduction
         self.compiled = config.train.compiled
+        self.only_trained = config.adapter.freezes_model  # in checkpoints and exported weights
         dtype = DTYPES[config.precision.name]
         needs_autocast = autocast and weights is None and dtype != torch.float32
         self.autocast = torch.autocast(context.device.type, dtype, enabled=needs_autocast)
@@ -176,12 +177,13 @@ class TorchModel:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter and buffer, unsharded, on this rank's device; a collective."""
         with self._masters():
-            yield from unsharded_weights(self.module, self.device)
+            yield from unsharded_weights(self.module, self.device, only_trained=self.only_trained)
 
     @property
     def checkpoint_format(self) -> str:
         """Return the format, which does not depend on the number of workers. With fp16 it includes the loss scale."""
-        return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "")
+        adapters = ", adapters only" if self.only_trained else ""
+        return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "") + adapters
 
     def _state(self) -> dict[str, Any]:
         """Return model and optimizer state; the shards are DTensors."""
@@ -189,6 +191,8 @@ class TorchModel:
 
         with self._masters():
             model, optimizer = get_state_dict(self.module, self.optimizer)
+            for name in frozen_names(_unwrapped(self.module)) if self.only_trained else ():
+                model.pop(name)
         scaler = {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
         return {"model": model, "optimizer": optimizer, **scaler}
 
@@ -202,7 +206,7 @@ class TorchModel:
 
     def load(self, folder: Path) -> None:
         """Read this rank's part of a checkpoint that any number of ranks wrote."""
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
         from distexp.system.restricted_loading import DataReader
@@ -215,7 +219,11 @@ class TorchModel:
             load(state, storage_reader=DataReader(folder))
             with self._masters():
                 set_state_dict(
-                    self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                    self.module,
+                    self.optimizer,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                    options=StateDictOptions(strict=not self.only_trained),
                 )
         optimizers.restore_kernel(self.optimizer, fused=fused)
         if self.copies is not None:
@@ -239,9 +247,12 @@ class TorchModel:
 
 
 @torch.no_grad()
-def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and full value of each parameter and persistent buffer; a collective."""
+def unsharded_weights(
+    module: nn.Module, device: torch.device, *, only_trained: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and full value of each parameter, or each trained one, and persistent buffer; a collective."""
     unwrapped = _unwrapped(module)
+    skipped = frozen_names(unwrapped) if only_trained else set()
     # After an evaluation some are still gathered, and with mixed precision these are copies in 16 bits.
     from torch.distributed.fsdp import FSDPModule
 
@@ -249,6 +260,8 @@ def unsharded_weights(module: nn.Module, device: torch.device) -> Iterator[tuple
         if isinstance(part, FSDPModule):
             part.reshard()
     for name, tensor in [*unwrapped.named_parameters(), *persistent_buffers(unwrapped)]:
+        if name in skipped:
+            continue
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
         yield name, (local.full_tensor() if isinstance(local, DTensor) else local).contiguous()
@@ -307,6 +320,7 @@ def describe(
         compute_dtype=dtype_name(distribution.compute_dtype or autocast_dtype or parameters[0].dtype),
         optimizer=type(optimizer).__name__,
         parameters=sum(p.numel() for p in parameters),
+        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         blocks_per_unit=distribution.blocks_per_unit,
         communication_dtype=dtype_name(distribution.communication_dtype) if distribution.communication_dtype else None,
     )

@@ -21,6 +21,7 @@ from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoade
 from distexp.distributed.context import Context
 from distexp.models import blueprint as introspection
 from distexp.models import head, hf, transforms
+from distexp.models.adapter import add_adapter
 from distexp.models.blueprint import Blueprint
 from distexp.strategies.base import load_strategy
 from distexp.training import generation, inputs
@@ -111,7 +112,7 @@ def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
         check_returned(model, nn.Module, f"model._target_={target}")
         if type(model).forward is nn.Module.forward and "forward" not in vars(model):
             raise ConfigError(f"model._target_={target} returned a module without forward(): add it, as in {PAGE}")
-        return model
+        return add_adapter(model, config)
 
     return build_checked
 
@@ -120,7 +121,7 @@ def build_model(
     config: Config, data: TaskData, context: Context, blueprint_class: type[Blueprint] = Blueprint
 ) -> Blueprint:
     """Return the model, not distributed, without memory for its weights."""
-    make, key = model_factory(config, data), weights_key(config.model, data)
+    make, key = model_factory(config, data), weights_key(config, data)
     is_checked = config.model.task == "causal_lm" and config.model._target_ not in model_checks.ATTENTIONS
     check: dict[str, Any] = {"check": partial(hf.check_causal, model=config.model)} if is_checked else {}
     blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key, **check)
@@ -148,11 +149,13 @@ def _check_positions(model: nn.Module, config: Config) -> None:
         )
 
 
-def weights_key(model: ModelConfig, data: TaskData) -> str | None:
+def weights_key(config: Config, data: TaskData) -> str | None:
     """Return what random weights depend on; None: they are read, or made by custom code. Attention has none."""
+    model = config.model
     if model.init != "random" or not model._target_.startswith("distexp."):
         return None
-    return json.dumps([asdict(replace(model, attention="auto")), data.num_classes], sort_keys=True)
+    adapter = [asdict(config.adapter)] if config.adapter.freezes_model else []
+    return json.dumps([asdict(replace(model, attention="auto")), data.num_classes, *adapter], sort_keys=True)
 
 
 MAX_EPOCHS = 10  # Epochs whose batches are compared. More would take time and find hardly larger ones.

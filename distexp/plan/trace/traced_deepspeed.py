@@ -66,8 +66,8 @@ def build_zero(
 ) -> ZeroStage0 | zero12.ZeroOneTwo | ZeroThree:
     """Return the gradients and states of the stage of a configuration."""
     settings: dict[str, Any] = ds_config.effective_config(config, config.cluster.world_size)
-    sizes = [parameter.numel() for parameter in module.parameters()]
-    ds_config.fit_buckets(settings, sum(sizes), max(sizes))
+    sizes, trained = ds_initialization.parameter_sizes(module)
+    ds_config.fit_buckets(settings, sum(sizes), max(sizes), sum(trained))
     stage = settings["zero_optimization"]["stage"]
     if stage == 0:
         return ZeroStage0(module, config, settings, buffers)
@@ -90,7 +90,7 @@ def initialize_weights(blueprint: Blueprint, dtype: torch.dtype, partitions: Par
 def restore_masters(module: nn.Module, device: torch.device) -> None:
     """Allocate as ``ds_initialization.restore_masters``: a weight in fp32, while the one before is there."""
     value = None
-    for parameter in module.parameters():
+    for parameter in filter(lambda each: each.requires_grad, module.parameters()):
         value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     del value
 

@@ -18,7 +18,9 @@ from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, is_withi
 DISTURBED, EQUAL = "disturbed", "~1"  # what stands for a ratio that may not be ranked
 Key = TypeVar("Key")
 Settings = Mapping[str, Any]
-KERNELS_DEPEND_ON = ("kernels", "strategy", "zero_stage", "engine", "model", "dataset", "precision", "device")
+KERNELS_DEPEND_ON = (
+    *("kernels", "strategy", "zero_stage", "engine", "model", "adapter", "dataset", "precision", "device"),
+)
 """Settings that decide what ``kernels=fast`` chooses."""
 
 

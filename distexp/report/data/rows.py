@@ -314,6 +314,6 @@ def is_strategy_option(name: str) -> bool:
 def usual_order() -> tuple[str, ...]:
     """Return the settings that come first in tables, in their order."""
     return (
-        *("model", "dataset", "engine", "strategy", *strategy_groups(), "offload", "precision", "kernels", "scaling"),
-        *("device", "gpu", "nodes", WORKERS),
+        *("model", "adapter", "dataset", "engine", "strategy", *strategy_groups(), "offload", "precision", "kernels"),
+        *("scaling", "device", "gpu", "nodes", WORKERS),
     )

@@ -129,14 +129,18 @@ MAX_BUCKET_ELEMENTS, MAX_PREFETCH_ELEMENTS, MAX_PERSISTENT_ELEMENTS = 500_000_00
 """DeepSpeed's defaults for all models. With the last one, stage 3 would shard no parameter of a small model."""
 
 
-def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict[str, int]:
+def fit_buckets(settings: dict[str, Any], parameters: int, largest: int, trained: int | None = None) -> dict[str, int]:
     """Set bucket sizes that the user left open in an ``effective_config`` to a sixteenth of the model; return them.
 
-    DeepSpeed's default of 500 million elements can take more memory than a stage saves on a model of that size.
+    DeepSpeed's default of 500 million elements can take more memory than a stage saves on a model of that size. Only
+    the gradients of ``trained`` parameters are reduced, by default all.
     """
     zero = settings["zero_optimization"]
-    even = parameters + parameters % 2  # DeepSpeed refuses an odd bucket, and a larger one than the model is useless.
-    bucket = min(max(parameters // 16, MIN_BUCKET_ELEMENTS), MAX_BUCKET_ELEMENTS, even)
+    bucket, gathered = (
+        # DeepSpeed refuses an odd bucket, and a larger one than the model is useless.
+        min(max(elements // 16, MIN_BUCKET_ELEMENTS), MAX_BUCKET_ELEMENTS, elements + elements % 2)
+        for elements in (parameters if trained is None else trained, parameters)
+    )
     fitting = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if zero["stage"] == 0:
         fitting = {}
@@ -144,7 +148,7 @@ def fit_buckets(settings: dict[str, Any], parameters: int, largest: int) -> dict
         live = max(largest, parameters // 4)
         fitting = {
             "reduce_bucket_size": bucket,
-            "stage3_prefetch_bucket_size": min(bucket, MAX_PREFETCH_ELEMENTS),
+            "stage3_prefetch_bucket_size": min(gathered, MAX_PREFETCH_ELEMENTS),
             "stage3_param_persistence_threshold": min(parameters // 100, MAX_PERSISTENT_ELEMENTS),
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,

@@ -29,13 +29,19 @@ def build_settings(blueprint: Blueprint, config: Config, context: Context) -> di
     """Return the ds_config of a model; rank 0 writes it to the run directory."""
     check_dimensions(blueprint.model, "DeepSpeed")
     settings = effective_config(config, context.world_size)
-    sizes = [parameter.numel() for parameter in blueprint.model.parameters()]
-    fitted = fit_buckets(settings, sum(sizes), max(sizes))
+    sizes, trained = parameter_sizes(blueprint.model)
+    fitted = fit_buckets(settings, sum(sizes), max(sizes), sum(trained))
     if context.rank == 0:
         write_json(context.run_dir / DS_CONFIG, settings)
         if fitted:
-            print(f"note: {describe_buckets(fitted, sum(sizes))}", flush=True)
+            print(f"note: {describe_buckets(fitted, sum(trained))}", flush=True)
     return settings
+
+
+def parameter_sizes(module: nn.Module) -> tuple[list[int], list[int]]:
+    """Return the elements of each parameter, and of each trained one."""
+    parameters = list(module.parameters())
+    return [p.numel() for p in parameters], [p.numel() for p in parameters if p.requires_grad]
 
 
 def restore_masters(engine: Any, blueprint: Blueprint) -> None:
@@ -48,6 +54,8 @@ def restore_masters(engine: Any, blueprint: Blueprint) -> None:
 
     unpartitioned = unpartitioned_masters(engine)
     for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue  # It has no master.
         shape = getattr(parameter, "ds_shape", parameter.shape)
         value = blueprint.get_tensor(name, torch.empty(shape, dtype=torch.float32, device="meta"))
         if (master := unpartitioned.get(id(parameter))) is not None:
@@ -75,8 +83,8 @@ def unpartitioned_norm(engine: Any) -> Tensor:
     return clip_gradients(engine.module.parameters(), limit=None)
 
 
-def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and full value of each parameter and persistent buffer; a collective."""
+def unpartitioned_weights(engine: Any, *, only_trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and full value of each parameter, or each trained one, and persistent buffer; a collective."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -84,7 +92,7 @@ def unpartitioned_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in engine.module.named_parameters():
         if partitioned and parameter.requires_grad:
             yield name, safe_get_full_fp32_param(parameter).detach()
-        else:
+        elif parameter.requires_grad or not only_trained:
             master = unpartitioned.get(id(parameter), parameter)
             with GatheredParameters([master], enabled=hasattr(master, "ds_id")):  # at stage 3, if it is not trained
                 full = master.detach().to(torch.float32, copy=True)
@@ -153,6 +161,7 @@ def describe(engine: Any, *, trainer: str = "native") -> Built:
         compute_dtype=dtype_name(engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else compute_dtype),
         optimizer=name if inner is None or inner is optimizer else f"{name}({type(inner).__name__})",
         parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+        trained_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad),
     )
 
 

@@ -38,6 +38,7 @@ class DeepSpeedModel:
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, settings: dict[str, Any]) -> None:
         self.config, self.context = config, context
         self.task, self.world_size, self.is_first_step = config.model.task, context.world_size, True
+        self.only_trained = config.adapter.freezes_model  # in checkpoints and exported weights
         ds_initialization.initialize_weights(blueprint, config, settings)
         self.module, *_ = deepspeed.initialize(
             model=blueprint.model,
@@ -94,24 +95,29 @@ class DeepSpeedModel:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter (its fp32 master, if any) and buffer; a collective."""
-        return ds_initialization.unpartitioned_weights(self.module)
+        return ds_initialization.unpartitioned_weights(self.module, only_trained=self.only_trained)
 
     @property
     def checkpoint_format(self) -> str:
         """Return the format, which depends on stage, precision and number of workers."""
         stage, precision = self.module.zero_optimization_stage(), self.config.precision.name
-        return f"deepspeed, zero_stage={stage}, {precision}, {self.world_size} workers"
+        adapters = ", adapters only" if self.only_trained else ""
+        return f"deepspeed, zero_stage={stage}, {precision}, {self.world_size} workers{adapters}"
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint with DeepSpeed's ``save_checkpoint``."""
-        self.module.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        self.module.save_checkpoint(
+            str(folder), tag=TAG, save_latest=False, exclude_frozen_parameters=self.only_trained
+        )
 
     def load(self, folder: Path) -> None:
         """Read weights and fp32 masters with DeepSpeed's ``load_checkpoint``."""
         optimizer = self.module.optimizer
         clipping = getattr(optimizer, "clip_grad", None)
         with safe_globals(ds_initialization.checkpoint_classes()), keep_hyperparameters(optimizer):
-            found, _ = self.module.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
+            found, _ = self.module.load_checkpoint(
+                str(folder), tag=TAG, load_lr_scheduler_states=False, load_module_strict=not self.only_trained
+            )
         if clipping is not None:  # Stages 1 and 2 read it from the checkpoint.
             optimizer.clip_grad = clipping
         if found is None:
