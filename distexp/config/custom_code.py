@@ -1,17 +1,19 @@
-"""Checks of custom classes, and one-sentence errors of the code in them."""
+"""Checks of custom classes, one-sentence errors of the code in them, and what identifies its version."""
 
+import hashlib
 import importlib
 import inspect
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from distexp.config import ConfigError
+from distexp.config import Config, ConfigError
 from distexp.exceptions import first_line
 from distexp.system.files import PACKAGE
 
@@ -166,4 +168,34 @@ def locate(target: str) -> Any:
             f"_target_={target} is {describe_type(found)}, which cannot be called: name a function or class, as in "
             f"{PAGE}"
         )
+    return found
+
+
+def custom_packages(config: Config) -> list[str]:
+    """Return the packages outside of distexp whose code a training depends on."""
+    targets = (config.model._target_, config.dataset._target_, config.strategy._target_)
+    return sorted({target.partition(".")[0] for target in targets} - {"distexp"})
+
+
+@lru_cache(maxsize=16)
+def package_hash(name: str) -> str:
+    """Return a hash of the names, sizes and times of a package's modules, which are not imported."""
+    digest = hashlib.sha256(name.encode())
+    with suppress(ImportError, ValueError, OSError):  # The process that traces reports what cannot be imported.
+        spec = find_spec(name)
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        modules = [Path(spec.origin)] if spec and spec.origin else []
+        for path in sorted({*modules, *(path for folder in folders for path in Path(folder).rglob("*.py"))}):
+            found = path.stat()
+            digest.update(f"{path}:{found.st_size}:{found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def library_versions() -> dict[str, str]:
+    """Return the versions of the installed libraries."""
+    found = {}
+    for name in ("torch", "transformers", "deepspeed"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     return found

@@ -131,6 +131,10 @@ class KernelsConfig:
         "reference", "`fast` sets keys that are null, for model, strategy and device. `reference`: none.",
         choices=("reference", "fast"),
     )  # fmt: skip
+    compile: str | None = key(
+        None, "What `fast` chose first for `train.compile`. Set by distexp.", null="it was typed, or is false",
+    )  # fmt: skip
+    compile_note: str = key("", "Why `fast` chose another `train.compile` than its first choice. Set by distexp.")
 
 
 @dataclass

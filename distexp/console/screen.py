@@ -100,8 +100,16 @@ class LiveRun:
             self._print(f"epoch {event['epoch']}: {losses}")
         elif "exact_match" in event:
             self._print(f"answers: {format_answer_scores(event['exact_match'], event['f1'])}")
+        elif "compiling" in event:
+            self._show_compilation(f"train.compile={event['compiling']}, {event['elapsed_s']:.0f} s")
         elif "phase" in event and self.progress is not None and self.task is not None:
             self.progress.update(self.task, description=event["phase"], total=self.total_steps)
+
+    def _show_compilation(self, text: str) -> None:
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, latest=text)
+        else:
+            self._print(f"compiling {text}")
 
     def _show_step(self, metrics: dict[str, Any]) -> None:
         latest = f"loss {format_loss(metrics['loss'])}  {metrics['samples_per_second']:,.1f} samples/s"

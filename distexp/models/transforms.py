@@ -15,6 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
+from distexp.exceptions import first_line
+from distexp.runs.texts import out_of_memory_status
 from distexp.system.torch_internals import compilation
 
 BACKEND = "inductor"
@@ -83,17 +85,30 @@ def read_compiled(module: nn.Module) -> str:
     return "blocks" if any(compilation.compiler_settings(module) is not None for module in model.modules()) else "none"
 
 
+class CompilationError(ConfigError):
+    """A model that torch cannot compile. ``cause`` is torch's reason, without a hint."""
+
+    def __init__(self, scope: str, cause: str) -> None:
+        self.cause = cause
+        is_whole = scope in WHOLE_MODEL
+        needed = "needs a model that torch compiles as one graph" if is_whole else "needs blocks that torch compiles"
+        smaller = "blocks" if is_whole else "false"
+        super().__init__(
+            f"train.compile={scope} {needed}, but {cause}. Use train.compile={smaller}, or kernels=fast without "
+            "train.compile, which tries what compiles"
+        )
+
+
 @contextmanager
 def explained_compilation(scope: str) -> Iterator[None]:
-    """Raise ConfigError if torch cannot compile the whole model as one graph."""
+    """Raise CompilationError if torch cannot compile the code, but not if memory is full."""
     try:
         yield
     except compilation.compile_errors() as error:
-        summary = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"train.compile={scope} needs a model that torch compiles as one graph, but {type(error).__name__}: "
-            f"{summary}. Use train.compile=blocks"
-        ) from error
+        summary = first_line(error)
+        if out_of_memory_status(type(error).__name__, str(error)) is not None:
+            raise
+        raise CompilationError(scope, f"{type(error).__name__}: {summary.rstrip('.')}") from error
 
 
 def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:

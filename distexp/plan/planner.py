@@ -10,17 +10,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
 from distexp import __version__
 from distexp.config import Config, TrainConfig
+from distexp.config.custom_code import custom_packages, library_versions, package_hash
 from distexp.exceptions import InterruptedRunError
 from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.plan.estimate import Estimate, simulated_nodes
@@ -215,36 +214,6 @@ def code_hash() -> str:
         for path in sorted((files.PACKAGE / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def custom_packages(config: Config) -> list[str]:
-    """Return the packages outside of distexp whose code an estimate depends on."""
-    targets = (config.model._target_, config.dataset._target_, config.strategy._target_)
-    return sorted({target.partition(".")[0] for target in targets} - {"distexp"})
-
-
-@lru_cache(maxsize=16)
-def package_hash(name: str) -> str:
-    """Return a hash of the names, sizes and times of a package's modules, which are not imported."""
-    digest = hashlib.sha256(name.encode())
-    with suppress(ImportError, ValueError, OSError):  # The process that traces reports what cannot be imported.
-        spec = find_spec(name)
-        folders = list(spec.submodule_search_locations or ()) if spec else []
-        modules = [Path(spec.origin)] if spec and spec.origin else []
-        for path in sorted({*modules, *(path for folder in folders for path in Path(folder).rglob("*.py"))}):
-            found = path.stat()
-            digest.update(f"{path}:{found.st_size}:{found.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
-@lru_cache(maxsize=1)
-def library_versions() -> dict[str, str]:
-    """Return the versions of the installed libraries."""
-    found = {}
-    for name in ("torch", "transformers", "deepspeed"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def job_path(folder: Path, number: int) -> Path:

@@ -14,7 +14,7 @@ from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.config.fields import info_of
 from distexp.config.keys import check_values, conf_dir, get_value, schema_fields, set_value, speed_references
 from distexp.config.model_checks import ATTENTIONS, model_errors, several_lengths, unused_key_errors
-from distexp.resolve import resources, scaling_rules, section_checks
+from distexp.resolve import compile_results, resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
 
@@ -25,9 +25,11 @@ MAX_GPU_BYTES = 4 * 10**9
 def choose_kernels(config: Config) -> None:
     """Set the keys that are null: to what ``fast`` chooses, or else to the reference."""
     chosen = fast_values(config) if config.kernels.name == "fast" else {}
+    is_typed = config.train.compile is not None
     for key, reference in speed_references().items():
         if get_value(config, key) is None:
             set_value(config, key, chosen.get(key, reference))
+    config.kernels.compile = None if is_typed or not config.train.compile else config.train.compiled
     if config.kernels.name == "fast" and config.model.attention == "auto":
         config.model.attention = _attention(config)
 
@@ -251,6 +253,7 @@ DECISIONS: tuple[Step, ...] = (
     scaling_rules.set_accumulation,  # needs the scaled micro-batch
     choose_profile_steps,
     section_checks.set_adapter_defaults,
+    compile_results.use_results,  # needs the scaled model
 )
 """Steps that set what the user left open. Each one relies on those before it."""
 

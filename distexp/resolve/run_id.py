@@ -45,6 +45,8 @@ def _training_settings(config: Config) -> dict[str, Any]:
     _identify_model(config, settings["model"])
     _remove_unchanged(settings)
     train = settings["train"]
+    if config.kernels.compile is not None:  # What compiles may become known later, and does not change the training.
+        train["compile"] = config.kernels.compile
     # A searched micro-batch is no part of the id, so that all machines give one id. Then the global batch is one.
     size = "gradient_accumulation_steps" if searches_micro_batch(config) else "global_batch_size"
     for key in ("checkpoint_every", "profile_steps", "micro_batch_search_s", size):

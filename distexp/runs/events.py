@@ -45,7 +45,7 @@ class Events:
         self.set_phase("setup")
 
     def set_phase(self, phase: str, **content: Any) -> None:
-        """Mark the start of a phase: search, preflight, setup, warmup, train, profile, eval, save or done."""
+        """Mark the start of a phase: compiling, search, preflight, setup, warmup, train, profile, eval, save, done."""
         self.phase = phase
         self.advance()
         self.emit(phase=phase, **content)

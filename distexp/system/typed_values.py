@@ -175,11 +175,14 @@ def texts_of(entry: Mapping[str, Any], key: str) -> list[str]:
     return [text for text in listed if isinstance(text, str) and text]
 
 
-UNCOUNTED_CPU_PHASES = frozenset({"search", "profile", "done"})
+TRIAL_PHASES = ("compiling", "search")
+"""Phases before a training, in which other processes try something."""
+
+UNCOUNTED_CPU_PHASES = frozenset({*TRIAL_PHASES, "profile", "done"})
 """Phases that do not count for CPU memory.
 
-The search tries sizes that are not chosen, and the profiler needs memory itself. In ``done`` the processes end, so
-memory that they shared may count several times.
+The trials are no part of the training, and the profiler needs memory itself. In ``done`` the processes end, so memory
+that they shared may count several times.
 """
 
 

@@ -39,14 +39,15 @@ from distexp.system.torch_internals.compilation import read_activation_budget
 from distexp.training import build, generation, watchers
 from distexp.training.inputs import StepPlan, TrainingInputs
 from distexp.training.metrics_logger import MetricsLogger
-from distexp.worker import compile_cache, size_search
+from distexp.worker import compile_cache, compile_trial, size_search
 
 
 def run_rank(run_dir: Path, events: Events, started: float, *, launched: bool) -> None:
     """Train, and write the result on rank 0: for the launcher if there is one, otherwise as the record itself."""
     silence_libraries()
     spec = RunSpec.read(run_dir)
-    spec, store = size_search.find_micro_batch(spec, run_dir, events)
+    spec, connection = compile_trial.choose_compile(spec, run_dir, events)
+    spec, store = size_search.find_micro_batch(spec, run_dir, events, connection)
     torch.set_num_threads(spec.config.cluster.cpus_per_worker or 1)
     context = join(spec, run_dir, store, overhead_mib=load_strategy(spec.config).total_overhead_mib(spec.config))
     rank, address = f"rank {context.rank} of {context.world_size}", "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
@@ -130,10 +131,13 @@ def run_trainer(config: Config, data: TaskData, inputs: TrainingInputs) -> tuple
     context = inputs.logger.context
     make_model = partial(build.build_model, config, data, context)
     try:
-        returned = load_trainer(config).train(make_model, config, context, inputs)
-    except BaseException:
+        with transforms.explained_compilation(config.train.compiled):
+            returned = load_trainer(config).train(make_model, config, context, inputs)
+    except BaseException as error:
         with suppress(Exception):  # A broken device must not hide the error.
             inputs.logger.watchers.stop()
+        if isinstance(error, transforms.CompilationError) and config.kernels.compile is not None:
+            raise compile_trial.later_failure(config, error) from error
         raise
     custom_code.check_returned(returned, tuple, f"engine._target_={config.engine._target_}: train()")
     return returned

@@ -3,51 +3,48 @@
 import hashlib
 import json
 import os
-import signal
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distexp.config import Config, ConfigError
+from distexp.config import Config
 from distexp.config.model_checks import divisors, samples_per_worker, searches_micro_batch, with_micro_batch
 from distexp.data.base import TaskData
 from distexp.distributed.context import Context
-from distexp.distributed.process_group import Store, join, open_store, sub_store
-from distexp.runs import run_state, texts
+from distexp.distributed.process_group import Store, open_store, sub_store
+from distexp.runs import run_state
 from distexp.runs.events import Events
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import make_environment
-from distexp.runs.run_dir import MICRO_BATCH, SEARCH_LOG
+from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, MicroBatchSearch, TriedSize, describe_search
 from distexp.strategies.base import load_strategy
-from distexp.system import cgroups, processes, seeding, typed_values, units
+from distexp.system import cgroups, typed_values, units
 from distexp.system.cache_dir import cache_dir
 from distexp.training.build import build_model, load_data
-from distexp.worker.__main__ import redirect_output
-from distexp.worker.compile_cache import use_compile_cache
+from distexp.worker.forked_trial import LATE, LONGEST, ForkedTrial, ran_out_of_memory
 from distexp.worker.size_trial import SizeSearch, SizeTrials, config_of_round, micro_batches_per_step
 
 
-def find_micro_batch(spec: RunSpec, run_dir: Path, events: Events) -> tuple[RunSpec, Store | None]:
+def find_micro_batch(
+    spec: RunSpec, run_dir: Path, events: Events, connection: Store | None = None
+) -> tuple[RunSpec, Store | None]:
     """Return the run with a number as its micro-batch size, and the store to join; None: a new one.
 
     All ranks must call it, before they use a GPU. Without ``auto`` it changes nothing. If no size fits, it raises
     torch.OutOfMemoryError on a GPU and MemoryError on a CPU.
     """
     if not searches_micro_batch(spec.config) or spec.config.is_preflight:
-        return spec, None
+        return spec, None if connection is None else sub_store("training", connection)
     events.set_phase("search")
-    connection = open_store(spec)
+    connection = connection or open_store(spec)
     is_rank_0 = os.environ["RANK"] == "0"
     path = stored_path(spec.config)
     search = _share(connection, "stored", read_stored(path, samples_per_worker(spec.config)) if is_rank_0 else None)
@@ -96,7 +93,7 @@ def run_search(spec: RunSpec, run_dir: Path, connection: Store) -> MicroBatchSea
     done: SizeSearch | None = None
     while done is None or (done.next_size() is not None and _may_continue(done, connection, deadline)):
         tried = done.tried if done else []
-        done = Round(spec, run_dir, round_store(connection, tried), tried).run(deadline)
+        done = Round(spec, run_dir, sub_store(round_prefix(tried), connection), tried).run(deadline)
     seconds, complete = time.monotonic() - started, done.next_size() is None
     return MicroBatchSearch(done.choose(), list(done.tried), seconds, skipped=done.too_large(), complete=complete)
 
@@ -179,30 +176,24 @@ def store(search: MicroBatchSearch, path: Path) -> None:
         print(f"note: the micro-batch size cannot be stored in {path} ({error.strerror})", flush=True)
 
 
-# Processes that try micro-batch sizes: one per rank, in a separate process group.
-#
-# A rank that runs out of memory leaves the others in a collective, from which nothing could free them. So each rank
-# forks a process for the trials and waits for it. If one of them ends, all ranks end theirs. The ranks themselves use
-# no GPU until the search is over, so the training starts in a clean process.
+# Rounds of trials, each in processes of ``distexp.worker.forked_trial``.
 
-LONGEST = timedelta(days=1)  # Timeout for a message of another rank. The agents end a run that hangs earlier.
-MEMORY_CODE = 77  # exit code of a process that ran out of memory
 SAVED = "whole saves MiB"  # key of the store: ``SizeSearch.whole_saves_mib``
-LATE = "late"  # key of a store: rank 0 ended the round after the deadline
-
-
-class SearchError(RuntimeError):
-    """A process that tried micro-batch sizes failed, and not for lack of memory."""
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(ForkedTrial):
     """Processes that try sizes until one runs out of memory, or the next size needs other processes."""
 
-    spec: RunSpec
-    run_dir: Path
-    store: Store  # ``round_store``; its content is the same on all ranks
     tried: Sequence[TriedSize]  # the candidates of earlier rounds
+
+    purpose: ClassVar[str] = "the search for train.micro_batch_size=auto"
+    hint: ClassVar[str] = "set a number"
+
+    @property
+    def prefix(self) -> str:
+        """Return the prefix of the keys in the store."""
+        return round_prefix(self.tried)
 
     def run(self, deadline: float) -> SizeSearch:
         """Run the processes on all ranks; return all candidates so far.
@@ -210,28 +201,19 @@ class Round:
         If there is a candidate, rank 0 ends the round after the deadline, a value of ``time.monotonic``. Raises
         SearchError if a process failed, and ConfigError if one refused the configuration.
         """
-        rank, world_size = int(os.environ["RANK"]), self.spec.world_size
-        with TemporaryDirectory(prefix="distexp-search-") as folder:
-            parent, pid = os.getpid(), os.fork()
-            if pid == 0:
-                self._run_process(parent, Path(folder))
-            code = self._wait(pid, deadline if rank == 0 else float("inf"))
-            error = Path(folder, "error.json")
-            known = code not in (0, None) and error.exists()
-            self.store.set(f"end/{rank}", error.read_text() if known else json.dumps({"code": code}))
-        if code not in (0, None):
-            self.store.set("stop", "")
-        self.store.wait([f"end/{number}" for number in range(world_size)], LONGEST)
-        ends = [json.loads(self.store.get(f"end/{number}")) for number in range(world_size)]
-        return self._conclude(ends)
+        return self._conclude(self.run_processes(deadline))
+
+    def is_late(self, deadline: float) -> bool:
+        """Return whether the deadline has passed, and a candidate fits."""
+        is_over = super().is_late(deadline)
+        return is_over and any(candidate.outcome == FITS for candidate in [*self.tried, *self._candidates()])
 
     def _conclude(self, ends: list[dict[str, Any]]) -> SizeSearch:
         """Return the candidates, with the one during which a process ran out of memory."""
-        codes = [end["code"] for end in ends]
-        out_of_memory = any(code in (MEMORY_CODE, -signal.SIGKILL) for code in codes)
+        out_of_memory = ran_out_of_memory(ends)
         # A collective of another rank fails if this one is ended after the deadline.
-        if not out_of_memory and any(codes) and not self.store.check([LATE]):
-            _raise_first(ends)
+        if not out_of_memory and any(end["code"] for end in ends) and not self.store.check([LATE]):
+            self.raise_first(ends)
         sizes = json.loads(self.store.get("sizes")) if self.store.check(["sizes"]) else [1]
         saved = json.loads(self.store.get(SAVED)) if self.store.check([SAVED]) else 0.0
         tried = [*self.tried, *self._candidates()]
@@ -245,53 +227,9 @@ class Round:
         stored = (self.store.get(f"candidate/{number}") for number in range(self.store.add("candidates", 0)))
         return [typed_values.parse_dataclass(TriedSize, json.loads(candidate)) for candidate in stored]
 
-    def _wait(self, pid: int, deadline: float) -> int | None:
-        """Wait for the process of this rank; return its exit code, or None if it was ended: late, or another failed."""
-        while True:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-            is_over = time.monotonic() > deadline
-            late = is_over and any(candidate.outcome == FITS for candidate in [*self.tried, *self._candidates()])
-            if late:
-                self.store.set(LATE, "")
-                self.store.set("stop", "")
-            if late or self.store.check(["stop"]):
-                os.kill(pid, signal.SIGKILL)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                return None if code == -signal.SIGKILL else code  # it may have ended just before
-            time.sleep(0.05)
-
-    def _run_process(self, parent: int, folder: Path) -> NoReturn:
-        code = 1
-        try:
-            processes.die_with_parent(parent=parent)
-            node, rank = int(os.environ["GROUP_RANK"]), int(os.environ["RANK"])
-            redirect_output(SEARCH_LOG.path(self.run_dir, node, rank), mode="a")
-            store = round_store(open_store(self.spec, is_forked=True), self.tried)
-            group = sub_store("group", store)
-            overhead_mib = load_strategy(self.spec.config).total_overhead_mib(self.spec.config)
-            context = join(self.spec, self.run_dir, group, overhead_mib=overhead_mib)
-            self._try_sizes(store, replace(context, run_dir=folder))
-            code = 0
-        except BaseException as error:
-            traceback.print_exception(error)
-            is_full = texts.out_of_memory_status(type(error).__name__, str(error)) is not None
-            code = MEMORY_CODE if is_full else 1
-            content = {"code": code, "time": time.time(), "type": type(error).__name__, "message": str(error)}
-            content["errors"] = error.errors if isinstance(error, ConfigError) else None
-            (folder / "error.json").write_text(json.dumps(content))
-        finally:
-            os._exit(code)
-
-    def _try_sizes(self, store: Store, context: Context) -> None:
+    def try_in_process(self, store: Store, context: Context) -> None:
         """Try sizes until the next one needs other processes, and put the candidates into the store."""
         config = self.spec.config
-        # After a fork, the first call repairs the thread pool of torch. Two threads must not do that at once.
-        torch.set_num_threads(config.cluster.cpus_per_worker or 1)
-        if config.train.compile:
-            use_compile_cache()
-        seeding.seed_everything(config.train.seed)
         data = load_data(config, context)
         blueprint = build_model(config, data, context)
         sizes = allowed_sizes(config, data, blueprint.model)
@@ -317,10 +255,6 @@ class Round:
                 store.add("candidates", 1)  # after it is stored, so that every rank can read all that count
             dist.barrier()  # so that the candidate is stored before the next one may run out of memory
             size = search.next_size()
-        # Wait until all ranks have left their last collective. Then the end of one process disturbs no other.
-        if store.add("finished", 1) == context.world_size:
-            store.set("all finished", "")
-        store.wait(["all finished"], LONGEST)
 
 
 def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]:
@@ -338,9 +272,9 @@ def whole_saves_mib(config: Config, largest: int, model: nn.Module) -> float:
     return 4 * sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / units.MIB
 
 
-def round_store(connection: Store, tried: Sequence[TriedSize]) -> Store:
-    """Return the store of a round after some candidates."""
-    return sub_store(f"micro-batch/{len(tried)}", connection)
+def round_prefix(tried: Sequence[TriedSize]) -> str:
+    """Return the prefix of the keys of a round after some candidates."""
+    return f"micro-batch/{len(tried)}"
 
 
 def needs_new_process(config: Config, first: int, size: int) -> bool:
@@ -354,17 +288,3 @@ def needs_new_process(config: Config, first: int, size: int) -> bool:
     is_fixed = load_strategy(config).fixes_accumulation or bool(config.train.fused_update)
     changes_steps = micro_batches_per_step(config, first) != micro_batches_per_step(config, size)
     return config.train.compiled != "none" or (is_fixed and changes_steps)
-
-
-def _raise_first(ends: Sequence[dict[str, Any]]) -> NoReturn:
-    """Raise the first error of a rank. Later ones are its consequences."""
-    failed = [rank for rank, end in enumerate(ends) if end["code"]]
-    first = min(failed, key=lambda rank: float(ends[rank].get("time", 0)))
-    end = ends[first]
-    if end.get("errors"):
-        raise ConfigError(end["errors"])
-    detail = f"{end['type']}: {end['message']}" if "type" in end else f"exit code {end['code']}"
-    raise SearchError(
-        f"the search for train.micro_batch_size=auto failed on rank {first} ({detail}): see "
-        f"logs/node*/rank{first}.search.log, or set a number"
-    )

@@ -79,6 +79,14 @@ class SizeTrials:
         del others
         return combine(size, config, gather_to_all((min(times), peak_mib(device), base, self._usable_mib())))
 
+    def first_step(self) -> float:
+        """Run one step of the configuration; return its seconds."""
+        train, started = self.config.train, time.perf_counter()
+        step = self._load_step(train.micro_batch, train.gradient_accumulation_steps)
+        self.model.module.train()
+        self._run_step(step)
+        return time.perf_counter() - started
+
     def _load_step(self, size: int, micro_batches: int) -> StepData:
         """Return a step of the longest samples."""
         place, samples = self.context, PaddedDataset(self.data.train)

@@ -160,8 +160,8 @@ class Sampler:
 
 
 Entry = dict[str, Any]
-# Phases that the totals exclude: the profiler uses memory itself, and the search tries sizes that are not chosen.
-PROFILING_PHASE, SEARCH_PHASE = "profile", "search"
+# Phases that the totals exclude: the profiler uses memory itself, and trials are no part of the training.
+PROFILING_PHASE, TRIAL_PHASES = "profile", typed_values.TRIAL_PHASES
 TRAINING_PHASES = frozenset({"warmup", "train"})  # Before them a run may be small for most of its time.
 
 
@@ -242,7 +242,7 @@ def join_phases(samples: Iterable[MemorySample], events: Sequence[PhaseEvent]) -
 
 def _memory(kind: str, samples: Sequence[MemorySample]) -> Entry:
     if kind == GPU:  # The profiler keeps its GPU memory until the process ends, so all later samples are excluded too.
-        not_searching = (sample for sample in samples if sample.phase != SEARCH_PHASE)
+        not_searching = (sample for sample in samples if sample.phase not in TRIAL_PHASES)
         counted = list(takewhile(lambda sample: sample.phase != PROFILING_PHASE, not_searching))
     else:
         counted = _counted_on_cpu(samples)
@@ -277,7 +277,7 @@ def _counted_on_cpu(samples: Sequence[MemorySample]) -> list[MemorySample]:
 
 
 def _utilization(samples: Sequence[MemorySample]) -> Entry:
-    counted = [sample for sample in samples if sample.phase not in (SEARCH_PHASE, PROFILING_PHASE)]
+    counted = [sample for sample in samples if sample.phase not in (*TRIAL_PHASES, PROFILING_PHASE)]
     values = known_values(counted, lambda sample: sample.utilization_pct)
     return {
         "average_pct": fmean(values) if values else None,

@@ -26,7 +26,7 @@ VEGALITE = "6.4"  # version that altair writes and vl_convert draws
 SINGLE_WIDTH = 640  # pixels of the only panel in a file
 PANEL_WIDTH = 460  # pixels of one of several panels in a file
 PNG_SCALE = 2.0
-PHASES = ("search", "setup", "warmup", "train", "profile", "eval", "save")
+PHASES = ("compiling", "search", "setup", "warmup", "train", "profile", "eval", "save")
 LARGEST_DRAWN = 1e15  # also the loss of a diverged run, or a number in a record of another program
 MAX_COLORS = 8  # of one legend
 Rows = list[dict[str, Any]]
@@ -134,7 +134,7 @@ LIGHT = {
     "c1": "#3366cc", "c2": "#e0690c", "c3": "#0f9168", "c4": "#b4337f",
     "c5": "#7a5bd6", "c6": "#9b7406", "c7": "#0b8fae", "c8": "#d2452f",
     "phase-setup": "#8a96a8", "phase-warmup": "#e0a030", "phase-train": "#3f7be0", "phase-eval": "#35a877",
-    "phase-profile": "#d0569a", "phase-save": "#b066c8", "phase-search": "#2b98a8",
+    "phase-profile": "#d0569a", "phase-save": "#b066c8", "phase-search": "#2b98a8", "phase-compiling": "#7a8f3c",
 }  # fmt: skip
 DARK = {
     "page": "#12161c", "card": "#1a2029", "ink": "#e6eaf0", "muted": "#9aa6b6", "grid": "#2a323e", "line": "#38424f",
@@ -142,7 +142,7 @@ DARK = {
     "c1": "#7ea6ff", "c2": "#ffa25c", "c3": "#4fd0a2", "c4": "#f084bf",
     "c5": "#b59cff", "c6": "#e0bf55", "c7": "#5ccfe8", "c8": "#ff8a76",
     "phase-setup": "#8d99ab", "phase-warmup": "#e8b04a", "phase-train": "#6a9cf5", "phase-eval": "#52c493",
-    "phase-profile": "#ee82b8", "phase-save": "#c78adb", "phase-search": "#57c0cf",
+    "phase-profile": "#ee82b8", "phase-save": "#c78adb", "phase-search": "#57c0cf", "phase-compiling": "#a3b860",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from distexp.report.figures.base import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.memory_trace import CPU
 from distexp.runs.predictions import PHASE, Curve
-from distexp.system.typed_values import UNCOUNTED_CPU_PHASES
+from distexp.system.typed_values import TRIAL_PHASES, UNCOUNTED_CPU_PHASES
 
 MAX_BARS = 24
 BAR_HEIGHT = 26  # pixels
@@ -41,7 +41,7 @@ PREDICTED_CAPTION = (
     "One worker, from the start to the end of a step. Dashed lines: a new phase. Height: memory of each part."
 )
 UNEVEN = 1.1  # ratio of two nodes' peaks
-SEARCH, PROFILE = "search", "profile"
+PROFILE = "profile"
 DEVICES = {"gpu": "GPU", "cpu": "CPU"}
 MEMORY_LINES = {"gpu": "the fullest GPU of a node", "cpu": "the processes of the run on a node"}
 
@@ -244,7 +244,7 @@ class _Peak:
         if kind == CPU:
             return self.phase not in UNCOUNTED_CPU_PHASES
         profiles = (phase.begin_s for phase in self.trace.phases if phase.phase == PROFILE)
-        return self.phase != SEARCH and self.second < min(profiles, default=math.inf)
+        return self.phase not in TRIAL_PHASES and self.second < min(profiles, default=math.inf)
 
 
 def _highest_peak(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
@@ -258,7 +258,7 @@ def _highest_peak(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
     highest = max(counted, key=lambda peak: (peak.mib, -peak.second))
     during = f" in phase {highest.phase}" if highest.phase else ""
     yield f"Highest peak: {highest.mib:,.0f} MiB{during}, {highest.trace.name}."
-    left_out = {interval.phase for trace in traces for interval in trace.phases} & {SEARCH, PROFILE}
+    left_out = {interval.phase for trace in traces for interval in trace.phases} & {*TRIAL_PHASES, PROFILE}
     if left_out:
         phases, are = ("phases", "are") if len(left_out) > 1 else ("phase", "is")
         yield f"As in the table, the {phases} {' and '.join(sorted(left_out))} {are} not counted."

@@ -100,9 +100,9 @@ def cache_autograd_functions() -> None:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of code that does not compile as one graph, or that was compiled for too many shapes."""
-    module = private_module("torch._dynamo.exc", "Unsupported", "FailOnRecompileLimitHit")
-    return module.Unsupported, module.FailOnRecompileLimitHit
+    """Return the exceptions of code that does not compile: dynamo's, and those of the backend that it wraps."""
+    module = private_module("torch._dynamo.exc", "TorchDynamoException", "FailOnRecompileLimitHit")
+    return module.TorchDynamoException, module.FailOnRecompileLimitHit
 
 
 def import_compiler() -> None:

@@ -21,10 +21,9 @@ from distexp.runs.record_sections import RunError
 from distexp.runs.run_dir import RANK_ERROR
 from distexp.runs.step_files import FITS, OUT_OF_MEMORY, TOO_LARGE, MicroBatchSearch, TriedSize, add_search
 from distexp.training.build import build_model, load_data
+from distexp.worker.forked_trial import MEMORY_CODE, SearchError
 from distexp.worker.size_search import (
-    MEMORY_CODE,
     Round,
-    SearchError,
     allowed_sizes,
     needs_new_process,
     nothing_fits,
