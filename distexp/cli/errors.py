@@ -13,7 +13,9 @@ from yaml import MarkedYAMLError, YAMLError
 
 from distexp.config import ConfigError
 from distexp.config.keys import config_groups, describe_values, is_key, known_keys, options_of, strategy_groups
-from distexp.config.overrides import home_message, parse, shell_quote, without_plus_prefix
+from distexp.config.overrides import copyable_override, home_message, parse, shell_quote, without_plus_prefix
+from distexp.data.sources.image_folder import ENDINGS
+from distexp.data.sources.rows import first_columns, is_local
 from distexp.exceptions import describe_os_error, first_line
 from distexp.runs.texts import FULL, NOT_WRITABLE, lacks_inodes
 
@@ -162,6 +164,8 @@ OPTION_NAMES = {
 
 def explain_option(group: str, option: str, options: list[str]) -> str:
     """Return the error for an option that a group does not have."""
+    if group == "dataset" and (found := data_overrides(option)):
+        return f"{group}={option} is data and not an option: write {found}"
     near = _suggest_option(group, option, options)
     texts = ["distexp experiments lists them." if group == "experiment" else f"Options: {', '.join(options)}"]
     if not near and group in ("model", "dataset", "strategy", "cluster") and option.isidentifier():
@@ -170,6 +174,47 @@ def explain_option(group: str, option: str, options: list[str]) -> str:
         name = "FOLDER_OR_HUB_ID" if near else option
         texts.append(f"For another model of transformers, from the hub or a folder: model=hf model.name={name}")
     return f"{group}={option} is not an option{near or '.'} {'. '.join(texts)}"
+
+
+COLUMNS = {
+    "column": ("text", "content", "body", "document", "article"),
+    "prompt_column": ("prompt", "instruction", "question", "input"),
+    "answer_column": ("answer", "response", "output", "completion", "reply", "target"),
+    "messages_column": ("messages", "conversation", "conversations"),
+}
+"""Usual names of columns by the key that names them. The first one is its default."""
+
+
+def data_overrides(path: str) -> str | None:
+    """Return the overrides for the data at a path, by its images or columns; None if the path is not local."""
+    root = Path(path)
+    if not is_local(path):
+        return None
+    if (root / "wnids.txt").is_file():
+        return _join("model=resnet_tiny", "dataset=tinyimagenet", f"dataset.root={path}")
+    if root.is_dir() and any(file.suffix.lower() in ENDINGS for file in root.glob("*/**/*.*")):
+        return _join("model=resnet_tiny", "dataset=image_folder", f"dataset.path={path}")
+    columns = first_columns(path)
+    if root.suffix == ".json" and "data" in columns:
+        return _join("dataset=squad", f"dataset.train_path={path}", "dataset.eval_path=EVAL.json")
+    return _text_overrides(path, columns)
+
+
+def _text_overrides(path: str, columns: Sequence[str]) -> str:
+    """Return the overrides for texts, prompts with answers, or messages."""
+    found = {key: next((name for name in names if name in columns), "") for key, names in COLUMNS.items()}
+    option, keys, further = "chat", ["prompt_column", "answer_column"], list[str]()
+    if found["messages_column"]:
+        keys, further = ["messages_column"], ["dataset.chat_template=zephyr"]
+    elif not found["prompt_column"] or not found["answer_column"]:
+        option, keys = "text", ["column"]
+        found["column"] = found["column"] or next(iter(columns), "text")
+    named = [f"dataset.{key}={found[key]}" for key in keys if found[key] != COLUMNS[key][0]]
+    return _join(f"dataset={option}", f"dataset.path={path}", *named, *further)
+
+
+def _join(*overrides: str) -> str:
+    return " ".join(shell_quote(copyable_override(text)) for text in overrides)
 
 
 def _suggest_option(group: str, option: str, options: list[str]) -> str:

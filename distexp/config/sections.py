@@ -154,9 +154,40 @@ class DatasetConfig:
         MISSING, "Task of the dataset. Synthetic data has samples for any task.",
         choices=("causal_lm", "image_classification", "any"),
     )  # fmt: skip
-    path: str | None = key(None, "Hub id, or a folder written by `datasets.save_to_disk`.", path="hub")
+    path: str | None = key(
+        None, "Hub id, or a folder written by `datasets.save_to_disk`. Own data: also a file, a folder or a pattern.",
+        path="hub",
+    )  # fmt: skip
     train_path: str | None = key(None, "SQuAD v1.1 JSON file to train on.", path="file")
-    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on.", path="file")
+    eval_path: str | None = key(None, "SQuAD v1.1 JSON file to evaluate on. For own data as `path`.", path="file")
+    subset: str | None = key(None, "Subset (configuration) of a dataset of the hub.", id_if_changed=True)
+    split: str | None = key(None, "Split to train on.", null="train", id_if_changed=True)
+    eval_split: str | None = key(
+        None, "Split to evaluate on.", null="validation or test, if the data has such a split", id_if_changed=True
+    )
+    eval_share: float | None = key(
+        None, "Share of the training rows to evaluate on in place of a split or `eval_path`.", above=0, below=1,
+        null="0.1 if the data has no split for it", id_if_changed=True,
+    )  # fmt: skip
+    column: str = key("text", "Column with the text.", id_if_changed=True)
+    prompt_column: str = key("prompt", "Column with the prompt.", id_if_changed=True)
+    answer_column: str = key("answer", "Column with the answer.", id_if_changed=True)
+    messages_column: str = key(
+        "messages", "Column with lists of messages, each with `role` and `content`. If it exists, it is used in place "
+        "of prompt and answer.", id_if_changed=True,
+    )  # fmt: skip
+    chat_template: str = key(
+        "tokenizer", "Template for messages: that of the tokenizer, or that of Zephyr.",
+        choices=("tokenizer", "zephyr"), id_if_changed=True,
+    )  # fmt: skip
+    targets: str = key(
+        "answer", "Tokens that are trained: those of the answers, or also those of the prompts.",
+        choices=("answer", "all"), id_if_changed=True,
+    )  # fmt: skip
+    documents: str = key(
+        "paragraph", "Documents of a plain text file: the lines between two empty ones, each line, or the file.",
+        choices=("paragraph", "line", "file"), id_if_changed=True,
+    )  # fmt: skip
     root: str | None = key(None, "Folder in the official layout of TinyImageNet.", path="folder")
     train_size: int | None = key(None, "Number of training examples, from the first.", at_least=1, null="all")
     eval_size: int | None = key(None, "Number of evaluation examples, from the first.", at_least=1, null="all")

@@ -64,6 +64,7 @@ class ImageFiles:
     epoch: Tensor = field(
         default_factory=lambda: torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
     )
+    crops: bool = False  # whether resizing keeps the proportions, and cuts off what is left of the longer edge
 
     def __len__(self) -> int:
         return len(self.files)
@@ -71,7 +72,8 @@ class ImageFiles:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        pixels = torch.from_numpy(decode_image(self.root / self.files[index], self.size)).permute(2, 0, 1)
+        decoded = decode_image(self.root / self.files[index], self.size, crops=self.crops)
+        pixels = torch.from_numpy(decoded).permute(2, 0, 1)
         if self.augment:
             top, left, flip = self.draw_window(index)
             padded = torch.nn.functional.pad(pixels, (self.margin,) * 4)
@@ -98,8 +100,11 @@ class ImageFiles:
         return Window(top, left, flip=bool(torch.randint(2, (), generator=generator)))
 
 
-def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
-    """Decode an image file to RGB pixels, shape (size, size, 3), or of its own size for None. Raise DataError."""
+def decode_image(path: Path, size: int | None, *, crops: bool = False) -> NDArray[np.uint8]:
+    """Decode an image file to RGB pixels, shape (size, size, 3), or of its own size for None. Raise DataError.
+
+    ``crops``: resize the shorter edge, and keep the center. Otherwise both edges are resized.
+    """
     try:
         with Image.open(path, formats=FORMATS) as file:
             image: Image.Image = file
@@ -111,7 +116,11 @@ def decode_image(path: Path, size: int | None) -> NDArray[np.uint8]:
             image = image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot decode {path} as an image ({error}): restore the file") from error
-    if size is not None and image.size != (size, size):
+    if crops and size is not None:
+        from torchvision.transforms import functional
+
+        image = functional.center_crop(functional.resize(image, [size]), [size])
+    elif size is not None and image.size != (size, size):
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     return np.array(image)
 
@@ -183,6 +192,7 @@ class DecodeJob:
     resize: bool
     file: Path
     offset: int  # bytes
+    crops: bool
 
 
 def decode_once(images: ImageFiles) -> Tensor:
@@ -193,7 +203,7 @@ def decode_once(images: ImageFiles) -> Tensor:
     ``dataset.image_size``. Raise ConfigError if the cache directory has not enough space, and DataError if an image is
     missing, damaged or not an image.
     """
-    path = build_once(cache_dir() / f"{FORMAT}-{_fingerprint(images)}.npy", partial(_build, images))
+    path = build_once(cache_dir() / f"{FORMAT}-{fingerprint(images)}.npy", partial(_build, images))
     # Copy-on-write, because torch warns about arrays that cannot be written to.
     return torch.from_numpy(np.load(path, mmap_mode="c"))
 
@@ -212,9 +222,10 @@ def read_ahead(pixels: Tensor) -> None:
         flat[start : start + size].max()
 
 
-def _fingerprint(images: ImageFiles) -> str:
+def fingerprint(images: ImageFiles) -> str:
     """Return a hash of the names, sizes and times of the files."""
-    digest = hashlib.sha256(f"{images.root.absolute()} {images.size}\n".encode())
+    crops = " crops" if images.crops else ""
+    digest = hashlib.sha256(f"{images.root.absolute()} {images.size}{crops}\n".encode())
     for name in images.files:
         try:
             found = (images.root / name).stat()
@@ -249,7 +260,13 @@ def _write(images: ImageFiles, size: int, file: Path, *, resize: bool) -> None:
     start, parts = file.stat().st_size, range(0, len(images), IMAGES_PER_JOB)
     jobs = [
         DecodeJob(
-            images.root, images.files[i : i + IMAGES_PER_JOB], size, resize, file, start + i * math.prod(shape[1:])
+            images.root,
+            images.files[i : i + IMAGES_PER_JOB],
+            size,
+            resize,
+            file,
+            start + i * math.prod(shape[1:]),
+            images.crops,
         )
         for i in parts
     ]
@@ -278,7 +295,7 @@ def _decode(job: DecodeJob) -> int:
     """Decode the images of a job, write them and return their number. Raise OtherSizeError."""
     pixels: NDArray[np.uint8] = np.empty((len(job.names), CHANNELS, job.size, job.size), dtype=np.uint8)
     for position, name in enumerate(job.names):
-        image = decode_image(job.root / name, job.size if job.resize else None)
+        image = decode_image(job.root / name, job.size if job.resize else None, crops=job.crops)
         if image.shape != (job.size, job.size, CHANNELS):
             raise OtherSizeError
         pixels[position] = image.transpose(2, 0, 1)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,8 @@ def _tokenize_split(
             f"none of {len(selected)} {SPLITS[key]} examples is usable with dataset.max_length={max_length}: "
             "raise it, or use examples with answers"
         )
+    if dataset.targets == "all":
+        samples = replace(samples, is_target=np.broadcast_to(True, samples.tokens.shape))
     return samples, counts
 
 

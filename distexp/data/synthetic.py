@@ -6,9 +6,12 @@ import torch
 from torch import Generator
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.config.model_checks import loads_from_source, weights_source
 from distexp.data.base import Sample, TaskData
 from distexp.data.images import collate_images
 from distexp.data.text import TextCollate, sequence_length
+from distexp.exceptions import first_line
+from distexp.system.cache_dir import offline_if_unreachable
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     train_size = _require("dataset.train_size", dataset.train_size)
     eval_size = _require("dataset.eval_size", dataset.eval_size)
     if model.task == "causal_lm":
-        vocab_size = _require("model.vocab_size", model.vocab_size)
+        vocab_size = model.vocab_size or _vocabulary_of_source(model)
         length = sequence_length(dataset, model)
         return TaskData(
             task=model.task,
@@ -79,6 +82,23 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
         collate=collate_images,
         num_classes=classes,
     )
+
+
+def _vocabulary_of_source(model: ModelConfig) -> int:
+    """Return the size of the vocabulary in the configuration of a model of transformers."""
+    source = weights_source(model)
+    if source is None or not loads_from_source(model):
+        return _require("model.vocab_size", None)
+    from transformers import AutoConfig
+
+    offline_if_unreachable(source)
+    try:
+        return int(AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config().vocab_size)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"dataset=synthetic needs the vocab_size of model.name={source}, whose config.json cannot be read "
+            f"({first_line(error)}): correct model.name"
+        ) from error
 
 
 def _require(key: str, value: int | None) -> int:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,32 @@ BUCKET_MULTIPLE = 32
 class TokenSamples:
     """Token sequences of different lengths, without padding.
 
-    A sample is ``input_ids`` and ``labels`` of shape (length,); the labels of the prompt are IGNORE. All
-    sequences are in one array. It may be a memory-mapped file, which the workers of a node share.
+    A sample is ``input_ids`` and ``labels`` of shape (length,); the labels of tokens that are no targets are IGNORE.
+    All sequences are in one array. It may be a memory-mapped file, which the workers of a node share.
     """
 
     tokens: NDArray[np.int32]  # all sequences, shape (total tokens,)
     ends: NDArray[np.int64]  # one past the last token of each sequence, shape (samples,)
     prompt_lengths: NDArray[np.int32]  # tokens of each prompt, shape (samples,)
+    is_target: NDArray[np.bool_] | None = field(default=None, kw_only=True)
+    """Whether each token is a target, shape (total tokens,); None: all but those of the prompts."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sample, shape (samples,)."""
         return np.diff(self.ends, prepend=0)
+
+    @property
+    def target_counts(self) -> NDArray[np.int64]:
+        """Targets of each sample, shape (samples,). The first token of a sample is never one."""
+        if self.is_target is None:
+            targets: NDArray[np.int64] = self.lengths - np.maximum(self.prompt_lengths, 1)
+            return targets
+        if not len(self):
+            return np.zeros(0, dtype=np.int64)
+        starts = self.ends - self.lengths
+        counts: NDArray[np.int64] = np.add.reduceat(self.is_target, starts, dtype=np.int64) - self.is_target[starts]
+        return counts
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -45,7 +59,10 @@ class TokenSamples:
         start = int(self.ends[index - 1]) if index else 0
         input_ids = torch.from_numpy(self.tokens[start : int(self.ends[index])].astype(np.int64))
         labels = input_ids.clone()
-        labels[: int(self.prompt_lengths[index])] = IGNORE
+        if self.is_target is None:
+            labels[: int(self.prompt_lengths[index])] = IGNORE
+        else:
+            labels[torch.from_numpy(np.logical_not(self.is_target[start : int(self.ends[index])]))] = IGNORE
         return {"input_ids": input_ids, "labels": labels}
 
 

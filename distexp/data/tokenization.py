@@ -48,11 +48,15 @@ class Tokenizer(Protocol):
     def save(self, folder: Path) -> None:
         """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
 
+    def for_chat(self) -> Any:
+        """Return the tokenizer of transformers, which has the chat template. It reads special tokens in a text."""
+
 
 class ByteTokenizer:
     """A byte-level BPE tokenizer, which encodes any text without loss."""
 
     def __init__(self, file: Path) -> None:
+        self._file = file
         self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         # Encode "</s>" in a text as text, not as the end of an answer.
         self._tokenizer.encode_special_tokens = True
@@ -80,6 +84,12 @@ class ByteTokenizer:
         self._tokenizer.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+    def for_chat(self) -> Any:
+        """Return the tokenizer of transformers. It has no chat template."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_file=str(self._file), eos_token=EOS, pad_token=PAD)
 
 
 class HuggingFaceTokenizer:
@@ -126,6 +136,10 @@ class HuggingFaceTokenizer:
     def save(self, folder: Path) -> None:
         """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
         self._tokenizer.save_pretrained(str(folder))
+
+    def for_chat(self) -> Any:
+        """Return the tokenizer of transformers."""
+        return self._tokenizer
 
 
 def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:

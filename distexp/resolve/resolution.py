@@ -263,6 +263,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
     section_checks.check_sizes,
     section_checks.check_files,
     section_checks.check_dataset_files,
+    section_checks.check_own_data,
     section_checks.check_model_files,
     section_checks.check_tokenizer_files,
     section_checks.check_checkpoint,

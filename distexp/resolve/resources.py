@@ -13,6 +13,8 @@ from distexp.config.custom_code import PAGE, check_not_abstract, check_returned,
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields, set_value
 from distexp.config.model_checks import loads_from_source, weights_source_key
+from distexp.data.sources.image_folder import IMAGE_FOLDER, find_images
+from distexp.data.sources.rows import is_local
 from distexp.engines.base import load_trainer
 from distexp.strategies.base import COMMUNICATION, load_strategy
 
@@ -155,7 +157,7 @@ def make_paths_absolute(config: Config) -> None:
         if not kind or value is None or (kind == "hub" and value in ("auto", "byte")):
             continue
         path = os.path.abspath(os.path.expanduser(value))
-        if kind != "hub" or os.path.exists(path):
+        if kind != "hub" or is_local(path):
             set_value(config, key, path)
 
 
@@ -166,6 +168,8 @@ MAX_CPU_BYTES = 64 * 10**9
 def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
     """Return the bytes for ``dataset.cache``, by the size of the first image; None if the folder cannot be read."""
     generated = (500, 32)  # count, height and width of the images of ``dataset=tinyimagenet_sample``
+    if dataset._target_ == IMAGE_FOLDER:
+        return _folder_bytes(dataset)
     images = generated if dataset.root is None else _measure_folder(dataset.root)
     if images is None:
         return None
@@ -173,6 +177,17 @@ def estimate_image_bytes(dataset: DatasetConfig) -> int | None:
     if dataset.train_size is not None and dataset.eval_size is not None:
         count = dataset.train_size + dataset.eval_size
     return count * 3 * min(edge, dataset.image_size or edge) ** 2
+
+
+def _folder_bytes(dataset: DatasetConfig) -> int | None:
+    """Return the bytes of the decoded images of a folder; None if it cannot be read, or the images have own sizes."""
+    try:
+        sets = find_images(dataset)
+    except ConfigError:
+        return None
+    pairs = ((sets.train, dataset.train_size), (sets.evaluation, dataset.eval_size))
+    count = sum(len(images.names[:size]) for images, size in pairs)
+    return None if dataset.image_size is None else count * 3 * dataset.image_size**2
 
 
 @lru_cache(maxsize=8)

@@ -1,5 +1,6 @@
 """Run ids: hashes of the settings of a run. Equal ids mean equal trainings, but not the other way round."""
 
+import glob
 import hashlib
 import json
 import os
@@ -38,8 +39,9 @@ def _training_settings(config: Config) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         path = settings.get(section, {}).get(name)
         holds_data = info_of(spec).path in ("file", "folder") or key == "dataset.path"
-        if holds_data and path is not None and os.path.exists(path):
-            settings[section][name] = fingerprint(path)
+        if holds_data and path is not None and (found := sorted(glob.glob(path, recursive=True)) or [path]):
+            known = [fingerprint(match) for match in found if os.path.exists(match)]
+            settings[section][name] = (known[0] if found == [path] else known) if known else path
     if not config.adapter.freezes_model:
         del settings["adapter"]  # so that the ids of earlier runs stay
     _identify_model(config, settings["model"])

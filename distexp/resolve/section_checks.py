@@ -3,15 +3,18 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
 from distexp.checkpoints.folder import candidates, suggest
-from distexp.config import AdapterConfig, Config, model_checks
+from distexp.config import AdapterConfig, Config, ConfigError, DatasetConfig, model_checks
 from distexp.config.custom_code import check_target
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields
+from distexp.data.sources import formats, rows
+from distexp.data.sources.image_folder import CHECKED_IMAGES, IMAGE_FOLDER, broken_images, find_images
 from distexp.data.squad_json import find_small_file_error
 from distexp.hardware.facts import planned_gpus
 from distexp.resolve.resources import launcher_traits
@@ -52,9 +55,15 @@ MODEL_HINTS = {
     "image_classification": "resnet_tiny or resnet50",
 }
 DATASET_HINTS = {
-    "causal_lm": "squad_sample, squad or synthetic",
-    "image_classification": "tinyimagenet_sample, tinyimagenet or synthetic",
+    "causal_lm": "squad_sample, squad, text, chat or synthetic",
+    "image_classification": "tinyimagenet_sample, tinyimagenet, image_folder or synthetic",
 }
+
+OWN_TEXTS = {
+    "distexp.data.sources.documents.load_text": formats.text_format,
+    "distexp.data.sources.documents.load_chat": formats.chat_format,
+}
+"""Targets of own texts, with their columns and checks."""
 
 
 def check_task(config: Config) -> Iterator[str]:
@@ -220,18 +229,60 @@ def find_missing_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the key of each path that does not exist, or is needed and not set, and what is wrong with it."""
     for key, spec in schema_fields():
         value, kind = get_value(config, key), info_of(spec).path
-        if value is not None and kind in EXISTS and not EXISTS[kind](value):
+        exists = (
+            rows.is_local if (key, reads_own_data(config.dataset)) == ("dataset.eval_path", True) else EXISTS.get(kind)
+        )
+        if value is not None and exists is not None and not exists(value):
             yield key, f"{key}={value} is not a {kind}: correct the path"
     for key, source in (("dataset.path", config.dataset.path), ("model.tokenizer", config.model.tokenizer)):
-        if source is not None and looks_like_path(source) and not os.path.exists(source):
+        if source is not None and looks_like_path(source) and not rows.is_local(source):
             yield key, f"{key}={source} does not exist: correct the path, or use a hub id"
     dataset = config.dataset
+    yield from (("dataset.path", error) for error in _own_path_errors(dataset) if same_task(config))
     # A dataset of another task is an error already, and the user will probably replace it.
     if dataset.root is None and "root" in dataset.keys and same_task(config):
         yield (
             "dataset.root",
             f"dataset={dataset.name} needs a folder: set dataset.root to one in the official layout of TinyImageNet",
         )
+
+
+def reads_own_data(dataset: DatasetConfig) -> bool:
+    """Return whether a dataset reads files or folders of any name."""
+    return dataset._target_ in (*OWN_TEXTS, IMAGE_FOLDER)
+
+
+def _own_path_errors(dataset: DatasetConfig) -> Iterator[str]:
+    """Yield an error if the path of own data is not set, or cannot be a hub id and does not exist."""
+    if not reads_own_data(dataset):
+        return
+    path, images = dataset.path, dataset._target_ == IMAGE_FOLDER
+    if path is None:
+        kinds = "a folder with a folder for each class" if images else "a file, a folder, a pattern or a hub id"
+        yield f"dataset={dataset.name} needs data: set dataset.path to {kinds}"
+    elif (
+        not rows.is_local(path) and not looks_like_path(path) and (images or formats.kind_of(Path(path)) or "*" in path)
+    ):
+        yield f"dataset.path={path} does not exist: correct the path"
+
+
+def check_own_data(config: Config) -> Iterator[str]:
+    """Yield an error for contradicting keys of own data, and for what its files and first rows show."""
+    dataset = config.dataset
+    if not reads_own_data(dataset) or not same_task(config):
+        return
+    for key in ("eval_path", "eval_split"):
+        if getattr(dataset, key) is not None and dataset.eval_share is not None:
+            yield f"dataset.{key} and dataset.eval_share both choose the evaluation set: leave one out"
+    if dataset._target_ != IMAGE_FOLDER:
+        yield from rows.find_errors(dataset, OWN_TEXTS[dataset._target_])
+    elif dataset.path is not None and rows.is_local(dataset.path):
+        try:
+            train = find_images(dataset).train
+            if error := broken_images(train.root, train.names[:CHECKED_IMAGES]):
+                yield error
+        except ConfigError as error:
+            yield from error.errors
 
 
 def check_dataset_files(config: Config) -> Iterator[str]:
@@ -246,7 +297,7 @@ def check_dataset_files(config: Config) -> Iterator[str]:
                 "official archive of TinyImageNet"
             )
     pair = {"dataset.train_path": dataset.train_path, "dataset.eval_path": dataset.eval_path}
-    given = [key for key, path in pair.items() if path is not None]
+    given = [key for key, path in pair.items() if path is not None and not reads_own_data(dataset)]
     if len(given) == 1:
         (missing,) = set(pair) - set(given)
         yield f"{given[0]}={pair[given[0]]} is set but {missing} is not: set both or neither"
@@ -284,7 +335,8 @@ def check_model_files(config: Config) -> Iterator[str]:
 def check_tokenizer_files(config: Config) -> Iterator[str]:
     """Yield an error if text data has no tokenizer. Hub ids are checked when loaded."""
     model = config.model
-    if not config.dataset._target_.startswith("distexp.data.squad") or not same_task(config):
+    target = config.dataset._target_
+    if not (target.startswith("distexp.data.squad") or target in OWN_TEXTS) or not same_task(config):
         return
     if model.tokenizer is None:
         yield f"model.tokenizer is null, but dataset={config.dataset.name} needs one: set byte, a hub id or a folder"
@@ -292,6 +344,7 @@ def check_tokenizer_files(config: Config) -> Iterator[str]:
     source = model.tokenizer
     if source == "auto":
         source = (model_checks.weights_source(model) if model_checks.loads_from_source(model) else None) or "byte"
+    yield from _chat_template_errors(config.dataset, source)
     folder = Path(source)
     patterns = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken")
     if folder.is_absolute() and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in patterns):
@@ -299,6 +352,19 @@ def check_tokenizer_files(config: Config) -> Iterator[str]:
             f"model.tokenizer={model.tokenizer} needs a tokenizer in {source}, which contains none: "
             "set it to byte, a hub id, or a folder with a tokenizer"
         )
+
+
+def _chat_template_errors(dataset: DatasetConfig, tokenizer: str) -> Iterator[str]:
+    """Yield an error if there are conversations, and the tokenizer is known to have no chat template."""
+    if OWN_TEXTS.get(dataset._target_) is not formats.chat_format or dataset.chat_template != "tokenizer":
+        return
+    with suppress(ConfigError):  # ``check_own_data`` reports it.
+        columns = rows.first_columns(dataset.path) if dataset.path else ()
+        if tokenizer == "byte" and dataset.messages_column in columns:
+            yield (
+                f"{dataset.path} has messages, but the tokenizer byte has no chat template: set "
+                "dataset.chat_template=zephyr, or model.tokenizer to a tokenizer with a template"
+            )
 
 
 def looks_like_path(text: str) -> bool:

@@ -215,8 +215,7 @@ def token_counts(samples: Samples) -> tuple[NDArray[np.int64] | None, NDArray[np
     lengths = lengths_of(samples)
     if lengths is None:
         return None, None
-    prompts = samples.prompt_lengths if isinstance(samples, text.TokenSamples) else np.ones_like(lengths)
-    return lengths, lengths - np.maximum(prompts, 1)
+    return lengths, samples.target_counts if isinstance(samples, text.TokenSamples) else lengths - 1
 
 
 def _sums(values: NDArray[np.int64], rows: list[list[int]]) -> NDArray[np.int64]:

@@ -1,0 +1,1 @@
+"""Own data: rows of files and of the library datasets as text for language models, and folders of images."""

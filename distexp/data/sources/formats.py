@@ -1,0 +1,180 @@
+"""Rows of text, JSON and CSV files, and what is wrong with them. Imports no torch.
+
+The readers of pandas and Arrow do not report the place of a wrong row. They also repair some rows without notice:
+numbers become texts, and a quote that is not closed joins rows.
+"""
+
+import csv
+import gzip
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from distexp.config import ConfigError, DatasetConfig
+
+KINDS = {
+    **dict.fromkeys((".txt", ".text", ".md"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+}
+"""Kinds of files by their ending, which may be followed by ``.gz``. The library datasets reads those of Parquet."""
+
+BROKEN = re.compile("[\ud800-\udfff]")
+"""A byte that is not UTF-8, in a text that was read with ``surrogateescape``, or half of a character."""
+
+TYPES = {dict: "an object", list: "a list", bool: "a truth value", type(None): "null"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Row(NamedTuple):
+    """A row of a table; without values if it cannot be read."""
+
+    place: str  # for messages: ``my.jsonl, row 3``
+    values: dict[str, Any]
+    error: str | None = None
+
+
+RowCheck = Callable[[Mapping[str, Any], tuple[str, ...]], str | None]
+"""Function of a row and the names of its needed columns. It returns what is wrong, as ``text is null``, or None."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a dataset needs of each row."""
+
+    keys: tuple[str, ...]  # keys of ``dataset`` that name the columns
+    check: RowCheck
+
+    def columns(self, dataset: DatasetConfig) -> tuple[str, ...]:
+        """Return the names of the columns."""
+        return tuple(getattr(dataset, key) for key in self.keys)
+
+
+def text_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | None:
+    """Return what is wrong with the texts in some columns of a row. An empty text is not wrong."""
+    for column in columns:
+        value = values.get(column)
+        if not isinstance(value, str):
+            return f"{column} is {f'{describe(value)} and not a text' if column in values else 'missing'}"
+        if BROKEN.search(value):
+            return f"{column} contains half of a character"
+    return None
+
+
+def messages_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | None:
+    """Return what is wrong with the list of messages in a row."""
+    (column,) = columns
+    messages = values.get(column)
+    if not isinstance(messages, list) or not messages:
+        return f"{column} is {'empty' if messages == [] else describe(messages)} and not a list of messages"
+    for index, message in enumerate(messages):
+        place = f"{column}[{index}]"
+        if not isinstance(message, dict):
+            return f"{place} is {describe(message)} and not an object with role and content"
+        if error := text_error(message, ("role", "content")):
+            return f"{place}.{error}"
+        if message["role"] not in ROLES:
+            return f"{place}.role is {message['role']!r} and not one of {', '.join(ROLES)}"
+    has_answer = any(message["role"] == "assistant" for message in messages)
+    return None if has_answer else f"{column} has no message of the assistant"
+
+
+def text_format(_dataset: DatasetConfig, _columns: Sequence[str]) -> RowFormat:
+    """Return the format of ``dataset=text``."""
+    return RowFormat(("column",), text_error)
+
+
+def chat_format(dataset: DatasetConfig, columns: Sequence[str]) -> RowFormat:
+    """Return the format of ``dataset=chat``: messages if there is a column with them, else prompts and answers."""
+    if dataset.messages_column in columns:
+        return RowFormat(("messages_column",), messages_error)
+    return RowFormat(("prompt_column", "answer_column"), text_error)
+
+
+def describe(value: Any) -> str:
+    """Return a value for messages, as ``the number 5``."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"the number {value}" if is_number else TYPES.get(type(value), f"a {type(value).__name__}")
+
+
+def kind_of(file: Path) -> str | None:
+    """Return the kind of a data file by its ending; None for another one."""
+    name = file.name.lower().removesuffix(".gz")
+    return next((kind for ending, kind in KINDS.items() if name.endswith(ending)), None)
+
+
+def read_plain(file: Path) -> Iterator[Row]:
+    """Yield the rows of a file of lines, JSON or CSV, with the error of each that cannot be read."""
+    kind = kind_of(file)
+    reader, unit = {"text": (_lines, "line"), "json": (_objects, "row"), "csv": (_records, "row")}[str(kind)]
+    with _open(file, newline="" if kind == "csv" else None) as lines:
+        for number, (values, error) in enumerate(reader(lines), start=1):
+            is_broken = any(isinstance(value, str) and BROKEN.search(value) for value in values.values())
+            reason = "it is not UTF-8" if is_broken and kind != "json" else error
+            yield Row(f"{file}, {unit} {number}", {} if reason else values, reason)
+
+
+def _open(file: Path, *, newline: str | None = None) -> IO[str]:
+    opener: Any = gzip.open if file.name.lower().endswith(".gz") else open
+    opened: IO[str] = opener(file, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    return opened
+
+
+Content = tuple[dict[str, Any], str | None]
+"""The values of a row, and its error."""
+
+
+def _lines(lines: IO[str]) -> Iterator[Content]:
+    return (({"text": line.rstrip("\n")}, None) for line in lines)
+
+
+def _objects(lines: IO[str]) -> Iterator[Content]:
+    """Yield the objects of JSON Lines, or of one list."""
+    is_first = True
+    for line in filter(str.strip, lines):
+        if is_first and line.lstrip().startswith("["):
+            try:
+                yield from map(_object, json.loads(line + lines.read()))
+            except ValueError as error:
+                yield {}, f"the list is not JSON ({error})"
+            return
+        is_first = False
+        try:
+            yield ({}, "it is not UTF-8") if BROKEN.search(line) else _object(json.loads(line))
+        except ValueError as error:
+            yield {}, f"it is not JSON ({error})"
+
+
+def _object(value: Any) -> Content:
+    return (value, None) if isinstance(value, dict) else ({}, f"it is {describe(value)} and not an object with columns")
+
+
+def _records(lines: IO[str]) -> Iterator[Content]:
+    """Yield the records of CSV. The first line has the names, and shows what separates the columns."""
+    csv.field_size_limit(sys.maxsize)
+    header = next(lines, "")
+    separator = max(",;\t", key=header.count)
+    names = next(csv.reader([header], delimiter=separator), [])
+    reader = csv.reader(lines, delimiter=separator, strict=True)
+    while True:
+        start = reader.line_num + 2
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield {}, f"a quote in line {start} is not closed, or is inside of a text ({error})"
+            continue
+        if fields:  # not an empty line
+            count = f"it has {len(fields)} fields, but the header has {len(names)}"
+            yield dict(zip(names, fields, strict=False)), None if len(fields) == len(names) else count
+
+
+def refuse_wrong_rows(first: str, wrong: int, rows: str) -> ConfigError:
+    """Return the error about some rows: the place and the error of the first one, their number, and that of all."""
+    return ConfigError(f"{first}; {wrong} of {rows} {'is' if wrong == 1 else 'are'} wrong: correct or remove them")

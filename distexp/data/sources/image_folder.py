@@ -1,0 +1,189 @@
+"""Own images in one folder for each class, which torchvision's ImageFolder reads too. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distexp.config import ConfigError, DatasetConfig, ModelConfig
+from distexp.data.sources.rows import DEFAULT_SHARE, is_held_out
+from distexp.system.cache_dir import build_once, cache_dir
+
+if TYPE_CHECKING:
+    from distexp.data.base import TaskData
+    from distexp.data.images import ImageFiles
+
+IMAGE_FOLDER = "distexp.data.sources.image_folder.load"
+"""Target of this dataset."""
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+TRAIN_FOLDERS, EVAL_FOLDERS = ("train", "training"), ("val", "valid", "validation", "dev", "test", "eval")
+
+LAYOUT = "use FOLDER/CLASS/*.jpg, or FOLDER/train/CLASS/*.jpg with FOLDER/val/CLASS/*.jpg"
+
+CHECKED_IMAGES = 50
+"""Images that are opened before a run starts. The workers open all of them once."""
+
+
+@dataclass(frozen=True)
+class LabeledImages:
+    """Image files with their classes."""
+
+    root: Path
+    names: tuple[str, ...]  # relative to the root
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ImageSets:
+    """The images of a folder."""
+
+    train: LabeledImages
+    evaluation: LabeledImages
+    classes: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
+    """Load images for classification. A class is the index of its folder, sorted by name.
+
+    An image of another shape is resized by its shorter edge, and its center is used. The sizes of the sets count from a
+    fixed shuffled order. ``seed`` is for the augmentation. Raise ConfigError if the folders or the images are wrong.
+    """
+    from distexp.data.base import TaskData, check_size
+    from distexp.data.images import collate_images
+
+    sets = find_images(dataset)
+    for key, images in (("train", sets.train), ("eval", sets.evaluation)):
+        check_size(key, getattr(dataset, f"{key}_size"), len(images.names), "images")
+    train = _image_files(sets.train, dataset, dataset.train_size, seed, augment=True)
+    evaluation = _image_files(sets.evaluation, dataset, dataset.eval_size, seed, augment=False)
+    return TaskData(
+        task="image_classification",
+        train=train,
+        evaluation=evaluation,
+        collate=collate_images,
+        num_classes=len(sets.classes),
+        notes=list(sets.notes),
+    )
+
+
+def _image_files(
+    images: LabeledImages, dataset: DatasetConfig, size: int | None, seed: int, *, augment: bool
+) -> ImageFiles:
+    from distexp.data.images import ImageFiles, decode_image, fingerprint
+
+    names, labels, root = images.names[:size], images.labels[:size], images.root
+    edge = dataset.image_size or decode_image(root / names[0], None).shape[0]
+    files = ImageFiles(root, names, labels, edge, augment, seed, crops=True)
+    checked = partial(_check_images, files=LabeledImages(root, names, labels))
+    build_once(cache_dir() / f"image-headers-v1-{fingerprint(files)}", checked)
+    return files
+
+
+def _check_images(done: Path, files: LabeledImages) -> None:
+    """Open all images, and write an empty file. Raise ConfigError if some cannot be opened."""
+    if error := broken_images(files.root, files.names):
+        raise ConfigError(error)
+    done.touch()
+
+
+def broken_images(root: Path, names: tuple[str, ...]) -> str | None:
+    """Return which images cannot be opened, and how many, or None. Their pixels are not decoded."""
+    from PIL import Image
+
+    first, broken = "", 0
+    for name in names:
+        try:
+            Image.open(root / name).close()
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            broken, first = broken + 1, first or f"{root / name} is not an image ({error})"
+    return f"{first}; {broken} of {len(names)} images are broken: restore or remove them" if broken else None
+
+
+def find_images(dataset: DatasetConfig) -> ImageSets:
+    """Return the images for training and evaluation. Raise ConfigError if there are no class folders, or wrong ones."""
+    if dataset.path is None:
+        raise ConfigError(
+            f"dataset={dataset.name} needs a folder: set dataset.path to one with a folder for each class"
+        )
+    return _find_images(dataset.path, dataset.eval_path, dataset.eval_share)
+
+
+@lru_cache(maxsize=8)
+def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> ImageSets:
+    root = Path(path)
+    if (root / "wnids.txt").is_file():
+        raise ConfigError(
+            f"{path} is TinyImageNet in its official layout: use dataset=tinyimagenet dataset.root={path}"
+        )
+    train_root = _first_folder(root, TRAIN_FOLDERS) or root
+    found = None if train_root is root or eval_share is not None else _first_folder(root, EVAL_FOLDERS)
+    eval_root = Path(eval_path) if eval_path else found
+    train = class_files(train_root)
+    classes, notes = tuple(train), list(_notes(train_root))
+    if eval_root is None:
+        names = [(name, label) for label, names in enumerate(train.values()) for name in names]
+        random.Random(0).shuffle(names)  # The evaluation set is the same for every train.seed.
+        share = eval_share or DEFAULT_SHARE
+        parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
+        for index, pair in enumerate(names):
+            parts[is_held_out(index, share)].append(pair)
+        return ImageSets(_labeled(train_root, parts[0]), _labeled(train_root, parts[1]), classes, tuple(notes))
+    held_out = class_files(eval_root)
+    if unknown := sorted(set(held_out) - set(train)):
+        raise ConfigError(
+            f"{eval_root} has {len(unknown)} of {len(held_out)} class folders that {train_root} does not have, as "
+            f"{', '.join(unknown[:3])}: use the same classes"
+        )
+    if missing := sorted(set(train) - set(held_out)):
+        notes.append(f"{eval_root} has no images of {len(missing)} of {len(train)} classes, as {missing[0]}")
+    notes += _notes(eval_root)
+    pairs = [[(name, classes.index(label)) for label in files for name in files[label]] for files in (train, held_out)]
+    for images in pairs:
+        random.Random(0).shuffle(images)  # A subset is the same for every train.seed.
+    return ImageSets(_labeled(train_root, pairs[0]), _labeled(eval_root, pairs[1]), classes, tuple(notes))
+
+
+def _labeled(root: Path, pairs: list[tuple[str, int]]) -> LabeledImages:
+    names, labels = zip(*pairs, strict=True) if pairs else ((), ())
+    return LabeledImages(root, tuple(names), tuple(labels))
+
+
+def _first_folder(root: Path, names: tuple[str, ...]) -> Path | None:
+    return next((root / name for name in names if (root / name).is_dir()), None)
+
+
+def class_files(root: Path) -> dict[str, list[str]]:
+    """Return the images of each class folder, at any depth, relative to the root. Raise ConfigError without any."""
+    if not root.is_dir():
+        raise ConfigError(f"{root} is not a folder: {LAYOUT}")
+    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    found = {name: [file for file in _files(root, name) if file.lower().endswith(ENDINGS)] for name in folders}
+    if not any(found.values()):
+        raise ConfigError(f"{root} has no class folders with images: {LAYOUT}")
+    if empty := [name for name, files in found.items() if not files]:
+        raise ConfigError(
+            f"{len(empty)} of {len(found)} class folders of {root} have no image, as {empty[0]}: add images that end "
+            f"in {', '.join(ENDINGS)}, or remove the folders"
+        )
+    return found
+
+
+def _files(root: Path, folder: str) -> list[str]:
+    """Return the files of a folder at any depth, relative to the root."""
+    walked = os.walk(root / folder, followlinks=True)
+    found = (os.path.join(place, name) for place, _, names in walked for name in names if not name.startswith("."))
+    return sorted(os.path.relpath(path, root) for path in found)
+
+
+def _notes(root: Path) -> Iterator[str]:
+    """Yield a note about files that are left out."""
+    other = [name for name in _files(root, "") if not name.lower().endswith(ENDINGS) or os.sep not in name]
+    if other:
+        yield f"{len(other)} files of {root} are no images in class folders, and were left out, as {other[0]}"

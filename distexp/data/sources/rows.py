@@ -1,0 +1,297 @@
+"""Rows of own data for training and evaluation: from files, ``save_to_disk`` folders, or the hub. Imports no torch."""
+
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from distexp.config import ConfigError, DatasetConfig
+from distexp.data.sources.formats import (
+    KINDS,
+    Row,
+    RowFormat,
+    kind_of,
+    read_plain,
+    refuse_wrong_rows,
+)
+from distexp.exceptions import first_line
+from distexp.system.cache_dir import cache_dir, offline_if_unreachable
+
+SPLIT_WORDS = {
+    "validation": frozenset(("validation", "valid", "dev", "val")),
+    "test": frozenset(("test", "testing", "eval", "evaluation")),
+}
+"""Parts of the names of files and folders with a split for evaluation, as in the library datasets."""
+
+DEFAULT_SHARE = 0.1
+"""Share of the rows for evaluation, if the data has no split for it."""
+
+MAX_DOCUMENT = 1_000_000
+"""Most characters of a document of a plain text file, so that its tokens need little memory."""
+
+CHECKED_FILES, CHECKED_ROWS, CHECKED_BYTES = 10, 100, 2_000_000
+"""Before a run starts, smaller files are read as a whole, and the first rows of larger ones."""
+
+FormatChoice = Callable[[DatasetConfig, Sequence[str]], RowFormat]
+"""Function of a dataset and the columns of its first rows."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one file, or of one split of the library datasets."""
+
+    label: str  # for messages
+    file: Path | None = None
+    data: Any = None  # a ``datasets.Dataset`` in place of a file
+
+    @property
+    def fingerprint(self) -> str:
+        """Return what changes if the rows change."""
+        if self.file is None:
+            return f"{self.label} {self.data._fingerprint}"
+        found = self.file.stat()
+        return f"{self.label} {found.st_size} {found.st_mtime_ns}"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of the training or the evaluation set. Each iteration reads them again, with little memory.
+
+    An iteration yields correct rows. After the first wrong one it yields none, counts all wrong ones, and raises
+    ConfigError with the place of the first.
+    """
+
+    name: str  # training or evaluation
+    tables: tuple[Table, ...]
+    dataset: DatasetConfig
+    form: RowFormat
+    share: float = 0.0  # share of the rows of the tables that are held out for evaluation
+    is_held_out: bool = False  # whether these are the held out rows, or the others
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash that changes if the rows change."""
+        texts = [table.fingerprint for table in self.tables]
+        settings = [self.form.columns(self.dataset), self.dataset.documents, self.share, self.is_held_out]
+        return hashlib.sha256(json.dumps([texts, settings]).encode()).hexdigest()[:24]
+
+    def __iter__(self) -> Iterator[Row]:
+        first, wrong, total = "", 0, 0
+        every = (row for table in self.tables for row in _read(table, self.dataset, self.form))
+        for index, row in enumerate(every):
+            total += 1
+            if row.error is not None:
+                wrong, first = wrong + 1, first or f"{row.place}: {row.error}"
+            elif not wrong and (not self.share or is_held_out(index, self.share) is self.is_held_out):
+                yield row
+        if wrong:
+            raise refuse_wrong_rows(first, wrong, f"{total} rows")
+
+
+def is_held_out(index: int, share: float) -> bool:
+    """Return whether a row is for evaluation: one of each ``1 / share`` rows, at a fixed random place.
+
+    It does not depend on the number of rows, so that they can be read as a stream. The first row always is.
+    """
+    parts = 10_000
+    taken = max(1, round(share * parts))
+    group = index * taken // parts
+    start, end = (-(-number * parts // taken) for number in (group, group + 1))
+    drawn = (group * 2_654_435_761 % 2**32) * (end - start) >> 32
+    return index == start + drawn
+
+
+def open_rows(dataset: DatasetConfig, choose_format: FormatChoice) -> tuple[Rows, Rows]:
+    """Return the rows of the training and of the evaluation set. Raise ConfigError if they cannot be found.
+
+    The evaluation set is ``eval_path``, ``eval_split``, the split of the data for it, or a share of the training rows.
+    """
+    if dataset.path is None:
+        raise ConfigError(f"dataset={dataset.name} needs data: set dataset.path to a file, a folder or a hub id")
+    splits = _open_splits(dataset.path, dataset)
+    name = dataset.split or ("train" if "train" in splits or len(splits) > 1 else next(iter(splits)))
+    tables = _choose(splits, name, "split", dataset.path)
+    make = partial(Rows, dataset=dataset, form=choose_format(dataset, columns_of(tables[0])))
+    if dataset.eval_path is not None:
+        splits = _open_splits(dataset.eval_path, dataset)
+    known = [split for split in SPLIT_WORDS if split in splits and (dataset.eval_path or split != name)]
+    first = next(iter(splits)) if dataset.eval_path else None
+    wanted = dataset.eval_split or (None if dataset.eval_share else next(iter(known), first))
+    if wanted is not None:
+        evaluation = _choose(splits, wanted, "eval_split", dataset.eval_path or dataset.path)
+        return make("training", tables), make("evaluation", evaluation)
+    share = dataset.eval_share or DEFAULT_SHARE
+    return make("training", tables, share=share), make("evaluation", tables, share=share, is_held_out=True)
+
+
+def _choose(splits: Mapping[str, tuple[Table, ...]], name: str, key: str, path: str) -> tuple[Table, ...]:
+    if name not in splits:
+        raise ConfigError(f"{path} has no split {name}: set dataset.{key} to one of {', '.join(splits)}")
+    return splits[name]
+
+
+def _open_splits(path: str, dataset: DatasetConfig) -> dict[str, tuple[Table, ...]]:
+    """Return the tables of each split. A file, and files without a split in their names, are the split train."""
+    if is_local(path) and not is_saved(path):
+        return {name: tuple(Table(str(file), file) for file in files) for name, files in find_files(path).items()}
+    offline_if_unreachable(path)
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    try:
+        found = load_from_disk(path) if is_local(path) else load_dataset(path, name=dataset.subset)
+    except Exception as error:  # The library has many, also those of the hub and of Arrow.
+        what = "cannot be read" if is_local(path) else "does not exist here, and is not available from the hub"
+        raise ConfigError(f"dataset.path={path} {what} ({first_line(error)}): correct dataset.path") from error
+    splits = dict(found) if isinstance(found, DatasetDict) else {"train": found}
+    return {name: (Table(f"{path}, split {name}", data=data),) for name, data in splits.items()}
+
+
+def is_local(path: str) -> bool:
+    """Return whether a path, or a pattern such as ``data/*.jsonl``, exists on this machine."""
+    return os.path.exists(path) or bool(glob.glob(path, recursive=True))
+
+
+def is_saved(path: str) -> bool:
+    """Return whether a path is a folder written by ``save_to_disk``."""
+    return any(Path(path, name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def find_files(path: str) -> dict[str, list[Path]]:
+    """Return the data files of a file, a folder or a pattern by split, sorted. Raise ConfigError if there are none."""
+    root, hidden = Path(path), (".", "README", "dataset_info", "LICENSE")
+    found = [root] if root.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
+    if root.is_dir():
+        found = [file for file in sorted(root.rglob("*")) if kind_of(file) and not file.name.startswith(hidden)]
+    if not found or not all(map(kind_of, found)):
+        name = next((str(file) for file in found if kind_of(file) is None), f"{path} has no file that")
+        raise ConfigError(f"{name} is not a data file: use files that end in {', '.join(KINDS)}")
+    if empty := [file for file in found if not file.stat().st_size]:
+        raise ConfigError(f"{empty[0]} is empty: add rows to it, or remove it")
+    splits: dict[str, list[Path]] = {}
+    for file in found:
+        relative = file.relative_to(root) if root.is_dir() else file.name
+        words = set(re.split("[^a-z]+", str(relative).lower())) if len(found) > 1 else set[str]()
+        name = next((name for name, known in SPLIT_WORDS.items() if words & known), "train")
+        splits.setdefault(name, []).append(file)
+    return splits
+
+
+def find_errors(dataset: DatasetConfig, choose_format: FormatChoice) -> Iterator[str]:
+    """Yield what is wrong with local data: files, columns and first rows, as far as it needs no large library."""
+    for path in filter(None, (dataset.path, dataset.eval_path)):
+        try:
+            columns = first_columns(path)
+            form = choose_format(dataset, columns)
+            check_columns(path, columns, dataset, form)
+            if is_local(path) and not is_saved(path):
+                for file in (file for files in find_files(path).values() for file in files[:CHECKED_FILES]):
+                    check_columns(str(file), columns_of(Table(str(file), file)), dataset, form)
+                    _check_first_rows(file, file.stat().st_mtime_ns, form, form.columns(dataset))
+        except ConfigError as error:
+            yield from error.errors
+
+
+def first_columns(path: str) -> list[str]:
+    """Return the columns of local data; none if it is not local, or has no description."""
+    if is_saved(path):
+        described = sorted(Path(path).glob("**/dataset_info.json"))
+        return list(json.loads(described[0].read_text()).get("features") or ()) if described else []
+    return columns_of(Table("", next(iter(find_files(path).values()))[0])) if is_local(path) else []
+
+
+@lru_cache
+def _check_first_rows(file: Path, _changed_at: int, form: RowFormat, columns: tuple[str, ...]) -> None:
+    """Raise ConfigError if one of the first rows is wrong. They are read once for all cells of a sweep."""
+    if kind_of(file) == "parquet":
+        return
+    is_small = file.stat().st_size <= CHECKED_BYTES
+    rows = list(islice(read_plain(file), None if is_small else CHECKED_ROWS))
+    if is_small and not any(row.error or any(map(str.strip, map(str, row.values.values()))) for row in rows):
+        raise ConfigError(f"{file} has no row with a value: add rows, or use other data")
+    found = ((row.place, row.error or form.check(row.values, columns)) for row in rows)
+    if wrong := [f"{place}: {error}" for place, error in found if error]:
+        raise refuse_wrong_rows(wrong[0], len(wrong), f"{'' if is_small else 'the first '}{len(rows)} rows")
+
+
+def columns_of(table: Table) -> list[str]:
+    """Return the columns of a table. Those of a plain file are the columns of its first rows."""
+    if table.file is None:
+        return list(table.data.column_names)
+    if kind_of(table.file) != "parquet":
+        rows = islice(read_plain(table.file), CHECKED_ROWS)
+        return list(dict.fromkeys(name for row in rows for name in row.values))
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_schema
+
+    try:
+        return list(read_schema(table.file).names)
+    except (OSError, ArrowException) as error:
+        raise ConfigError(f"{table.file} cannot be read ({first_line(error)}): restore the file") from error
+
+
+def check_columns(label: str, found: Sequence[str], dataset: DatasetConfig, form: RowFormat) -> None:
+    """Raise ConfigError if a column does not exist, with those that do. Without any, the first rows are wrong."""
+    for key, column in zip(form.keys, form.columns(dataset), strict=True):
+        if found and column not in found:
+            raise ConfigError(f"{label} has no column {column}: set dataset.{key} to one of {', '.join(found)}")
+
+
+def _read(table: Table, dataset: DatasetConfig, form: RowFormat) -> Iterator[Row]:
+    """Yield the rows of a table, with the error of each wrong one. Raise ConfigError if it lacks a column."""
+    check_columns(table.label, columns_of(table), dataset, form)
+    columns, row = form.columns(dataset), None
+    if table.file is None:
+        rows = _read_batches(table.data, table.label)
+    elif kind_of(table.file) == "parquet":
+        rows = _read_batches(_stream_parquet(table.file), table.label)
+    else:
+        rows = read_plain(table.file)
+        rows = _join_lines(rows, dataset.documents) if kind_of(table.file) == "text" else rows
+    for row in rows:
+        yield row if row.error is not None else row._replace(error=form.check(row.values, columns))
+    if row is None:
+        raise ConfigError(f"{table.label} has no row: add rows, or use other data")
+
+
+def _stream_parquet(file: Path) -> Any:
+    from datasets import load_dataset
+
+    folder = str(cache_dir() / "datasets")
+    return load_dataset("parquet", data_files=str(file), split="train", streaming=True, cache_dir=folder)
+
+
+def _read_batches(data: Any, label: str) -> Iterator[Row]:
+    """Yield the rows of a dataset of the library datasets."""
+    number = 0
+    for batch in data.iter(batch_size=1000):
+        for values in zip(*batch.values(), strict=True):
+            number += 1
+            yield Row(f"{label}, row {number}", dict(zip(batch, values, strict=True)))
+
+
+def _join_lines(lines: Iterator[Row], unit: str) -> Iterator[Row]:
+    """Join the lines of a plain text file to documents: each line, the lines between empty ones, or all."""
+    place, parts, size = "", list[str](), 0
+    for row in lines:
+        text = row.values.get("text", "")
+        ends = unit == "line" or row.error or (unit == "paragraph" and not text.strip())
+        if parts and (ends or size + len(text) > MAX_DOCUMENT):
+            yield Row(place, {"text": "\n".join(parts)})
+            parts, size = [], 0
+        if row.error:
+            yield row
+        elif parts or text.strip():
+            place, start = (place if parts else row.place), 0
+            for start in range(0, len(text) - MAX_DOCUMENT, MAX_DOCUMENT):
+                yield Row(place, {"text": text[start : start + MAX_DOCUMENT]})
+            parts.append(text[-(len(text) % MAX_DOCUMENT or MAX_DOCUMENT) :])
+            size += len(parts[-1])
+    if parts:
+        yield Row(place, {"text": "\n".join(parts).rstrip("\n")})
