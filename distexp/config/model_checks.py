@@ -44,6 +44,7 @@ def causality_error(model: ModelConfig, architecture: Mapping[str, Any]) -> str 
         return None
     setting = f" with {decoder_key}=false" if decoder_key else ""
     hint = f"add model.options.{decoder_key}=true, or " if decoder_key else ""
+    hint += "" if kind in ("bert-generation", "xlnet") else "type model.task=masked_lm or sequence_classification, or "
     return (
         f"model.name={model.name} is not a causal LM, because its tokens see later ones ({kind}{setting}): {hint}use "
         "a model such as GPT-2, Llama, Qwen or OPT"
@@ -207,13 +208,18 @@ def weights_source(model: ModelConfig) -> str | None:
 
 
 def weights_source_key(model: ModelConfig) -> str:
-    """Return the key that holds the weights source: ``name`` if the model lists it, else ``path``."""
-    return "name" if "name" in model.keys else "path"
+    """Return the key that holds the weights source: ``name`` if the model lists it and no ``path``, else ``path``."""
+    return "name" if "name" in model.keys and "path" not in model.keys else "path"
 
 
 def loads_from_source(model: ModelConfig) -> bool:
     """Return whether a run reads the weights source, for its weights or for its architecture."""
-    return model.init == "pretrained" or "name" in model.keys
+    return model.init == "pretrained" or names_source(model)
+
+
+def names_source(model: ModelConfig) -> bool:
+    """Return whether ``model.name`` is a hub id or a folder, whose config.json has the architecture."""
+    return weights_source_key(model) == "name"
 
 
 def searches_micro_batch(config: Config) -> bool:
@@ -226,7 +232,7 @@ def depends_on_micro_batch(config: Config) -> bool:
 
     Most image models have batch norms. Whether a custom one has none is not known before it is built.
     """
-    return config.model.task == "image_classification"
+    return config.model.traits.is_image
 
 
 def samples_per_worker(config: Config) -> int:

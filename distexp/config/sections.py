@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from distexp.config.fields import key
+from distexp.config.tasks import AUTO, TASKS, Task, task_of
 
 
 def sbatch_name(option: object) -> str:
@@ -93,7 +94,10 @@ class ModelConfig:
 
     _target_: str = key(MISSING, "Function `(model: ModelConfig, num_classes: int) -> torch.nn.Module`.")
     name: str = key(MISSING, "Name of the architecture in distexp, or a Hugging Face name or path.")
-    task: str = key(MISSING, "Task of the model.", choices=("causal_lm", "image_classification"))
+    task: str = key(
+        MISSING, "Task of the model. `auto`: that of the architecture in the config.json of `model=hf`.",
+        choices=(*TASKS, AUTO),
+    )  # fmt: skip
     path: str | None = key(None, "Hub id or folder of the weights that `init=pretrained` loads.", path="hub")
     init: str = key("random", "Random weights, or pretrained weights from `path`.", choices=("random", "pretrained"))
     tokenizer: str | None = key(
@@ -119,6 +123,11 @@ class ModelConfig:
     )  # fmt: skip
     keys: list[str] = key([], "Keys that this model has. Any other key of this section is an error.")
     options: dict[str, Any] = key({}, "Keys of a custom model.")
+
+    @property
+    def traits(self) -> Task:
+        """Return the properties of the task, which ``resolve`` decides for ``auto``."""
+        return task_of(self.task)
 
 
 @dataclass
@@ -152,7 +161,7 @@ class DatasetConfig:
     name: str = key(MISSING, "Name of the dataset.")
     task: str = key(
         MISSING, "Task of the dataset. Synthetic data has samples for any task.",
-        choices=("causal_lm", "image_classification", "any"),
+        choices=(*TASKS, "any"),
     )  # fmt: skip
     path: str | None = key(
         None, "Hub id, or a folder written by `datasets.save_to_disk`. Own data: also a file, a folder or a pattern.",

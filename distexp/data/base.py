@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import PAGE, check_returned, describe_type
+from distexp.config.tasks import DECODER_LABELS
 
 COLLATE = "collate of the dataset"
 
@@ -31,8 +32,8 @@ TARGET_LABELS = "target_labels"
 POSITIONS = "position_ids"
 """Input name of the positions in packed rows, shape (batch, length). Each sample starts at 0."""
 
-MODEL_INPUTS = {"causal_lm": ("input_ids", "attention_mask"), "image_classification": ("images",)}
-"""Names of the inputs that the datasets of distexp have, by task. A custom dataset may have others."""
+TOKEN_INPUTS = ("input_ids", DECODER_LABELS)
+"""Names of the inputs whose positions count as tokens."""
 
 Sample = Mapping[str, Tensor]
 """One example: the model's inputs by name, and ``labels``."""
@@ -67,9 +68,8 @@ class Batch:
 
     @property
     def num_positions(self) -> int:
-        """Input positions with padding; 0 if there are no tokens, as for images."""
-        tokens = self.inputs.get("input_ids")
-        return 0 if tokens is None else tokens.numel()
+        """Input positions with padding, also of a decoder; 0 if there are no tokens, as for images."""
+        return sum(self.inputs[name].numel() for name in TOKEN_INPUTS if name in self.inputs)
 
     def to(self, device: torch.device) -> Batch:
         """Return a copy on ``device``. The copy is asynchronous if the batch is pinned."""
@@ -106,13 +106,14 @@ def to_device(samples: Samples, batch: Batch, device: torch.device) -> Batch:
 class TaskData:
     """The data of a task, and the properties that a model needs."""
 
-    task: str  # ``causal_lm`` or ``image_classification``
+    task: str  # a key of ``distexp.config.tasks.TASKS``
     train: Samples
     evaluation: Samples
     collate: Callable[[Sequence[Sample]], Batch]  # makes a batch from samples
     num_classes: int  # number of classes, or size of the tokenizer's vocabulary
     tokenizer: Any = None  # a ``distexp.data.tokenization.Tokenizer``; None for images
     tokenizer_name: str | None = None  # ``byte(1024)``, or the name or path of a Hugging Face tokenizer
+    class_names: Sequence[str] = ()  # names of the classes, for a saved model; empty: they are numbered
     notes: list[str] = field(default_factory=list)  # for the user, for example about examples that were left out
 
 
@@ -248,7 +249,8 @@ def measure_workload(batches: Iterable[Batch]) -> Workload:
 def _workload_of(batch: Batch) -> Workload:
     if not batch.num_positions:
         return Workload(samples=batch.num_samples, targets=batch.num_targets, rows=len(batch.labels))
-    rows, length = batch.inputs["input_ids"].shape
+    rows = len(batch.inputs["input_ids"])
+    length = batch.num_positions // rows
     kept = batch.inputs.get(TARGET_POSITIONS)
     return Workload(
         samples=batch.num_samples,
@@ -259,7 +261,7 @@ def _workload_of(batch: Batch) -> Workload:
         positions=rows * length,
         position_pairs=rows * length**2,
         visited_pairs=_visited_pairs(rows, length, batch.inputs.get(POSITIONS)),
-        head_tokens=rows * length if kept is None else kept.numel(),
+        head_tokens=batch.labels.numel() if kept is None else kept.numel(),
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import describe_type
+from distexp.config.tasks import task_of
 from distexp.data.base import IGNORE, Batch, Sample, Samples, TaskData
 from distexp.data.images import ImageFiles, decode_once, normalize_pixels, read_ahead
 from distexp.system.cgroups import usable_memory
@@ -134,7 +135,7 @@ def cache_images(data: TaskData, place: str, device: torch.device) -> TaskData:
 def describe_cache(data: TaskData) -> str | None:
     """Return where the images are: ``cpu``, ``gpu``, or ``none`` without a cache; None for text."""
     if not isinstance(data.train, CachedImages):
-        return "none" if data.task == "image_classification" else None
+        return "none" if task_of(data.task).is_image else None
     return "gpu" if data.train.pixels.device.type == "cuda" else "cpu"
 
 

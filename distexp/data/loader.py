@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distexp.config.custom_code import check_returned
+from distexp.config.tasks import task_of
 from distexp.data import base
 from distexp.data.base import COLLATE, IGNORE, Batch, Sample, Samples, TaskData
 from distexp.data.text import PackedSamples
@@ -121,7 +122,7 @@ class ShardedLoader:
     @property
     def has_accuracy(self) -> bool:
         """Return whether the task has an accuracy."""
-        return self.task == "image_classification"
+        return task_of(self.task).has_classes
 
     def prefetch(self, epoch: int, steps: range) -> None:
         """Start loading the first batches of ``steps`` in the loader's workers, after the end of the previous epoch."""

@@ -7,7 +7,8 @@ from torch import Generator
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.config.model_checks import loads_from_source, weights_source
-from distexp.data.base import Sample, TaskData
+from distexp.config.tasks import DECODER_LABELS, task_of
+from distexp.data.base import IGNORE, Sample, TaskData
 from distexp.data.images import collate_images
 from distexp.data.text import TextCollate, sequence_length
 from distexp.exceptions import first_line
@@ -16,17 +17,22 @@ from distexp.system.cache_dir import offline_if_unreachable
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Sequences of random tokens, generated on access; every token is a target."""
+    """Sequences of random tokens with random labels for a task, generated on access.
+
+    Every token is a target, but of masked_lm one in seven.
+    """
 
     samples: int
     length: int
     vocab_size: int
     seed: int
+    task: str = "causal_lm"
+    classes: int = 0
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        return [self.length] * self.samples
+        """Tokens of each sample, with those of a decoder."""
+        return [self.length * (2 if self.task == "seq2seq_lm" else 1)] * self.samples
 
     def __len__(self) -> int:
         return self.samples
@@ -34,7 +40,15 @@ class RandomTokens:
     def __getitem__(self, index: int) -> Sample:
         generator = _sample_generator(self.seed, index, self.samples)
         tokens = torch.randint(self.vocab_size, (self.length,), generator=generator)
-        return {"input_ids": tokens, "labels": tokens.clone()}
+        if self.task == "causal_lm":
+            return {"input_ids": tokens, "labels": tokens.clone()}
+        if self.task == "masked_lm":
+            is_target = torch.randperm(self.length, generator=generator) % 7 == 0
+            return {"input_ids": tokens, "labels": torch.where(is_target, tokens, IGNORE)}
+        shape = (self.length,) if task_of(self.task).labels_tokens else ()
+        labels = torch.randint(self.classes or self.vocab_size, shape, generator=generator)
+        sample = {"input_ids": tokens, "labels": labels}
+        return sample | {DECODER_LABELS: labels} if self.task == "seq2seq_lm" else sample
 
 
 @dataclass(frozen=True)
@@ -63,17 +77,18 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """
     train_size = _require("dataset.train_size", dataset.train_size)
     eval_size = _require("dataset.eval_size", dataset.eval_size)
-    if model.task == "causal_lm":
+    kind = model.traits
+    classes = _require("dataset.num_classes", dataset.num_classes) if kind.has_classes else 0
+    if kind.is_text:
         vocab_size = model.vocab_size or _vocabulary_of_source(model)
         length = sequence_length(dataset, model)
         return TaskData(
             task=model.task,
-            train=RandomTokens(train_size, length, vocab_size, seed),
-            evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1),
-            collate=TextCollate(pad_id=0, length=length),
-            num_classes=vocab_size,
+            train=RandomTokens(train_size, length, vocab_size, seed, model.task, classes),
+            evaluation=RandomTokens(eval_size, length, vocab_size, seed + 1, model.task, classes),
+            collate=TextCollate(pad_id=0, length=length, task=model.task, decoder_length=length),
+            num_classes=classes or vocab_size,
         )
-    classes = _require("dataset.num_classes", dataset.num_classes)
     size = _require("dataset.image_size", dataset.image_size)
     return TaskData(
         task=model.task,

@@ -13,6 +13,7 @@ from torch import Tensor
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.config.custom_code import check_returned, describe_type
 from distexp.config.model_checks import check_sequence_length
+from distexp.config.tasks import DECODER_LABELS, task_of
 from distexp.data.base import COLLATE, IGNORE, POSITIONS, Batch, Sample, Samples, TaskData, set_epoch, to_device
 
 BUCKET_MULTIPLE = 32
@@ -54,16 +55,100 @@ class TokenSamples:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start = int(self.ends[index - 1]) if index else 0
-        input_ids = torch.from_numpy(self.tokens[start : int(self.ends[index])].astype(np.int64))
+        input_ids = torch.from_numpy(_part(self.tokens, self.ends, index).astype(np.int64))
         labels = input_ids.clone()
         if self.is_target is None:
             labels[: int(self.prompt_lengths[index])] = IGNORE
         else:
-            labels[torch.from_numpy(np.logical_not(self.is_target[start : int(self.ends[index])]))] = IGNORE
+            labels[torch.from_numpy(~_part(self.is_target, self.ends, index))] = IGNORE
         return {"input_ids": input_ids, "labels": labels}
+
+
+@dataclass(frozen=True, eq=False)
+class LabeledTokens:
+    """Token sequences with a class each, with a label for each token, or with the tokens that a decoder predicts.
+
+    A sample is ``input_ids`` of shape (length,), and ``labels`` of shape (labels,), or a scalar without ``label_ends``.
+    """
+
+    tokens: NDArray[np.int32]  # all sequences, shape (total tokens,)
+    ends: NDArray[np.int64]  # one past the last token of each sequence, shape (samples,)
+    labels: NDArray[np.int64]  # all labels, shape (total labels,); IGNORE without a target
+    label_ends: NDArray[np.int64] | None = None  # one past the last label of each sample; None: each has one
+    for_decoder: bool = False  # the labels are also DECODER_LABELS
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, with those of a decoder, shape (samples,)."""
+        lengths = np.diff(self.ends, prepend=0)
+        decoded = self.label_ends if self.for_decoder else None
+        return lengths if decoded is None else lengths + np.diff(decoded, prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Sample:
+        input_ids = torch.from_numpy(_part(self.tokens, self.ends, index).astype(np.int64))
+        if self.label_ends is None:
+            return {"input_ids": input_ids, "labels": torch.tensor(self.labels[index])}
+        labels = torch.from_numpy(_part(self.labels, self.label_ends, index).copy())
+        sample = {"input_ids": input_ids, "labels": labels}
+        return sample | {DECODER_LABELS: labels} if self.for_decoder else sample
+
+
+MASKED_SHARE = 0.15
+"""Share of the tokens that a masked LM predicts. Of these 80 % are masked and 10 % random, as in BERT."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedTokens:
+    """Token sequences of which a masked LM predicts some tokens. They change with the epoch.
+
+    They depend on seed, epoch and index only, not on the number of workers. The epoch is in shared memory, because
+    loader workers have a copy of everything else. Special tokens are never predicted.
+    """
+
+    tokens: NDArray[np.int32]  # all sequences, shape (total tokens,)
+    ends: NDArray[np.int64]  # one past the last token of each sequence, shape (samples,)
+    special_ids: Sequence[int]
+    mask_id: int
+    vocab_size: int
+    seed: int
+    epoch: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    )
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, shape (samples,)."""
+        return np.diff(self.ends, prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Sample:
+        tokens = _part(self.tokens, self.ends, index).astype(np.int64)
+        random = np.random.default_rng((self.seed, int(self.epoch), index))
+        (usual,) = (~np.isin(tokens, self.special_ids)).nonzero()
+        predicted = random.choice(usual, size=min(len(usual), max(1, round(MASKED_SHARE * len(usual)))), replace=False)
+        labels = np.full_like(tokens, IGNORE)
+        labels[predicted] = tokens[predicted]
+        kinds = random.random(len(predicted))
+        tokens[predicted[kinds < 0.8]] = self.mask_id
+        others = predicted[kinds >= 0.9]
+        tokens[others] = random.integers(self.vocab_size, size=len(others))
+        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the predicted tokens of an epoch, in running loader workers too."""
+        self.epoch.fill_(epoch)
+
+
+def _part(flat: NDArray[Any], ends: NDArray[np.int64], index: int) -> NDArray[Any]:
+    """Return one sequence of a flat array."""
+    if not 0 <= index < len(ends):
+        raise IndexError(index)
+    return flat[int(ends[index - 1]) if index else 0 : int(ends[index])]
 
 
 def sample_lengths(samples: Samples) -> NDArray[np.int64]:
@@ -79,28 +164,45 @@ class TextCollate:
     """Collate function that pads sequences on the right.
 
     A causal LM predicts ``labels[:, 1:]``, so the first label of a sequence is never a target. Packed rows keep their
-    positions, and have no attention mask: their padding counts as another sample.
+    positions, and have no attention mask: their padding counts as another sample. Of other tasks each label is a
+    target. The labels of seq2seq samples have a length of their own, and are also the input DECODER_LABELS.
     """
 
     pad_id: int  # token id of the padding
     length: int | None  # tokens of every batch; None: the longest sequence of each batch
     multiple: int = 1  # without ``length``, batches are padded to a multiple of it
     limit: int | None = None  # without ``length``, most tokens of a batch
+    task: str = "causal_lm"
+    decoder_length: int | None = None  # labels of every batch of a seq2seq task; None: the longest of each batch
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        """Pad and stack samples; labels have shape (batch, length)."""
-        length, longest = self.length, max(len(sample["input_ids"]) for sample in samples)
-        if length is None:
-            padded = -(-longest // self.multiple) * self.multiple
-            length = padded if self.limit is None else max(longest, min(padded, self.limit))
+        """Pad and stack samples; labels have shape (batch, length), or (batch,) if a sample has one."""
+        length = self._padded_length(self.length, [len(sample["input_ids"]) for sample in samples])
         input_ids = _pad_and_stack([sample["input_ids"] for sample in samples], length, self.pad_id)
         if POSITIONS in samples[0]:
             return self._collate_rows(samples, input_ids)
-        labels = _pad_and_stack([sample["labels"] for sample in samples], length, IGNORE)
         mask = np.arange(length) < np.asarray([len(sample["input_ids"]) for sample in samples])[:, np.newaxis]
-        is_target = labels[:, 1:] != IGNORE
-        inputs = {"input_ids": input_ids, "attention_mask": mask.astype(input_ids.dtype)}
-        return _make_batch(inputs, labels, is_target, mask.sum(axis=1)[is_target.any(axis=1)])
+        inputs, lengths = {"input_ids": input_ids, "attention_mask": mask.astype(input_ids.dtype)}, mask.sum(axis=1)
+        task, labels = task_of(self.task), [sample["labels"] for sample in samples]
+        if not task.labels_tokens:
+            stacked = np.stack([label.numpy() for label in labels])
+            return _make_batch(inputs, stacked, stacked != IGNORE, lengths[stacked != IGNORE])
+        if DECODER_LABELS in task.inputs:
+            decoded = [sample[DECODER_LABELS] for sample in samples]
+            length = self._padded_length(self.decoder_length, list(map(len, decoded)))
+            inputs[DECODER_LABELS] = _pad_and_stack(decoded, length, IGNORE)
+            lengths = lengths + (inputs[DECODER_LABELS] != IGNORE).sum(axis=1)
+        padded = _pad_and_stack(labels, length, IGNORE)
+        is_target = padded[:, 1:] != IGNORE if task.is_causal else padded != IGNORE
+        return _make_batch(inputs, padded, is_target, lengths[is_target.any(axis=1)])
+
+    def _padded_length(self, fixed: int | None, lengths: Sequence[int]) -> int:
+        """Return the length of a batch whose samples have these lengths."""
+        if fixed is not None:
+            return fixed
+        longest = max(lengths)
+        padded = -(-longest // self.multiple) * self.multiple
+        return padded if self.limit is None else max(longest, min(padded, self.limit))
 
     def _collate_rows(self, rows: Sequence[Sample], input_ids: NDArray[Any]) -> Batch:
         length = input_ids.shape[1]
@@ -162,6 +264,7 @@ def check_text_collate(data: TaskData, key: str) -> TextCollate:
 def pad_to_batch(data: TaskData, limit: int) -> TaskData:
     """Return a copy of ``data`` with batches padded to the longest sample, and to a multiple of BUCKET_MULTIPLE."""
     collate = check_text_collate(data, "bucketing")
+    collate = replace(collate, decoder_length=None)
     return replace(data, collate=replace(collate, length=None, multiple=BUCKET_MULTIPLE, limit=limit))
 
 

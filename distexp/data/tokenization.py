@@ -19,7 +19,7 @@ from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachab
 # Forked loader workers never tokenize. Without this, tokenizers would print a warning at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-PAD, EOS = "<pad>", "</s>"
+PAD, EOS, MASK = "<pad>", "</s>", "<mask>"
 MIN_VOCAB_SIZE = 256 + len((PAD, EOS))
 """Size of a byte tokenizer without merges: all bytes and two special tokens."""
 
@@ -28,6 +28,7 @@ ENCODE_BATCH_SIZE = 2048
 """Texts per call of the tokenizer; limits the memory of its intermediate results."""
 
 TokenIds = NDArray[np.int32]
+Affixes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Tokenizer(Protocol):
@@ -37,6 +38,8 @@ class Tokenizer(Protocol):
     size: int  # entries of the vocabulary
     eos_id: int
     pad_id: int
+    mask_id: int | None  # token that hides another one from a masked LM; None: it has none
+    affixes: Affixes  # special tokens before and after a text
     fingerprint: str  # hash of everything that the token ids depend on
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -64,6 +67,8 @@ class ByteTokenizer:
         self.name = f"byte({self.size})"
         # Special tokens come first in the vocabulary, in the order of the trainer's list.
         self.pad_id, self.eos_id = 0, 1
+        self.mask_id: int | None = self._tokenizer.token_to_id(MASK)
+        self.affixes: Affixes = ((), (self.eos_id,))
         self.fingerprint = _digest(self._tokenizer.to_str())
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -83,6 +88,7 @@ class ByteTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
+        settings |= {} if self.mask_id is None else {"mask_token": MASK}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     def for_chat(self) -> Any:
@@ -103,18 +109,30 @@ class HuggingFaceTokenizer:
                 f"model.tokenizer={name} is a folder without a tokenizer: "
                 "set model.tokenizer to the name or path of a tokenizer, or to byte"
             )
-        if self._tokenizer.eos_token_id is None:
+        # BERT ends texts with its separator.
+        end = self._tokenizer.sep_token_id if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
+        if end is None:
             raise ConfigError(
                 f"model.tokenizer={name} has no end-of-sequence token, which must end each answer: "
                 "use another tokenizer, or model.tokenizer=byte"
             )
         self.name = name
         self.size = len(self._tokenizer)
-        self.eos_id: int = self._tokenizer.eos_token_id
+        self.eos_id: int = end
+        self.mask_id: int | None = self._tokenizer.mask_token_id
+        self.affixes = self._find_affixes()
         pad = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad is None else pad
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self.fingerprint = _digest(f"{name} {self.size}" if backend is None else backend.to_str())
+
+    def _find_affixes(self) -> Affixes:
+        """Return the special tokens before and after a text."""
+        whole, inner = (self._tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+        for start in range(len(whole) - len(inner) + 1):
+            if whole[start : start + len(inner)] == inner:
+                return tuple(whole[:start]), tuple(whole[start + len(inner) :])
+        return (), (self.eos_id,)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, without special tokens. A text such as ``</s>`` is text here too."""
@@ -154,30 +172,32 @@ def load_tokenizer(model: ModelConfig, texts: Iterable[str]) -> Tokenizer:
     if name == "auto":
         name = weights_source(model) if loads_from_source(model) else "byte"
     if name == "byte" or name is None:
-        return train_byte_tokenizer(texts, model.vocab_size or DEFAULT_VOCAB_SIZE)
+        special = (PAD, EOS, MASK) if model.task == "masked_lm" else (PAD, EOS)
+        return train_byte_tokenizer(texts, model.vocab_size or DEFAULT_VOCAB_SIZE, special)
     return HuggingFaceTokenizer(name)
 
 
-def train_byte_tokenizer(texts: Iterable[str], max_size: int) -> ByteTokenizer:
+def train_byte_tokenizer(texts: Iterable[str], max_size: int, special: tuple[str, ...] = (PAD, EOS)) -> ByteTokenizer:
     """Train a byte-level BPE of at most ``max_size`` entries, or read it. Raise ConfigError if that is too small."""
-    if max_size < MIN_VOCAB_SIZE:
+    if max_size < (least := 256 + len(special)):
         raise ConfigError(
             f"model.vocab_size={max_size} is too small for model.tokenizer=byte, which has all 256 bytes and "
-            f"two special tokens: set at least {MIN_VOCAB_SIZE}"
+            f"{len(special)} special tokens: set at least {least}"
         )
     corpus = list(texts)
     digest = _digest("\x1e".join(corpus))
-    path = cache_dir() / f"byte-tokenizer-v1-{max_size}-{digest}.json"
-    return ByteTokenizer(build_once(path, lambda file: _train(corpus, max_size, file)))
+    kind = "" if MASK not in special else "-mask"
+    path = cache_dir() / f"byte-tokenizer-v1{kind}-{max_size}-{digest}.json"
+    return ByteTokenizer(build_once(path, lambda file: _train(corpus, max_size, special, file)))
 
 
-def _train(corpus: list[str], max_size: int, file: Path) -> None:
+def _train(corpus: list[str], max_size: int, special: tuple[str, ...], file: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=max_size,
-        special_tokens=[PAD, EOS],
+        special_tokens=list(special),
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

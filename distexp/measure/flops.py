@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from distexp.config import Config, custom_code
-from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TaskData, Workload, to_device
+from distexp.data.base import POSITIONS, TARGET_LABELS, TARGET_POSITIONS, TOKEN_INPUTS, TaskData, Workload, to_device
 from distexp.models import blueprint, transforms
 from distexp.models.adapter import add_adapter
 from distexp.models.head import adapt_head
@@ -101,12 +101,16 @@ class FlopCounter:
         adapt_head(model, replace(self.config.train, loss="full"))
         return model
 
+    @cached_property
+    def _length(self) -> int:
+        """Tokens of a row, also of its decoder; 0 for images."""
+        return sum(self.inputs[name].shape[1] for name in TOKEN_INPUTS if name in self.inputs)
+
     def _rates(self, count: CountFlops, model: nn.Module) -> FlopRates:
         """Return the rates of a pass, from its FLOPs at two lengths and for two numbers of selected tokens."""
-        tokens = self.inputs.get("input_ids")
-        if tokens is None or tokens.shape[1] < 2:
+        length = self._length
+        if length < 2:
             return FlopRates(row=count(model, self.inputs))
-        length = tokens.shape[1]
         flops = partial(self._count_at, count, model)
         whole = flops(length)
         head = flops(length, selected=2) - whole if TARGET_POSITIONS in self.inputs else 0
@@ -115,9 +119,17 @@ class FlopCounter:
         return FlopRates(token=long - pair * length, pair=pair, head_token=head)
 
     def _count_at(self, count: CountFlops, model: nn.Module, length: int, selected: int = 1) -> int:
-        """Return the FLOPs of a row of some tokens of which some are selected."""
-        whole = self.inputs["input_ids"].shape
-        inputs = {name: tensor[:, :length] if tensor.shape == whole else tensor for name, tensor in self.inputs.items()}
+        """Return the FLOPs of a row of some tokens of which some are selected.
+
+        A row of a seq2seq model has those of its decoder too, and both parts are shortened by the same factor.
+        """
+        whole, share = self.inputs["input_ids"].shape, length / self._length
+        inputs = {
+            name: tensor[:, : max(1, round(tensor.shape[1] * share))]
+            if name in TOKEN_INPUTS or tensor.shape == whole
+            else tensor
+            for name, tensor in self.inputs.items()
+        }
         if TARGET_POSITIONS in inputs:
             inputs[TARGET_POSITIONS] = torch.zeros(selected, dtype=torch.long, device="meta")
         return count(model, inputs)

@@ -24,7 +24,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 from distexp.models.objective import get_logits
-from distexp.models.transforms import NamedModules
+from distexp.models.transforms import NamedModules, embedding_of
 
 HASHED_VALUES = 64
 """About how many values of a weight are hashed. Two trainings of one architecture differ nearly everywhere."""
@@ -242,10 +242,9 @@ def check_dimensions(model: nn.Module, needed_for: str) -> None:
 
 def find_embeddings(model: nn.Module) -> NamedModules:
     """Find the token embedding and the output head; empty for image models."""
-    getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
-    modules = [getter() for getter in getters if getter is not None]
+    modules = (embedding_of(model, side) for side in ("input", "output"))
     names = {id(module): name for name, module in model.named_modules()}
-    return [(names[id(module)], module) for module in modules if module is not None]
+    return [(names[id(module)], module) for module in modules if module is not None and hasattr(module, "weight")]
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Any causal LM of transformers, with pretrained or random weights."""
+"""Any model of transformers for one of distexp's tasks, with pretrained or random weights."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +14,7 @@ from distexp.config import ConfigError, ModelConfig
 from distexp.config.model_checks import causality_error, validate_model
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
+from distexp.models import task_models
 from distexp.models.adapter import save_adapter
 from distexp.models.blueprint import build_empty
 from distexp.models.objective import LOSS_SUM, get_logits
@@ -27,43 +28,42 @@ PRELOAD = ("transformers",)
 
 
 def build(model: ModelConfig, num_classes: int) -> nn.Module:
-    """Build a causal LM. Raise ConfigError if it does not exist, is none, or has fewer embeddings than the tokenizer.
+    """Build a model for a task. Raise ConfigError if it does not exist, or does not fit the task or the tokenizer.
 
-    It maps ``input_ids`` and ``attention_mask`` (batch, length) to ``.logits`` (batch, length, vocabulary). A null
+    It maps the inputs of the task to ``.logits``: (batch, length, vocabulary or classes), or (batch, classes). A null
     dropout is that of the architecture. On the meta device, no weights are read.
     """
     validate_model(model)
-    from transformers import AutoModelForCausalLM
-
+    auto_class = task_models.auto_class(model.task)
     config = _read_config(model, num_classes)
     replaces_attention = config.model_type == "bloom" and model.attention in ("sdpa", "flex")
     if model.attention != "auto" and not replaces_attention:
         _set_attention(config, model)
     if model.init == "pretrained" and not on_meta_device():
-        built = read_weights(AutoModelForCausalLM, "model.name", model.name, config)
+        built = read_weights(auto_class, "model.name", model.name, config, new_head=model.traits.has_classes)
     else:
-        built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        built = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
     is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
-    if is_causal and not any(is_causal):  # an encoder with a language model head
-        raise _not_causal_error(model, config)
+    if model.traits.is_causal and is_causal and not any(is_causal):  # an encoder with a language model head
+        raise task_models.wrong_task(model, config)
     if replaces_attention:
         from distexp.models.bloom import use_attention
 
         use_attention(built, model.attention)
+    task_models.adapt_inputs(built, model)
     return built
 
 
 def _read_config(model: ModelConfig, num_classes: int) -> Any:
-    """Read the configuration of a causal LM with room for the tokenizer, and set its dropout."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
+    """Read the configuration of a model with room for the tokenizer or the classes, and set its dropout."""
     config = read_config("model.name", model.name, model.options)
-    if error := causality_error(model, config.to_dict()):
+    if model.traits.is_causal and (error := causality_error(model, config.to_dict())):
         raise ConfigError(error)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _not_causal_error(model, config)
-    rows = config.get_text_config().vocab_size
-    if num_classes > rows:
+    if not task_models.supports(config, model.task):
+        raise task_models.wrong_task(model, config)
+    if model.traits.has_classes:
+        config.num_labels = num_classes
+    elif num_classes > (rows := config.get_text_config().vocab_size):
         raise ConfigError(
             f"the tokenizer has {num_classes} entries, more than the {rows} embeddings of "
             f"model.name={model.name}: use a smaller tokenizer, or model.tokenizer=auto for the model's own"
@@ -89,8 +89,6 @@ def _read_config(model: ModelConfig, num_classes: int) -> Any:
 
 def _set_attention(config: Any, model: ModelConfig) -> None:
     """Set the implementation of the attention, after a model was built with it. Raise ConfigError if that fails."""
-    from transformers import AutoModelForCausalLM
-
     if model.attention == "flex":
         text = config.get_text_config()
         for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
@@ -103,20 +101,13 @@ def _set_attention(config: Any, model: ModelConfig) -> None:
     try:
         config._attn_implementation = implementation
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            task_models.auto_class(model.task).from_config(config, trust_remote_code=False)
     except (ValueError, ImportError) as error:
         reason = str(error).split(". ")[0].splitlines()[0]
         raise ConfigError(
             f"model.attention={model.attention} is not supported by model.name={model.name} ({reason}): use "
             "model.attention=auto"
         ) from error
-
-
-def _not_causal_error(model: ModelConfig, config: Any) -> ConfigError:
-    return ConfigError(
-        f"model.name={model.name} is not a causal LM ({config.model_type}), but model=hf trains only causal LMs: "
-        "use a model such as GPT-2, Llama, Qwen or OPT"
-    )
 
 
 def read_config(key: str, source: str, changes: Mapping[str, Any] | None = None) -> Any:
@@ -196,10 +187,11 @@ CAUSAL_TOLERANCE = 1e-4
 """Change of earlier logits by rounding, as a share of the change at the changed token."""
 
 
-def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Module:
+def read_weights(model_class: Any, key: str, source: str, config: Any, *, new_head: bool = False) -> nn.Module:
     """Build a model with pretrained weights and a configuration of ``read_config``, in fp32 and in training mode.
 
-    Raise ConfigError if weights are missing or damaged, have other shapes, or contain code.
+    With ``new_head``, weights outside of the base model may be missing, and are random then. Raise ConfigError if
+    others are missing, if weights are damaged or have other shapes, or if they contain code.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -215,11 +207,14 @@ def read_weights(model_class: Any, key: str, source: str, config: Any) -> nn.Mod
         raise _read_error(key, source, "a model's weights", error) from error
     # transformers would initialize these at random and continue.
     missing = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    if new_head and (created := [name for name in missing if task_models.is_of_head(model, name)]):
+        print(f"note: {key}={source} has no weights for {', '.join(created)}: they start at random", flush=True)
+        missing = [name for name in missing if name not in created]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ConfigError(
             f"{key}={source} lacks weights of {type(model).__name__}, or they have another shape: "
-            f"{', '.join(missing[:3])}{more}: use the complete weights of a causal LM, or model.init=random"
+            f"{', '.join(missing[:3])}{more}: use the complete weights of this task, or model.init=random"
         )
     built: nn.Module = model.train()  # from_pretrained leaves it in evaluation mode
     return built
@@ -286,10 +281,7 @@ def save_model(
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
     if data.tokenizer is not None:
-        model.config.use_cache = True
-        for settings in (model.config, model.generation_config):
-            settings.bos_token_id = None
-            settings.eos_token_id, settings.pad_token_id = data.tokenizer.eos_id, data.tokenizer.pad_id
+        task_models.set_tokens(model, data)
     with replace_atomically(run_dir / MODEL) as folder:
         model.save_pretrained(folder, state_dict=state)
         if data.tokenizer is not None:

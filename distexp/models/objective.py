@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from distexp.config import ConfigError
 from distexp.config.custom_code import PAGE, describe_type
+from distexp.config.tasks import task_of
 from distexp.data.base import IGNORE, Batch
 
 LOSS_SUM = "loss_sum"
@@ -19,9 +20,9 @@ LOSS_SUM = "loss_sum"
 def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
     """Return the cross entropy in nats, summed over the targets, in fp32; 0 without targets, as its gradient.
 
-    The logits, also as an attribute, have the shape (batch, length, vocabulary), and those at a position predict the
-    next label; or (batch, classes). A dict has the loss as LOSS_SUM. Labels with the value IGNORE do not count. Raise
-    ValueError for an unknown task.
+    The logits, also as an attribute, have the shape (batch, length, vocabulary or classes), or (batch, classes). For
+    causal_lm those at a position predict the next label. A dict has the loss as LOSS_SUM. Labels with the value IGNORE
+    do not count. Raise ValueError for an unknown task.
     """
     if isinstance(outputs, dict) and LOSS_SUM in outputs:
         loss: Tensor = outputs[LOSS_SUM]
@@ -30,9 +31,8 @@ def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
-def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
+def count_correct(task: str, outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
     """Count the targets among the ``choices`` largest logits, or among fewer classes (top-k accuracy); a scalar."""
-    task = "causal_lm" if batch.labels.dim() == 2 else "image_classification"
     logits, labels = _align(task, outputs, batch)
     with torch.no_grad():
         top = logits.topk(min(choices, logits.shape[-1]), dim=-1).indices
@@ -41,23 +41,23 @@ def count_correct(outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
 
 
 def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
-    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64. The hits of text are 0."""
+    """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64. Hits are counted for classes."""
     loss = loss_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
     sums[0] = loss.detach()
     sums[1].fill_(batch.num_targets)  # sums[1] = ... would block until the GPU is idle
-    if task == "image_classification":
-        sums[2], sums[3] = (count_correct(outputs, batch, choices=choices) for choices in (1, 5))
+    if task_of(task).has_classes:
+        sums[2], sums[3] = (count_correct(task, outputs, batch, choices=choices) for choices in (1, 5))
     return sums
 
 
 def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
     """Return a micro-batch's part of the step's mean loss and accuracy, shape (2,); ``loss`` is divided already.
 
-    The sum over micro-batches and ranks is the step's mean. The accuracy of text is 0, because an argmax
-    over the vocabulary would cost about as much as the loss.
+    The sum over micro-batches and ranks is the step's mean. The accuracy of language models is 0, because
+    an argmax over the vocabulary would cost about as much as the loss.
     """
-    hits = count_correct(outputs, batch) if task == "image_classification" else torch.zeros_like(loss)
+    hits = count_correct(task, outputs, batch) if task_of(task).has_classes else torch.zeros_like(loss)
     return torch.stack([loss.detach(), hits.detach() / normalizer])
 
 
@@ -74,13 +74,11 @@ def get_logits(outputs: Any) -> Tensor:
 
 def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return logits (labels, classes) and the labels they predict, shape (labels,)."""
-    logits = get_logits(outputs)
-    if task == "causal_lm":
+    kind, logits, labels = task_of(task), get_logits(outputs), batch.labels
+    if kind.is_causal:
         # Shift the labels, not the logits: logits[:, :-1] would copy all logits.
-        return logits.flatten(0, 1), functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE).flatten()
-    if task == "image_classification":
-        return logits, batch.labels
-    raise ValueError(f"task={task} must be causal_lm or image_classification")
+        labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return (logits.flatten(0, 1), labels.flatten()) if kind.labels_tokens else (logits, labels)
 
 
 FP16_SCALE = 256.0

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -59,7 +59,7 @@ def _block_options(count: int, config: Config) -> dict[str, Any]:
     the second kind of block for any number of channels, which takes long, gives slow kernels, and may fail. There are
     few shapes, so each gets its graph: with full and with partial micro-batches, in training and in evaluation.
     """
-    if config.train.compiled != "blocks" or config.model.task != "image_classification":
+    if config.train.compiled != "blocks" or not config.model.traits.is_image:
         return {}
     compilation.allow_graphs_per_function(4 * count)
     return {"dynamic": False}
@@ -157,7 +157,18 @@ def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
         return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
     declared = set(getattr(model, "_no_split_modules", None) or ())
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in declared]
+    embedding = embedding_of(model, "input")  # Encoders declare the module that contains it, but it is no block.
+    found = [(name, module) for name, module in found if all(part is not embedding for part in module.modules())]
     return found or _largest_repeated(model)
+
+
+def embedding_of(model: nn.Module, side: str) -> nn.Module | None:
+    """Return the embedding of the ``input`` of a model, or the head of its ``output``; None if it names none."""
+    getter = getattr(model, f"get_{side}_embeddings", None)
+    with suppress(NotImplementedError):  # transformers raises it for image models
+        found: nn.Module | None = None if getter is None else getter()
+        return found
+    return None
 
 
 def _find_classes(model: nn.Module, wanted: list[str]) -> NamedModules:

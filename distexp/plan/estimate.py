@@ -267,7 +267,7 @@ def reason_not_measured(config: Config) -> str:
 def processes_mib(config: Config) -> dict[str, float]:
     """Return the memory of the processes of the first node during training in MiB, without tensors."""
     workers, known = config.cluster.workers_per_node or 1, facts().processes
-    images = known.images_mib if config.model.task == "image_classification" else 0.0
+    images = known.images_mib if config.model.traits.is_image else 0.0
     worker = load_strategy(config).host_worker_mib(config) + images + known.compile_mib[config.train.compiled]
     # Texts are small. An image has 3 bytes per pixel.
     pixels = (config.dataset.image_size or 0) ** 2

@@ -165,7 +165,7 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
     that fits is not known, half of the micro-batch and one sample are tried.
     """
     train = config.train
-    has_all_logits = config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full"
+    has_all_logits = config.model.traits.is_causal and train.logits == "all" and train.loss == "full"
     logits = ("train.logits=targets",) if has_all_logits else ()
     checkpointing = () if train.activation_checkpointing else ("train.activation_checkpointing=true",)
     pair = (*logits, *checkpointing) if logits and checkpointing else ()

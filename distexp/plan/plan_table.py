@@ -194,7 +194,7 @@ def training_lines(cells: Sequence[PlannedCell]) -> Iterator[str]:
 
 def _data_size(config: Config) -> str:
     dataset = config.dataset
-    if config.model.task == "image_classification":
+    if config.model.traits.is_image:
         return f"images of {dataset.image_size} x {dataset.image_size}" if dataset.image_size else ""
     length = dataset.max_length or config.model.seq_length
     is_limit = dataset.bucketing or dataset.padding == "longest"

@@ -199,7 +199,7 @@ def cache_path(config: Config) -> Path:
 def _sizes_vary(config: Config) -> bool:
     """Return whether the memory of a step depends on the samples of its micro-batch."""
     dataset, train = config.dataset, config.train
-    if config.model.task != "causal_lm":
+    if not config.model.traits.is_text:
         return False
     padded = dataset.padding == "max_length" and not dataset.bucketing and not dataset.packing
     is_custom = not dataset._target_.startswith("distexp.")  # It may pad in another way.

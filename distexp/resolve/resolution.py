@@ -78,7 +78,7 @@ def _image_values(config: Config) -> Mapping[str, Any]:
 
 def _model_values(config: Config) -> Mapping[str, Any]:
     # Only the models of distexp can all compute the logits of targets alone.
-    if config.model.task != "causal_lm" or not config.model._target_.startswith("distexp.models."):
+    if not config.model.traits.is_causal or not config.model._target_.startswith("distexp.models."):
         return {}
     # With all logits, their fp32 copy is the largest tensor, and it limits the micro-batch.
     return {"train.loss": "chunked"} if config.train.logits == "all" else {"train.logits": "targets"}
@@ -126,7 +126,7 @@ def _compile_errors(config: Config) -> Iterator[str]:
 def _channels_last_errors(config: Config) -> Iterator[str]:
     if not config.train.channels_last:
         return
-    if config.model.task != "image_classification":
+    if not config.model.traits.is_image:
         yield (
             f"train.channels_last=true is for image_classification, but model={config.model.name} is for "
             f"{config.model.task}: leave it out"
@@ -245,6 +245,7 @@ SECTION_CHECKS: tuple[Step, ...] = (
 DECISIONS: tuple[Step, ...] = (
     scaling_rules.shrink_to_scale,
     resources.make_paths_absolute,
+    section_checks.decide_task,  # reads the folder of the model
     resources.decide_resources,
     resources.set_strategy_defaults,  # needs the device
     choose_kernels,  # needs the options of the strategy

@@ -13,6 +13,7 @@ from distexp.config import AdapterConfig, Config, ConfigError, DatasetConfig, mo
 from distexp.config.custom_code import check_target
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields
+from distexp.config.tasks import AUTO, TASKS, task_of_architecture
 from distexp.data.sources import formats, rows
 from distexp.data.sources.image_folder import CHECKED_IMAGES, IMAGE_FOLDER, broken_images, find_images
 from distexp.data.squad_json import find_small_file_error
@@ -30,6 +31,22 @@ def check_targets(config: Config) -> Iterator[str]:
         error = check_target(target, config.trusted_packages)
         if error:
             yield error
+
+
+def decide_task(config: Config) -> Iterator[str]:
+    """Replace ``model.task=auto`` by the task of the model's architecture. Yield an error if it has no config.json."""
+    model = config.model
+    if model.task != AUTO:
+        return
+    source = model_checks.weights_source(model)
+    if source is not None and model_checks.names_source(model):
+        model.task = task_of_architecture(model_checks.read_architecture(source))
+        return
+    model.task = "causal_lm"  # so that the other checks go on
+    yield (
+        f"model.task={AUTO} needs the config.json of a model, which model={model.name} has not: use one of "
+        f"{', '.join(TASKS)}"
+    )
 
 
 def check_cluster_keys(config: Config) -> Iterator[str]:
@@ -50,15 +67,6 @@ UNPACKED_ATTENTION = {
 }
 """Values of ``model.attention`` that cannot keep the samples of a row apart."""
 
-MODEL_HINTS = {
-    "causal_lm": "bloom_tiny, gpt_tiny or another text model",
-    "image_classification": "resnet_tiny or resnet50",
-}
-DATASET_HINTS = {
-    "causal_lm": "squad_sample, squad, text, chat or synthetic",
-    "image_classification": "tinyimagenet_sample, tinyimagenet, image_folder or synthetic",
-}
-
 OWN_TEXTS = {
     "distexp.data.sources.documents.load_text": formats.text_format,
     "distexp.data.sources.documents.load_chat": formats.chat_format,
@@ -70,16 +78,18 @@ def check_task(config: Config) -> Iterator[str]:
     """Yield an error for each setting that belongs to another task than the model."""
     model, dataset = config.model, config.dataset
     if not same_task(config):
-        models = f"choose model={MODEL_HINTS[dataset.task]}, or " if dataset.task in MODEL_HINTS else "choose "
+        models = f"choose model={TASKS[dataset.task].models}, or " if dataset.task in TASKS else "choose "
         yield (
             f"dataset={dataset.name} is for {dataset.task}, but model={model.name} is for {model.task}: "
-            f"{models}dataset={DATASET_HINTS[model.task]}"
+            f"{models}dataset={TASKS[model.task].datasets}"
         )
     for setting in ("train.logits=targets", "train.loss=chunked"):
         is_set = setting in (f"train.logits={config.train.logits}", f"train.loss={config.train.loss}")
-        if is_set and model.task != "causal_lm":
+        if is_set and not TASKS[model.task].is_causal:
             yield f"{setting} is for causal_lm, but model={model.name} is for {model.task}: leave it out"
-    if config.train.score_answers and "answer_tokens" not in dataset.keys:
+    if config.train.score_answers and not TASKS[model.task].is_causal:
+        yield f"train.score_answers=true is for causal_lm, but model={model.name} is for {model.task}: leave it out"
+    elif config.train.score_answers and "answer_tokens" not in dataset.keys:
         yield (
             f"train.score_answers=true needs reference answers, but dataset={dataset.name} has none: "
             "choose dataset=squad or squad_sample, or leave it out"
@@ -89,9 +99,11 @@ def check_task(config: Config) -> Iterator[str]:
 def check_lengths(config: Config) -> Iterator[str]:
     """Yield an error for each setting about the lengths of texts that the model or another setting excludes."""
     dataset, model = config.dataset, config.model
-    for key in ("packing", "bucketing"):
-        if getattr(dataset, key) and model.task != "causal_lm":
-            yield f"dataset.{key}=true is for causal_lm, but model={model.name} is for {model.task}: leave it out"
+    task = TASKS[model.task]
+    supports = {"packing": task.is_causal, "bucketing": task.is_text}
+    for key, tasks in {"packing": "causal_lm", "bucketing": "texts"}.items():
+        if getattr(dataset, key) and not supports[key]:
+            yield f"dataset.{key}=true is for {tasks}, but model={model.name} is for {model.task}: leave it out"
     if dataset.packing and dataset.bucketing:
         yield "dataset.bucketing=true has no effect on packed rows: set dataset.packing=false, or leave it out"
     if dataset.packing and model.attention in UNPACKED_ATTENTION.get(model._target_, ()):

@@ -227,7 +227,7 @@ def whole_model_values(config: Config) -> dict[str, Any]:
     native = config.engine.name == "native"
     if native and config.precision.name == "bf16":
         values["train.compute_weights"] = "step"
-    if native and config.model.task == "image_classification" and config.cluster.device == "cuda":
+    if native and config.model.traits.is_image and config.cluster.device == "cuda":
         values["train.channels_last"] = True
     if config.cluster.device == "cuda":  # A CPU compiles for minutes and gains little.
         # Many models of transformers are no single graph, or compile for minutes, and gain at most 4 % (OPT 1.3B).

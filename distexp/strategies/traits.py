@@ -161,7 +161,7 @@ class Traits:
 
     def overhead_mib(self, config: Config) -> dict[str, float]:
         """Return the MiB per GPU that NVML reports beyond torch's reserved memory, by part."""
-        known, uses_images = facts().processes, config.model.task == "image_classification"
+        known, uses_images = facts().processes, config.model.traits.is_image
         return {
             "context": known.cuda_context_mib + (known.cudnn_mib if uses_images else 0.0),
             "communicators": self.communicators_mib(config),

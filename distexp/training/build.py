@@ -20,7 +20,7 @@ from distexp.data.image_cache import cache_images
 from distexp.data.loader import BatchSharding, ShardedBatchSampler, ShardedLoader
 from distexp.distributed.context import Context
 from distexp.models import blueprint as introspection
-from distexp.models import head, hf, transforms
+from distexp.models import head, hf, task_models, transforms
 from distexp.models.adapter import add_adapter
 from distexp.models.blueprint import Blueprint
 from distexp.strategies.base import load_strategy
@@ -112,6 +112,8 @@ def model_factory(config: Config, data: TaskData) -> Callable[[], nn.Module]:
         check_returned(model, nn.Module, f"model._target_={target}")
         if type(model).forward is nn.Module.forward and "forward" not in vars(model):
             raise ConfigError(f"model._target_={target} returned a module without forward(): add it, as in {PAGE}")
+        if config.model.task == "sequence_classification" and isinstance(data.collate, text.TextCollate):
+            task_models.set_padding(model, data.collate.pad_id)
         return add_adapter(model, config)
 
     return build_checked
@@ -126,9 +128,11 @@ def build_model(
     check: dict[str, Any] = {"check": partial(hf.check_causal, model=config.model)} if is_checked else {}
     blueprint = blueprint_class(make, context, broadcast=config.fsdp.sync_module_states, weights_key=key, **check)
     if config.dataset._target_.startswith("distexp."):
-        introspection.check_forward_arguments(blueprint.model, base.MODEL_INPUTS[config.model.task])
-    if config.model.task == "causal_lm":
+        introspection.check_forward_arguments(blueprint.model, config.model.traits.inputs)
+    if config.model.traits.is_text:
         _check_positions(blueprint.model, config)
+    elif config.dataset.image_size is not None:
+        task_models.check_images(blueprint.model, config.dataset.image_size)
     if config.dataset.packing:
         introspection.check_packing(blueprint.model)
     if config.train.save_model:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distexp.config import WHOLE_MODEL, Config, custom_code
+from distexp.config.tasks import task_of
 from distexp.data import image_cache
 from distexp.data.base import TaskData
 from distexp.data.tokenization import Tokenizer
@@ -147,7 +148,7 @@ def complete_built(built: Built, config: Config, data: TaskData, module: nn.Modu
     """Add the fields that follow from model and data. The strategy has filled in its own."""
     built.tokenizer, built.attention = data.tokenizer_name, blueprint.read_attention(module)
     built.dropout = transforms.largest_dropout(module)
-    if data.task == "causal_lm":
+    if task_of(data.task).is_causal:
         built.logits, built.loss = head.describe_head(module)
     built.channels_last, built.compiled = transforms.read_memory_format(module), transforms.read_compiled(module)
     built.image_cache = image_cache.describe_cache(data)

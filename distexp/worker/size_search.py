@@ -65,7 +65,7 @@ def find_micro_batch(
 
 def nothing_fits(config: Config, search: MicroBatchSearch) -> Exception:
     """Return the error of a search without a result: that of the device whose memory is too small."""
-    limit = "dataset.max_length" if config.model.task == "causal_lm" else "dataset.image_size"
+    limit = "dataset.max_length" if config.model.traits.is_text else "dataset.image_size"
     smallest = min((candidate.micro_batch_size for candidate in search.candidates), default=1)
     savings = list(_savings(config))
     message = (

@@ -58,7 +58,7 @@ def test_language_loss_predicts_the_next_token() -> None:
     assert (batch.num_samples, batch.num_tokens) == (2, 15)
     for outputs in (logits, SimpleNamespace(logits=logits)):
         assert float(loss_sum("causal_lm", outputs, batch)) == pytest.approx(expected, rel=1e-6)
-        assert int(count_correct(outputs, batch)) == hits
+        assert int(count_correct("causal_lm", outputs, batch)) == hits
 
 
 def test_image_loss_is_the_cross_entropy() -> None:
@@ -67,13 +67,19 @@ def test_image_loss_is_the_cross_entropy() -> None:
     expected = functional.cross_entropy(logits[[0, 2, 3]], torch.tensor([2, 0, 7]), reduction="sum")
     assert batch.num_targets == batch.num_samples == 3
     assert loss_sum("image_classification", logits, batch).equal(expected)
-    assert int(count_correct(functional.one_hot(torch.tensor([2, 1, 0, 3]), 8).float(), batch)) == 2
+    assert (
+        int(count_correct("image_classification", functional.one_hot(torch.tensor([2, 1, 0, 3]), 8).float(), batch))
+        == 2
+    )
 
 
 def test_top_k_hits_are_counted() -> None:
     batch = image_batch()  # labels 2, none, 0 and 7
     ranks = torch.tensor([[5, 4, 3, 2, 1, 0, -1, -2], [0] * 8, [-9, 8, 7, 6, 5, 4, 3, 2], [7, 6, 5, 4, 3, 2, 1, 9]])
-    counts = [int(count_correct(ranks.float(), batch, choices=choices)) for choices in (1, 3, 5, 8, 100)]
+    counts = [
+        int(count_correct("image_classification", ranks.float(), batch, choices=choices))
+        for choices in (1, 3, 5, 8, 100)
+    ]
     assert counts == [1, 2, 2, 3, 3]
     loss, targets, first, among_five = evaluation_sums("image_classification", ranks.float(), batch).tolist()
     assert loss == pytest.approx(float(loss_sum("image_classification", ranks.float(), batch)))
@@ -116,5 +122,5 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient() -> None:
 
 
 def test_an_unknown_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="task=other must be causal_lm or image_classification"):
+    with pytest.raises(ValueError, match="task=other must be one of causal_lm, seq2seq_lm"):
         loss_sum("other", logits_for(4, 8), image_batch())

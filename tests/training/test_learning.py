@@ -52,7 +52,7 @@ def evaluate(model: nn.Module, data: TaskData) -> tuple[float, float]:
     model.eval()
     batch = data.collate([data.evaluation[index] for index in range(len(data.evaluation))]).to(torch.device("cpu"))
     outputs = model(**batch.inputs)
-    hits = count_correct(outputs, batch)
+    hits = count_correct("image_classification", outputs, batch)
     return float(loss_sum(data.task, outputs, batch)) / batch.num_targets, float(hits) / batch.num_targets
 
 

@@ -49,7 +49,7 @@ def largest_batch(config: Config, data: TaskData) -> Batch:
     """Return the micro-batch of any rank with the most positions, and of those the one with the most targets."""
     samples = PaddedDataset(data.train)
     size = config.train.micro_batch
-    if config.model.task != "causal_lm":
+    if not config.model.traits.is_text:
         return data.collate([data.train[0]] * size)
     lengths, targets = token_counts(data.train)
     if lengths is None or targets is None:

@@ -1,0 +1,206 @@
+"""Models of transformers for a task, and image models of timm and torchvision."""
+
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distexp.config import ConfigError, ModelConfig
+from distexp.config.model_checks import validate_model
+from distexp.config.tasks import TASKS, task_of
+from distexp.data.base import TaskData
+from distexp.exceptions import first_line
+from distexp.system.restricted_loading import refused_as_config_error
+
+
+def auto_class(task: str) -> Any:
+    """Return the class of transformers that builds models for a task."""
+    import transformers
+
+    return getattr(transformers, task_of(task).auto_class)
+
+
+def supports(config: Any, task: str) -> bool:
+    """Return whether transformers has a model for a task with this configuration."""
+    return type(config) in auto_class(task)._model_mapping
+
+
+def wrong_task(model: ModelConfig, config: Any) -> ConfigError:
+    """Return the error of a model that does not fit its task, with the tasks that fit."""
+    fitting = [f"model.task={task}" for task in TASKS if task != model.task and supports(config, task)]
+    kind = f"a causal LM ({config.model_type})" if model.traits.is_causal else f"for {model.task} ({config.model_type})"
+    hint = f"type {' or '.join(fitting)}, or use another model" if fitting else "use another model"
+    return ConfigError(f"model.name={model.name} is not {kind}: {hint}")
+
+
+def is_of_head(model: Any, name: str) -> bool:
+    """Return whether a weight is not one of the base model, whose pooler belongs to the head."""
+    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+
+
+def adapt_inputs(model: Any, settings: ModelConfig) -> None:
+    """Let ``forward`` take the inputs of the task: images by their name here, and labels for the decoder."""
+    if settings.traits.is_image:
+        model.forward = _with_images(model.forward, "pixel_values")
+    elif settings.task == "seq2seq_lm":
+        model.forward = _with_decoder_labels(model, settings)
+
+
+def _with_images(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def forward(images: Tensor) -> Any:
+        return plain(**{name: images})
+
+    return forward
+
+
+def _with_decoder_labels(model: Any, settings: ModelConfig) -> Callable[..., Any]:
+    """Return a ``forward`` whose decoder gets the labels, shifted by the model's own function.
+
+    Raise ConfigError if the model has none, or its configuration lacks the token that starts the decoder.
+    """
+    plain, shift = model.forward, getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None:
+        of_module = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+        if of_module is None:
+            raise ConfigError(
+                f"model.name={settings.name} is not supported for seq2seq_lm, because {type(model).__name__} has no "
+                "function that shifts labels: use a model such as T5, BART or Marian"
+            )
+
+        def shift(labels: Tensor) -> Any:
+            return of_module(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+
+    try:
+        shift(labels=torch.zeros(1, 1, dtype=torch.long, device="cpu"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model.name={settings.name} cannot start its decoder ({first_line(error)}): set decoder_start_token_id "
+            "and pad_token_id in its config.json, which are the same token for a T5"
+        ) from error
+
+    def forward(input_ids: Tensor, attention_mask: Tensor, decoder_labels: Tensor) -> Any:
+        return plain(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=shift(labels=decoder_labels))
+
+    return forward
+
+
+def set_tokens(model: Any, data: TaskData) -> None:
+    """Set the special tokens of a model that is saved to those of its tokenizer."""
+    tokenizer, configs = data.tokenizer, [model.config]
+    if getattr(model, "generation_config", None) is not None:
+        configs.append(model.generation_config)
+    generates = not task_of(data.task).has_classes and data.task != "masked_lm"
+    if generates:
+        model.config.use_cache = True
+    if data.class_names:
+        model.config.id2label = dict(enumerate(data.class_names))
+        model.config.label2id = {name: number for number, name in enumerate(data.class_names)}
+    for settings in configs:
+        settings.pad_token_id = tokenizer.pad_id
+        if generates:
+            settings.eos_token_id = tokenizer.eos_id
+        if task_of(data.task).is_causal:
+            settings.bos_token_id = None
+
+
+def set_padding(model: nn.Module, pad_id: int) -> None:
+    """Set the padding of a model of transformers that classifies texts by their last token, as decoders do."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "pad_token_id"):
+        config.pad_token_id = config.get_text_config().pad_token_id = pad_id
+
+
+def check_images(model: nn.Module, size: int) -> None:
+    """Raise ConfigError if a model on the meta device does not take images of this size."""
+    with torch.no_grad():
+        try:
+            model(images=torch.empty(2, 3, size, size, device="meta"))
+        except (AssertionError, ValueError) as error:
+            expected = _image_size(model)
+            raise ConfigError(
+                f"dataset.image_size={size} is not supported by {type(model).__name__} ({first_line(error)}): use "
+                + (f"dataset.image_size={expected}" if expected not in (None, size) else "another size")
+            ) from error
+        except (NotImplementedError, RuntimeError):
+            return  # It needs values. The first step shows whether it takes the images.
+
+
+def _image_size(model: Any) -> int | None:
+    """Return the height and width for which a model is made, if it states one."""
+    cfg = getattr(model, "default_cfg", None) or {}
+    stated = (getattr(getattr(model, "config", None), "image_size", None), getattr(model, "image_size", None))
+    return next((size for size in (*stated, *cfg.get("input_size", ())[1:2]) if isinstance(size, int)), None)
+
+
+def build_timm(model: ModelConfig, num_classes: int) -> nn.Module:
+    """Build an image classifier of timm by name. Raise ConfigError if timm or the name is missing."""
+    validate_model(model)
+    if find_spec("timm") is None:
+        raise ConfigError(f"model=timm needs its library: {INSTALL}")
+    import timm
+
+    if not timm.is_model(model.name):
+        raise _unknown_name(model, timm.list_models())
+    return _image_model(model, timm.create_model(model.name, num_classes=num_classes), num_classes)
+
+
+def build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
+    """Build an image classifier of torchvision by name. Raise ConfigError if there is none with this name."""
+    validate_model(model)
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if model.name not in known:
+        raise _unknown_name(model, known)
+    return _image_model(model, models.get_model(model.name, weights=None, num_classes=num_classes), num_classes)
+
+
+INSTALL = "pip install 'distexp[vision]'"
+
+
+def _unknown_name(model: ModelConfig, known: list[str]) -> ConfigError:
+    near = get_close_matches(model.name, known, n=3, cutoff=0.4) or known[:3]
+    library = model._target_.rpartition("_")[2]
+    return ConfigError(f"model.name={model.name} is not a model of {library}: use {', '.join(near)}")
+
+
+def _image_model(settings: ModelConfig, model: nn.Module, num_classes: int) -> nn.Module:
+    model.forward = _with_images(model.forward, "x")
+    on_meta = torch.empty(0).device.type == "meta"
+    if settings.init == "pretrained" and settings.path is not None and not on_meta:
+        _load_file(model, settings.path, num_classes)
+    return model
+
+
+def _load_file(model: nn.Module, path: str, num_classes: int) -> None:
+    """Load weights from a local file; those of the classifier only if they have its shape. Raise ConfigError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with refused_as_config_error(Path(path)):
+            if path.endswith(".safetensors"):
+                with safe_open(path, "pt") as file:
+                    weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            else:
+                weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.path={path} is not a file with weights ({first_line(error)}): set it to a .safetensors or .pth file"
+        ) from error
+    own = model.state_dict()
+    found = weights.get("state_dict", weights) if isinstance(weights, Mapping) else {}
+    fitting = {name: tensor for name, tensor in found.items() if name in own and tensor.shape == own[name].shape}
+    missing = sorted(own.keys() - fitting.keys())
+    if any(name not in found or len(own[name]) != num_classes for name in missing):
+        raise ConfigError(
+            f"model.path={path} lacks weights of {type(model).__name__}, or they have another shape: "
+            f"{', '.join(missing[:3])}: use the weights of this model, or model.init=random"
+        )
+    if missing:
+        print(f"note: model.path={path} has other classes, so {', '.join(missing)} start at random", flush=True)
+    model.load_state_dict(fitting, strict=False)
