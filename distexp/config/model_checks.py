@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from distexp.config import Config, ConfigError, DatasetConfig, ModelConfig
 from distexp.config.keys import conf_dir, options_of, value_errors
+from distexp.config.tasks import tasks_of_dataset
 
 ATTENTIONS = {
     "distexp.models.bloom.build": ("auto", "eager", "sdpa", "flex"),
@@ -95,7 +96,7 @@ def _dataset_hint(section: ModelConfig | DatasetConfig, key: str) -> str:
     having = [
         f"dataset={name}"
         for name, content in files.items()
-        if key in content["keys"] and content["task"] in (section.task, "any")
+        if key in content["keys"] and {*tasks_of_dataset(content["task"])} & {*tasks_of_dataset(section.task)}
     ]
     return f"add {' or '.join(having)}, or leave it out" if having else ""
 

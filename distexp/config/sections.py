@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from distexp.config.fields import key
-from distexp.config.tasks import AUTO, TASKS, Task, task_of
+from distexp.config.tasks import AUTO, DATASET_KINDS, TASKS, Task, task_of
 
 
 def sbatch_name(option: object) -> str:
@@ -160,8 +160,8 @@ class DatasetConfig:
     _target_: str = key(MISSING, "Function `(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData`.")
     name: str = key(MISSING, "Name of the dataset.")
     task: str = key(
-        MISSING, "Task of the dataset. Synthetic data has samples for any task.",
-        choices=(*TASKS, "any"),
+        MISSING, "Task of the dataset. Those of own texts and synthetic data have samples for several.",
+        choices=(*TASKS, *DATASET_KINDS),
     )  # fmt: skip
     path: str | None = key(
         None, "Hub id, or a folder written by `datasets.save_to_disk`. Own data: also a file, a folder or a pattern.",
@@ -181,6 +181,9 @@ class DatasetConfig:
     column: str = key("text", "Column with the text.", id_if_changed=True)
     prompt_column: str = key("prompt", "Column with the prompt.", id_if_changed=True)
     answer_column: str = key("answer", "Column with the answer.", id_if_changed=True)
+    label_column: str = key("label", "Column with the class of a text: a name, or a number from 0.", id_if_changed=True)
+    tokens_column: str = key("tokens", "Column with the words of a text, as a list.", id_if_changed=True)
+    tags_column: str = key("tags", "Column with the classes of these words, as a list.", id_if_changed=True)
     messages_column: str = key(
         "messages", "Column with lists of messages, each with `role` and `content`. If it exists, it is used in place "
         "of prompt and answer.", id_if_changed=True,

@@ -13,7 +13,7 @@ class Task:
     auto_class: str  # class of transformers that builds its models
     endings: tuple[str, ...]  # ends of the names of its architectures in transformers
     models: str  # examples of ``model=`` for messages
-    datasets: str = "synthetic"  # examples of ``dataset=`` for messages
+    datasets: str  # examples of ``dataset=`` for messages
     is_text: bool = True  # its inputs are tokens, else images
     is_causal: bool = False  # the logits at a position predict the next label, so labels are shifted in the loss
     labels_tokens: bool = True  # labels have the shape (batch, length), else (batch,)
@@ -44,18 +44,21 @@ TASKS: Mapping[str, Task] = {
         "AutoModelForSeq2SeqLM",
         ("ForConditionalGeneration",),
         "hf with model.task=seq2seq_lm and a model such as T5 or BART",
+        "chat or synthetic",
     ),
     "masked_lm": Task(
         TOKENS,
         "AutoModelForMaskedLM",
         ("ForMaskedLM", "BertForPreTraining"),
         "hf with model.task=masked_lm and a model such as BERT",
+        "text or synthetic",
     ),
     "sequence_classification": Task(
         TOKENS,
         "AutoModelForSequenceClassification",
         ("ForSequenceClassification",),
         "hf with model.task=sequence_classification",
+        "text or synthetic",
         labels_tokens=False,
         has_classes=True,
     ),
@@ -64,6 +67,7 @@ TASKS: Mapping[str, Task] = {
         "AutoModelForTokenClassification",
         ("ForTokenClassification",),
         "hf with model.task=token_classification",
+        "text or synthetic",
         has_classes=True,
     ),
     "image_classification": Task(
@@ -77,6 +81,19 @@ TASKS: Mapping[str, Task] = {
         has_classes=True,
     ),
 }
+
+DATASET_KINDS: Mapping[str, tuple[str, ...]] = {
+    "any": tuple(TASKS),
+    "text": ("causal_lm", "masked_lm", "sequence_classification", "token_classification"),
+    "chat": ("causal_lm", "seq2seq_lm"),
+}
+"""Tasks of the datasets that have several, by ``dataset.task``."""
+
+
+def tasks_of_dataset(kind: str) -> tuple[str, ...]:
+    """Return the tasks for which a dataset has samples, by its ``dataset.task``."""
+    return DATASET_KINDS.get(kind, (kind,))
+
 
 AUTO = "auto"
 """Value of ``model.task``: the task of the architecture that the model's config.json names."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from distexp.config import AdapterConfig, Config, ConfigError, DatasetConfig, mo
 from distexp.config.custom_code import check_target
 from distexp.config.fields import info_of
 from distexp.config.keys import get_value, schema_fields
-from distexp.config.tasks import AUTO, TASKS, task_of_architecture
+from distexp.config.tasks import AUTO, TASKS, task_of_architecture, tasks_of_dataset
 from distexp.data.sources import formats, rows
 from distexp.data.sources.image_folder import CHECKED_IMAGES, IMAGE_FOLDER, broken_images, find_images
 from distexp.data.squad_json import find_small_file_error
@@ -79,8 +80,9 @@ def check_task(config: Config) -> Iterator[str]:
     model, dataset = config.model, config.dataset
     if not same_task(config):
         models = f"choose model={TASKS[dataset.task].models}, or " if dataset.task in TASKS else "choose "
+        tasks = ", ".join(tasks_of_dataset(dataset.task))
         yield (
-            f"dataset={dataset.name} is for {dataset.task}, but model={model.name} is for {model.task}: "
+            f"dataset={dataset.name} is for {tasks}, but model={model.name} is for {model.task}: "
             f"{models}dataset={TASKS[model.task].datasets}"
         )
     for setting in ("train.logits=targets", "train.loss=chunked"):
@@ -152,7 +154,7 @@ def check_adapter(config: Config) -> Iterator[str]:
 
 def same_task(config: Config) -> bool:
     """Return whether the dataset fits the task of the model."""
-    return config.dataset.task in (config.model.task, "any")
+    return config.model.task in tasks_of_dataset(config.dataset.task)
 
 
 def check_sizes(config: Config) -> Iterator[str]:
@@ -287,7 +289,7 @@ def check_own_data(config: Config) -> Iterator[str]:
         if getattr(dataset, key) is not None and dataset.eval_share is not None:
             yield f"dataset.{key} and dataset.eval_share both choose the evaluation set: leave one out"
     if dataset._target_ != IMAGE_FOLDER:
-        yield from rows.find_errors(dataset, OWN_TEXTS[dataset._target_])
+        yield from rows.find_errors(dataset, partial(OWN_TEXTS[dataset._target_], task=config.model.task))
     elif dataset.path is not None and rows.is_local(dataset.path):
         try:
             train = find_images(dataset).train

@@ -21,6 +21,7 @@ from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import TaskData, check_size
 from distexp.data.sources.formats import Row, chat_format, text_format
 from distexp.data.sources.rows import Rows, open_rows
+from distexp.data.sources.task_rows import load_task
 from distexp.data.text import TextCollate, TokenSamples, sequence_length
 from distexp.data.tokenization import TokenIds, Tokenizer, load_tokenizer
 from distexp.exceptions import first_line
@@ -77,11 +78,14 @@ class Encoder:
 def load_text(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     """Load documents for a causal LM. Each ends with the end token, and a long one is cut into several samples.
 
-    All tokens are targets. A byte tokenizer is trained on the first CORPUS_CHARACTERS of the training rows. Raise
-    ConfigError if the data cannot be found or read, or a row is wrong. ``seed`` is not used: nothing is random.
+    All tokens are targets. For other tasks than causal_lm, ``load_task`` makes the samples. A byte tokenizer is trained
+    on the first CORPUS_CHARACTERS of the training rows. Raise ConfigError if the data cannot be found or read, or a row
+    is wrong. ``seed`` is not used for a causal LM: nothing is random.
     """
     length = sequence_length(dataset, model)
-    train, held_out = open_rows(dataset, text_format)
+    train, held_out = open_rows(dataset, partial(text_format, task=model.task))
+    if not model.traits.is_causal:
+        return load_task(dataset, model, seed, (train, held_out))
     tokenizer = load_tokenizer(model, _corpus(train, (dataset.column,)))
     encoder = Encoder(
         split=lambda row: [(text, True)] if (text := row.values[dataset.column]).strip() else [],
@@ -94,14 +98,16 @@ def load_text(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData
 
 
 def load_chat(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
-    """Load prompts with answers, or conversations, for a causal LM.
+    """Load prompts with answers, or conversations, for a causal LM; only the former for a seq2seq model.
 
     The targets are the answers, or the turns of the assistant; all tokens for ``targets=all``. A prompt without white
     space at its end is followed by a line break. Conversations have the chat template of the tokenizer. Long rows lose
     their end, and are left out if no target remains. Raise ConfigError as ``load_text`` does.
     """
     length = sequence_length(dataset, model)
-    train, held_out = open_rows(dataset, chat_format)
+    train, held_out = open_rows(dataset, partial(chat_format, task=model.task))
+    if not model.traits.is_causal:
+        return load_task(dataset, model, seed, (train, held_out))
     columns = train.form.columns(dataset)
     tokenizer = load_tokenizer(model, _corpus(train, columns))
     if train.form.keys == ("messages_column",):

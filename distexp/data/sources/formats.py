@@ -84,14 +84,45 @@ def messages_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str |
     return None if has_answer else f"{column} has no message of the assistant"
 
 
-def text_format(_dataset: DatasetConfig, _columns: Sequence[str]) -> RowFormat:
+def class_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | None:
+    """Return what is wrong with a text and its class in a row."""
+    *texts, label = columns
+    if error := text_error(values, tuple(texts)):
+        return error
+    return None if is_class(values.get(label)) else f"{label} is {describe(values.get(label))} and not a class"
+
+
+def tags_error(values: Mapping[str, Any], columns: tuple[str, ...]) -> str | None:
+    """Return what is wrong with the words and their tags in a row."""
+    words, tags = (values.get(column) for column in columns)
+    for column, value, is_right in zip(columns, (words, tags), (lambda x: isinstance(x, str), is_class), strict=True):
+        if not isinstance(value, list) or not all(map(is_right, value)):
+            return f"{column} is {describe(value)} and not a list of {'words' if value is words else 'classes'}"
+    if len(words or ()) != len(tags or ()):
+        return f"it has {len(words or ())} words, but {len(tags or ())} tags"
+    return None
+
+
+def is_class(value: Any) -> bool:
+    """Return whether a value can be a class: a name, or a number from 0."""
+    return bool(value) if isinstance(value, str) else type(value) is int and value >= 0
+
+
+TEXT_FORMATS = {
+    "sequence_classification": RowFormat(("column", "label_column"), class_error),
+    "token_classification": RowFormat(("tokens_column", "tags_column"), tags_error),
+}
+"""Formats of ``dataset=text`` by task. Those of other tasks have only texts."""
+
+
+def text_format(_dataset: DatasetConfig, _columns: Sequence[str], task: str = "causal_lm") -> RowFormat:
     """Return the format of ``dataset=text``."""
-    return RowFormat(("column",), text_error)
+    return TEXT_FORMATS.get(task, RowFormat(("column",), text_error))
 
 
-def chat_format(dataset: DatasetConfig, columns: Sequence[str]) -> RowFormat:
+def chat_format(dataset: DatasetConfig, columns: Sequence[str], task: str = "causal_lm") -> RowFormat:
     """Return the format of ``dataset=chat``: messages if there is a column with them, else prompts and answers."""
-    if dataset.messages_column in columns:
+    if dataset.messages_column in columns and task == "causal_lm":
         return RowFormat(("messages_column",), messages_error)
     return RowFormat(("prompt_column", "answer_column"), text_error)
 
