@@ -10,6 +10,7 @@ from rich.table import Table
 from distexp.config.overrides import format_runs
 from distexp.console.run_summary import status_color
 from distexp.runs.run_state import RunState, read_progress
+from distexp.system.files import one_line
 
 MIN_DETAIL_WIDTH = 20
 COLUMN_GAP = 2
@@ -39,7 +40,7 @@ def states_table(rows: Sequence[Row], width: int) -> Table:
             "job": run.job or "",
             "state": f"[{color}]{run.state}[/{color}]",
             "overrides": escape(_truncate_left(row.overrides, widths.get("overrides", 0))),
-            "detail": escape(state_detail(run)),
+            "detail": escape(one_line(state_detail(run))),
         }
         table.add_row(*(cells[name] for name in widths))
     return table
