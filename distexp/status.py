@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from distexp.config.overrides import suggest_command
-from distexp.console.sweep_table import Row, count_states, states_table, truncated_reasons
+from distexp.console.sweep_table import Row, count_states, hidden_lines, states_table, truncated_reasons
 from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.launch.queued_runs import FAST_POLL_S
@@ -114,7 +114,8 @@ def _print_states(found: FolderStates, console: Console) -> None:
     for line in captured.get().splitlines():
         console.out(line.rstrip(), highlight=False)  # Trailing spaces would fill a log file.
     notes = [f"{found.name_of(sweep)}: {line}" for sweep in found.sweeps for line in not_started(sweep)]
-    for line in [*truncated_reasons(rows, console.width), count_states(found.runs), *notes]:
+    below = (*hidden_lines(rows, console.width), *truncated_reasons(rows, console.width))
+    for line in [*below, count_states(found.runs), *notes]:
         console.print(line.removeprefix(": "), highlight=False, markup=False, soft_wrap=True)
 
 

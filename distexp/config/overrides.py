@@ -182,6 +182,8 @@ def copyable_command(overrides: Iterable[str], *, command: str = "distexp", may_
 
 def shell_quote(text: str) -> str:
     """Return a text as bash needs it, in double quotes if it has single ones and bash reads it unchanged."""
+    if "\n" in text:  # $'...' keeps it in one line
+        return "$'" + text.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n") + "'"
     return f'"{text}"' if "'" in text and not set('"$`\\!\n') & set(text) else shlex.quote(text)
 
 

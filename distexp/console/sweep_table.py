@@ -1,7 +1,7 @@
 """Table and summary of the states of a sweep's runs, and the reasons why cells are invalid."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.markup import escape
@@ -10,9 +10,11 @@ from rich.table import Table
 from distexp.config.overrides import format_runs
 from distexp.console.run_summary import status_color
 from distexp.runs.run_state import RunState, read_progress
+from distexp.system.files import one_line
 
 MIN_DETAIL_WIDTH = 20
 COLUMN_GAP = 2
+HIDEABLE = ("overrides", "job", "folder")  # the first one is hidden first
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,17 @@ def states_table(rows: Sequence[Row], width: int) -> Table:
             "job": run.job or "",
             "state": f"[{color}]{run.state}[/{color}]",
             "overrides": escape(_truncate_left(row.overrides, widths.get("overrides", 0))),
-            "detail": escape(state_detail(run)),
+            "detail": escape(one_line(state_detail(run))),
         }
         table.add_row(*(cells[name] for name in widths))
     return table
 
 
 def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
-    """Return the widths of the columns that are not empty; "detail" gets the remaining width."""
+    """Return the widths of the columns that are not empty; "detail" gets the remaining width, if any.
+
+    On a narrow terminal the others are left out, and ``hidden_lines`` has them.
+    """
     longest = {
         "folder": min(max(len(row.sweep) for row in rows), width // 4),
         "run": max(len(str(row.run.number)) for row in rows),
@@ -55,8 +60,25 @@ def column_widths(rows: Sequence[Row], width: int) -> dict[str, int]:
         "overrides": min(max(len(row.overrides) for row in rows), width // 3),
     }
     widths = {name: max(len(name), size) for name, size in longest.items() if size}
-    detail = width - sum(widths.values()) - COLUMN_GAP * (len(widths) + 1)
-    return {**widths, "detail": max(MIN_DETAIL_WIDTH, detail)}
+    while (detail := width - sum(widths.values()) - COLUMN_GAP * (len(widths) + 1)) < MIN_DETAIL_WIDTH:
+        hidden = next((name for name in HIDEABLE if name in widths), None)
+        if hidden is None:
+            break
+        del widths[hidden]
+    return {**widths, "detail": max(1, detail)}
+
+
+def hidden_lines(rows: Sequence[Row], width: int) -> Iterator[str]:
+    """Yield a line for each run with what the table has no room for: job, overrides and results."""
+    widths = column_widths(rows, width)
+    for row in rows:
+        run, detail = row.run, state_detail(row.run)
+        known = {"job": run.job and f"job {run.job}", "overrides": row.overrides}
+        hidden = [text for name, text in known.items() if text and name not in widths]
+        if detail != run.reason and len(detail) > widths["detail"]:
+            hidden.append(one_line(detail))
+        if hidden:
+            yield f"{row.sweep and f'{row.sweep}: '}run {run.number}: {', '.join(hidden)}"
 
 
 def truncated_reasons(rows: Sequence[Row], width: int) -> list[str]:

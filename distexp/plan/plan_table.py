@@ -60,7 +60,7 @@ def _columns(cells: Sequence[PlannedCell]) -> list[Column]:
     on_cpus = any(config.cluster.device == "cpu" for config in configs)
     workers, peak = ("workers", "peak of\na worker") if on_cpus else ("GPUs", "peak")
     columns = [
-        Column("cell", tuple(" ".join(map(_without_section, _varied(cell))) for cell in cells), 96, right=False),
+        Column("cell", tuple(" ".join(map(_without_section, _varied(cell))) for cell in cells), ALWAYS, right=False),
         Column("strategy", tuple(map(strategy_label, configs)), 95, right=False),
         Column(workers, tuple(str(config.cluster.world_size) for config in configs), 90),
         Column("micro-\nbatch", tuple(_micro_batch(config, "") for config in configs), ALWAYS),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,12 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import Command, Config, ConfigError
-from distexp.config.fields import describe, key
+from distexp.config.fields import FieldInfo, describe, info_of, key
+from distexp.config.keys import schema_fields
 from distexp.config.overrides import suggest_command
 from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
 from distexp.runs.run_dir import CHOICE, COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, RESULT, SNAPSHOT_MARKER, SPEC
-from distexp.system.files import open_file, read_json, read_or_none, write_json
+from distexp.system.files import convert_texts, one_line, open_file, read_json, read_or_none, write_json
 from distexp.system.typed_values import device_errors, parse_dataclass, section_errors
 
 SCHEMA_VERSION = 2
@@ -118,11 +120,18 @@ class RunRecord:
                 f"{path} has schema_version={version!r}, and this version of distexp reads {SCHEMA_VERSION}: "
                 "run it again, or read it with the distexp that wrote it"
             )
+        if LINE_BREAKS.search(path.read_bytes()):
+            section = raw.get("error")
+            message = section.get("message") if isinstance(section, dict) else None
+            raw = convert_texts(raw, one_line)
+            if message is not None:  # It may have several lines.
+                raw["error"]["message"] = message
         try:
             errors = [
                 *section_errors(Config, raw["config"], complete=raw["status"] != "invalid"),
                 *device_errors(raw["memory"], "memory"),
                 *device_errors(raw["utilization"], "utilization"),
+                *number_errors(raw),
             ]
             if errors:
                 raise ValueError(", ".join(errors[:MAX_SHOWN_ERRORS]))
@@ -131,6 +140,49 @@ class RunRecord:
             raise ValueError(f"{path} is not a record of distexp: {error} is missing") from None
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a record of distexp: {error}") from None
+
+
+LINE_BREAKS = re.compile(rb"\\[nrtu]|\xe2\x80[\xa8\xa9]")
+"""What stands for a line break or a tab in a JSON file. Most records have none."""
+
+SIGNED = frozenset(
+    {"train_loss", "train_losses", "eval_loss", "eval_losses", "power_difference_pct", "slower_by_pct", "watchers"}
+)
+"""Keys whose numbers may be negative, as the loss of a custom model."""
+
+COUNTED = (".world_size", ".total_steps", ".steps_per_epoch")
+"""Ends of the keys whose numbers are at least 1."""
+
+
+def number_errors(raw: dict[str, Any]) -> Iterator[str]:
+    """Yield an error for each impossible number of a record: a negative time, or ``cluster.nodes`` of 0."""
+    if raw["status"] != "invalid":
+        for key, info in _limited_keys():
+            section, _, name = key.partition(".")
+            value = (raw["config"].get(section) or {}).get(name)
+            if isinstance(value, (int, float)) and (error := info.find_error(value)):
+                yield f"config.{key}={value} {error}"
+    for section in ("run", "built", "environment", "metrics", "memory", "utilization", "predicted", "preflight"):
+        yield from _negative_numbers(section, raw.get(section))
+
+
+@cache
+def _limited_keys() -> list[tuple[str, FieldInfo]]:
+    """Return each key that takes a number within limits."""
+    known = ((key, info_of(spec)) for key, spec in schema_fields())
+    return [(key, info) for key, info in known if info.at_least is not None or info.above is not None]
+
+
+def _negative_numbers(name: str, content: Any) -> Iterator[str]:
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if key not in SIGNED:
+                yield from _negative_numbers(f"{name}.{key}", value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _negative_numbers(name, value)
+    elif isinstance(content, (int, float)) and content < (1 if name.endswith(COUNTED) else 0):
+        yield f"{name}={content} is too small"
 
 
 class StoredRecord(NamedTuple):
@@ -359,7 +411,7 @@ def _read_run(path: Path) -> ExistingRun | None:
     """Return the run of a record or a spec; None if the file is missing or damaged."""
     try:
         raw = read_json(path)
-        run, status = parse_dataclass(RunInfo, raw["run"]), raw.get("status")
+        run, status = parse_dataclass(RunInfo, convert_texts(raw["run"], one_line)), raw.get("status")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return ExistingRun(run.number, path.parent, run.id, run.overrides, status if status in STATUSES else None)

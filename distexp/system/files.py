@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -133,7 +133,7 @@ def parse_json(text: str) -> Any:
     """
     try:
         content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
-        return printable_content(content) if "\\u" in text or CONTROL.search(text) else content
+        return convert_texts(content, printable) if "\\u" in text or CONTROL.search(text) else content
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -246,10 +246,15 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def printable_content(content: Any) -> Any:
-    """Return the content of a JSON file with all its texts printable."""
+def one_line(text: str) -> str:
+    """Replace line breaks and tabs, which would break the rows of a table, by spaces."""
+    return text if text.isprintable() else " ".join(text.split())
+
+
+def convert_texts(content: Any, convert: Callable[[str], str]) -> Any:
+    """Return the content of a JSON file with all its texts converted, also the keys."""
     if isinstance(content, str):
-        return printable(content)
+        return convert(content)
     if isinstance(content, dict):
-        return {printable(key): printable_content(value) for key, value in content.items()}
-    return [printable_content(value) for value in content] if isinstance(content, list) else content
+        return {convert(key): convert_texts(value, convert) for key, value in content.items()}
+    return [convert_texts(value, convert) for value in content] if isinstance(content, list) else content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -121,8 +122,12 @@ def empty_table(gap: int = GAP) -> Table:
 
 
 def fitted_table(columns: Sequence[Column], width: int, hint: str) -> list[Table | Text]:
-    """Return the columns as tables that fit into a width, and the line that lists the hidden ones, if any."""
-    blocks, hidden = arrange_columns(columns, width)
+    """Return the columns as tables that fit into a width, and the line that lists the hidden ones, if any.
+
+    The first column names the rows. On a narrow terminal its texts continue in further lines, so that others fit.
+    """
+    lines = tuple(textwrap.fill(text, max(1, width // 2), break_on_hyphens=False) for text in columns[0].cells)
+    blocks, hidden = arrange_columns([replace(columns[0], cells=lines), *columns[1:]], width)
     tables = [part for block in blocks for part in (build_table(block), Text(""))][:-1]
     return [*tables, *([hidden_columns_note(hidden, hint)] if hidden else [])]
 

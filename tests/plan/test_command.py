@@ -125,6 +125,20 @@ def test_a_narrow_terminal_shows_which_cell_a_row_is(
     assert "nvidia-smi" in text
 
 
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_very_narrow_terminal_shows_what_decides_in_whole_lines(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    cells = [("strategy=ddp", f"train.micro_batch_size={size}") for size in (2, 3)]
+    text = printed(capsys, ("plan.gpu_memory_gb=75",), *cells)
+    table = text[text.index("\ncell") : text.rindex("% free")]
+    assert max(map(len, table.splitlines())) <= width
+    assert {"cell", "needs", "verdict"} <= set(table.split())
+    for size in (2, 3):
+        assert [line for line in table.splitlines() if line.startswith(f"micro_batch_size={size}")]
+
+
 def test_without_a_gpu_the_known_gpus_that_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, ("strategy=single", "train.micro_batch_size=20"))
     assert "fits on rtx5090-32gb and larger" in text

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from distexp import status
+from distexp.cli.main import main
 from distexp.launch import run_dirs
 from distexp.launch.slurm import client
 from distexp.launch.slurm.status import poll
@@ -50,7 +51,6 @@ WRONG: dict[str, Any] = {  # values of single keys
     "config": [],
     "config.cluster": None,
     "config.cluster.nodes": "2",
-    "config.train.micro_batch_size": HUGE,
     "config.train.log_every": "often",
     "config.dataset.max_length": "auto",
     "config.train.betas": 0.9,
@@ -73,6 +73,17 @@ WRONG: dict[str, Any] = {  # values of single keys
     "memory.gpu.0.peak_mib": "much",
     "utilization": [],
     "preflight": 3,
+}
+IMPOSSIBLE: dict[str, Any] = {  # numbers that no run has
+    "config.cluster.price_per_gpu_hour": -1,
+    "config.train.micro_batch_size": 0,
+    "built.world_size": -3,
+    "environment.gpu_total_mib": -80_000,
+    "metrics.total_steps": 0,
+    "metrics.step_time_s.p50": -0.1,
+    "metrics.train_samples_per_second": True,
+    "memory.gpu.0.peak_mib": -5,
+    "memory.gpu.0.average_mib": True,
 }
 HARMLESS: dict[str, Any] = {  # values with which a record can be read
     "metrics.train_loss": float("nan"),
@@ -113,7 +124,11 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("text", [*TORN.values(), *(change(*item) for item in WRONG.items())], ids=[*TORN, *WRONG])
+@pytest.mark.parametrize(
+    "text",
+    [*TORN.values(), *(change(*item) for item in (*WRONG.items(), *IMPOSSIBLE.items()))],
+    ids=[*TORN, *WRONG, *IMPOSSIBLE],
+)
 def test_a_damaged_record_is_named_and_the_others_are_read(
     text: str, sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +145,15 @@ def test_a_damaged_record_is_named_and_the_others_are_read(
     runs = ExistingRuns.read(sweep)
     assert [run.number for run in runs.runs] == [0, 1, 2]
     assert runs.match([RunInfo("other", "name", 0, ["a=1"])]) == [None]
+
+
+@pytest.mark.parametrize("key", IMPOSSIBLE)
+def test_an_impossible_number_is_named_with_its_key(key: str, sweep: Path) -> None:
+    (sweep / "1" / "record.json").write_text(change(key, IMPOSSIBLE[key]))
+    (message,) = load_rows([sweep])[1]
+    assert message.startswith(f"{sweep}/1/record.json is not a record of distexp: ")
+    assert key.rpartition(".")[2] in message
+    assert str(IMPOSSIBLE[key]) in message
 
 
 def test_a_number_that_no_program_measures_makes_a_record_foreign(sweep: Path) -> None:
@@ -194,6 +218,20 @@ def test_control_characters_in_a_record_are_shown_and_not_obeyed(
     shown = capsys.readouterr().out
     assert "\\x1b]0;owned" in shown
     assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(shown)
+
+
+def test_a_line_break_in_a_record_breaks_no_table(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = make_content()
+    content["environment"]["gpu_name"] = "H100\n| 9 | <script>x</script>\u2028|"
+    content["run"] |= {"overrides": ["name=a\nb"], "hosts": ["node\n1"]}
+    (sweep / "1" / "record.json").write_text(json.dumps(content))
+    assert main(["report", str(sweep)]) == 0
+    assert "H100 | 9 | <script>" not in (sweep / "report" / "report.html").read_text()
+    lines = (sweep / "report" / "results.md").read_text().splitlines()
+    assert not [line for line in lines if line.startswith("| 9 |") or "<script>" in line]
+    assert main(["status", str(sweep)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("b")] == []
+    assert RunRecord.read(sweep / "1" / "record.json").run.overrides == ["name=a b"]
 
 
 def test_a_number_in_another_script_is_no_number(sweep: Path) -> None:
