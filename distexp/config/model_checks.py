@@ -45,7 +45,7 @@ def causality_error(model: ModelConfig, architecture: Mapping[str, Any]) -> str 
     setting = f" with {decoder_key}=false" if decoder_key else ""
     hint = f"add model.options.{decoder_key}=true, or " if decoder_key else ""
     return (
-        f"model.name={model.name} is not a causal LM, because its tokens see later ones ({kind}{setting}): {hint}choose a "
+        f"model.name={model.name} is not a causal LM, because its tokens see later ones ({kind}{setting}): {hint}use a "
         "model such as GPT-2, Llama, Qwen or OPT"
     )
 

@@ -24,6 +24,7 @@ from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 from distexp.models.objective import get_logits
 from distexp.models.transforms import NamedModules
+from distexp.system.torch_internals.tensors import grouped_products_of_any_precision
 
 
 class Blueprint:
@@ -352,7 +353,7 @@ def _count_flops(model: nn.Module, inputs: Mapping[str, Tensor], *, backward: bo
     if set_attention is not None:
         # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
         set_attention("eager")
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, grouped_products_of_any_precision():
         outputs = model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
         if backward:
             get_logits(outputs).sum().backward()  # type: ignore[no-untyped-call]
