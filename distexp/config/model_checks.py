@@ -47,8 +47,8 @@ def causality_error(model: ModelConfig, architecture: Mapping[str, Any]) -> str 
     hint = f"add model.options.{decoder_key}=true, or " if decoder_key else ""
     hint += "" if kind in ("bert-generation", "xlnet") else "type model.task=masked_lm or sequence_classification, or "
     return (
-        f"model.name={model.name} is not a causal LM, because its tokens see later ones ({kind}{setting}): {hint}use "
-        "a model such as GPT-2, Llama, Qwen or OPT"
+        f"model.name={model.name} is not a causal LM, because its tokens see later ones ({kind}{setting}): {hint}use a "
+        "model such as GPT-2, Llama, Qwen or OPT"
     )
 
 

@@ -25,6 +25,7 @@ from distexp.distributed.process_group import broadcast_from_rank_0
 from distexp.models import shared_weights
 from distexp.models.objective import get_logits
 from distexp.models.transforms import NamedModules, embedding_of
+from distexp.system.torch_internals.tensors import grouped_products_of_any_precision
 
 HASHED_VALUES = 64
 """About how many values of a weight are hashed. Two trainings of one architecture differ nearly everywhere."""
@@ -380,7 +381,7 @@ def _count_flops(model: nn.Module, inputs: Mapping[str, Tensor], *, backward: bo
     if set_attention is not None:
         # The other implementations read the values of the mask, which a meta tensor lacks. The FLOPs are the same.
         set_attention("eager")
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, grouped_products_of_any_precision():
         outputs = model(**{name: tensor.to("meta") for name, tensor in inputs.items()})
         if backward:
             get_logits(outputs).sum().backward()  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from distexp.config import ConfigError, TrainConfig
 from distexp.data.base import IGNORE, TARGET_LABELS, TARGET_POSITIONS
-from distexp.models.objective import LOSS_SUM, get_logits, linear_cross_entropy
+from distexp.models.objective import AUX_LOSS, LOSS_SUM, get_logits, linear_cross_entropy
 from distexp.system.torch_internals.tensors import has_values
 
 CONSTANT = 4096.5
@@ -102,6 +102,33 @@ def adapt_head(model: nn.Module, train: TrainConfig) -> None:
     model.forward = _with_request(model, adapted)
 
 
+def adapt_router(model: nn.Module) -> None:
+    """Let a mixture of experts of transformers weight its router loss, if its configuration requests that loss.
+
+    transformers adds ``router_aux_loss_coef * aux_loss`` to a loss that it computes itself. Its outputs have the second
+    factor only. Raise ConfigError in the forward pass if they have none.
+    """
+    settings = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    if not getattr(settings, "output_router_logits", False):
+        return
+    plain_forward: Callable[..., Any] = model.forward
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(settings, "router_aux_loss_coef", None))
+
+    @wraps(plain_forward)
+    def forward(*arguments: Any, **inputs: Any) -> Any:
+        outputs = plain_forward(*arguments, **inputs)
+        found = getattr(outputs, AUX_LOSS, None)
+        if not isinstance(found, Tensor) or coefficient is None:
+            raise ConfigError(
+                f"model.options.output_router_logits=true requests a router loss, but {type(model).__name__} has none: "
+                "use model.options.output_router_logits=false"
+            )
+        outputs.aux_loss = coefficient * found
+        return outputs
+
+    model.forward = forward
+
+
 def describe_head(module: nn.Module) -> tuple[str, str]:
     """Return the logits that a model computes, and its loss, read from the live modules."""
     for submodule in module.modules():
@@ -139,7 +166,7 @@ def _with_request(model: nn.Module, adapted: HeadForward) -> Callable[..., Any]:
                 f"pass, not once: {adapted.hint}"
             )
         if labels is not None:
-            return {LOSS_SUM: read_loss(get_logits(outputs))}
+            return {LOSS_SUM: read_loss(get_logits(outputs)), AUX_LOSS: getattr(outputs, AUX_LOSS, None)}
         if tuple(get_logits(outputs).shape[:-1]) != (1, len(positions)):
             raise ConfigError(
                 f"{adapted.settings}: {type(model).__name__} changes the shape of the logits of its output head: "

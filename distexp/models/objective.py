@@ -17,7 +17,30 @@ LOSS_SUM = "loss_sum"
 """Key of the loss in the outputs of a model that computes it in its head, see ``distexp.models.head``."""
 
 
+AUX_LOSS = "aux_loss"
+"""Field of the outputs with a loss to add, such as that of a router, as a mean over the tokens of a micro-batch."""
+
+
 def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
+    """Return the loss of a training in fp32: the cross entropy, summed over the targets, and the router loss."""
+    router = router_sum(task, outputs, batch)
+    entropy = cross_entropy_sum(task, outputs, batch)
+    return entropy if router is None else entropy + router
+
+
+def router_sum(task: str, outputs: Any, batch: Batch) -> Tensor | None:
+    """Return AUX_LOSS of the outputs times the targets of the micro-batch, in fp32; None if the outputs have none.
+
+    Divided by the targets of a step and summed, it is the mean over the micro-batches, weighted by their targets.
+    """
+    found = outputs.get(AUX_LOSS) if isinstance(outputs, dict) else getattr(outputs, AUX_LOSS, None)
+    if not isinstance(found, Tensor):
+        return None
+    targets = batch.labels[:, 1:] if task_of(task).is_causal else batch.labels
+    return found.float() * (targets != IGNORE).sum()
+
+
+def cross_entropy_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
     """Return the cross entropy in nats, summed over the targets, in fp32; 0 without targets, as its gradient.
 
     The logits, also as an attribute, have the shape (batch, length, vocabulary or classes), or (batch, classes). For
@@ -42,7 +65,7 @@ def count_correct(task: str, outputs: Any, batch: Batch, *, choices: int = 1) ->
 
 def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
     """Return summed loss, targets, top-1 hits and top-5 hits; shape (4,), float64. Hits are counted for classes."""
-    loss = loss_sum(task, outputs, batch)
+    loss = cross_entropy_sum(task, outputs, batch)
     sums = torch.zeros(4, dtype=torch.float64, device=loss.device)
     sums[0] = loss.detach()
     sums[1].fill_(batch.num_targets)  # sums[1] = ... would block until the GPU is idle
@@ -52,13 +75,17 @@ def evaluation_sums(task: str, outputs: Any, batch: Batch) -> Tensor:
 
 
 def partial_metrics(task: str, outputs: Any, batch: Batch, loss: Tensor, normalizer: Tensor) -> Tensor:
-    """Return a micro-batch's part of the step's mean loss and accuracy, shape (2,); ``loss`` is divided already.
+    """Return a micro-batch's part of the step's mean loss, accuracy and, if there is one, router loss.
+
+    The shape is (2,) or (3,). ``loss`` is divided already.
 
     The sum over micro-batches and ranks is the step's mean. The accuracy of language models is 0, because
     an argmax over the vocabulary would cost about as much as the loss.
     """
     hits = count_correct(task, outputs, batch) if task_of(task).has_classes else torch.zeros_like(loss)
-    return torch.stack([loss.detach(), hits.detach() / normalizer])
+    router = router_sum(task, outputs, batch)
+    parts = [loss, hits / normalizer] if router is None else [loss, hits / normalizer, router / normalizer]
+    return torch.stack([part.detach() for part in parts])
 
 
 def get_logits(outputs: Any) -> Tensor:

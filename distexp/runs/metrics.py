@@ -13,6 +13,9 @@ class Metrics:
     """Metrics of the training. Speed excludes the warmup steps unless noted otherwise."""
 
     train_loss: float | None = key(None, "Mean loss of all steps, as in the Hugging Face Trainer.")
+    train_router_loss: float | None = key(
+        None, "Part of `train_loss` that is the router loss of a mixture of experts. Null: the model has none."
+    )
     train_losses: list[float] = key([], "Mean training loss of each epoch.")
     eval_loss: float | None = key(None, "Loss of the last evaluation.")
     eval_losses: list[float] = key([], "Loss of each evaluation.")

@@ -58,8 +58,8 @@ class DistributedModel(EvaluableModel, Protocol):
     def forward_backward(self, batch: Batch, *, normalizer: Tensor, last_micro: bool) -> Tensor:
         """Run one micro-batch, accumulate its gradients, return its part of the step's mean loss and accuracy.
 
-        The part has the shape (2,) and is detached. ``normalizer`` is the number of targets of the step, over all ranks
-        and micro-batches. Dividing by it gives every target the same weight, as on one worker.
+        The part is ``partial_metrics`` of ``distexp.models.objective``. ``normalizer`` is the number of targets of the
+        step, over all ranks and micro-batches. Dividing by it gives every target the same weight, as on one worker.
         """
 
     def step(self, learning_rate: float) -> Tensor:

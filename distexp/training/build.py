@@ -137,6 +137,7 @@ def build_model(
         introspection.check_packing(blueprint.model)
     if config.train.save_model:
         hf.check_exportable(blueprint.model)
+    head.adapt_router(blueprint.model)
     head.adapt_head(blueprint.model, config.train)
     if load_strategy(config).casts_weights(config):
         transforms.use_fp32_batch_norms(blueprint.model)

@@ -74,6 +74,7 @@ class MetricsLogger:
             "samples": self.samples,
             "losses": self.history.losses,
             "accuracies": self.history.accuracies,
+            "router_losses": self.history.router_losses,
             "logged": self.logged,
             "data_wait_s": self.data_wait_s,
             "runtime_s": self._runtime(),
@@ -86,6 +87,7 @@ class MetricsLogger:
         self.steps = self.resumed_at = self.events.step = state["steps"]
         self.samples, self.logged = state["samples"], state["logged"]
         self.history.losses, self.history.accuracies = state["losses"], state["accuracies"]
+        self.history.router_losses = state.get("router_losses", [])
         self.data_wait_s, self.runtime_s = state["data_wait_s"], state["runtime_s"]
         planned = {"steps_per_epoch": self.plan.steps_per_epoch, "total_steps": self.plan.total_steps}
         self.metrics = Metrics(**state["metrics"] | planned)
@@ -112,7 +114,7 @@ class MetricsLogger:
         self.clock.restart()
 
     def record_step(self, data: StepData, contribution: Tensor, norm: Tensor, rate: float) -> None:
-        """Record a finished step: loss and accuracy of this rank, shape (2,), and the norm before clipping."""
+        """Record a finished step: this rank's part of ``partial_metrics``, and the norm before clipping."""
         phase, next_phase = self._phase(self.steps), self._phase(self.steps + 1)
         self.steps += 1
         ends_epoch = self.steps % self.plan.steps_per_epoch == 0 or self.steps >= self.plan.total_steps
@@ -182,6 +184,8 @@ class MetricsLogger:
         self.measured_work = totals.measured_work
         self.history.reduce()
         metrics.train_loss = sum(self.history.losses) / len(self.history.losses)
+        if router := self.history.router_losses:
+            metrics.train_router_loss = sum(router) / len(router)
         metrics.data_wait_s = self.data_wait_s
         if totals.tokens and totals.positions:  # Images have none, and a custom collate function may count none.
             metrics.padding_share = 1 - totals.tokens / totals.positions
@@ -220,7 +224,7 @@ class MetricsLogger:
 
     def _write_line(self, norm: Tensor, rate: float) -> None:
         self.history.reduce()
-        losses = self.history.losses[self.logged :]
+        losses, router = self.history.losses[self.logged :], self.history.router_losses[self.logged :]
         self.logged = self.steps
         if self._file is None:
             return
@@ -234,6 +238,7 @@ class MetricsLogger:
                 "step": self.steps,
                 "epoch": self.steps / self.plan.steps_per_epoch,
                 "loss": sum(losses) / len(losses),
+                **({"router_loss": sum(router) / len(router)} if router else {}),
                 "grad_norm": self._checked_norm(norm, losses[-1]),
                 "learning_rate": rate,
                 "step_time_s": seconds,
@@ -267,12 +272,13 @@ class LossHistory:
     def __init__(self, *, allows_nan: bool) -> None:
         self.losses: list[float] = []  # loss of each reduced step
         self.accuracies: list[float] = []  # accuracy of each reduced step, from 0 to 1; 0 for text
+        self.router_losses: list[float] = []  # router loss of each reduced step, if the model has one
         self._allows_nan = allows_nan
         self._contributions: list[Tensor] = []  # of this rank, since the last reduction
         self._targets: list[Tensor] = []  # of all ranks, for the same steps
 
     def add(self, contribution: Tensor, targets: Tensor) -> None:
-        """Add this rank's contribution to loss and accuracy of a step, shape (2,), and the targets of all ranks."""
+        """Add this rank's part of a step, as in ``partial_metrics``, and the targets of all ranks."""
         self._contributions.append(contribution)
         self._targets.append(targets)
 
@@ -280,12 +286,13 @@ class LossHistory:
         """Sum the latest contributions over the ranks; raise DivergedError, or ConfigError if a step has no target."""
         if not self._contributions:
             return
-        losses, accuracies = sum_over_ranks(torch.stack(self._contributions, dim=1)).tolist()
+        losses, accuracies, *router = sum_over_ranks(torch.stack(self._contributions, dim=1)).tolist()
         self._contributions, targets = [], self._targets
         self._targets = []
         first = len(self.losses) + 1
         self.losses += losses
         self.accuracies += accuracies
+        self.router_losses += router[0] if router else []
         for step, (loss, count) in enumerate(zip(losses, targets, strict=True), start=first):
             if not self._allows_nan and not math.isfinite(loss):
                 check_targets(count, f"step {step}", "raise train.micro_batch_size")

@@ -17,6 +17,7 @@ UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTER = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 QWEN_EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
     "shared_expert_intermediate_size": 32,
@@ -41,9 +42,9 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "cohere2": {**HEADS_OF_8, "sliding_window": 8},
     "ctrl": {**TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 64, "n_positions": 64, **UNDROPPED},
     "dbrx": {
-        **{**TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+        **{**TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "resid_pdrop": 0.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     },
     "deepseek_v2": {**WIDE, **LATENT},
     "deepseek_v3": {**WIDE, **LATENT},
@@ -84,6 +85,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "ministral": {**HEADS_OF_8, "sliding_window": 8},
     "mistral": {**GROUPED, "sliding_window": 8},
     "mixtral": {**GROUPED, **EXPERTS},
+    "mixtral_router": {**GROUPED, **EXPERTS, **ROUTER, "model_type": "mixtral"},
     "moshi": {**HEADS_OF_8, "ffn_dim": 64},
     "mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
     "nemotron": HEADS_OF_8,
@@ -98,14 +100,15 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "persimmon": {**WIDE, **NO_DROPOUT},
     "phi": WIDE,
     "phi3": {**GROUPED, "resid_pdrop": 0.0},
-    "phimoe": {**GROUPED, **EXPERTS},
+    "phimoe": {**GROUPED, **EXPERTS, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "qwen2": {**GROUPED, "tie_word_embeddings": True},
     "qwen2_moe": {**GROUPED, **QWEN_EXPERTS},
     "qwen3": {**HEADS_OF_8, "tie_word_embeddings": True},
     "qwen3_moe": {**HEADS_OF_8, **QWEN_EXPERTS},
+    "qwen3_moe_router": {**HEADS_OF_8, **QWEN_EXPERTS, **ROUTER, "model_type": "qwen3_moe"},
     "recurrent_gemma": {**HEADS_OF_8, "lru_width": 32, "attention_window_size": 8, "num_hidden_layers": 3},
     "rwkv": {**TOKENS, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 64},
-    "seed_oss": HEADS_OF_8,
+    "seed_oss": {**HEADS_OF_8, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": GROUPED,
     "stablelm": {**GROUPED, **NO_DROPOUT},
     "starcoder2": {**GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
@@ -113,7 +116,17 @@ CAUSAL: dict[str, dict[str, Any]] = {
         **{**TOKENS, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4},
         **{"max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0},
     },
-    "zamba2": {**GROUPED, "num_hidden_layers": 6, "mamba_d_state": 8, "n_mamba_heads": 4, "chunk_size": 8},
+    "zamba2": {
+        **{
+            **GROUPED,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 16,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+        },
+        **{"layers_block_type": ["mamba", "hybrid"], "layer_types": ["mamba", "hybrid"]},
+    },
 }
 """Small configurations of causal LMs by ``model_type``, without dropout, whose masks differ between the workers."""
 
