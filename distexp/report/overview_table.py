@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from distexp.config.overrides import join_first
+from distexp.report.data.answer import are_trials
 from distexp.report.data.memory_by_part import build_parts_table, has_small_parts
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
 from distexp.report.data.overview import (
@@ -180,11 +181,6 @@ def explain_cpu_speeds(overview: Overview) -> Iterator[str]:
     else:
         deviation = format_noise(repeated.relative, 1)
         yield f"{CPU_SPEEDS}: equal runs differed by {deviation} here (standard deviation)."
-
-
-def are_trials(rows: Sequence[Row]) -> bool:
-    """Return whether all runs are trials of ``distexp choose``."""
-    return all(row.record.config.get("command") == "choose" for row in rows)
 
 
 def _trials(overview: Overview) -> Iterator[str]:

@@ -19,6 +19,7 @@ EFFICIENCY = "efficiency_pct"
 ENERGY = "energy_j_per_sample"
 COMMUNICATION = "communication_pct"
 EXPOSED = "communication_exposed_pct"
+COST = "worker_s_per_1000_samples"
 CPU_PEAK = "cpu_peak_mib"
 MEMORIES = {  # metrics of memory, by preference: a run is compared by the first that was measured
     "gpu_peak_mib": "peak GPU memory",
@@ -26,7 +27,7 @@ MEMORIES = {  # metrics of memory, by preference: a run is compared by the first
     CPU_PEAK: "peak CPU memory",
 }
 
-TIMES = frozenset({"train_runtime_s", "step_ms"})  # a ratio of them is one of speeds
+TIMES = frozenset({"train_runtime_s", "step_ms", COST})  # a ratio of them is one of speeds
 SPEEDS = frozenset(  # metrics in the tables that a disturbed run does not show
     {SPEED, STEP_NOISE, SPEEDUP, EFFICIENCY, "tokens_per_second", "mfu_pct", "mfu_of_ceiling_pct", "hfu_pct"}
 )
@@ -122,6 +123,12 @@ def ideal_model_states(record: RunRecord) -> float | None:
     return ideal_states_mib(record) if device_values(record.memory["torch"], "states_mib") else None
 
 
+def worker_seconds(record: RunRecord) -> float | None:
+    """Return the time of all workers for 1,000 samples, which is what a cluster bills."""
+    speed = record.metrics.train_samples_per_second
+    return 1000 * record.built.world_size / speed if speed and record.built else None
+
+
 def filled_in_later(record: RunRecord) -> float | None:
     """Return None: a comparison with other runs fills in the value."""
     return None
@@ -205,6 +212,7 @@ METRICS = (  # memory is that of the GPU, rank or node that uses most; utilizati
     Metric("hfu_of_ceiling_pct", value_at("metrics.hfu_of_ceiling", 100)),
     Metric(STEP_NOISE, lambda record: (noise := step_noise(record.metrics.speed_error)) and 100 * noise),
     Metric(NOISE, filled_in_later),
+    Metric(COST, worker_seconds, number_format="{:z,.4g}"),
     Metric(EXPOSED, value_at("metrics.communication.exposed_share", 100)),
     *(Metric(f"energy_{name}", value_at(f"metrics.energy.{name}")) for name in _FILE_ENERGIES),
     Metric("eval_runtime_s", value_at("metrics.eval_runtime")),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from distexp.config.overrides import format_count
 from distexp.report.data.metrics import (
+    COST,
     EFFICIENCY,
     MEMORIES,
     METRICS_BY_NAME,
@@ -181,7 +182,7 @@ def group_by_task(groups: Sequence[RunGroup]) -> dict[str, list[RunGroup]]:
 def rank_by_metric(overview: Overview, name: str, *, largest: bool) -> Iterator[Ranking]:
     """Yield a ranking of each task: its completed groups that have the metric. Disturbed ones have no known speed."""
     completed = [group for group in overview.groups if group.completed and group.metric(name)]
-    known = [group for group in completed if name != SPEED or group.disturbance is None]
+    known = [group for group in completed if name not in (SPEED, COST) or group.disturbance is None]
     for task, groups in group_by_task(known).items():
         ranked = [RankedGroup(group, value) for group in groups if (value := group.metric(name))]
         yield Ranking(task, tuple(sorted(ranked, key=lambda one: one.value.mean, reverse=largest)))

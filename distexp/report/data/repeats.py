@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from distexp.report.data import rows as run_settings
-from distexp.report.data.metrics import CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, TIMES, Metric
+from distexp.report.data.metrics import COST, CPU_PEAK, METRICS_BY_NAME, SPEED, SPEEDS, STEP_NOISE, TIMES, Metric
 from distexp.report.data.rows import Row
 from distexp.runs.record import RunRecord
 from distexp.statistics.noise import CPU_MEMORY_MIB, Deviation, Spread, is_within_noise, pool_deviations, speed_noise
@@ -122,7 +122,7 @@ class RunGroup:
     def _relative_noise(self, name: str, count: int) -> float | None:
         repeated = self.deviations.get(name)
         repeats = None if repeated is None else repeated.noise_of_mean(count)
-        if name != SPEED:
+        if name not in (SPEED, COST):
             return repeats
         steps = self.values(STEP_NOISE)
         of_steps = statistics.fmean(steps) / 100 / math.sqrt(count) if steps else None

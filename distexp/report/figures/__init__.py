@@ -9,6 +9,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+from distexp.report.data.answer import is_scaling
 from distexp.report.data.overview import Overview
 from distexp.report.figures import memory_figures
 from distexp.report.figures.base import Figure
@@ -34,7 +35,30 @@ FIGURES = (  # all figures, in their order in the report
 )
 
 
+SCALING, ONE_RUN, SEVERAL = (
+    ("scaling",),
+    ("step_breakdown", "peak_parts", "memory_parts", "gpu_memory", "cpu_memory"),
+    ("memory_throughput", "energy_throughput", "losses"),
+)
+"""Names of the figures that answer first: for one training on several sizes, for one run, for several."""
+
+
 def build_figures(overview: Overview, traces: Sequence[RunTrace]) -> list[Figure]:
-    """Build the figures that these runs have data for."""
+    """Build the figures that these runs have data for. Those with the answer come first."""
     built = (build(overview, traces) for build in FIGURES)
-    return [figure for figure in built if figure is not None]
+    first = _answers(overview)
+    order = {name: n for n, name in enumerate(first)}
+    return sorted((figure for figure in built if figure), key=lambda figure: order.get(figure.name, len(order)))
+
+
+def _answers(overview: Overview) -> tuple[str, ...]:
+    completed = [group for group in overview.groups if group.completed]
+    if len(completed) < 2:
+        return ONE_RUN
+    return SCALING + SEVERAL if is_scaling(overview) else SEVERAL
+
+
+def count_leading(overview: Overview, figures: Sequence[Figure]) -> int:
+    """Return how many of the first figures are the answer: where step and memory go for one run, else one."""
+    wanted = figures[:2] if _answers(overview) is ONE_RUN else figures[:1]
+    return sum(1 for figure in wanted if figure.panels and figure.name in _answers(overview))

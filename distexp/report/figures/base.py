@@ -10,27 +10,30 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import altair as alt
 import vl_convert
 
+from distexp.config.keys import options_of
+from distexp.report.data.answer import strategy_label
 from distexp.report.data.overview import Overview
+from distexp.report.data.repeats import RunGroup
 from distexp.report.traces import RunTrace
 from distexp.tables.columns import TextTable
 
 VEGALITE = "6.4"  # version that altair writes and vl_convert draws
 SINGLE_WIDTH = 640  # pixels of the only panel in a file
+NARROW, COLUMN, WIDE = 330, 500, 860  # pixels of a chart on the page: on a phone, of several panels, alone
 PANEL_WIDTH = 460  # pixels of one of several panels in a file
 PNG_SCALE = 2.0
 PHASES = ("compiling", "search", "setup", "warmup", "train", "profile", "eval", "save")
 LARGEST_DRAWN = 1e15  # also the loss of a diverged run, or a number in a record of another program
 MAX_COLORS = 8  # of one legend
 Rows = list[dict[str, Any]]
-FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
+FONT = 'Arial, "Liberation Sans", Helvetica, sans-serif'  # of equal widths: here, and where the page is opened
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Panel:
     title: str  # may be empty
     chart: alt.LayerChart
     traces: tuple[Path, ...] = ()  # full traces of the profiler, which the page links
+    still: alt.LayerChart | None = None  # without a script, if the chart zooms with one
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Figure:
     """A figure of the report: charts, how to read them, sentences about them, and tables."""
 
     name: str  # of its files
-    title: str
+    title: str  # what is drawn
     panels: tuple[Panel, ...]
     caption: str = ""  # how to read the marks
     sentences: tuple[str, ...] = ()
@@ -64,15 +68,32 @@ class Figure:
     legend: tuple[LegendEntry, ...] = ()  # replaces the panels' legends on the page
     subtitle: str = ""  # what is drawn, if the title alone would be wrong
     is_wide: bool = False  # panels are below each other, not in columns
+    finding: str = ""  # what the figure shows; empty if noise decides
 
-    def panel_spec(self, index: int) -> dict[str, Any]:
+    @property
+    def heading(self) -> str:
+        """Return what the figure shows; if noise decides, what is drawn."""
+        return self.finding or self.title
+
+    def panel_spec(self, index: int, width: int | str = "container") -> dict[str, Any]:
         """Return the Vega-Lite specification of a panel for the page, as wide as its container."""
-        chart = _drawable(self.panels[index].chart.properties(width="container").to_dict(validate=False))
+        panel = self.panels[index]
+        drawn = panel.chart if width == "container" or panel.still is None else panel.still
+        chart = _drawable(drawn.properties(width=width).to_dict(validate=False))
         return {
             **(_without_legends(chart) if self.legend else chart),
             "config": chart_config(),
             "autosize": {"type": "fit-x", "contains": "padding"},
         }
+
+    def draw_panel(self, index: int) -> Iterator[tuple[str, str]]:
+        """Yield a panel as SVG that needs no script, for a ``narrow`` and for a ``wide`` place; one for ``all``."""
+        full = COLUMN if len(self.panels) > 1 and not self.is_wide else WIDE
+        sizes = {"narrow": NARROW, "wide": full} if self.panels[index].still is None else {"all": full}
+        for kind, width in sizes.items():
+            spec = describe_marks(self.panel_spec(index, width))
+            svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE)
+            yield kind, shorten_svg(svg, f"{self.name}-{index}-{kind}-")
 
     def file_spec(self) -> dict[str, Any]:
         """Return the Vega-Lite specification of all panels together for a file, in light colors."""
@@ -119,13 +140,64 @@ def describe_selection(overview: Overview, traces: Sequence[RunTrace]) -> str:
     return f"Drawn: {len(traces)} of {total} rows of the table. To draw others: distexp report DIR --trace RUN..."
 
 
-def render_files(figures: Sequence[Figure], directory: Path) -> Iterator[tuple[Path, bytes]]:
-    """Yield path and content of a PNG and an SVG file of each figure that has panels."""
+def render_files(figures: Sequence[Figure], directory: Path, *, with_pdf: bool = False) -> Iterator[tuple[Path, bytes]]:
+    """Yield path and content of a PNG and an SVG file of each figure that has panels, and on request of a PDF file."""
     for figure in (figure for figure in figures if figure.panels):
         spec = figure.file_spec()
-        png = vl_convert.vegalite_to_png(spec, vl_version=VEGALITE, scale=PNG_SCALE)
-        yield directory / f"{figure.name}.png", png
-        yield directory / f"{figure.name}.svg", vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE).encode()
+        svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE)
+        yield directory / f"{figure.name}.png", vl_convert.svg_to_png(svg, scale=PNG_SCALE)
+        yield directory / f"{figure.name}.svg", svg.encode()
+        if with_pdf:
+            yield directory / f"{figure.name}.pdf", vl_convert.svg_to_pdf(svg)
+
+
+# Charts without a script: the text of a mark is its tooltip, and a mark of a run links to its row of the table.
+
+
+ROW_OF_RUN = "'#run-' + replace(replace(datum.run, /^run /, ''), / .*$/, '')"
+"""Vega expression of the link to the row of ``run 3 (strategy=ddp)`` or ``3 +2``."""
+
+UNUSED = re.compile(
+    r' (?:aria-roledescription|font-family)="[^"]*"| role="graphics-[a-z]+"| aria-hidden="true"'
+    r'|<path class="foreground"[^>]*/>|<path class="background"(?![^>]*(?:fill|stroke)=)[^>]*/>'
+    r'|<text[^>]* opacity="0"[^>]*>[^<]*</text>'
+)
+DECIMALS = re.compile(r"(\.\d)\d+")
+GEOMETRY = re.compile(r' (?:d|transform|x2|y2|width|height)="[^"]*"')
+LABELED = re.compile(r'<(path|line|rect)([^>]*?) aria-label="([^"]*)"([^>]*?)/>')
+
+
+def describe_marks(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a specification whose marks have the text of their tooltip, and a link to the row of their run."""
+    return {**spec, "layer": list(map(_described, spec["layer"]))}
+
+
+def _described(layer: dict[str, Any]) -> dict[str, Any]:
+    encoding = dict(layer.get("encoding", {}))
+    fields = encoding.pop("tooltip", [])
+    if layer["mark"]["type"] in ("line", "area"):  # one mark has many values
+        fields = [field for field in fields if field["type"] == "nominal"]
+    if not fields:
+        return {**layer, "encoding": encoding, "mark": {**layer["mark"], "aria": False}}
+    encoding["description"] = {"value": {"expr": " + '\\n' + ".join(map(_field_text, fields))}}
+    if any(field["field"] == "run" for field in fields):
+        encoding["href"] = {"value": {"expr": ROW_OF_RUN}}
+    return {**layer, "encoding": encoding}
+
+
+def _field_text(field: dict[str, Any]) -> str:
+    value = f"datum['{field['field']}']"
+    text = f"format({value}, '{field['format']}')" if "format" in field else value
+    return f"'{field.get('title', field['field'])}: ' + (isValid({value}) ? {text} : '-')"
+
+
+def shorten_svg(svg: str, prefix: str) -> str:
+    """Return an SVG for a page: without what a browser does not need, with unique ids, and titles of its marks."""
+    svg = UNUSED.sub("", svg)
+    svg = GEOMETRY.sub(lambda match: DECIMALS.sub(r"\1", match[0]), svg)
+    svg = LABELED.sub(r"<\1\2\4><title>\3</title></\1>", svg)
+    svg = re.sub(r'xlink:href="[^"#]*#', 'href="#', svg)  # vl_convert completes a link to one of its own site
+    return re.sub(r'(id="|url\(#)(?=clip|gradient)', rf"\1{prefix}", svg)
 
 
 LIGHT = {
@@ -149,6 +221,29 @@ DARK = {
 def color(name: str) -> str:
     """Return the CSS variable of a color of the palettes."""
     return f"var(--{name})"
+
+
+def strategy_colors(overview: Overview) -> dict[str, str]:
+    """Return the color of each strategy with its main option; the first one of a strategy is equal in all reports."""
+    order = options_of("strategy")
+    found = {strategy_label(group): str(group.setting("strategy")).split()[0] for group in overview.groups}
+    free = [f"c{n + 1}" for n in range(MAX_COLORS)]
+    own = {name: free[n] for n, name in enumerate(order[:MAX_COLORS])}
+    colors: dict[str, str] = {}
+    for label, name in sorted(found.items()):
+        shade = own.pop(name, None) or next((one for one in reversed(free) if one not in own.values()), "muted")
+        colors[label] = shade
+        if shade in free:
+            free.remove(shade)
+    return colors
+
+
+def group_colors(overview: Overview, groups: Sequence[RunGroup]) -> list[str]:
+    """Return the colors of the lines of some trainings: those of their strategies, if all differ in it."""
+    labels = [strategy_label(group) for group in groups]
+    if len(set(labels)) == len(labels):
+        return [color(strategy_colors(overview)[label]) for label in labels]
+    return [color(f"c{n % MAX_COLORS + 1}") for n in range(len(groups))]
 
 
 def color_by(channel: str, colors: Mapping[str, str]) -> alt.Color:
@@ -197,135 +292,3 @@ def inline_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> alt.Da
 def inline_data(rows: list[dict[str, Any]]) -> alt.Data:
     """Put rows into a chart without copying them to a data frame."""
     return alt.Data(values=rows)
-
-
-# Labels of stacked bars and of scatter charts.
-
-
-FEW_BARS = 8  # so few bars have their settings as labels
-# Characters of a line that fit into the room of the labels. With longer ones, the settings start a new line.
-LONGEST_LINE = 28
-LINE_HEIGHT = 14  # pixels of a line of a label
-# Widths in pixels. From each on, up to the next, labels are where they fit at the smaller one.
-CHART_WIDTHS = (220, 420, 800, 100_000)
-LETTER, LINE = 6.6, 12.0  # pixels of a letter at the font size of labels
-MARK = 6.0  # pixels from the center of a mark to its border, at most
-Row = dict[str, Any]
-Range = tuple[float, float]  # lowest and highest value of an axis
-
-
-def label_axis(names: Sequence[str], text: str = "datum.label") -> alt.Axis:
-    """Return the axis of the labels of bars; ``text`` is the Vega expression of a label."""
-    broken = f"replace({text}, ' (', ', (')" if _breaks_settings(names) else text
-    offset = -LINE_HEIGHT * (_most_lines(names) - 1) / 2
-    return alt.Axis(
-        labelExpr=f"split({broken}, ', ')", labelLimit=190, ticks=False, domain=False, grid=False, labelOffset=offset
-    )
-
-
-def bar_height(names: Sequence[str], least: int) -> int:
-    """Return the height of a bar in pixels, so that all lines of its label are shown."""
-    return max(least, LINE_HEIGHT * _most_lines(names) + 12)
-
-
-def _most_lines(names: Sequence[str]) -> int:
-    return max(name.count(", ") + 1 for name in names) + _breaks_settings(names)
-
-
-def _breaks_settings(names: Sequence[str]) -> bool:
-    """Return whether the settings start a line, because a first line with them is too long."""
-    return any(" (" in name and len(name.split(", ")[0]) > LONGEST_LINE for name in names)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The ranges of the fields ``cost`` and ``speed`` of a chart, and its size in pixels."""
-
-    x: Range
-    y: Range
-    width: float
-    height: float
-
-    def pixels(self, row: Row) -> tuple[float, float]:
-        """Return the position of a row, from the upper left corner."""
-        (left, right), (bottom, top) = self.x, self.y
-        across, up = (row["cost"] - left) / (right - left), (row["speed"] - bottom) / (top - bottom)
-        return self.width * across, self.height * (1 - up)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place next to a mark: alignment of the text, and its distance in pixels."""
-
-    align: str
-    dx: float
-    dy: float
-
-    def box(self, x: float, y: float, text: str) -> Box:
-        """Return where a text would be, next to a mark."""
-        left = x + self.dx - (LETTER * len(text) if self.align == "right" else 0.0)
-        return Box(left, y + self.dy - LINE / 2, left + LETTER * len(text), y + self.dy + LINE / 2)
-
-
-PLACES = (Place("left", 9, -6), Place("right", -9, -6), Place("left", 9, 8), Place("right", -9, 8))
-"""Places in the order in which they are tried."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle in pixels."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def overlaps(self, other: Box) -> bool:
-        """Return whether two rectangles have a common point."""
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
-
-
-def place_labels(
-    points: Sequence[Row], marks: Sequence[Row], steps: Sequence[Sequence[Row]], frame: Frame
-) -> dict[Place, list[Row]]:
-    """Return the rows of the labels by their place. A label without room at a width has no row for it.
-
-    The first points get a label first. Labels never hide other marks, and avoid lines with steps if they can.
-    """
-    placed: dict[Place, list[Row]] = {place: [] for place in PLACES}
-    for low, high in pairwise(CHART_WIDTHS):
-        shown = {"from": 0 if low == CHART_WIDTHS[0] else low, "to": high}
-        at_width = replace(frame, width=low)
-        lines = [box for line in steps for box in _step_boxes(at_width, line)]
-        for point, place in _places_in(at_width, points, marks, lines):
-            placed[place].append({**point, **shown})
-    return placed
-
-
-def is_shown() -> Any:
-    """Return the opacity of a label: 1 if the chart has the width that its place was chosen for."""
-    return alt.condition("width >= datum.from && width < datum.to", alt.value(1), alt.value(0))
-
-
-def _places_in(
-    frame: Frame, points: Sequence[Row], marks: Sequence[Row], lines: Sequence[Box]
-) -> Iterator[tuple[Row, Place]]:
-    centers = [frame.pixels(row) for row in (*points, *marks)]
-    taken = [Box(x - MARK, y - MARK, x + MARK, y + MARK) for x, y in centers]
-    for point, (x, y) in zip(points, centers, strict=False):
-        boxes = {place: place.box(x, y, point["run"]) for place in PLACES}
-        inside = {place: box for place, box in boxes.items() if box.left >= 0 and box.right <= frame.width}
-        free = [place for place, box in inside.items() if not any(map(box.overlaps, taken))]
-        if free:
-            best = min(free, key=lambda place: any(map(boxes[place].overlaps, lines)))
-            taken.append(boxes[best])
-            yield point, best
-
-
-def _step_boxes(frame: Frame, line: Sequence[Row]) -> Iterator[Box]:
-    """Yield the horizontal and the vertical part of each step of a line that rises to the right."""
-    for (left, bottom), (right, top) in pairwise(map(frame.pixels, line)):
-        yield Box(left, bottom - 1, right, bottom + 1)
-        yield Box(right - 1, top, right + 1, bottom)

@@ -1,13 +1,23 @@
 """Training losses over the steps, evaluation losses, and their differences to a baseline."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import altair as alt
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import name_runs
-from distexp.report.figures.base import Figure, LegendEntry, Panel, Rows, color, describe_selection, inline_data
+from distexp.report.figures.base import (
+    Figure,
+    LegendEntry,
+    Panel,
+    Rows,
+    color,
+    describe_selection,
+    group_colors,
+    inline_data,
+)
 from distexp.report.traces import (
     MAX_TRACES,
     LossCurve,
@@ -39,12 +49,25 @@ def build_losses(overview: Overview, traces: Sequence[RunTrace]) -> Figure | Non
     if not curves:
         return None
     caption, sentences = describe_selection(overview, traces), tuple(compare_losses(curves))
+    finding = _find(curves, sentences)
     if len(curves) > 1 and all_coincide(curves):
-        return _difference_figure(overview, curves, caption, sentences)
+        return replace(_difference_figure(overview, curves, caption, sentences), finding=finding)
     if len(curves) > 1 and any_overlap(curves):
         panels = tuple(draw_apart(curves))
-        return Figure("losses", "Losses", panels, caption, sentences, legend=panel_legend(curves, others=True))
-    return Figure("losses", "Losses", (Panel("", draw_together(curves)),), caption, sentences)
+        legend = panel_legend(curves, others=True)
+        return Figure("losses", "Losses", panels, caption, sentences, legend=legend, finding=finding)
+    panels = (Panel("", draw_together(overview, curves)),)
+    return Figure("losses", "Losses", panels, caption, sentences, finding=finding)
+
+
+def _find(curves: Sequence[LossCurve], sentences: Sequence[str]) -> str:
+    """Return whether all runs trained the same model, or how the only one learned."""
+    if len(curves) == 1:
+        (first, start), *_, (last, end) = (*curves[0].training.items(), *curves[0].training.items())
+        fell = "falls" if end < start else "rises"
+        return f"The loss {fell} from {start:.3g} to {end:.3g} in {last - first} steps" if last > first else ""
+    statement = sentences[0].partition(": ")[0] if len(sentences) == 1 else ""
+    return {"Same training": "All runs train the same model", "Different losses": "Losses differ"}.get(statement, "")
 
 
 def _difference_figure(
@@ -73,21 +96,19 @@ def panel_legend(curves: Sequence[LossCurve], *, others: bool) -> tuple[LegendEn
     return (*lines, *rings)
 
 
-def draw_together(curves: Sequence[LossCurve]) -> alt.LayerChart:
-    """Draw a line per run, and a ring per evaluation. A click on the legend highlights a run."""
-    picked = alt.selection_point(fields=["run"], bind="legend")
-    names = [curve.name for curve in curves]
+def draw_together(overview: Overview, curves: Sequence[LossCurve]) -> alt.LayerChart:
+    """Draw a line per run, and a ring per evaluation."""
+    names, shades = [curve.name for curve in curves], group_colors(overview, [curve.trace.group for curve in curves])
     style = {"symbolType": "stroke", "symbolStrokeWidth": 3, "labelLimit": alt.ExprRef("width")}
     legend = alt.Legend(title=None, columns=1, **style) if len(names) > 1 else None
     encoding = {
         **_axes(curves),
-        "color": alt.Color("run:N", scale=alt.Scale(domain=names), legend=legend),
-        "opacity": alt.condition(picked, alt.value(0.95), alt.value(0.12)),
+        "color": alt.Color("run:N", scale=alt.Scale(domain=names, range=shades), legend=legend),
     }
     rows = [row for curve in curves for row in _rows(curve, curve.training)]
     rings = [row for curve in curves for row in _rows(curve, curve.evaluation)]
     lines = alt.Chart(inline_data(rows)).mark_line().encode(**encoding)
-    return alt.layer(lines, *_rings(rings, encoding)).add_params(picked).properties(height=SINGLE_HEIGHT)
+    return alt.layer(lines, *_rings(rings, encoding)).properties(height=SINGLE_HEIGHT)
 
 
 def draw_apart(curves: Sequence[LossCurve]) -> Iterator[Panel]:
@@ -145,7 +166,10 @@ def _rows(curve: LossCurve, losses: Losses) -> Rows:
 
 
 def _axes(curves: Sequence[LossCurve]) -> dict[str, Any]:
-    y = alt.Y("loss:Q", title="loss", scale=alt.Scale(domain=list(loss_range(curves)), nice=True, zero=False))
+    low, high = loss_range(curves)  # from 0, unless a loss is negative
+    y = alt.Y(
+        "loss:Q", title="loss", scale=alt.Scale(domain=[min(0.0, low), high], nice=True), axis=alt.Axis(tickCount=6)
+    )
     return {"x": _step_axis(), "y": y, "tooltip": ["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")]}
 
 

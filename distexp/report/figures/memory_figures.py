@@ -8,6 +8,7 @@ from typing import Any
 
 import altair as alt
 
+from distexp.report.data.answer import differs, short_name
 from distexp.report.data.forecasts import build_predictions_table
 from distexp.report.data.memory_by_part import (
     TITLES,
@@ -18,11 +19,11 @@ from distexp.report.data.memory_by_part import (
     measured_groups,
     measured_peaks,
 )
-from distexp.report.data.metrics import PARTS
+from distexp.report.data.metrics import PARTS, PARTS_TOTAL
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import run_label
 from distexp.report.figures import base
-from distexp.report.figures.base import FEW_BARS, bar_height, label_axis
+from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.memory_trace import CPU
 from distexp.runs.predictions import PHASE, Curve
@@ -55,7 +56,23 @@ def build_memory_parts(overview: Overview, traces: Sequence[RunTrace]) -> base.F
     return base.Figure(
         "memory_parts", "Memory by part", (base.Panel("", _draw_memory_parts(overview)),),
         "One worker, without Python and libraries.", tables=(table,), legend=legend,
+        finding=_find_smallest(overview),
     )  # fmt: skip
+
+
+def _find_smallest(overview: Overview) -> str:
+    """Return how much less model memory one run holds than another one, or the largest part of the only run."""
+    groups = measured_groups(overview)
+    sizes = [(size.mean, group) for group in groups if (size := group.metric(PARTS_TOTAL))]
+    if len(sizes) == 1:
+        parts = {title: part.mean for name, title in PARTS.items() if (part := groups[0].metric(name))}
+        title = max(parts, key=lambda title: parts[title])
+        return f"{title[:1].upper()}{title[1:]} take {parts[title] / sum(parts.values()):.0%} of the model's memory"
+    (least, small), (most, large) = (choose(sizes, key=lambda size: size[0]) for choose in (min, max))
+    if len({group.task for group in groups}) > 1 or not differs(small, large, PARTS_TOTAL):
+        return ""
+    names = short_name(overview, small), short_name(overview, large)
+    return f"A worker of {names[0]} holds {1 - least / most:.0%} less than one of {names[1]}"
 
 
 def _draw_memory_parts(overview: Overview) -> alt.LayerChart:
@@ -90,7 +107,20 @@ def build_peak_parts(overview: Overview, traces: Sequence[RunTrace]) -> base.Fig
         "peak_parts", "GPU memory by part at the peak", (base.Panel("", _draw_peak_parts(overview, shown, titles)),),
         " ".join(_describe(found)), tables=(build_peaks_table(overview, found),),
         legend=tuple(base.LegendEntry(title, PEAK_COLORS[title], "bar") for title in titles),
+        finding=_find_largest_part(found),
     )  # fmt: skip
+
+
+def _find_largest_part(found: Sequence[GroupPeaks]) -> str:
+    """Return the part that is the largest one at the peak of all runs; empty if they differ in it."""
+    measured = [run.peaks[0].parts for run in found]
+    largest = {max(parts, key=lambda name: parts[name]) for parts in measured if any(parts.values())}
+    if len(largest) != 1:
+        return ""
+    name = largest.pop()
+    shares = sorted({round(parts.get(name, 0.0) / sum(parts.values()), 2) for parts in measured if any(parts.values())})
+    text = f"{shares[0]:.0%}" + (f" to {shares[-1]:.0%}" if len(shares) > 1 else "")
+    return f"The largest part at the peak is {TITLES[name]}: {text}"
 
 
 def _describe(found: Sequence[GroupPeaks]) -> Iterator[str]:
@@ -143,9 +173,12 @@ def build_predicted_memory(overview: Overview, traces: Sequence[RunTrace]) -> ba
     panels = tuple(base.Panel(trace.name, _draw_prediction(trace.predicted, colors)) for trace in drawn)
     caption = f"{PREDICTED_CAPTION} {base.describe_selection(overview, drawn)}".strip() if drawn else ""
     legend = tuple(base.LegendEntry(part.replace("_", " "), shade, "bar") for part, shade in colors.items())
+    errors = [error.mean for group in overview.groups if (error := group.metric("prediction_error_pct"))]
+    finding = f"The predicted peaks are within {max(map(abs, errors)):.1f}% of the measured ones" if errors else ""
     return base.Figure(
-        "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,), legend=legend
-    )
+        "predicted_memory", "Predicted memory through a training step", panels, caption, tables=(table,),
+        legend=legend, finding=finding,
+    )  # fmt: skip
 
 
 def _draw_prediction(curve: Curve, colors: Mapping[str, str]) -> alt.LayerChart:
@@ -188,8 +221,22 @@ def build_memory_trace(overview: Overview, traces: Sequence[RunTrace], *, kind: 
     lines = [base.LegendEntry(f"node {node}", f"c{n % base.MAX_COLORS + 1}", "line") for n, node in enumerate(nodes)]
     areas = [base.LegendEntry(phase, f"phase-{phase}", "area") for phase in phases]
     return base.Figure(
-        f"{kind}_memory", title, panels, caption, sentences, legend=(*(lines if len(lines) > 1 else ()), *areas)
-    )
+        f"{kind}_memory", title, panels, caption, sentences, legend=(*(lines if len(lines) > 1 else ()), *areas),
+        finding=_find_phase(sampled, kind),
+    )  # fmt: skip
+
+
+def _find_phase(traces: Sequence[RunTrace], kind: str) -> str:
+    """Return the phase in which the memory of all runs peaks; empty if they differ in it."""
+    peaks = [
+        max(counted, key=lambda peak: (peak.mib, -peak.second)) for trace in traces
+        if (counted := [peak for peak in _peaks_of(trace, kind) if peak.counts(kind)])
+    ]  # fmt: skip
+    phases = {peak.phase for peak in peaks}
+    if len(phases) != 1 or not (phase := phases.pop()):
+        return ""
+    size = f" at {peaks[0].mib:,.0f} MiB" if len(peaks) == 1 else " in all runs" if len(peaks) == len(traces) else ""
+    return f"{DEVICES[kind]} memory peaks in the {phase} phase{size}"
 
 
 def _draw_memory(
@@ -247,11 +294,13 @@ class _Peak:
         return self.phase not in TRIAL_PHASES and self.second < min(profiles, default=math.inf)
 
 
+def _peaks_of(trace: RunTrace, kind: str) -> Iterator[_Peak]:
+    return (_Peak(trace, second, mib) for curve in trace.curves(kind) for second, mib in curve.points)
+
+
 def _highest_peak(traces: Sequence[RunTrace], kind: str) -> Iterator[str]:
     """Describe the highest peak of all runs: when and in which phase it was first reached."""
-    peaks = (
-        _Peak(trace, second, mib) for trace in traces for curve in trace.curves(kind) for second, mib in curve.points
-    )
+    peaks = (peak for trace in traces for peak in _peaks_of(trace, kind))
     counted = [peak for peak in peaks if peak.counts(kind)]
     if not counted:
         return

@@ -1,16 +1,17 @@
 """Scaling with the number of workers: measured and forecast, next to the ideal, and tables of it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import altair as alt
 
+from distexp.report.data.answer import describe_scaling
 from distexp.report.data.forecasts import ForecastCurve, build_forecast_table, find_curves, find_forecasts
 from distexp.report.data.metrics import COMMUNICATION, EXPOSED, MEMORIES, SPEED
 from distexp.report.data.overview import Overview, memory_metric
 from distexp.report.data.scaling_series import FORECAST, ScalingPoint, ScalingSeries, parameters_of
-from distexp.report.figures.base import MAX_COLORS, Figure, Panel, Rows, color, inline_data
+from distexp.report.figures.base import MAX_COLORS, Figure, Panel, Rows, color, group_colors, inline_data
 from distexp.report.traces import RunTrace
 from distexp.statistics.noise import is_within_noise
 from distexp.tables.columns import TextTable
@@ -37,7 +38,7 @@ def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | No
     ordered = sorted([*overview.series, *added], key=lambda series: KINDS.index(series.kind))
     titles = dict.fromkeys(series.title for series in ordered)
     alike = [[series for series in ordered if series.title == title] for title in titles]
-    panels = tuple(panel for series in alike for panel in _panels(series, curves))
+    panels = tuple(panel for series in alike for panel in _panels(overview, series, curves))
     built = (build_scaling_table(overview), build_nodes_table(overview), build_forecast_table(forecasts))
     known = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
     sentences = [text for series in known for text in _describe(series)]
@@ -46,7 +47,8 @@ def build_scaling(overview: Overview, traces: Sequence[RunTrace]) -> Figure | No
     caption = " ".join(["Dashed gray line: ideal.", *forecast, *(f"{title}: {NOT_CONSTANT}." for title in mixed)])
     tables = tuple(table for table in built if table)
     sentences = sentences[:MAX_SENTENCES]
-    return Figure("scaling", "Scaling", panels, caption if panels else "", tuple(sentences), tables)
+    caption, finding = caption if panels else "", describe_scaling(overview.series)
+    return Figure("scaling", "Scaling", panels, caption, tuple(sentences), tables, finding=finding)
 
 
 def _describe(series: ScalingSeries) -> Iterator[str]:
@@ -71,7 +73,7 @@ def _are_equal(one: ScalingPoint, other: ScalingPoint) -> bool:
     return bool(speed and other_speed and is_within_noise(speed, other_speed))
 
 
-def _panels(series: Sequence[ScalingSeries], curves: Sequence[ForecastCurve]) -> Iterator[Panel]:
+def _panels(overview: Overview, series: Sequence[ScalingSeries], curves: Sequence[ForecastCurve]) -> Iterator[Panel]:
     """Yield the panels of one kind of scaling; none if no series of this kind has several sizes or a forecast."""
     kind, title, drawn = series[0].kind, series[0].title, series[:MAX_COLORS]
     rows = [row for drawn_series in drawn for row in _rows(drawn_series)]
@@ -80,17 +82,19 @@ def _panels(series: Sequence[ScalingSeries], curves: Sequence[ForecastCurve]) ->
     workers = sorted({*measured, *(row["workers"] for row in forecasts)})
     if len(workers) < 2:
         return
+    names = [one.name or "all" for one in drawn]
+    shades = dict(zip(names, group_colors(overview, [one.baseline.group for one in drawn]), strict=True))
     if kind in ("strong", FORECAST):
         speedups = [n / workers[0] for n in workers]
         # On two logarithmic axes the ideal speedup is a straight line.
         y = alt.Y("speedup:Q", title="speedup", axis=alt.Axis(values=speedups, format="~g"),
                   scale=alt.Scale(type="log", base=2, nice=False, padding=14))  # fmt: skip
-        yield Panel(f"{title}: speedup", _draw(rows, forecasts, y, workers, speedups))
+        yield Panel(f"{title}: speedup", _draw(rows, forecasts, y, dict(zip(workers, speedups, strict=True)), shades))
     if kind == "weak":
         y = alt.Y("relative_time:Q", title="time / time of the fewest workers", scale=alt.Scale(zero=True))
-        yield Panel(f"{title}: relative time", _draw(rows, forecasts, y, workers, [1.0] * len(workers)))
+        yield Panel(f"{title}: relative time", _draw(rows, forecasts, y, dict.fromkeys(workers, 1.0), shades))
     y = alt.Y("efficiency:Q", title="efficiency (%)", scale=alt.Scale(zero=True))
-    yield Panel(f"{title}: efficiency", _draw(rows, forecasts, y, workers, [100.0] * len(workers)))
+    yield Panel(f"{title}: efficiency", _draw(rows, forecasts, y, dict.fromkeys(workers, 100.0), shades))
 
 
 def _rows(series: ScalingSeries) -> Rows:
@@ -112,11 +116,13 @@ def _row(series: ScalingSeries, point: ScalingPoint, line: str) -> dict[str, Any
     }  # fmt: skip
 
 
-def _draw(rows: Rows, forecasts: Rows, y: alt.Y, workers: Sequence[int], ideal: Sequence[float]) -> alt.LayerChart:
-    scale = alt.Scale(type="log", base=2, domain=[workers[0], workers[-1]], nice=False, padding=14)
-    x = alt.X("workers:Q", title="workers", scale=scale, axis=alt.Axis(values=list(workers), format="d", grid=False))
-    base = alt.Chart(inline_data(rows)).encode(x=x, y=y, tooltip=_tooltip(), **_styles(rows))
-    target = [{"workers": n, "ideal": value} for n, value in zip(workers, ideal, strict=True)]
+def _draw(
+    rows: Rows, forecasts: Rows, y: alt.Y, ideal: Mapping[int, float], shades: Mapping[str, str]
+) -> alt.LayerChart:
+    scale = alt.Scale(type="log", base=2, domain=[min(ideal), max(ideal)], nice=False, padding=14)
+    x = alt.X("workers:Q", title="workers", scale=scale, axis=alt.Axis(values=list(ideal), format="d", grid=False))
+    base = alt.Chart(inline_data(rows)).encode(x=x, y=y, tooltip=_tooltip(), **_styles(rows, shades))
+    target = [{"workers": n, "ideal": value} for n, value in ideal.items()]
     line = alt.Chart(inline_data(target)).mark_line(strokeDash=[6, 4], strokeWidth=1.5, color=color("muted"))
     label = alt.Chart(inline_data(target[-1:])).mark_text(align="right", dy=-8, fontStyle="italic")
     return alt.layer(
@@ -125,14 +131,14 @@ def _draw(rows: Rows, forecasts: Rows, y: alt.Y, workers: Sequence[int], ideal: 
     ).properties(height=280)  # fmt: skip
 
 
-def _styles(rows: Rows) -> dict[str, Any]:
-    names = list(dict.fromkeys(row["series"] for row in rows))
+def _styles(rows: Rows, shades: Mapping[str, str]) -> dict[str, Any]:
+    names = list(shades)
     lines = sorted({row["line"] for row in rows})
     dashes = [[1, 0], [3, 3]] if "several nodes" in lines else [[1, 0]]
     legend = alt.Legend(title=None, columns=1, labelLimit=alt.ExprRef("width - 24"))
     dash_legend = alt.Legend(title=None, direction="horizontal", symbolType="stroke", symbolSize=250)
     return {
-        "color": alt.Color("series:N", scale=alt.Scale(domain=names),
+        "color": alt.Color("series:N", scale=alt.Scale(domain=names, range=list(shades.values())),
                            legend=legend if len(names) > 1 else None),
         "strokeDash": alt.StrokeDash("line:N", scale=alt.Scale(domain=lines, range=dashes),
                                      legend=dash_legend if len(lines) > 1 else None),

@@ -10,15 +10,18 @@ import altair as alt
 
 from distexp.config.overrides import join_first
 from distexp.report.data import step_parts
+from distexp.report.data.answer import short_name
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import run_label
 from distexp.report.figures import base
-from distexp.report.figures.base import FEW_BARS, bar_height, label_axis
+from distexp.report.figures.labels import FEW_BARS, bar_height, label_axis
 from distexp.report.traces import RunTrace
 from distexp.runs.step_files import PARTS, RankStep, read_ranks
 
 MAX_BARS = 24
 MAX_SENTENCES = 8
+CLEAR_SHARE = 0.1  # of the step, by which the parts of two runs must differ for a title
+UNEVEN_STEPS = 1.2  # 90th percentile relative to the median
 ROOM = 1.2  # of the axis, relative to the longest bar: for its label
 MAX_RANKS = 8  # of all panels together: each has up to 1,200 marks
 LANE_HEIGHT = 20  # pixels
@@ -55,7 +58,28 @@ def build_step_breakdown(overview: Overview, traces: Sequence[RunTrace]) -> base
         "step_breakdown", "Where the step goes", panels, " ".join(_describe_breakdown(runs, len(bars))),
         tuple(_explain(overview, runs)), (step_parts.build_step_table(overview, runs),),
         tuple(base.LegendEntry(title, shade, "bar") for title, shade in _colors(bars).items()),
+        finding=_find_largest(overview, runs),
     )  # fmt: skip
+
+
+def _find_largest(overview: Overview, runs: Sequence[step_parts.ProfiledRun]) -> str:
+    """Return the largest part of the step of the only run, or the part in which runs differ most."""
+    shares = [{name: (run.slowest.parts[name] or 0.0) / run.slowest.step_ms for name in PARTS} for run in runs]
+    if any(run.group.disturbance for run in runs):
+        return ""
+    if len(runs) == 1:
+        name = max(shares[0], key=lambda name: shares[0][name])
+        return f"{shares[0][name]:.0%} of the step is {PARTS[name]}"
+    ends = {name: (min(share[name] for share in shares), max(share[name] for share in shares)) for name in PARTS}
+    name = max(ends, key=lambda name: ends[name][1] - ends[name][0])
+    low, high = ends[name]
+    if high - low < CLEAR_SHARE:
+        return ""
+    most, least = (
+        short_name(overview, next(run.group for run, share in zip(runs, shares, strict=True) if share[name] == end))
+        for end in (high, low)
+    )
+    return f"{PARTS[name][:1].upper()}{PARTS[name][1:]}: {high:.0%} of the step of {most}, {low:.0%} of that of {least}"
 
 
 def _describe_breakdown(runs: Sequence[step_parts.ProfiledRun], count: int) -> Iterator[str]:
@@ -144,7 +168,9 @@ def build_step_timeline(overview: Overview, traces: Sequence[RunTrace]) -> base.
     chosen = [(trace, choose_ranks(trace, max(1, MAX_RANKS // len(drawn)))) for trace in drawn]
     colors = assign_colors(rank for _, ranks in chosen for rank in ranks)
     panels = tuple(
-        base.Panel(trace.name, _draw_timeline(ranks, colors, f"zoom_{n}"), trace.profiles)
+        base.Panel(
+            trace.name, _draw_timeline(ranks, colors, f"zoom_{n}"), trace.profiles, _draw_timeline(ranks, colors)
+        )
         for n, (trace, ranks) in enumerate(chosen)
     )
     legend = tuple(base.LegendEntry(label, shade, "bar") for label, shade in colors.items())
@@ -178,19 +204,37 @@ def _describe_timeline(chosen: Sequence[tuple[RunTrace, Sequence[step_parts.Rank
         yield "Not all ranks are drawn, but the slowest one of each run is."
 
 
-def _draw_timeline(ranks: Sequence[step_parts.RankLanes], colors: dict[str, str], zoom_name: str) -> alt.LayerChart:
+def _join_spans(spans: Sequence[step_parts.Span], gap_ms: float) -> Iterator[step_parts.Span]:
+    """Yield spans of a chart that does not zoom: neighbors with one label are one span if the gap is not visible."""
+    joined: step_parts.Span | None = None
+    for span in spans:
+        if joined is not None and joined.label == span.label and span.begin_ms - joined.end_ms < gap_ms:
+            joined = step_parts.Span(joined.begin_ms, max(joined.end_ms, span.end_ms), span.label)
+            continue
+        if joined is not None and joined.end_ms - joined.begin_ms >= gap_ms / 2:
+            yield joined
+        joined = span
+    if joined is not None:
+        yield joined
+
+
+def _draw_timeline(
+    ranks: Sequence[step_parts.RankLanes], colors: dict[str, str], zoom_name: str = ""
+) -> alt.LayerChart:
+    """Draw the lanes. Without the name of a zoom, spans that are not visible without it are left out."""
     lanes: dict[str, Sequence[step_parts.Span]] = {}
     for n, rank in enumerate(ranks):
         if n:
             lanes[" " * n] = ()  # an empty lane between two ranks; names of a scale are unique
         lanes |= {f"rank {rank.rank} {title}": spans for title, spans in rank.lanes.items()}
+    end = max(rank.step_ms for rank in ranks)
+    if not zoom_name:
+        lanes = {lane: tuple(_join_spans(spans, end / base.WIDE)) for lane, spans in lanes.items()}
     rows = (
         (lane, round(span.begin_ms, 3), round(span.end_ms, 3), span.label) for lane, spans in lanes.items()
         for span in spans
     )  # fmt: skip
     names = list(lanes)
-    end = max(rank.step_ms for rank in ranks)
-    zoom = alt.selection_interval(name=zoom_name, bind="scales", encodings=["x"], zoom=ZOOM)
     data = base.inline_table(("lane", "begin", "end", "label"), rows)
     x = alt.X("begin:Q", title="time in the step (ms)", scale=alt.Scale(domain=[0, end], nice=False),
               axis=alt.Axis(tickCount=8))  # fmt: skip
@@ -198,9 +242,13 @@ def _draw_timeline(ranks: Sequence[step_parts.RankLanes], colors: dict[str, str]
               scale=alt.Scale(domain=names, paddingInner=0.2))  # fmt: skip
     spans = alt.Chart(data).transform_calculate(ms="datum.end - datum.begin").mark_bar(clip=True).encode(
         x=x, x2="end:Q", y=y, color=base.color_by("label:N", colors),
-        tooltip=["lane:N", "label:N", alt.Tooltip("begin:Q", title="start (ms)", format=",.3f"),
-                 alt.Tooltip("ms:Q", title="duration (ms)", format=",.3f")],
-    ).add_params(zoom)  # fmt: skip
+    )  # fmt: skip
+    if zoom_name:
+        start = alt.Tooltip("begin:Q", title="start (ms)", format=",.3f")
+        spans = spans.encode(
+            tooltip=["lane:N", "label:N", start, alt.Tooltip("ms:Q", title="duration (ms)", format=",.3f")]
+        )
+        spans = spans.add_params(alt.selection_interval(name=zoom_name, bind="scales", encodings=["x"], zoom=ZOOM))
     return alt.layer(spans).properties(height=LANE_HEIGHT * len(names))
 
 
@@ -220,8 +268,21 @@ def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> base.Fig
     thin = "one step" if counts == [1] else f"mean of {join_first(map(str, counts))} steps (train.log_every)"
     marks = f"Dot: median. Bar: up to the 90th percentile. Each thin line: {thin}. The first steps are left out."
     caption = f"{marks} {base.describe_selection(overview, traces)}".strip()
-    panels = (base.Panel("", _draw_times(traces, ticks, quantiles)),)
-    return base.Figure("step_times", "Step times", panels, caption, tuple(_data_wait(traces)))
+    panels = (base.Panel("", _draw_times(overview, traces, ticks, quantiles)),)
+    finding = _find_uneven(traces)
+    return base.Figure("step_times", "Step times", panels, caption, tuple(_data_wait(traces)), finding=finding)
+
+
+def _find_uneven(traces: Sequence[RunTrace]) -> str:
+    """Return whether the steps of the runs are even, or those of which run are not."""
+    known = [(trace, trace.row.record.metrics.step_time_s or {}) for trace in traces]
+    ratios = [(times["p90"] / times["p50"], trace.row.label) for trace, times in known if times.get("p50")]
+    if not ratios:
+        return ""
+    ratio, label = max(ratios, key=itemgetter(0))
+    if ratio < UNEVEN_STEPS:
+        return f"Steps are even: nine in ten take at most {max(0.0, ratio - 1):.0%} more than the median"
+    return f"Steps of run {label} are uneven: one in ten takes at least {ratio:.1f} times the median"
 
 
 def _measured(trace: RunTrace) -> list[dict[str, Any]]:
@@ -237,15 +298,17 @@ def _measured(trace: RunTrace) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _draw_times(traces: Sequence[RunTrace], ticks: base.Rows, quantiles: base.Rows) -> alt.LayerChart:
-    names = [trace.name for trace in traces]
+def _draw_times(
+    overview: Overview, traces: Sequence[RunTrace], ticks: base.Rows, quantiles: base.Rows
+) -> alt.LayerChart:
+    names, shades = [trace.name for trace in traces], base.group_colors(overview, [trace.group for trace in traces])
     # One line per setting: a phone has no room for them in one line.
     labels = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=190, ticks=False, domain=False, grid=False)
     lines = max(name.count(", ") + 1 for name in names)
     y = alt.Y("run:N", sort=names, title=None, axis=labels)
     x = alt.X("ms:Q", title="step time (ms)", scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=6))
     thin = alt.Chart(base.inline_data(ticks)).mark_tick(thickness=1.5, opacity=0.45, size=16).encode(
-        x=x, y=y, color=alt.Color("run:N", scale=alt.Scale(domain=names), legend=None),
+        x=x, y=y, color=alt.Color("run:N", scale=alt.Scale(domain=names, range=shades), legend=None),
         tooltip=["run:N", alt.Tooltip("ms:Q", format=",.2f")],
     )  # fmt: skip
     marks = [thin, *(_quantile_marks(quantiles, y) if quantiles else ())]

@@ -1,40 +1,43 @@
 """Charts of memory and of energy against throughput, and the table of what offloading costs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import altair as alt
 
+from distexp.report.data.answer import describe_tradeoff, recommended, short_name, strategy_label
 from distexp.report.data.metrics import ENERGY, MEMORIES, SPEED
 from distexp.report.data.overview import Overview, memory_metric, pareto_fronts
 from distexp.report.data.repeats import EQUAL, RunGroup, group_by_settings, ratio_text
-from distexp.report.data.rows import MAX_LENGTH, SEED, format_change, format_setting
+from distexp.report.data.rows import MAX_LENGTH, SEED, format_change, format_setting, is_strategy_option
 from distexp.report.figures.base import (
     MAX_COLORS,
     SINGLE_WIDTH,
     Figure,
-    Frame,
     Panel,
     Rows,
     color,
     inline_data,
-    is_shown,
-    place_labels,
+    strategy_colors,
 )
+from distexp.report.figures.labels import Frame, is_shown, place_labels
 from distexp.report.traces import RunTrace
 from distexp.tables.columns import TextTable
 
 MAX_LABELS = 16
 CROWD = 200  # points; more are drawn small and pale
-CLOSE = 0.1  # relative; an axis that shows less would make small differences look large
 HEIGHT = 340  # pixels
-MARGIN = 0.06  # of the axes, relative to the values
+MARGIN = 0.06  # of the axes, relative to the largest values
+FEW_POINTS = 8  # so few points have their names as labels
+MFU = "mfu_pct"
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"]
 FRONT = "Pareto front"
 FRONT_DASH = [5, 4]
 LEGEND_COLUMNS = alt.ExprRef("width < 420 ? 2 : 4")
+STRATEGY = "strategy"
+AREAS = [30, 330]  # square pixels of marks with the lowest and the highest MFU
 OFFLOADS = (False, True, "pinned")  # Values of `offload`. The first one that was run is the baseline.
 
 
@@ -67,11 +70,12 @@ class Tradeoff:
         """Return whether the points are few enough for labels."""
         return len(self.groups) <= MAX_LABELS
 
-    def build(self, name: str, title: str, cheaper: str, *notes: str) -> Figure | None:
-        """Build the figure; None if there are no points. ``cheaper`` is the adjective for a lower cost."""
+    def build(self, name: str, title: str, cheaper: str, noun: str, *notes: str) -> Figure | None:
+        """Build the figure; None if there are no points. ``cheaper`` is the adjective for a lower cost, a ``noun``."""
         chart = self._draw()
         caption = " ".join([*self._describe(cheaper), *notes])
-        return None if chart is None else Figure(name, title, (Panel("", chart),), caption)
+        finding = describe_tradeoff(self.overview, self.cost, noun)
+        return None if chart is None else Figure(name, title, (Panel("", chart),), caption, finding=finding)
 
     def _describe(self, cheaper: str) -> Iterator[str]:
         """Yield how to read the marks."""
@@ -81,35 +85,48 @@ class Tradeoff:
                 yield "Differences within the noise do not count."
         if self.has_labels:
             yield "The numbers are those of the runs in the table. If there is no room, some are left out."
+        if any(recommended(self.overview)):
+            yield "Black ring: the run to take, the fastest one, or the smallest one of those that are equally fast."
 
     def _draw(self) -> alt.LayerChart | None:
-        """Draw the chart; None if there are no points."""
+        """Draw the chart; None if there are no points, or a single one."""
         channels = _Channels(self.overview, self.cost)
-        points = [channels.point(group) for group in self.groups]
-        if not points:
+        taken = {id(group) for group in recommended(self.overview)}
+        groups = sorted(self.groups, key=lambda group: id(group) not in taken)  # Its label is placed first.
+        points = [{**channels.point(group), "labels": self._labels_of(group, taken)} for group in groups]
+        if not points or len(points) + len(self.failed) < 2:
             return None
         failed = [{**channels.point(group), "speed": 0.0} for group in self.failed]
         rows = points + failed
-        costs = [row["cost"] for row in rows]
-        low, high = min(costs), max(costs)
-        margin = CLOSE * high if high - low < CLOSE * high else MARGIN * (high - low)
-        fastest = max(row["speed"] for row in rows)
-        frame = Frame((max(0.0, low - margin), high + margin), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
+        # Axes start at 0: a part of an axis would make small differences look large.
+        highest, fastest = (max(row[name] for row in rows) or 1.0 for name in ("cost", "speed"))
+        frame = Frame((0.0, (1 + MARGIN) * highest), (0.0, (1 + MARGIN) * fastest), SINGLE_WIDTH, HEIGHT)
         scales = [alt.Scale(domain=list(ends), nice=False, zero=False) for ends in (frame.x, frame.y)]
         title = f"{self.title} ({self.unit})"
         x = alt.X("cost:Q", title=title, scale=scales[0], axis=alt.Axis(tickCount=8))
-        y = alt.Y("speed:Q", title="samples/s", scale=scales[1])
+        y = alt.Y("speed:Q", title="samples/s", scale=scales[1], axis=alt.Axis(tickCount=6))
         front = [
             {**channels.point(group), "front": n, "line": FRONT}
             for n, groups in enumerate(self.fronts) for group in groups
         ]  # fmt: skip
         layers: list[Any] = [_front_line(front, x, y)] if front else []
-        size, opacity = (25, 0.5) if len(points) > CROWD else (90, 0.9)
+        size, opacity = (25, 0.5) if len(points) > CROWD else (110, 0.9)
         marks = alt.Chart(inline_data(points)).mark_point(filled=True, size=size, opacity=opacity, strokeWidth=0)
         layers.append(marks.encode(tooltip=self._tooltip(), **channels.encodings(points), x=x, y=y))
+        rings = [point for point, group in zip(points, groups, strict=True) if id(group) in taken]
+        if rings:
+            ring = alt.Chart(inline_data(rings)).mark_point(filled=False, size=430, strokeWidth=2, color=color("ink"))
+            layers.append(ring.encode(x=x, y=y))
         if self.has_labels:
             layers += _labels(points, failed, front, frame, x=x, y=y)
         return alt.layer(*layers, *self._crosses(failed, x, y)).properties(height=HEIGHT)
+
+    def _labels_of(self, group: RunGroup, taken: Collection[int]) -> list[str]:
+        """Return the labels of a point, the longest first."""
+        name = short_name(self.overview, group)
+        if id(group) in taken:
+            return [f"take {name}", f"take {group.label}", group.label]
+        return [name, group.label] if len(self.groups) <= FEW_POINTS else [group.label]
 
     def _crosses(self, failed: Rows, x: alt.X, y: alt.Y) -> list[Any]:
         if not failed:
@@ -125,7 +142,14 @@ class Tradeoff:
             alt.Tooltip("run:N"), alt.Tooltip("settings:N"), alt.Tooltip("status:N"),
             alt.Tooltip("cost:Q", title=self.unit, format=self.number_format),
             alt.Tooltip("speed:Q", title="samples/s", format=",.1f"),
+            *([alt.Tooltip("mfu:Q", title="MFU %", format=".1f")] if any(map(_mfu, self.groups)) else []),
         ]  # fmt: skip
+
+
+def _mfu(group: RunGroup) -> float | None:
+    """Return the model FLOPs utilization in percent."""
+    value = group.metric(MFU)
+    return None if value is None else value.mean
 
 
 def _labels(points: Rows, failed: Rows, front: Rows, frame: Frame, **axes: Any) -> Iterator[alt.Chart]:
@@ -134,7 +158,7 @@ def _labels(points: Rows, failed: Rows, front: Rows, frame: Frame, **axes: Any) 
     for place, rows in place_labels(points, failed, fronts, frame).items():
         if rows:
             labels = alt.Chart(inline_data(rows)).mark_text(align=place.align, dx=place.dx, dy=place.dy)
-            yield labels.encode(**axes, text="run:N", opacity=is_shown())
+            yield labels.encode(**axes, text="label:N", opacity=is_shown())
 
 
 def _front_line(front: Rows, x: alt.X, y: alt.Y) -> alt.Chart:
@@ -145,16 +169,24 @@ def _front_line(front: Rows, x: alt.X, y: alt.Y) -> alt.Chart:
 
 
 class _Channels:
-    """The two settings shown as color and shape: the first ones with few enough values."""
+    """Color, shape and size: the strategy, the first other setting with few enough values, and the MFU.
+
+    If the strategies are equal, the color is a setting, too. Without another setting the shape repeats the color.
+    """
 
     def __init__(self, overview: Overview, cost: str) -> None:
+        self.colors = strategy_colors(overview)
+        has_strategies = 2 <= len(self.colors) <= MAX_COLORS
+
         def find(most: int, taken: str | None = None) -> str | None:
             values = {
                 name: {format_setting(group.setting(name)) for group in overview.groups} for name in overview.varied
-            }
+                if not (has_strategies and (name == STRATEGY or is_strategy_option(name)))
+            }  # fmt: skip
             return next((name for name, found in values.items() if name != taken and 2 <= len(found) <= most), None)
 
-        self.overview, self.cost, self.color = overview, cost, find(MAX_COLORS)
+        self.overview, self.cost = overview, cost
+        self.color = STRATEGY if has_strategies else find(MAX_COLORS)
         self.shape = find(len(SHAPES), self.color)
 
     def point(self, group: RunGroup) -> dict[str, Any]:
@@ -166,21 +198,34 @@ class _Channels:
             "cost": cost and float(f"{cost.mean:.6g}"),
             "speed": speed and round(speed.mean, 3),
             "status": group.status,
-            "color": self.color and format_setting(group.setting(self.color), MAX_LENGTH),
-            "shape": self.shape and format_setting(group.setting(self.shape), MAX_LENGTH),
+            "color": self.color and self._value(group, self.color),
+            "shape": self.shape and self._value(group, self.shape),
+            "mfu": _mfu(group),
         }
+
+    def _value(self, group: RunGroup, name: str) -> str:
+        return strategy_label(group) if name == STRATEGY else format_setting(group.setting(name), MAX_LENGTH)
 
     def encodings(self, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the encodings of color and shape, with legends."""
         found: dict[str, Any] = {"color": alt.value(color("c1"))}
-        for channel, setting, encode, options in (
-            ("color", self.color, alt.Color, {}),
-            ("shape", self.shape, alt.Shape, {"range": SHAPES}),
+        repeats_color = self.color and not self.shape and len({point["color"] for point in points}) <= len(SHAPES)
+        for channel, setting, encode, source in (
+            ("color", self.color, alt.Color, "color"),
+            ("shape", self.color if repeats_color else self.shape, alt.Shape, "color" if repeats_color else "shape"),
         ):
             if setting:
-                scale = alt.Scale(domain=list(dict.fromkeys(point[channel] for point in points)), **options)
+                domain = sorted({point[source] for point in points}) if setting == STRATEGY else list(
+                    dict.fromkeys(point[source] for point in points)
+                )  # fmt: skip
+                shades = [color(self.colors[name]) for name in domain] if setting == STRATEGY else None
+                ranges = {"shape": {"range": SHAPES}, "color": {"range": shades} if shades else {}}[channel]
                 legend = alt.Legend(title=setting, direction="horizontal", columns=LEGEND_COLUMNS)
-                found[channel] = encode(f"{channel}:N", scale=scale, legend=legend)
+                found[channel] = encode(f"{source}:N", scale=alt.Scale(domain=domain, **ranges), legend=legend)
+        if len(points) <= CROWD and all(point["mfu"] for point in points):
+            largest = max(point["mfu"] for point in points)
+            legend = alt.Legend(title="MFU %", direction="horizontal", tickCount=3, format="~r")
+            found["size"] = alt.Size("mfu:Q", scale=alt.Scale(domain=[0, largest], range=AREAS), legend=legend)
         return found
 
 
@@ -194,14 +239,14 @@ def build_memory_throughput(overview: Overview, traces: Sequence[RunTrace]) -> F
     tradeoff = Tradeoff(overview, memory, MEMORIES[memory], "MiB", ",.0f", out_of_memory)
     offload = build_offload_table(overview, memory)
     crosses = ["Red crosses: runs out of memory, at their peak."] if out_of_memory else []
-    figure = tradeoff.build("memory_throughput", "Memory against throughput", "smaller", *crosses)
+    figure = tradeoff.build("memory_throughput", "Memory against throughput", "smaller", "memory", *crosses)
     return figure and replace(figure, tables=(offload,) if offload else ())
 
 
 def build_energy_throughput(overview: Overview, traces: Sequence[RunTrace]) -> Figure | None:
     """Build the figure; None if no energy was measured."""
     tradeoff = Tradeoff(overview, ENERGY, "energy per sample", "J", ",.3~f")
-    return tradeoff.build("energy_throughput", "Energy against throughput", "more economical")
+    return tradeoff.build("energy_throughput", "Energy against throughput", "more economical", "energy")
 
 
 def build_offload_table(overview: Overview, memory: str) -> TextTable | None:

@@ -2,13 +2,11 @@
 
 import gzip
 import json
-import math
 import os
 import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -22,28 +20,24 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from distexp.config.overrides import copyable_command, join_first
-from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP, Metric
+from distexp.report.data.answer import build_tiles, headline, repeat_command
+from distexp.report.data.metrics import EFFICIENCY, SPEED, SPEEDUP, Metric
 from distexp.report.data.overview import (
     DISTURBED_MARK,
     NOISE_MARK,
     Overview,
-    energy_totals,
-    explain_slow_baseline,
     failure_notes,
     failure_reason,
-    memory_metric,
-    rank_by_metric,
 )
 from distexp.report.data.repeats import EQUAL
-from distexp.report.data.rows import Row, format_noise, format_setting, name_runs
-from distexp.report.data.scaling_series import ScalingSeries
+from distexp.report.data.rows import Row, format_setting
 from distexp.report.exercises import exercise_tables
+from distexp.report.figures import count_leading
 from distexp.report.figures.base import DARK, LIGHT, VEGALITE, Figure
 from distexp.report.files import result_row
-from distexp.report.overview_table import are_trials, explain_cpu_speeds, overview_columns, summarize
+from distexp.report.overview_table import explain_cpu_speeds, overview_columns, summarize
 from distexp.runs.record import FAILURES
 from distexp.runs.run_dir import LOGS, MEMORY, METRICS, PROFILE, RECORD
-from distexp.statistics.noise import difference_noise
 from distexp.system.files import nan_to_none
 from distexp.tables.columns import TextTable
 
@@ -60,21 +54,29 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
     remarks = list(explain_cpu_speeds(overview))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     charts = [(figure, n) for figure in figures for n in range(len(figure.panels))]
-    data = {
-        "runs": run_table(overview, path.parent),
-        "configurations": configurations(overview),
-        "charts": {f"{figure.name}-{n}": figure.panel_spec(n) for figure, n in charts},
-    }
+    zoomed = {f"{figure.name}-{n}": figure.panel_spec(n) for figure, n in charts if figure.panels[n].still is not None}
+    runs, statuses = run_table(overview, path.parent), Counter(row.record.status for row in overview.rows)
+    data = {"runs": runs, "configurations": configurations(overview), "charts": zoomed}
+    leading = count_leading(overview, figures)
     text = environment.from_string((PAGE_FILES / "page.html").read_text()).render(
         title=join_first(dict.fromkeys(row.record.run.name for row in overview.rows), 3),
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        counts=", ".join(f"{count:,} {status}" for status, count in statuses.items()),
+        has_failed=bool(FAILURES & set(statuses)),
+        headline=[*headline(overview), *remarks],
         tiles=list(build_tiles(overview)),
-        remarks=remarks,
+        command=repeat_command(overview),
+        leading=figures[:leading],
+        others=figures[leading:],
+        drawn={f"{figure.name}-{n}": Markup(_draw(figure, n)) for figure, n in charts},
+        zoomed=zoomed,
+        columns=[column["title"] for column in runs["columns"][:-1]],
+        rows=[still_cells(runs["columns"], n, cells) for n, cells in enumerate(runs["rows"][:MAX_STILL_ROWS])],
+        more_rows=len(runs["rows"]) - MAX_STILL_ROWS,
         summary=[sentence for sentence in summarize(overview) if sentence not in remarks],
         notes=notes[:MAX_NOTES],
         more_notes=max(0, len(notes) - MAX_NOTES),
         exercises=list(exercise_tables(overview)),
-        figures=figures,
         can_compare=len(overview.rows) > 1,
         link=lambda target: relative_link(target, path.parent),
         provenance=list(provenance_tables(overview.rows)),
@@ -82,11 +84,15 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
         style=Markup((PAGE_FILES / "page.css").read_text()),
         table_style=escape_closing_tags(read_table_library(".css")),
         table_library=compress(read_table_library(".js")),
-        chart_library=compress(bundle_chart_library()),
+        chart_library=compress(bundle_chart_library()) if zoomed else "",
         script=escape_closing_tags((PAGE_FILES / "page.js").read_text()),
         data=compress(json.dumps(nan_to_none(data), separators=(",", ":"), allow_nan=False)),
     )
     path.write_text(text)
+
+
+def _draw(figure: Figure, index: int) -> str:
+    return "".join(f'<div class="{kind}">{svg}</div>' for kind, svg in figure.draw_panel(index))
 
 
 @cache
@@ -168,6 +174,7 @@ def _escape(text: str) -> str:
 COMPARED_SECTIONS = ("config.", "built.", "environment.")
 COMPARED_KEYS = ("overrides", "git_sha")
 MAX_COMMANDS = 200
+MAX_STILL_ROWS = 200  # of the table without scripts
 Cells = tuple[str, ...]
 VERSIONS = ("python", "torch", "cuda", "nccl", "transformers", "deepspeed")
 LINKED_FILES = (RECORD, METRICS, MEMORY, LOGS, PROFILE)
@@ -278,6 +285,21 @@ def run_table(overview: Overview, directory: Path) -> dict[str, Any]:
     return {"columns": columns, "rows": rows}
 
 
+def still_cells(columns: Sequence[dict[str, Any]], number: int, cells: Sequence[Any]) -> list[str]:
+    """Return the texts of a row for a browser without scripts; the last column, of links, is left out."""
+    pairs = zip(columns[:-1], cells[:-1], strict=True)
+    return ["-" if cell is None else _still_cell(column, number, cell) for column, cell in pairs]
+
+
+def _still_cell(column: dict[str, Any], number: int, cell: Any) -> str:
+    if column["kind"] == "status":
+        return str(cell[0])
+    if column["kind"] != "number":
+        return str(cell)
+    replaced = column.get("texts", [""] * (number + 1))[number]
+    return str(replaced) or f"{cell:z,.{column['digits']}f}" + column.get("marks", [""] * (number + 1))[number]
+
+
 def _setting_column(overview: Overview, name: str) -> dict[str, Any]:
     values = [value for row in overview.rows if (value := row.settings.get(name)) is not None]
     return {"title": name, "kind": "setting-number" if values and all(map(_is_number, values)) else "text"}
@@ -323,69 +345,3 @@ def _links(row: Row, directory: Path) -> list[str]:
 def relative_link(path: Path, directory: Path) -> str:
     """Return a link from a page in a directory to a path."""
     return quote(os.path.relpath(path, directory))
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A number at the top of the page."""
-
-    name: str
-    value: str
-    detail: str
-    style: str = ""  # bad: in red
-
-
-def build_tiles(overview: Overview) -> Iterator[Tile]:
-    """Yield the tiles that these runs have numbers for, in their order."""
-    statuses = Counter(row.record.status for row in overview.rows)
-    others = ", ".join(f"{count} {status}" for status, count in statuses.items() if status != "completed")
-    value = f"{statuses['completed']:,} of {len(overview.rows):,}"
-    yield Tile("completed runs", value, others or "no failures", "bad" if FAILURES & set(statuses) else "")
-    if labels := [group.label for group in overview.groups if group.disturbance]:
-        yield Tile("disturbed", name_runs(labels), "not ranked by speed", "bad")
-    if not are_trials(overview.rows):  # The winner of a search is in choose.json.
-        yield from _best_tile(overview, SPEED, "fastest", "samples/s", largest=True)
-        if memory := memory_metric(overview):
-            yield from _best_tile(overview, memory, f"lowest {MEMORIES[memory]}", "MiB", largest=False)
-    if totals := list(energy_totals(overview.rows)):
-        yield Tile("total energy and cost", totals[0], ", ".join(totals[1:]))
-    scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
-    yield from _efficiency_tiles(scaled)
-
-
-def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
-    trusted = [series for series in scaled if series.is_trusted]
-    if trusted:
-        best = max(trusted, key=lambda series: series.points[-1].efficiency)
-        last = best.points[-1]
-        parts = [f"{last.workers} workers", best.name]
-        if best.noise is not None:
-            parts.append(f"noise {format_noise(best.noise, 1)}")
-            equal = [point for point in trusted if point is not best and _is_equal_efficiency(best, point)]
-            parts.append(f"{len(equal)} more equal within the noise" if equal else "")
-        yield Tile("efficiency at the most workers", f"{last.efficiency:.0%}", ", ".join(filter(None, parts)))
-    if doubtful := next((series for series in scaled if not series.is_trusted), None):
-        highest, group = max(point.efficiency for point in doubtful.points), doubtful.baseline.group
-        detail = f"{highest:.0%} relative to run {group.label}. {explain_slow_baseline(group)}"
-        yield Tile("efficiency", "do not trust the baseline", detail, "bad")
-
-
-def _is_equal_efficiency(best: ScalingSeries, other: ScalingSeries) -> bool:
-    if best.noise is None or other.noise is None:
-        return False
-    one, two = best.points[-1].efficiency, other.points[-1].efficiency
-    return abs(one - two) <= math.hypot(one * best.noise, two * other.noise)
-
-
-def _best_tile(overview: Overview, metric: str, name: str, unit: str, *, largest: bool) -> Iterator[Tile]:
-    """Yield the best run; nothing if there is one run only, or several tasks, which are not comparable."""
-    rankings = list(rank_by_metric(overview, metric, largest=largest))
-    if len(rankings) != 1 or len(rankings[0].ranked) < 2:
-        return
-    best, equal, value = rankings[0].best, rankings[0].equal_to_best, rankings[0].best.value
-    if equal:
-        noise = max(difference_noise(value, other.value) or 0.0 for other in equal)
-        labels = name_runs([best.group.label, *(other.group.label for other in equal)])
-        yield Tile(name, "not decided", f"{labels}: equal within the noise of {format_noise(noise, value.mean)}")
-        return
-    yield Tile(name, f"{METRICS_BY_NAME[metric].format_value(value.mean)} {unit}", overview.describe(best.group))

@@ -85,11 +85,15 @@ async function drawRuns({ columns, rows }) {
   // DataTables adds the filters as a second row to an existing header.
   const heads = element("tr");
   heads.append(...columns.map((column) => element("th", column.title)));
-  document.getElementById("runs-table").createTHead().append(heads);
+  const body = document.getElementById("runs-table");
+  body.parentElement.replaceWith(body);
+  body.replaceChildren();
+  body.createTHead().append(heads);
   const table = new DataTable("#runs-table", {
     data: rows,
     columns: columns.map(columnOf),
     deferRender: true,
+    createdRow: (row, cells) => (row.id = `run-${cells[0]}`),
     autoWidth: false,
     order: [],
     columnControl: { target: 1, content: ["search"] },
@@ -110,6 +114,22 @@ async function drawRuns({ columns, rows }) {
     if (rows.length <= 200) table.page.len(-1).draw(false);
   });
   window.addEventListener("afterprint", () => table.page.len(shown).draw(false));
+  // A mark of a chart links to the row of its run, which may be on another page of the table.
+  const showRow = () => {
+    const [name, label] = decodeURIComponent(location.hash).split(/-(.*)/);
+    const found = name === "#run" ? rows.findIndex((cells) => String(cells[0]) === label) : -1;
+    if (found < 0) return;
+    const position = () => table.rows({ order: "applied", search: "applied" }).indexes().indexOf(found);
+    if (position() < 0) table.search("").columns().search("");
+    if (position() < 0) table.draw();
+    table.page(Math.floor(position() / table.page.len())).draw(false);
+    const row = document.getElementById(`run-${label}`);
+    for (const other of document.querySelectorAll("#runs-table tr.target")) other.classList.remove("target");
+    row.classList.add("target");
+    row.scrollIntoView({ block: "center" });
+  };
+  window.addEventListener("hashchange", showRow);
+  showRow();
 }
 
 // ---- the charts ----
@@ -117,18 +137,40 @@ async function drawRuns({ columns, rows }) {
 const PRINT_WIDTH = { single: 640, column: 270 }; // pixels of a chart on paper, alone or in two columns
 
 async function drawCharts(charts) {
+  if (Object.keys(charts).length === 0) return;
   const { default: vegaEmbed } = await importLibrary("chart-library");
   const drawn = [];
   for (const place of document.querySelectorAll("[data-chart]")) {
     const options = { actions: false, renderer: "svg", tooltip: { theme: "custom" } };
+    place.replaceChildren();
     const { view } = await vegaEmbed(place, charts[place.dataset.chart], options);
     drawn.push([place, view]);
   }
   // Redraw for paper: a shrunk chart would have tiny labels.
   window.addEventListener("beforeprint", () => {
-    for (const [place, view] of drawn) view.width(place.closest(".many:not(.wide)") ? PRINT_WIDTH.column : PRINT_WIDTH.single).run();
+    for (const [place, view] of drawn) view.width(place.closest(".many:not(.wide-panels)") ? PRINT_WIDTH.column : PRINT_WIDTH.single).run();
   });
   window.addEventListener("afterprint", () => window.dispatchEvent(new Event("resize")));
+}
+
+// ---- the text of a mark ----
+
+function showTexts() {
+  const tip = element("div", undefined, { id: "tip", role: "status", hidden: "" });
+  document.body.append(tip);
+  document.addEventListener("mouseover", ({ target, pageX, pageY }) => {
+    const title = target.querySelector?.(":scope > title");
+    if (title && target.closest(".chart")) {
+      target.setAttribute("aria-label", title.textContent);
+      title.remove(); // or the browser would show it, too
+    }
+    const text = target.closest?.(".chart") ? target.getAttribute("aria-label") : null;
+    tip.hidden = !text || target.tagName === "DIV" || target.tagName === "g";
+    if (tip.hidden) return;
+    tip.textContent = text;
+    tip.style.left = `${Math.max(8, Math.min(pageX + 14, document.documentElement.clientWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${pageY + 14}px`;
+  });
 }
 
 // ---- comparison of two runs ----
@@ -181,14 +223,15 @@ document.getElementById("theme").addEventListener("click", () => {
 async function fillPage() {
   const { configurations, runs, charts } = JSON.parse(await decompress("data"));
   if (document.getElementById("difference")) setUpComparison(configurations);
+  showTexts();
+  window.addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => (one.open = true)));
   await Promise.all([drawRuns(runs), drawCharts(charts)]);
   document.documentElement.dataset.ready = "yes";
 }
 
 // Older browsers have no DecompressionStream.
 fillPage().catch((error) => {
-  const hint = "The charts are also in plots/, the table in results.md.";
-  const text = `This browser cannot show the table and the charts (${error}). ${hint}`;
-  document.querySelector(".tiles").before(element("p", text, { class: "card" }));
+  const text = `This browser cannot sort the table and compare runs (${error}). All columns are in results.csv.`;
+  document.querySelector("#runs-table").before(element("p", text, { class: "note" }));
   throw error;
 });

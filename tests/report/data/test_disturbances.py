@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from distexp.report.data.answer import build_tiles, headline
 from distexp.report.data.overview import Overview, pareto_fronts
 from distexp.report.data.rows import rows_from_records
 from distexp.report.files import result_row
-from distexp.report.page import build_tiles, run_table
+from distexp.report.page import run_table
 from distexp.runs.record import RunRecord
 from tests.helpers.printed_tables import printed, unwrapped
 from tests.helpers.records import record
@@ -80,8 +81,8 @@ def test_the_page_and_the_files_know_disturbed_runs() -> None:
     overview = Overview.from_records(runs)
     assert [[group.label for group in front] for front in pareto_fronts(overview, "gpu_peak_mib")] == [["1"]]
     tiles = {tile.name: tile for tile in build_tiles(overview)}
-    assert tiles["disturbed"].value == "run 0"
-    assert "fastest" not in tiles
+    assert tiles["fastest"].value == "not decided"
+    assert list(headline(overview)) == ["Fastest: not decided: run 0, which another program slowed down."]
     rows = [result_row(row) for row in rows_from_records(runs)]
     assert [row["disturbance"] for row in rows] == ["its mean step took 3.0 times as long as its median step", None]
 

@@ -9,7 +9,8 @@ import pytest
 
 from distexp.report.data.overview import Overview
 from distexp.report.data.rows import load_rows
-from distexp.report.figures.base import LINE_HEIGHT, Figure, bar_height, label_axis
+from distexp.report.figures.base import Figure
+from distexp.report.figures.labels import LINE_HEIGHT, bar_height, label_axis
 from distexp.report.figures.step_figures import build_step_breakdown
 from distexp.report.overview_table import summarize
 from distexp.runs.attempts import NO_RECORD

@@ -1,0 +1,300 @@
+"""The answer of a report: which run is best, by how much, whether this is sure, and how to repeat it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distexp.config.overrides import copyable_command, format_count
+from distexp.report.data.metrics import COST, MEMORIES, METRICS_BY_NAME, SPEED
+from distexp.report.data.overview import (
+    Overview,
+    Ranking,
+    explain_slow_baseline,
+    group_by_task,
+    memory_metric,
+    rank_by_metric,
+)
+from distexp.report.data.repeats import RunGroup, ratio_text
+from distexp.report.data.rows import (
+    WORKERS,
+    Row,
+    format_noise,
+    format_settings,
+    is_strategy_option,
+    name_runs,
+    run_label,
+)
+from distexp.report.data.scaling_series import ScalingSeries
+from distexp.statistics.noise import difference_noise
+
+MAX_TASKS = 4
+MAX_NAMED_SETTINGS = 2  # next to the strategy, in a short name
+SAME = 0.005  # relative difference that is none, if the noise is unknown
+SEVERAL = 10.0  # ratio from which no decimals are shown
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number at the top of the page."""
+
+    name: str
+    value: str
+    detail: str
+    style: str = ""  # bad: in red
+
+
+def are_trials(rows: Sequence[Row]) -> bool:
+    """Return whether all runs are trials of ``distexp choose``. It compares them itself, and notes the winner."""
+    return all(row.record.config.get("command") == "choose" for row in rows)
+
+
+def strategy_label(group: RunGroup) -> str:
+    """Return the strategy with its main option, as ``deepspeed ZeRO-3``; of an old record its name only."""
+    traits = group.rows[0].record.strategy
+    return str(group.setting("strategy")) if traits is None else traits.label
+
+
+def short_name(overview: Overview, group: RunGroup) -> str:
+    """Return ``deepspeed ZeRO-3, offload=true`` for titles and labels; ``run 3`` if too many settings vary."""
+    names = [name for name in overview.varied if name != "strategy" and not is_strategy_option(name)]
+    has_several = len({strategy_label(one) for one in overview.groups}) > 1
+
+    first_words = {strategy_label(one).partition(" ")[0] for one in overview.groups}
+
+    def name(one: RunGroup) -> str:
+        """Return what distinguishes a run, without the name that all share, and without an option that is off."""
+        label = strategy_label(one) if has_several else ""
+        chosen = [setting for setting in names if one.setting(setting) is not False]
+        shortened = label.partition(" ")[2] if len(first_words) == 1 else ""
+        return ", ".join(filter(None, [shortened or label, format_settings(one.settings, chosen)]))
+
+    text = name(group) if len(names) <= MAX_NAMED_SETTINGS else ""
+    is_unique = text and sum(name(one) == text for one in overview.groups) == 1
+    return text if is_unique else run_label(group.label)
+
+
+def differs(one: RunGroup, other: RunGroup, metric: str) -> bool:
+    """Return whether a metric of two runs differs beyond the noise; of unknown noise, by more than ``SAME``."""
+    values = [value.mean for group in (one, other) if (value := group.metric(metric))]
+    is_clear = len(values) == 2 and abs(values[0] - values[1]) > SAME * max(map(abs, values))
+    return one is not other and is_clear and not ratio_text(one, other, metric, "")
+
+
+def recommended(overview: Overview) -> Iterator[RunGroup]:
+    """Yield the run to take of each task: the fastest one, or of those that are equally fast the one with least memory.
+
+    Nothing is recommended of a single run, of one training on several sizes, or if speed and memory decide nothing.
+    """
+    if is_scaling(overview):
+        return
+    memory = memory_metric(overview)
+    for ranking in _speed_rankings(overview):
+        best, equal = ranking.best.group, [one.group for one in ranking.equal_to_best]
+        sizes = {id(group): size.mean for group in (best, *equal) if memory and (size := group.metric(memory))}
+        smallest = min((best, *equal), key=lambda group: sizes.get(id(group), math.inf))
+        others = [group for group in (best, *equal) if group is not smallest]
+        if not equal or (memory and all(differs(smallest, other, memory) for other in others)):
+            yield smallest
+
+
+def is_scaling(overview: Overview) -> bool:
+    """Return whether all completed runs are one training on several sizes."""
+    completed = [group for group in overview.groups if group.completed]
+    return any(series.has_several_sizes and len(series.points) == len(completed) for series in overview.series)
+
+
+def describe_scaling(series: Sequence[ScalingSeries]) -> str:
+    """Return how the speed grows with the workers; empty if noise decides, or the baseline was slow."""
+    known = [one for one in series if one.has_several_sizes and not one.is_disturbed and one.is_trusted]
+    if not known:
+        return ""
+    best, worst = (choose(known, key=lambda one: one.points[-1].efficiency) for choose in (max, min))
+    first, last, other = best.baseline, best.points[-1], worst.points[-1]
+    if best is not worst:
+        if last.workers != other.workers or _is_equal_efficiency(best, worst):
+            return ""
+        ends = f"{best.name} keeps {last.efficiency:.0%} of the ideal speed, {worst.name} {other.efficiency:.0%}"
+        return f"On {last.workers} workers {ends}"
+    if not differs(first.group, last.group, SPEED):
+        return ""
+    result = (
+        f"are {times(last.speedup)} as fast as" if best.kind == "strong" else f"do {times(last.speedup)} the work of"
+    )
+    return f"{last.workers} workers {result} {first.workers}, which is {last.efficiency:.0%} of the ideal"
+
+
+def _speed_rankings(overview: Overview) -> list[Ranking]:
+    """Return the rankings that compare at least two runs."""
+    rankings = [] if are_trials(overview.rows) else list(rank_by_metric(overview, SPEED, largest=True))
+    return [ranking for ranking in rankings if len(ranking.ranked) > 1][:MAX_TASKS]
+
+
+def headline(overview: Overview) -> Iterator[str]:
+    """Yield for each task which run to take, by how much it is better, or why this is not decided."""
+    if is_scaling(overview):
+        yield from (f"{text}." for text in [describe_scaling(overview.series)] if text)
+        return
+    rankings, taken = _speed_rankings(overview), {group.task: group for group in recommended(overview)}
+    for ranking in rankings:
+        sentence = _compare(overview, ranking, taken.get(ranking.task))
+        yield f"{ranking.task}: {sentence}" if len(rankings) > 1 else sentence
+    disturbed = [group.label for group in overview.groups if group.disturbance]
+    if disturbed and not are_trials(overview.rows):
+        start = "Not ranked" if rankings else "Fastest: not decided"
+        yield f"{start}: {name_runs(disturbed)}, which another program slowed down."
+    completed = [group for group in overview.groups if group.completed]
+    if len(overview.groups) == 1 and completed:
+        yield from _describe_only(overview, completed[0])
+    if not completed:
+        yield "No run completed."
+
+
+def _describe_only(overview: Overview, group: RunGroup) -> Iterator[str]:
+    memory = memory_metric(overview)
+    speed, size = group.metric(SPEED), group.metric(memory) if memory else None
+    shown = [f"{speed.mean:,.1f} samples/s"] if speed else []
+    shown += [f"{size.mean:,.0f} MiB {MEMORIES[memory]}"] if size and memory else []
+    workers = format_count(int(group.setting(WORKERS) or 1), "worker")
+    if shown:
+        yield f"{strategy_label(group)} on {workers}: {' and '.join(shown)}."
+
+
+def _compare(overview: Overview, ranking: Ranking, taken: RunGroup | None) -> str:
+    best, equal, following = ranking.best, ranking.equal_to_best, ranking.ranked[1]
+    if equal:
+        noise = max(difference_noise(best.value, other.value) or 0.0 for other in equal)
+        labels = name_runs(one.group.label for one in (best, *equal))
+        same = f"{labels} are equally fast within the noise of {format_noise(noise, best.value.mean)}"
+        if taken is None:
+            return f"Not decided: {same}."
+        return f"Take {short_name(overview, taken)}: {same}, and it needs the least memory of them."
+    start = f"Take {short_name(overview, best.group)}"
+    if not differs(best.group, following.group, SPEED):
+        return f"{start}: it is about as fast as {short_name(overview, following.group)}."
+    ratio, memory = times(best.value.mean / following.value.mean), _memory(overview, best.group)
+    return f"{start}: it is {ratio} as fast as the next, {short_name(overview, following.group)}{memory}."
+
+
+def _memory(overview: Overview, best: RunGroup) -> str:
+    memory = memory_metric(overview)
+    ranking = next((one for one in _rankings(overview, memory) if one.task == best.task), None)
+    if memory is None or ranking is None or not (own := best.metric(memory)):
+        return ""
+    smallest = ranking.best
+    if smallest.group is best and not ranking.equal_to_best:
+        return ", and needs the least memory"
+    if not differs(best, smallest.group, memory):
+        return ""
+    return f", and needs {times(own.mean / smallest.value.mean)} the memory of {short_name(overview, smallest.group)}"
+
+
+def _rankings(overview: Overview, metric: str | None) -> list[Ranking]:
+    return [] if metric is None else list(rank_by_metric(overview, metric, largest=metric == SPEED))
+
+
+def times(ratio: float) -> str:
+    """Return a ratio as ``1.25x``, ``0.53x`` or ``12x``."""
+    return f"{ratio:.2f}x" if ratio < SEVERAL else f"{ratio:,.0f}x"
+
+
+def describe_tradeoff(overview: Overview, cost: str, noun: str) -> str:
+    """Return what the run with the lowest cost saves and loses against the fastest one; empty if noise decides.
+
+    ``noun`` is what the cost is, as ``memory``. Runs of several tasks are not compared.
+    """
+    speeds, costs = _rankings(overview, SPEED), _rankings(overview, cost)
+    if are_trials(overview.rows) or len(speeds) != 1 or len(costs) != 1 or len(speeds[0].ranked) < 2:
+        return ""
+    fast, cheap = speeds[0].best.group, costs[0].best.group
+    name, other = short_name(overview, cheap), short_name(overview, fast)
+    if cheap is fast:
+        is_sure = not (speeds[0].equal_to_best or costs[0].equal_to_best)
+        return f"{name} is the fastest and needs the least {noun}" if is_sure else ""
+    saved, lost = (_change(cheap, fast, metric) for metric in (cost, SPEED))
+    if saved is None and lost is None:
+        return ""
+    if saved is None:
+        return f"{other} is {times(1 / (1 + (lost or 0)))} as fast as {name}, and their {noun} is about equal"
+    saves = f"{name} halves the {noun} of {other}" if -0.55 <= saved <= -0.45 else (
+        f"{name} needs {-saved:.0%} less {noun} than {other}"
+    )  # fmt: skip
+    return f"{saves} at about equal speed" if lost is None else f"{saves} and costs {-lost:.0%} of the speed"
+
+
+def _change(group: RunGroup, reference: RunGroup, metric: str) -> float | None:
+    """Return the relative change of a metric; None if it may not be ranked."""
+    one, other = group.metric(metric), reference.metric(metric)
+    return one.mean / other.mean - 1 if one and other and differs(group, reference, metric) else None
+
+
+def repeat_command(overview: Overview) -> str:
+    """Return the command that repeats the recommended run, or the only one; empty if there is neither."""
+    taken = list(recommended(overview)) or [group for group in overview.groups if group.completed]
+    return copyable_command(taken[0].counted_rows[0].record.run.overrides) if len(taken) == 1 else ""
+
+
+def build_tiles(overview: Overview) -> Iterator[Tile]:
+    """Yield the tiles that these runs have numbers for: fastest, smallest and cheapest, then what was scaled."""
+    memory = memory_metric(overview)
+    if not are_trials(overview.rows):  # The winner of a search is in choose.json.
+        yield from _best_tile(overview, SPEED, "fastest", "", "samples/s")
+        if memory:
+            yield from _best_tile(overview, memory, "smallest", f": {MEMORIES[memory]}", "MiB")
+        workers = "GPU" if any(group.setting("device") != "cpu" for group in overview.groups) else "worker"
+        yield from _best_tile(overview, COST, "cheapest", f": {workers} time for 1,000 samples", "s")
+    scaled = [series for series in overview.series if series.has_several_sizes and not series.is_disturbed]
+    yield from _efficiency_tiles(scaled)
+
+
+def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) -> Iterator[Tile]:
+    """Yield the best run with its margin; nothing for several tasks, which are not comparable."""
+    rankings, metric = _rankings(overview, name), METRICS_BY_NAME[name]
+    unknown = [group.label for group in overview.groups if group.disturbance and group.completed]
+    is_compared = len(group_by_task([group for group in overview.groups if group.completed])) == 1
+    if is_compared and name == SPEED and unknown and sum(len(one.ranked) for one in rankings) < 2:
+        yield Tile(title + what, "not decided", f"the speed of {name_runs(unknown)} is not known")
+        return
+    if len(rankings) != 1:
+        return
+    best, equal, others = rankings[0].best, rankings[0].equal_to_best, rankings[0].ranked[1:]
+    shown = f"{metric.format_value(best.value.mean)} {unit}"
+    if not others:
+        if len(overview.groups) == 1:
+            yield Tile(what.removeprefix(": ") or "speed", shown, "")
+        return
+    if equal:
+        noise = max(difference_noise(best.value, other.value) or 0.0 for other in equal)
+        labels = name_runs([best.group.label, *(other.group.label for other in equal)])
+        detail = f"{labels}: equal within the noise of {format_noise(noise, best.value.mean)}"
+        yield Tile(title + what, "not decided", f"{detail}, {shown}")
+        return
+    following = run_label(others[0].group.label)
+    ratio = times(others[0].value.mean / best.value.mean) if best.value.mean else ""
+    margin = f"the next, {following}, has {ratio}" if ratio else f"the next is {following}"
+    if not differs(best.group, others[0].group, name):
+        margin = f"about equal to {following}"
+    yield Tile(title + what, shown, f"{overview.describe(best.group)}; {margin}")
+
+
+def _efficiency_tiles(scaled: Sequence[ScalingSeries]) -> Iterator[Tile]:
+    trusted = [series for series in scaled if series.is_trusted]
+    if trusted:
+        best = max(trusted, key=lambda series: series.points[-1].efficiency)
+        last = best.points[-1]
+        parts = [f"{last.workers} workers", best.name]
+        if best.noise is not None:
+            parts.append(f"noise {format_noise(best.noise, 1)}")
+            equal = [point for point in trusted if point is not best and _is_equal_efficiency(best, point)]
+            parts.append(f"{len(equal)} more equal within the noise" if equal else "")
+        yield Tile("efficiency at the most workers", f"{last.efficiency:.0%}", ", ".join(filter(None, parts)))
+    if doubtful := next((series for series in scaled if not series.is_trusted), None):
+        highest, group = max(point.efficiency for point in doubtful.points), doubtful.baseline.group
+        detail = f"{highest:.0%} relative to run {group.label}. {explain_slow_baseline(group)}"
+        yield Tile("efficiency", "do not trust the baseline", detail, "bad")
+
+
+def _is_equal_efficiency(best: ScalingSeries, other: ScalingSeries) -> bool:
+    if best.noise is None or other.noise is None:
+        return False
+    one, two = best.points[-1].efficiency, other.points[-1].efficiency
+    return abs(one - two) <= math.hypot(one * best.noise, two * other.noise)
