@@ -28,6 +28,18 @@ def small_disk(folder: Path, size: str, inodes: int = 0) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Make a folder read-only during the block, also for root; skip the test if mounting is not allowed."""
+    if subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("a folder cannot be mounted")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 def fill(disk: Path) -> None:
     """Write to a disk until it is full."""
     with (disk / "filler").open("wb", buffering=0) as file:

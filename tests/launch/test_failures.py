@@ -21,7 +21,7 @@ from distexp.runs.run_dir import WORKER_EXITS
 from tests.helpers.processes import find_processes, have_ended
 from tests.helpers.runs import run_distexp
 from tests.helpers.sabotaged_runs import DEADLINE_S, ENV, QUICK, StartedCommand, sabotage, tree_of, wait_for
-from tests.helpers.small_disk import fill, small_disk
+from tests.helpers.small_disk import fill, read_only, small_disk
 
 REPEATS = int(os.environ.get("DISTEXP_KILL_REPEATS", "1"))
 """Repetitions of each kill. Use 10 before a release."""
@@ -246,7 +246,7 @@ def test_the_record_of_a_launcher_and_an_agent_that_died_together_is_written_lat
         assert record.status == "killed"
         assert record.error is not None
         assert record.error.message == (
-            f"its launcher (process {command.process.pid}) and its agent were killed together, as by kill -9"
+            f"its launcher (process {command.process.pid}) and its agent died, as by kill -9 or on a read-only disk"
         )
         assert record.run.duration_s is not None
         assert 0 < record.run.duration_s < DEADLINE_S
@@ -290,6 +290,21 @@ def test_a_disk_without_inodes_is_named(inodes: int, tmp_path: Path) -> None:
     assert record.error is not None
     assert record.error.type == "DiskFull"
     assert "has no inodes left, so it takes no new file: delete files, or" in record.error.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_file_system_that_becomes_read_only_is_named(strategy: str, tmp_path: Path) -> None:
+    endless = ("train.num_epochs=100000", "train.checkpoint_every=20", f"hydra.sweep.dir={tmp_path}/sweep")
+    checkpoints = tmp_path / "sweep" / "0" / "checkpoints"
+    with StartedCommand(tmp_path, *QUICK, f"strategy={strategy}", *endless) as command:
+        assert wait_for(lambda: any(checkpoints.glob("step-*")))
+        with read_only(checkpoints):
+            assert command.process.wait(DEADLINE_S) == 1
+    record = only_record(tmp_path)
+    assert record.error is not None
+    assert record.error.phase == "save"
+    assert f"the disk of {checkpoints} can no longer be written (read-only file system)" in record.error.message
 
 
 def test_a_limit_of_the_size_of_files_is_named(tmp_path: Path) -> None:
