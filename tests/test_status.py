@@ -58,6 +58,12 @@ def test_one_sweep_has_no_column_for_the_folder(sweeps: Path, capsys: pytest.Cap
         assert capsys.readouterr().out.split()[:3] == columns
 
 
+def test_a_file_is_no_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main([str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"distexp: {tmp_path}/file is a file: give the directory of a sweep\n"
+
+
 def test_a_truncated_reason_names_the_sweep(
     sweeps: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

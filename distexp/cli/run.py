@@ -20,6 +20,7 @@ from yaml import YAMLError
 
 from distexp import exceptions
 from distexp.cli.arguments import normalize_arguments
+from distexp.cli.errors import explain, explain_os_error
 from distexp.config import Command, ConfigError, register_schema
 from distexp.config.keys import check_values, conf_dir
 from distexp.config.overrides import is_override, key_of, parse, sets_key
@@ -59,8 +60,6 @@ def main(arguments: Sequence[str], command: Command = Command.TRAIN, added: Sequ
     except OSError as error:
         if wants_trace or isinstance(error, BrokenPipeError):
             raise
-        from distexp.cli.errors import explain_os_error
-
         message = explain_os_error(error, resumes=sets_key(arguments, "sweep.resume"))
         print(f"distexp: the sweep stops: {message}", file=sys.stderr)
         return 1
@@ -75,8 +74,6 @@ def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str]
     So the configuration is composed again without the overrides that the messages are about: of a sweep, with the first
     value of each override, then with the second ones, and so on.
     """
-    from distexp.cli.errors import explain
-
     found = explain(error)
     typed = [text for text in arguments if text not in ("-m", "--multirun")]
     previous: list[str] = []
@@ -94,8 +91,6 @@ def _all_errors(arguments: Sequence[str], command: Command, added: Sequence[str]
 
 def _further_errors(left: list[str], command: Command, added: Sequence[str], found: Sequence[str]) -> list[str]:
     """Return the new messages about the overrides that are left. Others may only come from what was left out."""
-    from distexp.cli.errors import explain
-
     printed = StringIO()
     try:
         with redirect_stdout(printed):

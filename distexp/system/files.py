@@ -183,7 +183,7 @@ def read_entries(path: Path) -> list[Entry]:
     try:
         with open_file(path) as file:
             text = file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return _parse(text.splitlines())
 
