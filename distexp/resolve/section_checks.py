@@ -43,7 +43,7 @@ def decide_task(config: Config) -> Iterator[str]:
     if source is not None and model_checks.names_source(model):
         model.task = task_of_architecture(model_checks.read_architecture(source))
         return
-    model.task = "causal_lm"  # so that the other checks go on
+    model.task = "causal_lm"  # so that the other checks can run
     yield (
         f"model.task={AUTO} needs the config.json of a model, which model={model.name} has not: use one of "
         f"{', '.join(TASKS)}"
