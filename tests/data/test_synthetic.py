@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from transformers import GPT2Config
 
 from distexp.config import ConfigError, DatasetConfig
 from distexp.data import synthetic
 from tests.helpers.datasets import IMAGE_MODEL, TEXT_MODEL, dataset
+from tests.helpers.runs import resolve_cell
 
 CONFIG = dataset("synthetic", train_size=50, eval_size=5, max_length=16, image_size=8, num_classes=7)
 
@@ -60,3 +63,11 @@ def test_sizes_that_the_task_needs_must_be_set(key: str, task: str) -> None:
 def test_the_vocabulary_size_must_be_set() -> None:
     with pytest.raises(ConfigError, match=r"model.vocab_size is null"):
         synthetic.load(CONFIG, replace(TEXT_MODEL, vocab_size=None), 0)
+
+
+def test_the_vocabulary_is_that_of_a_model_of_transformers(tmp_path: Path) -> None:
+    GPT2Config(vocab_size=77, n_embd=8, n_layer=1, n_head=1).save_pretrained(tmp_path)
+    config = resolve_cell("model=hf", f"model.name={tmp_path}", "model.init=random", "dataset=synthetic")
+    data = synthetic.load(config.dataset, config.model, seed=1)
+    assert data.num_classes == 77
+    assert max(int(data.train[index]["input_ids"].max()) for index in range(9)) < 77

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from distexp.config import Config, ConfigError
 from distexp.config.keys import config_groups, options_of
@@ -16,6 +17,9 @@ from tests.helpers.runs import IMAGE_FOLDER, REPOSITORY, compose_cell, make_spec
 NEEDED = {  # other overrides that an option needs
     ("dataset", "tinyimagenet"): ("model=resnet_tiny", f"dataset.root={IMAGE_FOLDER}"),
     ("dataset", "tinyimagenet_sample"): ("model=resnet_tiny",),
+    ("dataset", "image_folder"): ("model=resnet_tiny", "dataset.path=FOLDER"),
+    ("dataset", "text"): ("dataset.path=someone/texts",),
+    ("dataset", "chat"): ("dataset.path=someone/conversations",),
     ("model", "resnet50"): ("dataset.train_size=1024",),  # its micro-batch is larger than a generated data set
     ("model", "hf"): ("model.name=someone/a-model",),
     ("offload", "true"): ("strategy=fsdp",),
@@ -27,8 +31,12 @@ OPTIONS = [(group, option) for group in GROUPS for option in options_of(group)]
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{g}={o}" for g, o in OPTIONS])
-def test_every_option_composes_types_and_resolves(group: str, option: str) -> None:
-    words = (f"{group}={option}", "cluster.device=cpu", *NEEDED.get((group, option), ()))
+def test_every_option_composes_types_and_resolves(group: str, option: str, tmp_path: Path) -> None:
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        Image.new("RGB", (4, 4)).save(tmp_path / label / "1.png")
+    needed = (word.replace("FOLDER", str(tmp_path)) for word in NEEDED.get((group, option), ()))
+    words = (f"{group}={option}", "cluster.device=cpu", *needed)
     content, choices = compose_cell(*words)
     assert choices[group] == option
     if (group, option) in NEEDS_GPU:

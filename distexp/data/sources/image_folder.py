@@ -186,4 +186,4 @@ def _notes(root: Path) -> Iterator[str]:
     """Yield a note about files that are left out."""
     other = [name for name in _files(root, "") if not name.lower().endswith(ENDINGS) or os.sep not in name]
     if other:
-        yield f"{len(other)} files of {root} are no images in class folders, and were left out, as {other[0]}"
+        yield f"left out, because they are no images in class folders: {len(other)} files of {root}, as {other[0]}"

@@ -1,0 +1,436 @@
+"""Own data: texts, conversations and image folders by one override, and files with wrong rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional
+from torchvision import transforms
+from transformers import AutoTokenizer
+
+from distexp.config import ConfigError
+from distexp.config.custom_code import locate
+from distexp.data.base import IGNORE, TaskData
+from distexp.data.sources.formats import text_format
+from distexp.data.sources.rows import is_held_out, open_rows
+from distexp.distributed.context import Context
+from distexp.runs.record import RunRecord
+from distexp.system.seeding import seed_everything
+from distexp.training.build import load_data, model_factory, token_counts
+from tests.helpers.hand_written_loop import NativeLoop
+from tests.helpers.runs import resolve_cell, run_distexp
+
+WORDS = ("the", "a", "cat", "dog", "runs", "sleeps", "big", "small", "red", "tree", "house", "and", "then", "sees")
+ONE_WORKER = ("strategy=single", "cluster.workers_per_node=1", "cluster.device=cpu", "train.micro_batch_size=1")
+TEXT = ("model=gpt_tiny", "dataset.max_length=32", *ONE_WORKER)
+IMAGES = ("model=resnet_tiny", "dataset.image_size=16", *ONE_WORKER)
+
+
+def documents(count: int = 40) -> list[str]:
+    """Return texts of 3 to 60 words."""
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(WORDS, rng.integers(3, 60))) for _ in range(count)]
+
+
+def write_lines(path: Path, lines: list[Any]) -> Path:
+    """Write a file of JSON Lines."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def conversation(text: str) -> dict[str, Any]:
+    """Return a conversation with two answers."""
+    turns = (("user", text[:9]), ("assistant", "one " + text[:5]), ("user", "and?"), ("assistant", "two"))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def save_image(path: Path, mode: str = "RGB", size: tuple[int, int] = (20, 14)) -> None:
+    """Save an image of a gradient."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.linear_gradient("L").resize(size).convert("RGB").convert(mode).save(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write one file or folder of each kind."""
+    folder, texts = tmp_path_factory.mktemp("own"), documents()
+    (folder / "notes.txt").write_text("\n\n".join(text.replace(" then", "\nthen") for text in texts))
+    write_lines(folder / "my.jsonl", [{"id": number, "text": text} for number, text in enumerate(texts)])
+    (folder / "list.json").write_text(json.dumps([{"body": text} for text in texts], indent=1))
+    with (folder / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["n", "text"], *((n, f'{text}, "a"\nb') for n, text in enumerate(texts))])
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(folder / "my.parquet")
+    datasets.DatasetDict(
+        train=datasets.Dataset.from_dict({"text": texts}), validation=datasets.Dataset.from_dict({"text": texts[:5]})
+    ).save_to_disk(folder / "saved")
+    write_lines(folder / "qa.jsonl", [{"question": text[:20], "reply": text[20:30] or "x"} for text in texts])
+    write_lines(folder / "chat.jsonl", [conversation(text) for text in texts])
+    for number in range(24):
+        mode, ending = [("RGB", "jpg"), ("L", "bmp"), ("RGBA", "png"), ("CMYK", "tif"), ("P", "gif")][number % 5]
+        save_image(folder / "photos" / "abc"[number % 3] / f"{number}.{ending}", mode, (10 + number, 20))
+    return folder
+
+
+OVERRIDES = {
+    "notes.txt": "dataset=text",
+    "my.jsonl": "dataset=text",
+    "list.json": "dataset=text dataset.column=body",
+    "table.csv": "dataset=text",
+    "my.parquet": "dataset=text",
+    "saved": "dataset=text",
+    "qa.jsonl": "dataset=chat dataset.prompt_column=question dataset.answer_column=reply",
+    "chat.jsonl": "dataset=chat dataset.chat_template=zephyr",
+    "photos": "dataset=image_folder model=resnet_tiny dataset.image_size=16",
+}
+"""Overrides for each kind of data, without the path."""
+
+
+@pytest.mark.slow
+def test_each_kind_of_data_trains_by_one_override(files: Path, tmp_path: Path) -> None:
+    cells = [[*line.split(), f"dataset.path={files / name}"] for name, line in OVERRIDES.items()]
+    cells += [["dataset=squad_sample", "dataset.targets=all"]]
+    sweep = f"sweep.cells={json.dumps(cells, separators=(',', ':'))}"
+    done = run_distexp(
+        "--multirun", "model=gpt_tiny", *ONE_WORKER, sweep, "train.max_steps=2", "hydra.sweep.dir=runs", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [RunRecord.read(tmp_path / "runs" / str(number) / "record.json") for number in range(len(cells))]
+    assert [record.status for record in records] == ["completed"] * len(cells)
+    assert all(math.isfinite(record.metrics.eval_losses[-1]) for record in records)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_a_path_as_dataset_names_the_line_to_type(name: str, files: Path) -> None:
+    done = run_distexp(f"dataset={name}", *ONE_WORKER, cwd=files)
+    assert done.returncode != 0
+    _, _, line = done.stderr.strip().partition("is data and not an option: write ")
+    typed = [word.replace(f"={name}", f"={files / name}") for word in shlex.split(line)]
+    assert set(OVERRIDES[name].split()) - {"dataset.image_size=16"} <= set(typed)
+    assert resolve_cell(*typed, *ONE_WORKER).dataset.path == str(files / name)
+
+
+def load(*overrides: str) -> TaskData:
+    """Return the data of a command line, as a worker loads it."""
+    config = resolve_cell(*overrides)
+    data: TaskData = locate(config.dataset._target_)(config.dataset, config.model, config.train.seed)
+    return data
+
+
+@pytest.mark.parametrize("name", ["my.jsonl", "table.csv", "my.parquet", "notes.txt"])
+def test_pieces_of_documents_lose_no_token(name: str, files: Path) -> None:
+    data = load(*TEXT, "dataset=text", f"dataset.path={files / name}")
+    texts = documents()
+    if name == "table.csv":
+        texts = [f'{text}, "a"\nb' for text in texts]
+    elif name == "notes.txt":
+        texts = [text.replace(" then", "\nthen") for text in texts]
+    for is_eval, samples in enumerate((data.train, data.evaluation)):
+        tokens = np.concatenate([samples[index]["input_ids"].numpy() for index in range(len(samples))])
+        expected = [text for index, text in enumerate(texts) if is_held_out(index, 0.1) == bool(is_eval)]
+        found = np.split(tokens, np.flatnonzero(tokens == data.tokenizer.eos_id) + 1)
+        assert [data.tokenizer.decode(part.tolist()) for part in found[:-1]] == expected
+        lengths, targets = token_counts(samples)
+        assert lengths is not None
+        assert (lengths.min() >= 2, lengths.max()) == (True, 32)
+        assert np.array_equal(targets, lengths - 1)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.03])
+def test_the_share_is_exact_spread_and_does_not_depend_on_the_number_of_rows(share: float) -> None:
+    held_out = [index for index in range(10_000) if is_held_out(index, share)]
+    assert abs(len(held_out) - 10_000 * share) <= 1
+    assert held_out[0] == 0
+    assert max(np.diff(held_out)) <= 2 / share
+    assert len(set(np.diff(held_out))) > 1, "the places are not regular"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_losses_of_own_texts_are_those_of_a_hand_written_loop(packing: bool, files: Path, tmp_path: Path) -> None:
+    words = (f"dataset.path={files / 'my.jsonl'}", f"dataset.eval_path={files / 'my.parquet'}")
+    texts = documents()
+
+    def encode(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+        ids = [[*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for text in texts]
+        pieces = [each[start : start + 32] for each in ids for start in range(0, len(each), 32)]
+        return [(piece, piece) for piece in pieces]
+
+    compare_losses(("dataset=text", *words, f"dataset.packing={packing}"), encode, tmp_path)
+
+
+def test_losses_of_answers_are_those_of_a_hand_written_loop(files: Path, tmp_path: Path) -> None:
+    path = files / "qa.jsonl"
+    pairs = [(row["question"], row["reply"]) for row in map(json.loads, path.read_text().splitlines())]
+
+    def encode(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+        found = []
+        for question, reply in pairs:
+            prompt = tokenizer(question + "\n" * (not question.endswith(" ")), add_special_tokens=False).input_ids
+            answer = [*tokenizer(reply, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+            found.append((prompt + answer, [IGNORE] * len(prompt) + answer))
+        return found
+
+    words = (*OVERRIDES["qa.jsonl"].split(), f"dataset.path={path}", f"dataset.eval_path={path}")
+    compare_losses(words, encode, tmp_path)
+
+
+def compare_losses(
+    overrides: tuple[str, ...], encode: Callable[[Any], list[tuple[list[int], list[int]]]], tmp_path: Path
+) -> None:
+    """Train a few steps on all samples, and compare the losses with those of a loop that does not use the loaders."""
+    common = (*TEXT[:-1], *overrides, "train.optimizer=sgd", "train.learning_rate=0.1", "train.warmup_steps=0")
+    common += ("train.schedule=constant", "train.weight_decay=0", "train.momentum=0", "train.log_every=1")
+    place = {"rank": 0, "world_size": 1, "local_rank": 0, "workers_per_node": 1, "nodes": 1}
+    context = Context(**place, device=torch.device("cpu"), run_dir=tmp_path)
+    rows = len(load_data(resolve_cell(*common, "train.micro_batch_size=1"), context).train)
+    config = resolve_cell(*common, f"train.micro_batch_size={rows}", "train.num_epochs=4")
+    native = NativeLoop(config, data := load_data(config, context), context)
+    native.train_epoch()
+    data.tokenizer.save(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    samples = encode(tokenizer)
+    longest = max(len(ids) for ids, _ in samples)
+    ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in samples])
+    labels = torch.tensor([labels + [IGNORE] * (longest - len(labels)) for _, labels in samples])
+    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in samples])
+    seed_everything(config.train.seed)
+    model = model_factory(config, data)()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(4):
+        logits = model(input_ids=ids, attention_mask=mask)
+        logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert native.losses == pytest.approx(losses, rel=1e-6)
+
+
+def test_answers_of_a_conversation_are_the_targets_by_the_template_of_the_tokenizer(
+    files: Path, tmp_path: Path
+) -> None:
+    words = (*TEXT[:1], *TEXT[2:], "dataset=chat", f"dataset.path={files / 'chat.jsonl'}", "dataset.max_length=128")
+    zephyr = load(*words, "dataset.chat_template=zephyr")
+    zephyr.tokenizer.save(tmp_path)
+    with pytest.raises(ConfigError, match=r"no chat template: set dataset.chat_template=zephyr, or model.tokenizer"):
+        load(*words, f"model.tokenizer={tmp_path}", "model.vocab_size=null")
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    data = load(*words, f"model.tokenizer={tmp_path}", "model.vocab_size=null")
+    whole = load(*words, f"model.tokenizer={tmp_path}", "model.vocab_size=null", "dataset.targets=all")
+    sample, text = data.train[0], documents()[1]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(
+        conversation(text)["messages"], tokenize=False
+    )
+    targets = tokenizer.decode(sample["labels"][sample["labels"] != IGNORE])
+    assert targets == f"one {text[:5]}</s>two</s>"
+    for samples in (data.train, whole.train):
+        counts = [int((samples[index]["labels"][1:] != IGNORE).sum()) for index in range(len(samples))]
+        assert token_counts(samples)[1].tolist() == counts  # type: ignore[union-attr]
+    assert torch.equal(whole.train[0]["labels"], whole.train[0]["input_ids"])
+
+
+def test_rows_without_text_and_long_rows_are_counted(tmp_path: Path) -> None:
+    short = {"prompt": "a", "answer": "b"}
+    lines = [short, short, {"prompt": "x", "answer": " "}, {"prompt": "long " * 90, "answer": "never"}, short]
+    path = write_lines(tmp_path / "qa.jsonl", [*lines, {"prompt": "a", "answer": "long " * 90}])
+    data = load(*TEXT, "dataset=chat", f"dataset.path={path}")
+    limit = "dataset.max_length=32 tokens"
+    assert data.notes == [
+        "left out, because they have no text: 1 of 5 training rows",
+        f"left out, because their answers start after {limit}: 1 of 5 training rows",
+        f"cut, because they are longer than {limit}: 2 of 5 training rows; they have lost their end",
+    ]
+    assert token_counts(data.train)[0].tolist() == [4, 4, 32]  # type: ignore[union-attr]
+
+
+def test_sizes_count_samples_and_more_than_all_are_refused(files: Path) -> None:
+    words = (*TEXT, "dataset=text", f"dataset.path={files / 'my.jsonl'}")
+    every = load(*words)
+    some = load(*words, "dataset.train_size=7", "dataset.eval_size=2")
+    assert (len(some.train), len(some.evaluation)) == (7, 2)
+    assert all(torch.equal(some.train[index]["input_ids"], every.train[index]["input_ids"]) for index in range(7))
+    with pytest.raises(ConfigError, match=rf"train_size=9999 is more than the {len(every.train)} training samples"):
+        load(*words, "dataset.train_size=9999")
+
+
+def test_the_evaluation_set_is_a_split_a_path_or_a_share(files: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"text": "train words"}] * 20)
+    write_lines(tmp_path / "dev.jsonl", [{"text": "dev words"}] * 3)
+    sizes = {
+        f"dataset.path={files / 'saved'}": 5,
+        f"dataset.path={tmp_path}": 3,
+        f"dataset.path={tmp_path}/*.jsonl": 3,
+        f"dataset.path={tmp_path / 'train.jsonl'} dataset.eval_path={tmp_path / 'dev.jsonl'}": 3,
+        f"dataset.path={tmp_path} dataset.eval_share=0.25": 5,
+    }
+    for words, count in sizes.items():
+        config = resolve_cell(*TEXT, "dataset=text", *words.split())
+        _, evaluation = open_rows(config.dataset, text_format)
+        assert len(list(evaluation)) == count, words
+    with pytest.raises(ConfigError, match=r"dataset.eval_path and dataset.eval_share both choose the evaluation set"):
+        resolve_cell(
+            *TEXT, "dataset=text", f"dataset.path={tmp_path}", f"dataset.eval_path={tmp_path}", "dataset.eval_share=0.1"
+        )
+
+
+GOOD = '{"text": "some words"}\n'
+ROLES = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+
+BROKEN = {
+    "json.jsonl": (2 * GOOD + '{"text": "a\n' + GOOD, r"json.jsonl, row 3: it is not JSON .*; 1 of 4 rows is wrong"),
+    "list.jsonl": (GOOD + "[1]\n", r"row 2: it is a list and not an object with columns; 1 of 2"),
+    "absent.jsonl": (GOOD + '{"other": "a"}\n', r"absent.jsonl, row 2: text is missing; 1 of 2 rows"),
+    "column.jsonl": ('{"body": "a", "id": 1}\n', r"has no column text: set dataset.column to one of body, id"),
+    "null.jsonl": (GOOD + 2 * '{"text": null}\n', r"row 2: text is null and not a text; 2 of 3 rows are wrong"),
+    "number.jsonl": (GOOD + '{"text": 5}\n' + GOOD, r"row 2: text is the number 5 and not a text; 1 of 3"),
+    "number.json": ('[{"text": "a"}, {"text": 5}]', r"number.json, row 2: text is the number 5"),
+    "bytes.jsonl": (GOOD + '{"text": "caf\udce9"}\n', r"bytes.jsonl, row 2: it is not UTF-8; 1 of 2"),
+    "bytes.txt": ("one\n\ncaf\udce9\n", r"bytes.txt, line 3: it is not UTF-8; 1 of 3"),
+    "bytes.csv": ("id,text\n1,a\n2,caf\udce9\n", r"bytes.csv, row 2: it is not UTF-8; 1 of 2"),
+    "half.jsonl": (GOOD + '{"text": "\\ud83d"}\n', r"row 2: text contains half of a character; 1 of 2"),
+    "quote.csv": ('id,text\n1,a\n2,"b\n3,c\n', r"quote.csv, row 2: a quote in line 3 is not closed"),
+    "inside.csv": ('id,text\n1,"a\n2,b\n3,"c" d\n4,e\n', r"inside.csv, row 1: a quote in line 2 is not closed"),
+    "fields.csv": ("id,text\n1,a\n2,b,c\n3\n", r"row 2: it has 3 fields, but the header has 2; 2 of 3 rows"),
+    "empty.jsonl": ("", r"empty.jsonl is empty: add rows to it, or remove it"),
+    "blank.txt": ("\n \n", r"blank.txt has no row with a value"),
+    "no.parquet": ("x", r"no.parquet cannot be read \(.*\): restore the file"),
+    "data.dat": ("x", r"data.dat is not a data file: use files that end in .txt"),
+    "answer.jsonl": (
+        '{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n',
+        r"answer.jsonl, row 2: answer is missing; 1 of 2 rows is wrong",
+    ),
+    "role.jsonl": (
+        ROLES + '{"messages": [{"content": "a"}]}\n',
+        r"role.jsonl, row 2: messages\[0\].role is missing; 1 of 2 rows",
+    ),
+    "human.jsonl": (
+        ROLES + ROLES.replace("user", "human"),
+        r"row 2: messages\[0\].role is 'human' and not one of system, developer, user, assistant, tool",
+    ),
+    "alone.jsonl": (
+        ROLES + '{"messages": [{"role": "user", "content": "a"}]}\n',
+        r"alone.jsonl, row 2: messages has no message of the assistant",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_wrong_row_is_named_and_all_are_counted(
+    name: str, is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small file is checked before a run starts, and any other by the worker."""
+    content, message = BROKEN[name]
+    path = tmp_path / name
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    kind = "chat" if name in ("answer.jsonl", "role.jsonl", "human.jsonl", "alone.jsonl") else "text"
+    words = (*TEXT, f"dataset={kind}", f"dataset.path={path}", "dataset.chat_template=zephyr")
+    words = words if kind == "chat" else words[:-1]
+    if is_large:
+        monkeypatch.setattr("distexp.resolve.section_checks.rows.find_errors", lambda *_: iter(()))
+        message = message.replace("1 of 3", "1 of 2") if name == "bytes.txt" else message.replace(" with a value", "")
+    with pytest.raises(ConfigError, match=message):
+        load(*words)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("dataset=text",), "dataset=text needs data: set dataset.path to a file, a folder, a pattern or a hub id"),
+        (("dataset=text", "dataset.path=nowhere.jsonl"), "dataset.path=nowhere.jsonl does not exist"),
+        (("dataset=text", "dataset.path=no/*.csv"), r"dataset.path=no/\*.csv does not exist"),
+        (
+            ("dataset=image_folder", "model=resnet_tiny"),
+            "dataset=image_folder needs data: set dataset.path to a folder",
+        ),
+    ],
+)
+def test_data_that_does_not_exist_is_refused_but_rendered_for_a_cluster(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_cell(*overrides, *ONE_WORKER)
+    resolve_cell(*overrides, "cluster=slurm", "cluster.dry_run=true", "strategy=ddp")
+
+
+def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no chat template: set dataset.chat_template=zephyr"):
+        resolve_cell(*TEXT, "dataset=chat", f"dataset.path={files / 'chat.jsonl'}")
+
+
+def test_images_of_any_shape_and_mode_keep_their_proportions(files: Path) -> None:
+    data = load(*IMAGES, "dataset=image_folder", f"dataset.path={files / 'photos'}")
+    assert (len(data.train), len(data.evaluation), data.num_classes) == (21, 3, 3)
+    reference = transforms.Compose([transforms.Resize(16), transforms.CenterCrop(16)])
+    for index in range(len(data.evaluation)):
+        name, sample = data.evaluation.files[index], data.evaluation[index]  # type: ignore[attr-defined]
+        assert "abc"[int(sample["labels"])] == name[0]
+        expected = np.asarray(reference(Image.open(files / "photos" / name).convert("RGB")))
+        assert np.array_equal(sample["images"].permute(1, 2, 0).numpy(), expected)
+
+
+@pytest.mark.parametrize("evaluation", ["val", "valid", "validation", "test"])
+def test_the_usual_layouts_of_class_folders_are_read(evaluation: str, tmp_path: Path) -> None:
+    for label in "xyz":
+        for number in range(3):
+            save_image(tmp_path / "train" / label / "images" / f"{number}.png")
+    save_image(tmp_path / evaluation / "z" / "0.JPG")
+    (tmp_path / "train" / "README.txt").write_text("")
+    data = load(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
+    assert (len(data.train), len(data.evaluation), data.num_classes) == (9, 1, 3)
+    assert int(data.evaluation[0]["labels"]) == 2
+    assert data.notes == [
+        f"left out, because they are no images in class folders: 1 files of {tmp_path}/train, as README.txt",
+        f"{tmp_path}/{evaluation} has no images of 2 of 3 classes, as x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("1.png", "2.png"), "has no class folders with images: use FOLDER/CLASS"),
+        (("a/1.png", "b/notes.txt"), "1 of 2 class folders of .* have no image, as b"),
+        (
+            ("train/a/1.png", "val/a/1.png", "val/c/1.png"),
+            "val has 1 of 2 class folders that .*/train does not have, as c",
+        ),
+        (("train/a/1.png", "val/1.png"), "val has no class folders with images"),
+        (("a/1.png", "b/1.png", "b/broken.jpg"), r"b/broken.jpg is not an image .*; 1 of \d images are broken"),
+        (("wnids.txt",), "use dataset=tinyimagenet dataset.root="),
+    ],
+)
+def test_wrong_image_folders_are_refused(names: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_image(path) if path.suffix == ".png" else path.write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(ConfigError, match=message):
+        resolve_cell(*IMAGES, "dataset=image_folder", f"dataset.path={tmp_path}")
+
+
+def test_all_tokens_of_squad_can_be_targets() -> None:
+    words = ("model=gpt_tiny", *ONE_WORKER, "dataset=squad_sample")
+    answer, whole = load(*words), load(*words, "dataset.targets=all")
+    assert torch.equal(whole.train[3]["labels"], answer.train[3]["input_ids"])
+    assert torch.equal(whole.train[3]["input_ids"], answer.train[3]["input_ids"])
+    assert token_counts(whole.train)[1].tolist() == (answer.train.lengths - 1).tolist()  # type: ignore[attr-defined, union-attr]
+    assert np.array_equal(whole.evaluation.prompt(0), answer.evaluation.prompt(0))  # type: ignore[attr-defined]
