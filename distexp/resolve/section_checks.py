@@ -66,7 +66,7 @@ def check_task(config: Config) -> Iterator[str]:
             f"dataset={dataset.name} is for {dataset.task}, but model={model.name} is for {model.task}: "
             f"{models}dataset={DATASET_HINTS[model.task]}"
         )
-    for setting in ("train.logits=targets", "train.loss=chunked"):
+    for setting in ("train.logits=targets", "train.loss=chunked", "train.loss=own"):
         is_set = setting in (f"train.logits={config.train.logits}", f"train.loss={config.train.loss}")
         if is_set and model.task != "causal_lm":
             yield f"{setting} is for causal_lm, but model={model.name} is for {model.task}: leave it out"
