@@ -185,8 +185,10 @@ class TrainConfig:
         choices=("all", "targets"), reference="all",
     )  # fmt: skip
     loss: str | None = key(
-        None, "Loss of a causal LM. `chunked`: the same loss, with the logits of one chunk in memory at a time.",
-        choices=("full", "chunked"), reference="full", id_if_changed=True,
+        None,
+        "Loss of a causal LM. `chunked`: the same loss, with the logits of one chunk in memory at a time. `own`: that "
+        "of an own model, which gets the labels.",
+        choices=("full", "chunked", "own"), reference="full", id_if_changed=True,
     )  # fmt: skip
     loss_chunk_tokens: int = key(
         1024, "Size of a chunk of `loss=chunked`.", unit="tokens", at_least=1, id_if_changed=True

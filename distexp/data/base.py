@@ -27,7 +27,7 @@ TARGET_POSITIONS = "target_positions"
 """Input name of a model with ``train.logits=targets``: indices into batch x length, shape (kept,)."""
 
 TARGET_LABELS = "target_labels"
-"""Input name of a model with ``train.loss=chunked``: the labels of the batch."""
+"""Input name of a model with ``train.loss=chunked`` or ``own``: the labels of the batch."""
 
 POSITIONS = "position_ids"
 """Input name of the positions in packed rows, shape (batch, length). Each sample starts at 0."""
@@ -198,7 +198,7 @@ class TargetTokens:
 
 @dataclass(frozen=True)
 class LabelsForHead:
-    """Collate function for ``train.loss=chunked``: the labels are also an input of the model."""
+    """Collate function for ``train.loss=chunked`` and ``own``: the labels are also an input of the model."""
 
     collate: Callable[[Sequence[Sample]], Batch]
 

@@ -51,8 +51,9 @@ class Blueprint:
         self._context, self._check = context, check
         self._broadcast = context.world_size > 1 and broadcast
         self.model, note = build_empty(build, context.device)
-        if note and context.rank == 0:
-            print(f"note: {note}", flush=True)
+        for text in filter(None, (note, unify_types(self.model))):
+            if context.rank == 0:
+                print(f"note: {text}", flush=True)
         tensors = _named_tensors(self.model)
         shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in tensors)
         self._weights_key = weights_key and f"{weights_key} {shapes}"
@@ -106,7 +107,7 @@ class Blueprint:
         device = self._context.device
         if name in self._weights:
             # Copy even if the device is the CPU, because training changes the result.
-            tensor = self._weights[name].to(device, copy=True).contiguous()
+            tensor = self._weights[name].to(device, like.dtype, copy=True).contiguous()
         else:
             tensor = torch.empty_like(like, device=device, memory_format=torch.contiguous_format)
         if self._broadcast:
@@ -152,6 +153,26 @@ def build_empty(build: Callable[[], nn.Module], device: torch.device) -> tuple[n
             empty = module._parameters.pop(name)
             module.register_buffer(name, None if empty is None else empty.detach())
     return model, reason
+
+
+def unify_types(model: nn.Module) -> str:
+    """Cast the trained weights of a model without weights to fp32 if they have several types; return a note then.
+
+    Strategies keep all weights of a unit in one buffer, and other types would train in other ways.
+    """
+    trained = [weight for weight in model.parameters() if weight.requires_grad and weight.is_floating_point()]
+    types = sorted({str(weight.dtype).removeprefix("torch.") for weight in trained})
+    if len(types) < 2:
+        return ""
+    for weight in trained:
+        weight.data = weight.data.float()
+    model.cast_from = "+".join(types)  # type: ignore[assignment]  # read by ``read_cast``
+    return f"the weights of {type(model).__name__} have the types {', '.join(types)}, so they are cast to float32"
+
+
+def read_cast(model: nn.Module) -> str | None:
+    """Return the types from which ``unify_types`` has cast the weights of a model, which may be wrapped."""
+    return getattr(getattr(model, "module", model), "cast_from", None)
 
 
 @contextmanager

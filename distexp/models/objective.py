@@ -14,7 +14,8 @@ from distexp.config.tasks import task_of
 from distexp.data.base import IGNORE, Batch
 
 LOSS_SUM = "loss_sum"
-"""Key of the loss in the outputs of a model that computes it in its head, see ``distexp.models.head``."""
+"""Key of the loss in the outputs of a model that computes it, summed over the targets: with ``train.loss=own``, or in
+its head, see ``distexp.models.head``."""
 
 
 AUX_LOSS = "aux_loss"

@@ -85,7 +85,7 @@ def check_task(config: Config) -> Iterator[str]:
             f"dataset={dataset.name} is for {tasks}, but model={model.name} is for {model.task}: "
             f"{models}dataset={TASKS[model.task].datasets}"
         )
-    for setting in ("train.logits=targets", "train.loss=chunked"):
+    for setting in ("train.logits=targets", "train.loss=chunked", "train.loss=own"):
         is_set = setting in (f"train.logits={config.train.logits}", f"train.loss={config.train.loss}")
         if is_set and not TASKS[model.task].is_causal:
             yield f"{setting} is for causal_lm, but model={model.name} is for {model.task}: leave it out"

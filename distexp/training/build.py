@@ -47,7 +47,7 @@ def load_data(config: Config, context: Context) -> TaskData:
         data = replace(data, collate=text.RightPadding(data.collate))
     if config.train.logits == "targets":
         data = _keep_targets(config, data)
-    if config.train.loss == "chunked":
+    if config.train.loss in ("chunked", "own"):
         data = replace(data, collate=base.LabelsForHead(data.collate))
     if config.train.score_answers:
         generation.check_has_references(data)
@@ -137,6 +137,8 @@ def build_model(
         introspection.check_packing(blueprint.model)
     if config.train.save_model:
         hf.check_exportable(blueprint.model)
+    if config.train.loss == "own":
+        introspection.check_forward_arguments(blueprint.model, (*base.MODEL_INPUTS["causal_lm"], base.TARGET_LABELS))
     head.adapt_router(blueprint.model)
     head.adapt_head(blueprint.model, config.train)
     if load_strategy(config).casts_weights(config):

@@ -147,9 +147,10 @@ def run_trainer(config: Config, data: TaskData, inputs: TrainingInputs) -> tuple
 def complete_built(built: Built, config: Config, data: TaskData, module: nn.Module) -> None:
     """Add the fields that follow from model and data. The strategy has filled in its own."""
     built.tokenizer, built.attention = data.tokenizer_name, blueprint.read_attention(module)
-    built.dropout = transforms.largest_dropout(module)
+    built.dropout, built.cast_from = transforms.largest_dropout(module), blueprint.read_cast(module)
     if task_of(data.task).is_causal:
         built.logits, built.loss = head.describe_head(module)
+        built.loss = "own" if config.train.loss == "own" else built.loss
     built.channels_last, built.compiled = transforms.read_memory_format(module), transforms.read_compiled(module)
     built.image_cache = image_cache.describe_cache(data)
     if config.train.activation_budget is not None:

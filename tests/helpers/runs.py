@@ -89,12 +89,13 @@ def start_distexp(
     *arguments: str, cwd: Path = REPOSITORY, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m distexp`` as a user does, with a new interpreter."""
-    return _start("distexp", *arguments, cwd=cwd, env=env)
+    return start_module("distexp", *arguments, cwd=cwd, env=env)
 
 
-def _start(
+def start_module(
     module: str, *arguments: str, cwd: Path = REPOSITORY, env: dict[str, str] | None = None, timeout: float = TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
+    """Run a module of Python with a new interpreter."""
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=cwd,
@@ -106,12 +107,12 @@ def _start(
     )
 
 
+RANKS = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)}
+"""Environment variables of gloo workers of the tests."""
+
+
 def run_ranks(workers: int, script: Path, *arguments: str, timeout: float = 2 * TIMEOUT_S) -> None:
     """Run a script on local gloo workers; the assertion shows its output if it fails."""
-    done = _start(
-        "tests.helpers.forked_ranks",
-        *(str(workers), str(script), *arguments),
-        timeout=timeout,
-        env={"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
-    )
+    options = str(workers), str(script), *arguments
+    done = start_module("tests.helpers.forked_ranks", *options, timeout=timeout, env=RANKS)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import RECORD
+from tests.helpers.forked_cli import TIMEOUT_S
+from tests.helpers.grid import read_lines
+from tests.helpers.runs import RANKS, make_spec, start_module
 
 VOCABULARY = 300
 TOKENS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -130,24 +137,67 @@ CAUSAL: dict[str, dict[str, Any]] = {
 }
 """Small configurations of causal LMs by ``model_type``, without dropout, whose masks differ between the workers."""
 
-STRATEGIES = {
-    "ddp": "strategy=ddp",
-    "full_shard": "sharding=full_shard",
-    "hybrid_shard": "sharding=hybrid_shard fsdp.replicas=2",
-    "zero1": "zero_stage=1",
-    "zero2": "zero_stage=2",
-    "zero3": "zero_stage=3",
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "ddp": ("strategy=ddp",),
+    "full_shard": ("sharding=full_shard",),
+    "hybrid_shard": ("sharding=hybrid_shard", "fsdp.replicas=2"),
+    "zero1": ("zero_stage=1",),
+    "zero2": ("zero_stage=2",),
+    "zero3": ("zero_stage=3",),
 }
+"""The strategies of a model, each on two workers."""
+
 COMMON = (
-    *("dataset=synthetic", "dataset._target_=zoo_ranks.load", "trusted_packages=[zoo_ranks]"),
-    *("dataset.train_size=16", "dataset.eval_size=4", "dataset.max_length=24"),
-    *("train.micro_batch_size=2", "train.max_steps=3", "train.num_epochs=2", "train.log_every=1"),
-    *("train.learning_rate=1e-3", "train.measure_after_step=1", "train.save_model=false", "cluster.device=cpu"),
+    *("dataset=synthetic", "dataset._target_=zoo_ranks.load", "dataset.train_size=16", "dataset.eval_size=4"),
+    *("dataset.max_length=24", "train.micro_batch_size=2", "train.max_steps=3", "train.num_epochs=2"),
+    *("train.log_every=1", "train.learning_rate=1e-3", "train.measure_after_step=1", "train.save_model=false"),
+    "cluster.device=cpu",
 )
+TRUSTED = "trusted_packages=[zoo_ranks,odd_models]"
 
 
-def write_config(folder: Path, kind: str, values: dict[str, Any]) -> Path:
-    """Write the ``config.json`` of a small model, and return its folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": kind, **values}))
-    return folder
+def hugging_face(folder: Path, kind: str) -> tuple[str, ...]:
+    """Write the ``config.json`` of a small causal LM; return the overrides that train it with random weights."""
+    path = folder / "configs" / kind
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"model_type": kind, **CAUSAL[kind]}))
+    return ("model=hf", f"model.name={path}", "model.init=random")
+
+
+def train_all(folder: Path, models: Mapping[str, tuple[str, ...]], cells: Mapping[str, tuple[str, ...]]) -> None:
+    """Train each model on one worker and, in each cell, on two, from few processes that import the libraries once."""
+    for name, model in models.items():
+        for cell, strategy, workers in [(SINGLE, ("strategy=single",), 1), *((c, s, 2) for c, s in cells.items())]:
+            split = f"cluster.workers_per_node={workers}", f"train.gradient_accumulation_steps={4 // workers}"
+            run = folder / f"{name}-{workers}" / cell
+            run.mkdir(parents=True)
+            make_spec(*model, *COMMON, TRUSTED, *strategy, *split).write(run)
+    done = start_module("tests.helpers.zoo_ranks", str(folder), timeout=2 * TIMEOUT_S, env=RANKS)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+SINGLE = "single"
+"""Name of the cell whose losses the others must have."""
+
+
+def outcomes(folder: Path, name: str) -> dict[str, float | str]:
+    """Return the largest difference of a loss from that of ``single``, or the error, by the cell of a model."""
+    expected = read_outcome(folder / f"{name}-1" / SINGLE)
+    assert isinstance(expected, list), expected
+    found: dict[str, float | str] = {}
+    for run in sorted((folder / f"{name}-2").iterdir()):
+        if run.is_dir():
+            losses = read_outcome(run)
+            pairs = zip(losses, expected, strict=True)
+            found[run.name] = losses if isinstance(losses, str) else max(abs(one - other) for one, other in pairs)
+    return found
+
+
+def read_outcome(run: Path) -> list[float] | str:
+    """Return the losses of the steps and of the evaluations of a run, or its error."""
+    error = run / "error.txt"
+    if error.exists():
+        return error.read_text()
+    lines = read_lines(run / "metrics.jsonl")
+    trained = [line[key] for key in ("loss", "router_loss") for line in lines if key in line]
+    return [*trained, *RunRecord.read(run / RECORD).metrics.eval_losses]

@@ -1,4 +1,4 @@
-"""Train each ``DIR/<group>/<cell>/spec.json`` on forked gloo workers: ``python zoo_ranks.py DIR``.
+"""Train each ``DIR/<group>/<cell>/spec.json`` on forked gloo workers: ``python -m tests.helpers.zoo_ranks DIR``.
 
 The cells of a group share one process group, until a cell fails: the next ones get a new group, because the workers of
 a failed one may wait for each other. A cell leaves ``record.json`` or ``error.txt``.
@@ -25,6 +25,7 @@ from distexp.distributed.process_group import join
 from distexp.runs.events import Events
 from distexp.runs.record import RunSpec
 from distexp.system.processes import die_with_parent, end_at_once
+from distexp.worker.group import set_torchrun_defaults
 from distexp.worker.rank import silence_libraries, train
 from tests.helpers.forked_ranks import preload_all
 from tests.helpers.zoo import VOCABULARY
@@ -69,6 +70,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
 def main() -> None:
     """Run the groups one after the other."""
     root = Path(sys.argv[1])
+    sys.path.insert(0, str(Path(__file__).parent))  # so that configurations can name its modules
+    set_torchrun_defaults()
     groups = sorted({path.parent.parent for path in root.glob("*/*/spec.json")})
     preload_all([str(group) for group in groups])
     importlib.import_module("transformers.modeling_utils")

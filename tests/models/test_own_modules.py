@@ -1,0 +1,86 @@
+"""Own modules that do what strategies do not expect: the losses of ``single``, or a message with the key that helps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from distexp.runs.record import RunRecord
+from distexp.runs.run_dir import RECORD
+from tests.helpers.odd_models import KINDS
+from tests.helpers.zoo import SINGLE, STRATEGIES, outcomes, read_outcome, train_all
+
+MODEL = (
+    *("model=gpt_tiny", "model._target_=odd_models.build", "model.keys=[tokenizer,options,tie_embeddings]"),
+    *("model.vocab_size=null", "model.hidden_size=null", "model.num_layers=null", "model.num_heads=null"),
+    *("model.ff_dim=null", "model.seq_length=null", "+model.options.kind={kind}"),
+)
+SHARDED, ZERO = ("full_shard", "hybrid_shard"), ("zero1", "zero2", "zero3")
+OUTSIDE = r"uses weights of a block outside of its forward pass.* Use fsdp.wrap=none, .* or strategy=ddp"
+REFUSED: dict[tuple[str, tuple[str, ...]], str] = {
+    ("experts", ("ddp",)): r"add ddp.find_unused_parameters=true",
+    ("experts", ZERO): r"only some workers use .*experts.* use sharding=full_shard, or strategy=ddp ddp.find_unused",
+    ("unused", ("ddp",)): r"some parameters of Unused had no gradient.* add ddp.find_unused_parameters=true",
+    ("method", SHARDED): OUTSIDE,
+    ("view", SHARDED): OUTSIDE,
+    ("scalar", (*SHARDED, *ZERO, "one_unit")): r"gate of Scalar is a parameter without dimensions.* use strategy=ddp",
+}
+CELLS = {
+    **STRATEGIES,
+    "ddp_unused": ("strategy=ddp", "ddp.find_unused_parameters=true"),
+    "one_unit": ("sharding=full_shard", "fsdp.wrap=none"),
+}
+NOTES = {
+    "plaintensor": "scale, tables['shift'] is neither a parameter nor a buffer (use register_buffer)",
+    "item": "its constructor reads values of tensors (helpers/odd_models.py:",
+    "types": "the weights of MixedTypes have the types bfloat16, float32, so they are cast to float32",
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the runs of all kinds."""
+    folder = tmp_path_factory.mktemp("own")
+    models = {kind: tuple(text.format(kind=kind) for text in MODEL) for kind in KINDS}
+    models["loss"] += ("train.loss=own",)
+    train_all(folder, models, CELLS)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bidirectional"])
+def test_each_strategy_trains_as_single_or_names_the_key_that_helps(kind: str, runs: Path) -> None:
+    refused = {cell: text for (name, cells), text in REFUSED.items() if name == kind for cell in cells}
+    found = outcomes(runs, kind)
+    assert found.keys() == CELLS.keys()
+    for cell, outcome in found.items():
+        if cell in refused:
+            assert re.search(refused[cell], str(outcome)), (cell, outcome)
+        else:
+            assert isinstance(outcome, float), (cell, outcome)
+            assert outcome < 1e-5, cell
+
+
+def test_a_model_that_sees_later_tokens_is_refused(runs: Path) -> None:
+    expected = "Bidirectional of model=gpt_tiny is not a causal LM: its logits change with a later token"
+    assert expected in str(read_outcome(runs / "bidirectional-1" / SINGLE))
+
+
+@pytest.mark.parametrize("kind", NOTES)
+def test_a_note_names_what_was_changed(kind: str, runs: Path) -> None:
+    log = (runs / f"{kind}-2" / "rank_0.log").read_text()
+    assert log.count(NOTES[kind]) == len(CELLS)
+
+
+def test_the_record_has_the_cast_and_the_loss(runs: Path) -> None:
+    built = {
+        kind: RunRecord.read(runs / f"{kind}-2" / "full_shard" / RECORD).built for kind in ("types", "loss", "empty")
+    }
+    assert {kind: (found.cast_from, found.loss) for kind, found in built.items() if found} == {
+        "types": ("bfloat16+float32", "full"),
+        "loss": (None, "own"),
+        "empty": (None, "full"),
+    }

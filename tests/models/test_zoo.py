@@ -1,0 +1,78 @@
+"""Causal LMs of transformers: each strategy has the losses of ``single``, or refuses the model for a right reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from distexp.config import ConfigError
+from distexp.models import hf
+from tests.helpers.runs import resolve_cell
+from tests.helpers.zoo import CAUSAL, STRATEGIES, hugging_face, outcomes, train_all
+
+REFUSED = {
+    # Its evaluation reads weights of its blocks outside of their forward pass, so that DeepSpeed sees another order.
+    ("rwkv", "zero3"): r"computes its modules in another order .* use zero_stage=2, or sharding=full_shard",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the runs of all architectures."""
+    folder = tmp_path_factory.mktemp("zoo")
+    train_all(folder, {kind: hugging_face(folder, kind) for kind in CAUSAL}, STRATEGIES)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_each_strategy_has_the_losses_of_single(kind: str, runs: Path) -> None:
+    found = outcomes(runs, kind)
+    assert found.keys() == STRATEGIES.keys()
+    for cell, outcome in found.items():
+        if (kind, cell) in REFUSED:
+            assert re.search(REFUSED[kind, cell], str(outcome)), (cell, outcome)
+        else:
+            assert isinstance(outcome, float), (cell, outcome)
+            assert outcome < 1e-5, cell
+
+
+@pytest.mark.slow
+def test_the_architectures_that_are_not_checked_see_no_later_tokens(tmp_path: Path) -> None:
+    kinds = {str(values.get("model_type", kind)): kind for kind, values in reversed(CAUSAL.items())}
+    assert kinds.keys() == hf.CAUSAL_TYPES
+    with patch.object(hf, "CAUSAL_TYPES", frozenset()):
+        for kind in kinds.values():
+            model = resolve_cell(*hugging_face(tmp_path, kind)).model
+            torch.manual_seed(1)
+            hf.check_causal(hf.build(model, 300), model)
+
+
+BERTS = {
+    **dict.fromkeys(
+        ("bert", "electra", "megatron-bert", "rembert", "roberta", "roformer", "xlm-roberta"), "is_decoder"
+    ),
+    "xlm": "causal",
+}
+
+
+@pytest.mark.parametrize(("kind", "key"), BERTS.items())
+def test_a_model_that_sees_later_tokens_is_refused_before_a_worker_starts(kind: str, key: str, tmp_path: Path) -> None:
+    values = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    with patch.dict(CAUSAL, {kind: {**values, "vocab_size": 300, "emb_dim": 32, "n_layers": 1, "n_heads": 4}}):
+        overrides = hugging_face(tmp_path, kind)
+    added = f"model.options.{key}=true"
+    with pytest.raises(ConfigError, match=rf"is not a causal LM.*\({kind} with {key}=false\): add {added}"):
+        resolve_cell(*overrides)
+    model = resolve_cell(*overrides, added if key == "is_decoder" else f"+{added}").model
+    torch.manual_seed(1)
+    built = hf.build(model, 300)
+    hf.check_causal(built, model)  # The added key makes it causal.
+    built.config.update({key: False})
+    seeing = type(built)(built.config)
+    with pytest.raises(ConfigError, match=r"is not a causal LM: its logits change with a later token"):
+        hf.check_causal(seeing, model)
