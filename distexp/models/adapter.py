@@ -117,6 +117,7 @@ def save_adapter(model: nn.Module, state: dict[str, Tensor], folder: Path) -> No
     from safetensors.torch import save_file
 
     settings: Any = model.peft_config[ADAPTER]  # type: ignore[index]
+    folder.mkdir(parents=True, exist_ok=True)
     named = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=ADAPTER)
     save_file(
         {f"{SAVED_PREFIX}{name}": tensor.contiguous() for name, tensor in named.items()},

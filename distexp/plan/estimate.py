@@ -37,6 +37,7 @@ class Estimate:
     flops: float | None = None  # floating point operations of a step of one worker; None if they were not counted
     operations: int | None = None  # kernels that a worker launches in a step
     optimizer_operations: int | None = None  # those of them that do not depend on the number of micro-batches
+    trained_share: float = 1.0  # share of the parameters that is trained
     written_mib: float | None = None  # all tensors that a worker allocates in a step
 
     @property
@@ -74,7 +75,7 @@ def make_estimate(config: Config) -> Estimate:
     try:
         trace = trace_step(config, on_gpu=config.cluster.device != "cpu")
     except PlanError as error:
-        return arithmetic_estimate(config, str(error), count_parameters(config))
+        return arithmetic_estimate(config, str(error), *count_parameters(config))
     found = _cpu_estimate(config, trace) if config.cluster.device == "cpu" else _gpu_estimate(config, trace)
     work = trace.work
     if work is None:
@@ -128,6 +129,7 @@ def _replayed(trace: StepTrace, found: Replay) -> Estimate:
             **{part: [values[part] for values in shown] for part in PARTS},
         },
         seconds=round(trace.seconds, 1),
+        trained_share=trace.trained_share,
         notes=list(trace.notes),
     )
 
@@ -151,9 +153,11 @@ def estimate_of(trace: StepTrace, overheads: Mapping[str, float], host_mib: floa
     )
 
 
-def arithmetic_estimate(config: Config, reason: str, parameters: int | None = None) -> Estimate:
+def arithmetic_estimate(
+    config: Config, reason: str, parameters: int | None = None, trained: int | None = None
+) -> Estimate:
     """Return the model states by arithmetic, for a training that cannot be traced."""
-    states = _expected_states_mib(config, parameters)
+    states = _expected_states_mib(config, parameters, trained)
     note = "estimate by arithmetic: only the model states, without activations and buffers"
     notes = [f"not traced: {reason}", note if states else "the number of parameters is not known either"]
     parts = {name: round(mib, 1) for name, mib in (states or {}).items()}
@@ -170,7 +174,7 @@ def _shown(point: Point) -> dict[str, float]:
     return {part: _mib(merged[part]) for part in PARTS}
 
 
-def _expected_states_mib(config: Config, counted: int | None = None) -> States | None:
+def _expected_states_mib(config: Config, counted: int | None, trained: int | None) -> States | None:
     """Return the model states by arithmetic in MiB, by part; None if unknown. If the model was built, use its size."""
     moments, parameters = MOMENTS.get(config.train.optimizer), counted or parameter_count(config.model)
     if moments is None or parameters is None:
@@ -186,10 +190,11 @@ def _expected_states_mib(config: Config, counted: int | None = None) -> States |
         sharded_units=1,
         zero_stage=expected.get("zero_stage"),
         offload=expected["offload"],
-        param_dtype=strategy.weights_type(config),
+        param_dtype="bfloat16" if config.adapter.base_dtype == "bf16" else strategy.weights_type(config),
         compute_dtype="",
         optimizer=config.train.optimizer,
         parameters=parameters,
+        trained_parameters=trained,
         compute_weights=config.train.compute_weights,
     )
     states = states_per_parameter(built, BYTES_PER_VALUE * moments)

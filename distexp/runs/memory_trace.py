@@ -215,19 +215,30 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
     moments = MOMENTS.get(record.config["train"]["optimizer"])
     if built is None or moments is None or len(built.mesh) != 2:
         return None
-    is_unknown = built.param_dtype != "float32" or (built.mesh[1] > 1 and not built.sharded_units)
+    is_unknown = (built.param_dtype != "float32" and trained_share(built) == 1) or (
+        built.mesh[1] > 1 and not built.sharded_units
+    )
     if built.zero_stage is None and is_unknown:
         return None
     return sum(states_per_parameter(built, BYTES_PER_VALUE * moments).values())
+
+
+def trained_share(built: Built) -> float:
+    """Return the share of the parameters that is trained."""
+    trained = built.trained_parameters
+    return 1.0 if trained is None or not built.parameters else trained / built.parameters
 
 
 def states_per_parameter(built: Built, moments: float) -> States:
     """Return the states of a worker: those of a ZeRO stage, if there is one, or with equal shares of all of them."""
     if built.zero_stage is not None:
         return _zero_states(built, built.zero_stage, moments)
-    # All of them are sharded over the second axis of the mesh.
-    copies = BYTES_PER_VALUE / 2 if built.compute_weights == "step" else 0.0
-    parts = {"parameters": BYTES_PER_VALUE + copies, "gradients": BYTES_PER_VALUE, "optimizer": moments}
+    # All of them are sharded over the second axis of the mesh. Only frozen weights may have 16 bits.
+    share = trained_share(built)
+    in_fp32 = share if built.param_dtype == "bfloat16" else 1.0
+    copies = in_fp32 * BYTES_PER_VALUE / 2 if built.compute_weights == "step" else 0.0
+    weights = in_fp32 * BYTES_PER_VALUE + (1 - in_fp32) * BYTES_PER_VALUE / 2
+    parts = {"parameters": weights + copies, "gradients": share * BYTES_PER_VALUE, "optimizer": share * moments}
     on_cpu = built.offload.split("+")
     return {name: 0.0 if name in on_cpu else size / built.mesh[1] for name, size in parts.items()}
 
@@ -236,10 +247,11 @@ def _zero_states(built: Built, stage: int, moments: float) -> States:
     shards, on_cpu = built.mesh[1], built.offload.split("+")
     half = built.param_dtype in ("bfloat16", "float16")
     value, states = (BYTES_PER_VALUE / 2, BYTES_PER_VALUE + moments) if half else (BYTES_PER_VALUE, moments)
+    share = trained_share(built)
     parts = {
         "parameters": value / shards if stage >= 3 else value,
-        "gradients": value / shards if stage >= 2 else value,
-        "optimizer": states / shards if stage >= 1 else states,
+        "gradients": share * (value / shards if stage >= 2 else value),
+        "optimizer": share * (states / shards if stage >= 1 else states),
     }
     if "optimizer" in on_cpu:
         parts["optimizer"] = 0.0

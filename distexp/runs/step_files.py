@@ -77,6 +77,12 @@ class Parameters:
 
     name: str
     elements: tuple[int, ...]
+    trained: tuple[int, ...] | None = None  # those that have gradients; None: all
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        """Return the elements of the parameters that have gradients."""
+        return self.elements if self.trained is None else self.trained
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class StepCommunication:
     weight_bytes: int = 4  # bytes per element of a gathered weight
     gradient_bytes: int = 4  # bytes per element of a reduced gradient
     offloads: bool = False  # whether the optimizer states are in CPU memory, so that the CPU updates the weights
+    trained_share: float = 1.0  # share of the parameters that have gradients and are updated
 
     is_planned: ClassVar[bool] = False  # whether ``plan`` knows them before a run on several workers shows them
 
@@ -69,9 +70,9 @@ class StepCommunication:
         """Return over how many workers the optimizer states are sharded; 1 if each worker has all of them."""
         return self.mesh(workers, nodes)[1] if self.shards_optimizer else 1
 
-    def bytes_per_parameter(self, micro_batches: int) -> int:
+    def bytes_per_parameter(self, micro_batches: int) -> float:
         """Return what the workers of a replica exchange in a step. An all-reduce sends each value twice."""
-        return 2 * self.gradient_bytes * (micro_batches if self.reduces_each_micro_batch else 1)
+        return 2 * self.trained_share * self.gradient_bytes * (micro_batches if self.reduces_each_micro_batch else 1)
 
     def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
         """Return the items of a step of one worker with the collectives of several."""
@@ -91,8 +92,8 @@ class StepCommunication:
 
 
 def element_count(model: StepModel) -> int:
-    """Return the number of elements of all parameters of a model."""
-    return sum(sum(unit.elements) for unit in model.units)
+    """Return the number of elements of all gradients of a model."""
+    return sum(sum(unit.reduced) for unit in model.units)
 
 
 def is_gradient_reduction(item: Item) -> bool:
@@ -239,15 +240,15 @@ class FSDPCommunication(StepCommunication):
         """Return the number of replicas, and the workers over which each is sharded."""
         return self.sharding.mesh_shape(workers, nodes=nodes, replicas=self.replicas)
 
-    def bytes_per_parameter(self, micro_batches: int) -> int:
+    def bytes_per_parameter(self, micro_batches: int) -> float:
         """Return what the workers of a replica exchange: the weights for each pass, and the gradients once."""
         gathers = 1 if self.gathers_once else 2 * micro_batches
-        return gathers * self.weight_bytes + self.gradient_bytes
+        return gathers * self.weight_bytes + self.trained_share * self.gradient_bytes
 
     def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
         """Return the items with the collectives of FSDP, at the places of its hooks if the trace has them."""
         if not self.shards_optimizer:
-            sizes = [sum(unit.elements) * self.gradient_bytes for unit in reversed(model.units)]
+            sizes = [sum(unit.reduced) * self.gradient_bytes for unit in reversed(model.units) if unit.reduced]
             return add_norm(insert_buckets(items, sizes, micro_batches - 1, awaited=OPTIMIZER))
         if any(isinstance(item, Collective) and item.axis == "shard" and item.bytes for item in items):
             return add_norm(items)
@@ -271,12 +272,12 @@ class FSDPCommunication(StepCommunication):
                 for position, size in enumerate(sizes):
                     insert(items, gather(size, FORWARD, micro_batch), sum(sizes[:position]) / total)
             done = 0
-            for size in reversed(sizes):
+            for size, unit in zip(reversed(sizes), reversed(units), strict=True):
                 if gathers_again:
                     insert(items, gather(size, BACKWARD, micro_batch, ahead=self.backward_prefetch), done / total)
                 done += size
-                if micro_batch == micro_batches - 1:
-                    insert(items, reduce_scatter(size * self.gradient_bytes, micro_batch), done / total)
+                if micro_batch == micro_batches - 1 and (reduced := sum(unit.reduced)):
+                    insert(items, reduce_scatter(reduced * self.gradient_bytes, micro_batch), done / total)
         return items
 
     def with_replicas(self, items: Sequence[Item], replicas: int, shard: int) -> tuple[Item, ...]:

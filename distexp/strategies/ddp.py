@@ -43,7 +43,7 @@ class DDPCommunication(StepCommunication):
         """
         if model.bucket_elements:
             return [elements * self.gradient_bytes for elements in model.bucket_elements]
-        sizes = [elements * self.gradient_bytes for unit in model.units for elements in unit.elements]
+        sizes = [elements * self.gradient_bytes for unit in model.units for elements in unit.reduced]
         buckets, open_bucket, limit = [], 0, self.first_bucket_bytes
         for size in reversed(sizes):
             open_bucket += size

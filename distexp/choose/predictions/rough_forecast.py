@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distexp.choose.candidate import Candidate, families_of
 from distexp.config import Config, ConfigError
@@ -24,14 +24,14 @@ from distexp.system.units import MIB
 GB, TERA = 1e9, 1e12
 
 
-def communication_s(config: Config, parameters: float, speeds: MachineSpeeds) -> float:
+def communication_s(config: Config, parameters: float, speeds: MachineSpeeds, trained_share: float = 1.0) -> float:
     """Return the seconds in collectives of a step, without latencies. None of them is hidden."""
     cluster, steps = config.cluster, config.train.gradient_accumulation_steps
     target = Target(cluster.nodes, cluster.workers_per_node or 1, steps, samples_per_step=0.0)
-    communication = load_strategy(config).communication(config)
+    communication = replace(load_strategy(config).communication(config), trained_share=trained_share)
     shard, replicas = (group_layout(communication, axis, target) for axis in ("shard", "replicate"))
     in_shards = parameters * communication.bytes_per_parameter(steps)
-    between_replicas = parameters / shard.ranks * 2 * communication.gradient_bytes
+    between_replicas = parameters * trained_share / shard.ranks * 2 * communication.gradient_bytes
     return _ring_s(in_shards, shard, speeds) + _ring_s(between_replicas, replicas, speeds)
 
 
@@ -105,6 +105,7 @@ class Work:
     operations: float  # kernels to launch in the passes. Those of the optimizer are few on a GPU, and short on a CPU.
     written_bytes: float  # size of the tensors that it allocates
     parameters: float  # number of parameters of the whole model
+    trained_share: float = 1.0  # share of them that is trained
 
 
 def set_forecasts(
@@ -130,7 +131,8 @@ def _scaled_work(known: Candidate, config: Config) -> Work | None:
     operations = per_micro_batch * config.train.gradient_accumulation_steps
     # If the size of the whole model is unknown, that of the worker's share of fp32 parameters counts.
     parameters = parameter_count(known.config.model) or estimate.parts.get("parameters", 0.0) * MIB / 4
-    return Work(estimate.flops, operations, (estimate.written_mib or 0.0) * MIB, parameters)
+    written = (estimate.written_mib or 0.0) * MIB
+    return Work(estimate.flops, operations, written, parameters, estimate.trained_share)
 
 
 def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
@@ -139,7 +141,7 @@ def rough_step_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     moved = (1 + READS_PER_WRITE) * work.written_bytes + PASSES * steps * work.parameters * _compute_bytes(config)
     computation = work.flops / (speeds.tflops * TERA) + moved / (speeds.memory_gb_per_s * GB)
     body = max(computation, work.operations * speeds.launch_s * load_strategy(config).launch_factor(config))
-    exposed = total = communication_s(config, work.parameters, speeds)
+    exposed = total = communication_s(config, work.parameters, speeds, work.trained_share)
     if load_strategy(config).overlaps_communication(config):
         exposed = max(MIN_EXPOSED_SHARE * total, total - HIDDEN_SHARE * body)
     return body + _optimizer_s(config, work, speeds) + exposed
@@ -151,7 +153,7 @@ def _compute_bytes(config: Config) -> int:
 
 def _optimizer_s(config: Config, work: Work, speeds: MachineSpeeds) -> float:
     cluster, communication = config.cluster, load_strategy(config).communication(config)
-    values = work.parameters / communication.optimizer_shards(cluster.world_size, cluster.nodes)
+    values = work.parameters * work.trained_share / communication.optimizer_shards(cluster.world_size, cluster.nodes)
     if not config.offload.enabled:
         return values * ADAMW_BYTES / (speeds.memory_gb_per_s * GB)
     moved = values * (4 + _compute_bytes(config)) / (facts().gpu_to_cpu_gb_per_s * GB)

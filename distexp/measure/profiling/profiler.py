@@ -276,22 +276,24 @@ def read_model_sizes(module: nn.Module | None) -> ModelSizes:
 
 
 def _units(model: nn.Module) -> Iterator[Parameters]:
-    """Yield the trained parameters of each block, and of the modules before and after the blocks."""
+    """Yield the parameters of each block, and of the modules before and after the blocks."""
     blocks = [name for name, _ in find_units(model)]
 
     def unit(name: str) -> str:
         return next((block for block in blocks if name.startswith(f"{block}.")), name.split(".", maxsplit=1)[0])
 
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for name, members in groupby(trained, key=lambda named: unit(named[0])):
-        yield Parameters(name, tuple(count_elements(parameter) for _, parameter in members))
+    for name, named in groupby(model.named_parameters(), key=lambda named: unit(named[0])):
+        members = [parameter for _, parameter in named]
+        elements, trained = (
+            tuple(count_elements(parameter) for parameter in members if parameter.requires_grad or not only_trained)
+            for only_trained in (False, True)
+        )
+        yield Parameters(name, elements, None if len(trained) == len(elements) else trained)
 
 
 def _positions_by_module(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Yield the positions of the trained parameters of each module that has some. Modules may share a parameter."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    positions = {id(parameter): position for position, parameter in enumerate(trained)}
+    """Yield the positions of the parameters of each module that has some. Modules may share a parameter."""
+    positions = {id(parameter): position for position, parameter in enumerate(model.parameters())}
     for module in model.modules():
-        own = module.parameters(recurse=False)
-        if found := tuple(positions[id(parameter)] for parameter in own if parameter.requires_grad):
+        if found := tuple(positions[id(parameter)] for parameter in module.parameters(recurse=False)):
             yield found

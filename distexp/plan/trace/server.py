@@ -87,7 +87,7 @@ def _trace(config: Config, path: Path) -> None:
 
 def _estimate_states(config: Config, path: Path, reason: str) -> None:
     die_with_parent()
-    write_json(path, {"estimate": asdict(arithmetic_estimate(config, reason, count_parameters(config)))})
+    write_json(path, {"estimate": asdict(arithmetic_estimate(config, reason, *count_parameters(config)))})
 
 
 def continue_job(job: TraceJob, start: Start = _start) -> TraceJob | None:

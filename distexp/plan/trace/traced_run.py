@@ -23,6 +23,7 @@ from distexp.plan.replay import PlanError
 from distexp.plan.trace.recorder import GPU
 from distexp.plan.trace.zero12 import Assign
 from distexp.strategies.ddp_reduction import MasterReduction, add_to_masters
+from distexp.strategies.zero.ds_initialization import parameter_sizes
 from distexp.system.torch_internals.tensors import fake_mode_errors
 from distexp.system.units import MIB
 from distexp.training.build import MAX_EPOCHS, lengths_of, token_counts, training_micro_batches
@@ -95,8 +96,8 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
-def count_parameters(config: Config) -> int | None:
-    """Return the number of parameters of a model, which is built without weights; None if that fails."""
+def count_parameters(config: Config) -> tuple[int | None, int | None]:
+    """Return the number of parameters, and of trained ones, of a model built without weights; None if that fails."""
     from distexp.training.build import build_model, load_data
 
     # To decode all images takes minutes, and does not change the model.
@@ -105,8 +106,9 @@ def count_parameters(config: Config) -> int | None:
     try:
         model = build_model(config, load_data(config, context), context).model
     except Exception:  # Why it was not traced is known already.
-        return None
-    return sum(parameter.numel() for parameter in model.parameters())
+        return None, None
+    sizes, trained = parameter_sizes(model)
+    return sum(sizes), sum(trained)
 
 
 DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0

@@ -30,6 +30,7 @@ from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero12
 from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
 from distexp.strategies.base import load_strategy
 from distexp.strategies.torch_model import TorchModel
+from distexp.strategies.zero.ds_initialization import parameter_sizes
 from distexp.system.torch_internals import collectives, tensors
 from distexp.training.build import build_model, load_data
 
@@ -119,7 +120,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
             stack.enter_context(replacement)
         blueprint = build_model(config, data, context, EmptyBlueprint)
         vocabulary = _vocabulary(blueprint.model)
-        parameters = sum(parameter.numel() for parameter in blueprint.model.parameters())
+        sizes, trained = parameter_sizes(blueprint.model)
         stack.enter_context(fake_mode)
         stack.enter_context(recorder.recording())
         stack.enter_context(cuda_semantics.CudaFunctions(start_backward, on_gpu=on_gpu).used())
@@ -142,7 +143,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
             step.evaluate(_to_fake(evaluated))
         # The model is freed after this block, which is no part of the step.
         trace = recorder.trace(end, vocabulary, cublas_workspace(config.plan.gpu) if on_gpu else 0)
-        return replace(trace, work=work, parameters=parameters)
+        return replace(trace, work=work, parameters=sum(sizes), trained_share=sum(trained) / max(1, sum(sizes)))
 
 
 def _replacements(

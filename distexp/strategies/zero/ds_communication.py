@@ -79,11 +79,12 @@ class ZeroCommunication(StepCommunication):
         """Return whether the stage partitions gradients, so that it cannot accumulate whole ones."""
         return self.stage >= 2
 
-    def bytes_per_parameter(self, micro_batches: int) -> int:
+    def bytes_per_parameter(self, micro_batches: int) -> float:
         """Return what the workers exchange: reductions, and the weights for each pass or after the update."""
         if self.stage < 3:
-            return super().bytes_per_parameter(micro_batches) + (self.weight_bytes if self.stage else 0)
-        return micro_batches * (2 * self.weight_bytes + self.gradient_bytes)
+            updated = self.trained_share * self.weight_bytes if self.stage else 0
+            return super().bytes_per_parameter(micro_batches) + updated
+        return micro_batches * (2 * self.weight_bytes + self.trained_share * self.gradient_bytes)
 
     def plan(self, items: list[Item], model: StepModel, micro_batches: int) -> list[Item]:
         """Return the items with the collectives of the stage."""
@@ -120,7 +121,7 @@ class ZeroCommunication(StepCommunication):
     def buckets(self, units: Sequence[Parameters]) -> list[int]:
         """Return the elements of the buckets of DeepSpeed: a bucket is reduced before it would exceed its size."""
         found, open_bucket = [], 0
-        for size in (elements for unit in reversed(units) for elements in reversed(unit.elements)):
+        for size in (elements for unit in reversed(units) for elements in reversed(unit.reduced)):
             if open_bucket and open_bucket + size > self.zero.reduce_bucket_size:
                 found.append(open_bucket)
                 open_bucket = 0

@@ -80,7 +80,7 @@ def _size_of(group: Any) -> FSDPUnitSize:
         name=group._module_fqn or "",
         elements=elements,
         gathered_bytes=sum(elements) * gathered_dtype.itemsize,
-        reduced_bytes=sum(elements) * reduced_dtype.itemsize,
+        reduced_bytes=sum(p.numel() for p in parameters if p.requires_grad) * reduced_dtype.itemsize,
         reshards_after_forward=group.post_forward_mesh_info is not None,
     )
 
