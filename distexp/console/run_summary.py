@@ -1,6 +1,6 @@
 """The panel of a run, and its notes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distexp.config import ModelConfig
@@ -129,6 +129,20 @@ def run_title(spec: RunSpec) -> str:
     return (
         f"{model} on {config.dataset.name}, {strategy_label(config)}{engine}, {config.precision.name}, {workers}{nodes}"
     )
+
+
+IMPORTANT = (
+    *("error", "GPU memory", "largest", "would fit", "interconnect", "matrix ceiling"),
+    *("throughput", "peak memory", "eval loss", "train loss", "answers", "eval accuracy", "runtime"),
+    *("slow ranks", "busy cores", "uneven steps", "padding", "model FLOPs", "step time", "prediction", "communication"),
+)
+"""Names of the lines that come first at the end of a run, in their order."""
+
+
+def most_important_first(lines: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the lines of a panel in the order in which they are kept if there are too many."""
+    order = {name: n for n, name in enumerate(IMPORTANT)}
+    return sorted(lines, key=lambda line: order.get(line[0], len(order)))
 
 
 def summary_lines(record: RunRecord, waited_s: float | None = None) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from distexp.console.run_summary import (
     build_message,
     format_answer_scores,
     format_loss,
+    most_important_first,
     run_title,
     status_color,
     summary_lines,
@@ -34,13 +35,14 @@ from distexp.report.data.overview import Overview
 from distexp.report.overview_table import ExerciseTables, build_overview_table
 from distexp.runs.attempts import ERROR_HEADING
 from distexp.runs.record import RunRecord, RunSpec
-from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, TRIALS_LOG
+from distexp.runs.run_dir import EVENTS, METRICS, OPERATORS, RANK_LOG, RECORD, TRIALS_LOG
 from distexp.runs.texts import failure_text
 from distexp.system.files import Tail, printable
 from distexp.system.units import format_about
 
 # Line that DeepSpeed prints in every run that loads an operator, also if nothing was built. It stays in the log.
 OPERATOR_LOADED = re.compile(r"DeepSpeed \S+_op built successfully")
+MAX_RESULT_LINES = 12  # at the end of a run
 MIN_SPREAD = 1.5  # longest over shortest duration from which both are printed
 
 
@@ -208,15 +210,27 @@ class Screen:
         now = time.time()
         waited_s, self._since = now - self._since, now
         color = status_color(record.status)
-        grid = Table.grid(padding=(0, 2))
-        for name, value in summary_lines(record, waited_s):
-            grid.add_row(f"[dim]{name}[/dim]", _plain(value))
-        title = f"[{color}]{record.status}[/{color}]"
-        self.console.print(Panel(grid, title=title, title_align="left", border_style=color, expand=False))
-        if record.error is not None and record.error.log is not None:
-            self.print(f"log: {directory / record.error.log}")
+        log = None if record.error is None or record.error.log is None else f"log: {directory / record.error.log}"
+        lines = most_important_first(summary_lines(record, waited_s))
+        panel = self._fit_panel(lines, MAX_RESULT_LINES - len(messages) - (log is not None))
+        panel.title, panel.title_align, panel.border_style = f"[{color}]{record.status}[/{color}]", "left", color
+        self.console.print(panel)
+        if log is not None:
+            self.print(log)
         for message in messages:
             self.console.print(escape(message), highlight=False, soft_wrap=True)
+
+    def _fit_panel(self, lines: Sequence[tuple[str, str]], height: int) -> Panel:
+        """Return the panel with as many lines as fit, and the names of the others. A line may need several rows."""
+        for count in range(len(lines), min(1, len(lines)) - 1, -1):
+            grid, left = Table.grid(padding=(0, 2)), [name for name, _ in lines[count:]]
+            more = [("more", f"{RECORD} has: {', '.join(left)}")] if left else []
+            for name, value in (*lines[:count], *more):
+                grid.add_row(f"[dim]{name}[/dim]", _plain(value))
+            panel = Panel(grid, expand=False)
+            if len(self.console.render_lines(panel)) <= height:
+                break
+        return panel
 
     def _add(self, record: RunRecord) -> None:
         self.records.append(record)
@@ -237,8 +251,7 @@ class Screen:
             if self.records[0].config.get("exercise"):
                 self.console.print(ExerciseTables(Overview.from_records(self.records)))
             return
-        self.console.print(build_overview_table(self.records, self.sweep_dir))
-        self.print(f"records: {self.sweep_dir}")
+        self.console.print(replace(build_overview_table(self.records, self.sweep_dir), is_short=True))
         self.print(f"to draw the report: {suggest_command('report', self.sweep_dir)}")
 
 

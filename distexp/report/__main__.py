@@ -32,7 +32,7 @@ from distexp.report.data.repeats import (
     varying_settings,
 )
 from distexp.report.data.rows import MAX_LENGTH, SEED, Row, format_noise, format_setting, format_settings, load_rows
-from distexp.report.files import PAGE, PLOTS, write_files
+from distexp.report.files import PAGE, PLOTS, write_figures, write_files
 from distexp.report.overview_table import OverviewTable
 from distexp.runs.record import ExistingRuns, choose_newest_sweep
 from distexp.runs.run_dir import RECORD, REPORT
@@ -42,6 +42,7 @@ from distexp.status import read_folder
 from distexp.tables import columns
 from distexp.tables.columns import make_console
 
+DRAWING_PACKAGES = {"vl_convert": "vl-convert-python"}  # by module, if the names differ
 DIRECTORY_HELP = "directory of a run or a sweep (default: the newest sweep below multirun_outputs)"
 
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(f"{', '.join(map(str, missing))}: no such directory. Give that of a run or a sweep")
     code = 0
     if options.directories:
-        code = report(options.directories, options.trace)
+        code = report(options.directories, options.trace, options.figures)
     if options.open and options.directories and code == 0:
         page = (options.directories[0] / REPORT / PAGE).resolve()
         if not webbrowser.open(page.as_uri()):
@@ -78,13 +79,17 @@ def _parser() -> argparse.ArgumentParser:
         help="draw these runs over time (labels from the column run) instead of the fastest and the smallest ones",
     )  # fmt: skip
     parser.add_argument(
+        "--figures", metavar="DIR", type=Path,
+        help="also write the figures as SVG, PDF and PNG, and the tables as LaTeX and Markdown, for a paper or slides",
+    )  # fmt: skip
+    parser.add_argument(
         "--compare", metavar=("A", "B"), nargs=2, type=Path,
         help="compare sweep B with sweep A; the exit code is 1 if there are regressions",
     )  # fmt: skip
     return parser
 
 
-def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
+def report(directories: Sequence[Path], traced_runs: Sequence[str] = (), figures: Path | None = None) -> int:
     """Print the table of some runs and write the files. Return the exit code."""
     for directory in directories:
         if any(run.status is None for run in ExistingRuns.read(directory).runs):
@@ -108,12 +113,19 @@ def report(directories: Sequence[Path], traced_runs: Sequence[str] = ()) -> int:
     make_console().print(OverviewTable(overview, results=target / "results.csv"))
     try:
         written = write_files(overview, target, traced_runs, skipped)
+        parts = [path.relative_to(target).parts for path in written]
+        names = sorted({f"{first}/" if rest else first for first, *rest in parts})
+        print(f"written: {target}, {len(written)} files:", ", ".join(names))
+        if figures is not None:
+            target = figures
+            print(f"written: {target}, {len(write_figures(overview, target, traced_runs))} files for a paper or slides")
     except OSError as error:
         print(f"distexp: cannot write to {target}: {describe_disk_error(error)}", file=sys.stderr)
         return 1
-    parts = [path.relative_to(target).parts for path in written]
-    names = sorted({f"{first}/" if rest else first for first, *rest in parts})
-    print(f"written: {target}, {len(written)} files:", ", ".join(names))
+    except ModuleNotFoundError as error:
+        package = DRAWING_PACKAGES.get(error.name or "", error.name)
+        print(f"distexp: figures need the package {package}: pip install {package}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -43,6 +43,21 @@ def write_files(
     ]
 
 
+def write_figures(overview: Overview, directory: Path, traced_runs: Sequence[str] = ()) -> list[Path]:
+    """Write figures as SVG, PDF and PNG and tables as Markdown and LaTeX, for a paper or slides; or raise OSError."""
+    from distexp.report.figures import build_figures
+    from distexp.report.figures.base import render_files
+    from distexp.report.page import format_tables
+    from distexp.report.traces import load_traces
+
+    directory.mkdir(parents=True, exist_ok=True)
+    figures = build_figures(overview, load_traces(overview, traced_runs))
+    tables = ((directory / name, text.encode()) for name, text in format_tables(overview, figures))
+    return [
+        _write_image(path, content) for path, content in (*render_files(figures, directory, with_pdf=True), *tables)
+    ]
+
+
 def _write_image(path: Path, content: bytes) -> Path:
     path.parent.mkdir(exist_ok=True)
     return _replace(path, lambda temporary: temporary.write_bytes(content))

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from distexp.config.overrides import join_first
-from distexp.report.data.answer import are_trials
+from distexp.report.data.answer import are_trials, headline
 from distexp.report.data.memory_by_part import build_parts_table, has_small_parts
 from distexp.report.data.metrics import EFFICIENCY, MEMORIES, METRICS_BY_NAME, SPEED, SPEEDUP
 from distexp.report.data.overview import (
@@ -57,10 +57,14 @@ HIGH_SETUP_PEAK = 1.25  # times the peak of all later phases
 
 @dataclass(frozen=True)
 class OverviewTable:
-    """Table of runs for a terminal of any width; ``results`` is the file with all columns, if one was written."""
+    """Table of runs for a terminal of any width; ``results`` is the file with all columns, if one was written.
+
+    At the end of a sweep it is short: with the answer, and without what the report explains.
+    """
 
     overview: Overview
     results: Path | None = None
+    is_short: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         overview = self.overview
@@ -80,11 +84,19 @@ class OverviewTable:
         if len(notes) > MAX_NOTES:
             yield Text(f"{len(notes) - MAX_NOTES} more errors are not shown.", style="dim")
         yield from map(Text, describe_same_training(overview))
-        for sentence in summarize(overview, hidden={column.title for column in hidden}):
-            yield Text(sentence)
+        if self.is_short:
+            yield from _short_summary(overview)
+        else:
+            yield from map(Text, summarize(overview, hidden={column.title for column in hidden}))
         yield ExerciseTables(overview)
-        if has_small_parts(overview) and (parts := build_parts_table(overview)):
+        if not self.is_short and has_small_parts(overview) and (parts := build_parts_table(overview)):
             yield from render_text_table(without_wide_labels(parts, options.max_width), options.max_width)
+
+
+def _short_summary(overview: Overview) -> Iterator[Text]:
+    """Yield which run to take or why this is not decided, and what marks in the table mean."""
+    yield from map(Text, describe_disturbances(overview))
+    yield from (Text(sentence, style="bold") for sentence in headline(overview))
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def build_model(
     if config.train.save_model:
         hf.check_exportable(blueprint.model)
     if config.train.loss == "own":
-        introspection.check_forward_arguments(blueprint.model, (*base.MODEL_INPUTS["causal_lm"], base.TARGET_LABELS))
+        introspection.check_forward_arguments(blueprint.model, (*config.model.traits.inputs, base.TARGET_LABELS))
     head.adapt_router(blueprint.model)
     head.adapt_head(blueprint.model, config.train)
     if load_strategy(config).casts_weights(config):

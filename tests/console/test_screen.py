@@ -100,8 +100,7 @@ def test_an_interrupted_sweep_prints_its_table_and_the_next_commands() -> None:
     screen.show_skipped(record(1))
     screen.show_interrupted()
     assert "samples/s" in shown.getvalue()
-    assert shown.getvalue().splitlines()[-3:] == [
-        "records: /sweep",
+    assert shown.getvalue().splitlines()[-2:] == [
         "to draw the report: distexp report /sweep",
         "1 run not started; to continue: distexp resume /sweep",
     ]
@@ -111,7 +110,40 @@ def test_a_sweep_interrupted_after_one_run_prints_its_table_too() -> None:
     screen, shown = plain_screen(total=3)
     screen.show_skipped(record(0))
     screen.show_interrupted()
-    assert shown.getvalue().splitlines()[-3:-1] == ["records: /sweep", "to draw the report: distexp report /sweep"]
+    assert shown.getvalue().splitlines()[-2] == "to draw the report: distexp report /sweep"
+
+
+def test_the_end_of_a_run_has_at_most_twelve_lines_the_most_important_first() -> None:
+    run = record(0, peak=30000.0)
+    run.run.duration_s = 9.0
+    run.metrics.train_losses, run.metrics.eval_losses = [2.0], [1.5]
+    run.metrics.step_time_s = {"p50": 0.1, "p90": 0.1, "max": 0.1}
+    run.metrics.compile = {"seconds": 8.0, "graphs": 1}
+    run.metrics.communication = {"share": 0.1, "exposed_share": 0.05, "profiled_steps": 3}
+    run.metrics.energy = {"kwh": 0.1, "j_per_sample": 2.0, "gpu_hours": 0.1}
+    run.metrics.tflops_per_device, run.metrics.executed_tflops_per_device, run.metrics.mfu = 100.0, 100.0, 0.3
+    run.metrics.train_runtime, run.metrics.padding_share = 8.0, 0.7
+    screen, shown = plain_screen(total=1)
+    screen.show_result(run, Path("/sweep/0"), ["tracker: offline"])
+    lines = shown.getvalue().splitlines()
+    assert len(lines) <= 12
+    assert lines[0].startswith("╭─ completed")
+    assert [lines[n].split()[1] for n in (1, 2)] == ["throughput", "peak"]
+    assert "record.json has: " in shown.getvalue()
+    assert "built" in shown.getvalue().split("record.json has: ")[1]
+    assert lines[-1] == "tracker: offline"
+
+
+def test_the_end_of_a_sweep_has_its_table_the_winner_and_one_command() -> None:
+    screen, shown = plain_screen(total=2)
+    for number, (strategy, speed) in enumerate((("ddp", 300.0), ("fsdp", 100.0))):
+        screen.show_skipped(record(number, strategy=strategy, speed=speed, peak=1000.0))
+    shown.truncate(0)
+    screen.show_comparison()
+    assert shown.getvalue().split("\n\n")[-1].splitlines() == [
+        "Take ddp: it is 3.00x as fast as the next, fsdp full_shard.",
+        "to draw the report: distexp report /sweep",
+    ]
 
 
 def test_a_path_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

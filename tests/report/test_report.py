@@ -92,6 +92,35 @@ def test_result_files_have_a_row_per_run(tmp_path: Path) -> None:
     assert any("a \\| b, &lt;c>" in line for line in markdown)
 
 
+def test_figures_and_tables_for_a_paper_are_written(tmp_path: Path) -> None:
+    sweep = with_traces(tmp_path / "a_b", [enrich(run) for run in two_runs()])
+    done = report(sweep, "--figures", tmp_path / "paper")
+    assert done.returncode == 0, done.stderr
+    assert f"written: {tmp_path / 'paper'}, " in done.stdout.replace("\n", "")
+    starts = {"svg": b"<svg", "pdf": b"%PDF", "png": b"\x89PNG"}
+    for kind, start in starts.items():
+        assert (tmp_path / "paper" / f"memory_throughput.{kind}").read_bytes().startswith(start)
+    assert "var(--" not in (tmp_path / "paper" / "memory_throughput.svg").read_text()
+    latex = (tmp_path / "paper" / "runs.tex").read_text().splitlines()
+    assert latex[1:3] == [r"\begin{tabular}{rl" + latex[1].split("{rl")[1], r"\toprule"]
+    assert r"train loss" in latex[3]
+    assert r"speedup \\" in latex[3]
+    assert [line.split(" & ")[1] for line in latex[5:7]] == ["ddp", "fsdp"]
+    markdown = (tmp_path / "paper" / "runs.md").read_text()
+    assert "| 1 | fsdp | completed |" in markdown
+
+
+def test_a_missing_package_of_the_figures_is_named(tmp_path: Path) -> None:
+    sweep = write(tmp_path, *two_runs())
+    program = (
+        "import sys; sys.modules['vl_convert'] = None\n"
+        f"from distexp.report.__main__ import main; sys.exit(main([{str(sweep)!r}, '--figures', {str(tmp_path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("figures need the package vl-convert-python: pip install vl-convert-python")
+
+
 def test_configurations_of_different_types_share_a_column(tmp_path: Path) -> None:
     write(tmp_path, record(0, dataset__max_length=64), invalid(1, "wrong", dataset__max_length="auto"))
     assert report(tmp_path).returncode == 0

@@ -181,8 +181,8 @@ def _memory(overview: Overview, best: RunGroup) -> str:
     if memory is None or ranking is None or not (own := best.metric(memory)):
         return ""
     smallest = ranking.best
-    if smallest.group is best and not ranking.equal_to_best:
-        return ", and needs the least memory"
+    if smallest.group is best:
+        return ", and needs the least memory" if _is_decided(ranking, memory) else ""
     if not differs(best, smallest.group, memory):
         return ""
     return f", and needs {times(own.mean / smallest.value.mean)} the memory of {short_name(overview, smallest.group)}"
@@ -190,6 +190,11 @@ def _memory(overview: Overview, best: RunGroup) -> str:
 
 def _rankings(overview: Overview, metric: str | None) -> list[Ranking]:
     return [] if metric is None else list(rank_by_metric(overview, metric, largest=metric == SPEED))
+
+
+def _is_decided(ranking: Ranking, metric: str) -> bool:
+    """Return whether the first run of a ranking differs from all others."""
+    return all(differs(ranking.best.group, one.group, metric) for one in ranking.ranked[1:])
 
 
 def times(ratio: float) -> str:
@@ -208,7 +213,7 @@ def describe_tradeoff(overview: Overview, cost: str, noun: str) -> str:
     fast, cheap = speeds[0].best.group, costs[0].best.group
     name, other = short_name(overview, cheap), short_name(overview, fast)
     if cheap is fast:
-        is_sure = not (speeds[0].equal_to_best or costs[0].equal_to_best)
+        is_sure = _is_decided(speeds[0], SPEED) and _is_decided(costs[0], cost)
         return f"{name} is the fastest and needs the least {noun}" if is_sure else ""
     saved, lost = (_change(cheap, fast, metric) for metric in (cost, SPEED))
     if saved is None and lost is None:

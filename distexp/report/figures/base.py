@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import altair as alt
@@ -29,6 +30,7 @@ SINGLE_WIDTH = 640  # pixels of the only panel in a file
 NARROW, COLUMN, WIDE = 330, 500, 860  # pixels of a chart on the page: on a phone, of several panels, alone
 PANEL_WIDTH = 460  # pixels of one of several panels in a file
 PNG_SCALE = 2.0
+TITLE_LENGTH = 80  # letters of a line
 PHASES = ("compiling", "search", "setup", "warmup", "train", "profile", "eval", "save")
 LARGEST_DRAWN = 1e15  # also the loss of a diverged run, or a number in a record of another program
 MAX_COLORS = 8  # of one legend
@@ -100,7 +102,8 @@ class Figure:
         width = PANEL_WIDTH if len(self.panels) > 1 and not self.is_wide else SINGLE_WIDTH
         charts = [_with_title(panel).properties(width=width) for panel in self.panels]
         joined = charts[0] if len(charts) == 1 else self._concat(charts)
-        titled = joined.properties(title=alt.TitleParams(self.subtitle, fontSize=14)) if self.subtitle else joined
+        lines = wrap(self.finding or self.subtitle, TITLE_LENGTH)
+        titled = joined.properties(title=alt.TitleParams(lines, fontSize=14)) if lines else joined
         spec = _drawable(titled.to_dict(validate=False))
         return apply_palette({**spec, "config": {**chart_config(), "background": LIGHT["card"], "padding": 16}}, LIGHT)
 

@@ -123,10 +123,11 @@ class Tradeoff:
 
     def _labels_of(self, group: RunGroup, taken: Collection[int]) -> list[str]:
         """Return the labels of a point, the longest first."""
+        is_taken = id(group) in taken
+        if not is_taken and len(self.groups) > FEW_POINTS:
+            return [group.label]
         name = short_name(self.overview, group)
-        if id(group) in taken:
-            return [f"take {name}", f"take {group.label}", group.label]
-        return [name, group.label] if len(self.groups) <= FEW_POINTS else [group.label]
+        return [f"take {name}", f"take {group.label}", group.label] if is_taken else [name, group.label]
 
     def _crosses(self, failed: Rows, x: alt.X, y: alt.Y) -> list[Any]:
         if not failed:

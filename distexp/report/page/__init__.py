@@ -154,6 +154,39 @@ def _figure_lines(figure: Figure) -> Iterator[str]:
     yield from (f"- {_escape(sentence)}" for sentence in figure.sentences)
 
 
+LATEX = str.maketrans({
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\n": " ",
+})  # fmt: skip
+
+
+def format_tables(overview: Overview, figures: Sequence[Figure]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of a Markdown and a LaTeX file of each table: of the runs, and those of the figures."""
+    columns = list(overview_columns(overview))
+    cells = tuple(zip(*(column.cells for column in columns), strict=True))
+    tables = [("runs", TextTable("Runs", tuple(column.one_line_title for column in columns), cells))]
+    tables += [(f"{one.name}_{n}", table) for one in figures for n, table in enumerate(one.tables, start=1)]
+    tables += [(f"exercise_{n}", table) for n, table in enumerate(exercise_tables(overview), start=1)]
+    for name, table in tables:
+        right = [
+            all(row[n] == "-" or row[n][:1] in "+-~0123456789" for row in table.rows) for n in range(len(table.header))
+        ]
+        notes = [text for text in (*table.reasons, table.note) if text]
+        yield (
+            f"{name}.md",
+            "\n".join([f"{table.title}:", "", *_table(table.header, table.rows, right), *map(_escape, notes)]),
+        )
+        yield f"{name}.tex", "\n".join(_latex_lines(table, right))
+
+
+def _latex_lines(table: TextTable, right: Sequence[bool]) -> Iterator[str]:
+    """Yield the lines of a table of the LaTeX package booktabs."""
+    yield f"% {' '.join(table.title.split())}. It needs \\usepackage{{booktabs}}."
+    yield f"\\begin{{tabular}}{{{''.join('r' if one else 'l' for one in right)}}}"
+    rows = [" & ".join(cell.translate(LATEX) for cell in cells) + r" \\" for cells in (table.header, *table.rows)]
+    yield from (r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}", "")
+
+
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> list[str]:
     """Return the lines of a table; ``right`` has whether a column is right-aligned."""
     ruler = ["---:" if n < len(right) and right[n] else "---" for n in range(len(header))]
