@@ -145,7 +145,7 @@ class RowEncoder:
         return [self._enclose(ids[: self.room]) for ids in encoded]
 
     def _tag(self, items: Sequence[Item], name: str) -> text.LabeledTokens:
-        """Return words with the class of a word at its first token. A word after another one starts with a space."""
+        """Return words whose class is a label at the first token. All but the first start with a space."""
         words = [f" {word}" if place else word for _, row, _ in items for place, word in enumerate(row)]
         pieces = iter(self.tokenizer.encode_batch(words))
         before, after = (np.full(len(special), IGNORE) for special in self.tokenizer.affixes)
