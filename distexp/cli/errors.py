@@ -196,7 +196,8 @@ def data_overrides(path: str) -> str | None:
         return _join("model=resnet_tiny", "dataset=image_folder", f"dataset.path={path}")
     columns = first_columns(path)
     if root.suffix == ".json" and "data" in columns:
-        return _join("dataset=squad", f"dataset.train_path={path}", "dataset.eval_path=EVAL.json")
+        evaluation = next(iter(sorted(root.parent.glob("*dev*.json"))), root)
+        return _join("dataset=squad", f"dataset.train_path={path}", f"dataset.eval_path={evaluation}")
     return _text_overrides(path, columns)
 
 
