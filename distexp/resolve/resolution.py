@@ -34,6 +34,18 @@ def choose_kernels(config: Config) -> None:
         config.model.attention = _attention(config)
 
 
+DEFAULT_LENGTH = 512
+"""Most tokens of a sample of own texts, if the model has as many positions."""
+
+
+def choose_length(config: Config) -> None:
+    """Set the length of own texts, if it is open."""
+    if section_checks.reads_own_data(config.dataset) and "max_length" in config.dataset.keys:
+        config.dataset.max_length = config.dataset.max_length or min(
+            DEFAULT_LENGTH, config.model.seq_length or DEFAULT_LENGTH
+        )
+
+
 def fast_values(config: Config) -> Mapping[str, Any]:
     """Return the fast values of model and strategy, by key. Other keys keep their reference."""
     strategy, target = load_strategy(config), config.strategy._target_
@@ -243,6 +255,7 @@ SECTION_CHECKS: tuple[Step, ...] = (
 """Checks of each section by itself. Their errors are raised before anything is decided."""
 
 DECISIONS: tuple[Step, ...] = (
+    choose_length,
     scaling_rules.shrink_to_scale,
     resources.make_paths_absolute,
     section_checks.decide_task,  # reads the folder of the model

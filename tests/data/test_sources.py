@@ -101,9 +101,14 @@ def test_each_kind_of_data_trains_by_one_override(files: Path, tmp_path: Path) -
     cells = [[*line.split(), f"dataset.path={files / name}"] for name, line in OVERRIDES.items()]
     cells += [["dataset=squad_sample", "dataset.targets=all"]]
     sweep = f"sweep.cells={json.dumps(cells, separators=(',', ':'))}"
-    done = run_distexp(
-        "--multirun", "model=gpt_tiny", *ONE_WORKER, sweep, "train.max_steps=2", "hydra.sweep.dir=runs", cwd=tmp_path
+    words = (
+        "model=gpt_tiny",
+        *ONE_WORKER[:-1],
+        "train.micro_batch_size=2",
+        "train.max_steps=2",
+        "hydra.sweep.dir=runs",
     )
+    done = run_distexp("--multirun", *words, sweep, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [RunRecord.read(tmp_path / "runs" / str(number) / "record.json") for number in range(len(cells))]
     assert [record.status for record in records] == ["completed"] * len(cells)
@@ -410,10 +415,11 @@ def test_the_usual_layouts_of_class_folders_are_read(evaluation: str, tmp_path: 
         (("1.png", "2.png"), "has no class folders with images: use FOLDER/CLASS"),
         (("a/1.png", "b/notes.txt"), "1 of 2 class folders of .* have no image, as b"),
         (
-            ("train/a/1.png", "val/a/1.png", "val/c/1.png"),
+            ("train/a/1.png", "train/b/1.png", "val/a/1.png", "val/c/1.png"),
             "val has 1 of 2 class folders that .*/train does not have, as c",
         ),
-        (("train/a/1.png", "val/1.png"), "val has no class folders with images"),
+        (("train/a/1.png", "train/b/1.png", "val/1.png"), "val has no class folders with images"),
+        (("val/1.png", "val/2.png"), "has only the class folder val, but two or more are needed"),
         (("a/1.png", "b/1.png", "b/broken.jpg"), r"b/broken.jpg is not an image .*; 1 of \d images are broken"),
         (("wnids.txt",), "use dataset=tinyimagenet dataset.root="),
     ],
@@ -434,3 +440,10 @@ def test_all_tokens_of_squad_can_be_targets() -> None:
     assert torch.equal(whole.train[3]["input_ids"], answer.train[3]["input_ids"])
     assert token_counts(whole.train)[1].tolist() == (answer.train.lengths - 1).tolist()  # type: ignore[attr-defined, union-attr]
     assert np.array_equal(whole.evaluation.prompt(0), answer.evaluation.prompt(0))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("overrides", "length"), [((), 128), (("model=bloom_tiny",), 512), (("scale=tiny",), 64)])
+def test_the_length_of_texts_is_that_of_the_model(overrides: tuple[str, ...], length: int, files: Path) -> None:
+    path = f"dataset.path={files / 'my.jsonl'}"
+    config = resolve_cell(*overrides, *(ONE_WORKER if overrides else TEXT[:1] + ONE_WORKER), "dataset=text", path)
+    assert config.dataset.max_length == length

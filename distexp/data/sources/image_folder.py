@@ -127,6 +127,8 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
     eval_root = Path(eval_path) if eval_path else found
     train = class_files(train_root)
     classes, notes = tuple(train), list(_notes(train_root))
+    if len(classes) < 2:
+        raise ConfigError(f"{train_root} has only the class folder {classes[0]}, but two or more are needed: {LAYOUT}")
     if eval_root is None:
         names = [(name, label) for label, names in enumerate(train.values()) for name in names]
         random.Random(0).shuffle(names)  # The evaluation set is the same for every train.seed.
