@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distexp.config.keys import set_value
 from distexp.runs.record import RunRecord
 from distexp.runs.run_dir import RECORD
 from tests.helpers.forked_cli import TIMEOUT_S
@@ -158,20 +159,33 @@ TRUSTED = "trusted_packages=[zoo_ranks,odd_models]"
 
 def hugging_face(folder: Path, kind: str) -> tuple[str, ...]:
     """Write the ``config.json`` of a small causal LM; return the overrides that train it with random weights."""
+    return ("model=hf", f"model.name={write_config(folder, kind)}", "model.init=random", "model.tokenizer=byte")
+
+
+def write_config(folder: Path, kind: str) -> Path:
+    """Write the ``config.json`` of a small causal LM into a folder of its own."""
     path = folder / "configs" / kind
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({"model_type": kind, **CAUSAL[kind]}))
-    return ("model=hf", f"model.name={path}", "model.init=random")
+    return path
 
 
-def train_all(folder: Path, models: Mapping[str, tuple[str, ...]], cells: Mapping[str, tuple[str, ...]]) -> None:
-    """Train each model on one worker and, in each cell, on two, from few processes that import the libraries once."""
-    for name, model in models.items():
-        for cell, strategy, workers in [(SINGLE, ("strategy=single",), 1), *((c, s, 2) for c, s in cells.items())]:
-            split = f"cluster.workers_per_node={workers}", f"train.gradient_accumulation_steps={4 // workers}"
+def train_all(
+    folder: Path, base: Sequence[str], models: Mapping[str, Mapping[str, Any]], cells: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Train each model on one worker and, in each cell, on two, from a process that imports the libraries once.
+
+    A model has values of keys, which are set in the configuration that the overrides ``base`` and those of a cell give.
+    """
+    for cell, strategy, workers in [(SINGLE, ("strategy=single",), 1), *((c, s, 2) for c, s in cells.items())]:
+        split = f"cluster.workers_per_node={workers}", f"train.gradient_accumulation_steps={4 // workers}"
+        spec = make_spec(*base, *COMMON, TRUSTED, *strategy, *split)
+        for name, values in models.items():
             run = folder / f"{name}-{workers}" / cell
             run.mkdir(parents=True)
-            make_spec(*model, *COMMON, TRUSTED, *strategy, *split).write(run)
+            for key, value in values.items():
+                set_value(spec.config, key, value)
+            spec.write(run)
     done = start_module("tests.helpers.zoo_ranks", str(folder), timeout=2 * TIMEOUT_S, env=RANKS)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 

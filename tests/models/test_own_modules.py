@@ -15,7 +15,7 @@ from tests.helpers.zoo import SINGLE, STRATEGIES, outcomes, read_outcome, train_
 MODEL = (
     *("model=gpt_tiny", "model._target_=odd_models.build", "model.keys=[tokenizer,options,tie_embeddings]"),
     *("model.vocab_size=null", "model.hidden_size=null", "model.num_layers=null", "model.num_heads=null"),
-    *("model.ff_dim=null", "model.seq_length=null", "+model.options.kind={kind}"),
+    *("model.ff_dim=null", "model.seq_length=null", "+model.options.kind=item"),
 )
 SHARDED, ZERO = ("full_shard", "hybrid_shard"), ("zero1", "zero2", "zero3")
 OUTSIDE = r"uses weights of a block outside of its forward pass.* Use fsdp.wrap=none, .* or strategy=ddp"
@@ -45,9 +45,10 @@ pytestmark = pytest.mark.slow
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the runs of all kinds."""
     folder = tmp_path_factory.mktemp("own")
-    models = {kind: tuple(text.format(kind=kind) for text in MODEL) for kind in KINDS}
-    models["loss"] += ("train.loss=own",)
-    train_all(folder, models, CELLS)
+    models = {
+        kind: {"model.options": {"kind": kind}, "train.loss": "own" if kind == "loss" else "full"} for kind in KINDS
+    }
+    train_all(folder, MODEL, models, CELLS)
     return folder
 
 

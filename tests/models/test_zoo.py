@@ -12,7 +12,7 @@ import torch
 from distexp.config import ConfigError
 from distexp.models import hf
 from tests.helpers.runs import resolve_cell
-from tests.helpers.zoo import CAUSAL, STRATEGIES, hugging_face, outcomes, train_all
+from tests.helpers.zoo import CAUSAL, STRATEGIES, hugging_face, outcomes, train_all, write_config
 
 REFUSED = {
     # Its evaluation reads weights of its blocks outside of their forward pass, so that DeepSpeed sees another order.
@@ -24,7 +24,8 @@ REFUSED = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the runs of all architectures."""
     folder = tmp_path_factory.mktemp("zoo")
-    train_all(folder, {kind: hugging_face(folder, kind) for kind in CAUSAL}, STRATEGIES)
+    models = {kind: {"model.name": str(write_config(folder, kind))} for kind in CAUSAL}
+    train_all(folder, hugging_face(folder / "base", "llama"), models, STRATEGIES)
     return folder
 
 
@@ -68,7 +69,7 @@ def test_a_model_that_sees_later_tokens_is_refused_before_a_worker_starts(kind: 
     added = f"model.options.{key}=true"
     with pytest.raises(ConfigError, match=rf"is not a causal LM.*\({kind} with {key}=false\): add {added}"):
         resolve_cell(*overrides)
-    model = resolve_cell(*overrides, added if key == "is_decoder" else f"+{added}").model
+    model = resolve_cell(*overrides, f"+{added}").model
     torch.manual_seed(1)
     built = hf.build(model, 300)
     hf.check_causal(built, model)  # The added key makes it causal.
