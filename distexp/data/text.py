@@ -165,7 +165,7 @@ class TextCollate:
 
     A causal LM predicts ``labels[:, 1:]``, so the first label of a sequence is never a target. Packed rows keep their
     positions, and have no attention mask: their padding counts as another sample. Of other tasks each label is a
-    target. The labels of seq2seq samples have a length of their own, and are also the input DECODER_LABELS.
+    target. The labels of seq2seq samples have another length, and are also the input DECODER_LABELS.
     """
 
     pad_id: int  # token id of the padding

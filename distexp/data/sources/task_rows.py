@@ -146,8 +146,8 @@ class RowEncoder:
 
     def _tag(self, items: Sequence[Item], name: str) -> text.LabeledTokens:
         """Return words with the class of a word at its first token. A word after another one starts with a space."""
-        words = [f" {word}" if place else word for _, row, _ in items for place, word in enumerate(row)]
-        pieces = iter(self.tokenizer.encode_batch(words))
+        spaced = [f" {each}" if place else each for _, row, _ in items for place, each in enumerate(row)]
+        pieces = iter(self.tokenizer.encode_batch(spaced))
         before, after = (np.full(len(special), IGNORE) for special in self.tokenizer.affixes)
         inputs, labels = [], []
         for place, row, tags in items:
