@@ -52,6 +52,9 @@ def causality_error(model: ModelConfig, architecture: Mapping[str, Any]) -> str 
     )
 
 
+TIMM_MISSING = "model=timm needs its library: pip install 'distexp[vision]'"
+
+
 def read_architecture(source: str) -> Mapping[str, Any]:
     """Return config.json of a folder, or of a hub id in the local cache; empty if it cannot be read."""
     path = Path(source, "config.json")

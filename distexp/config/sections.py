@@ -182,7 +182,9 @@ class DatasetConfig:
     prompt_column: str = key("prompt", "Column with the prompt.", id_if_changed=True)
     answer_column: str = key("answer", "Column with the answer.", id_if_changed=True)
     label_column: str = key("label", "Column with the class of a text: a name, or a number from 0.", id_if_changed=True)
-    tokens_column: str = key("tokens", "Column with the list of words in a text.", id_if_changed=True)
+    tokens_column: str = key(
+        "tokens", "Column with the tokens of a text, as a list: each is a word.", id_if_changed=True
+    )
     tags_column: str = key("tags", "Column with the classes of these words, as a list.", id_if_changed=True)
     messages_column: str = key(
         "messages", "Column with lists of messages, each with `role` and `content`. If it exists, it is used in place "

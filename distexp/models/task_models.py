@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distexp.config import ConfigError, ModelConfig
-from distexp.config.model_checks import validate_model
+from distexp.config.model_checks import TIMM_MISSING, validate_model
 from distexp.config.tasks import TASKS, task_of
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
@@ -141,7 +141,7 @@ def build_timm(model: ModelConfig, num_classes: int) -> nn.Module:
     """Build an image classifier of timm by name. Raise ConfigError if timm or the name is missing."""
     validate_model(model)
     if find_spec("timm") is None:
-        raise ConfigError(f"model=timm needs its library: {INSTALL}")
+        raise ConfigError(TIMM_MISSING)
     import timm
 
     if not timm.is_model(model.name):
@@ -158,9 +158,6 @@ def build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
     if model.name not in known:
         raise _unknown_name(model, known)
     return _image_model(model, models.get_model(model.name, weights=None, num_classes=num_classes), num_classes)
-
-
-INSTALL = "pip install 'distexp[vision]'"
 
 
 def _unknown_name(model: ModelConfig, known: list[str]) -> ConfigError:

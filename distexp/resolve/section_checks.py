@@ -43,7 +43,7 @@ def decide_task(config: Config) -> Iterator[str]:
     if source is not None and model_checks.names_source(model):
         model.task = task_of_architecture(model_checks.read_architecture(source))
         return
-    model.task = "causal_lm"  # so that the other checks can run
+    model.task = "causal_lm"  # so that the other checks can continue
     yield (
         f"model.task={AUTO} needs the config.json of a model, which model={model.name} has not: use one of "
         f"{', '.join(TASKS)}"
@@ -334,6 +334,12 @@ def check_model_files(config: Config) -> Iterator[str]:
     """Yield an error if the weights source is a folder without a model. Hub ids are checked when loaded."""
     model = config.model
     source, key = model_checks.weights_source(model), f"model.{model_checks.weights_source_key(model)}"
+    if model._target_.endswith("build_timm") and find_spec("timm") is None:
+        yield model_checks.TIMM_MISSING
+    if model._target_.startswith("distexp.models.task_models.") and model.init == "pretrained":
+        if source is not None and not os.path.isfile(source):
+            yield f"{key}={source} is not a file: set it to the .safetensors or .pth file with the weights"
+        return
     if source is None or not model_checks.loads_from_source(model):
         return
     if os.path.exists(source):

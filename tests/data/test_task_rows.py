@@ -15,7 +15,7 @@ from distexp.data.sources.documents import load_chat, load_text
 from distexp.data.tokenization import HuggingFaceTokenizer
 from tests.helpers.runs import resolve_cell
 
-NOUNS = ("Ada", "bakes", "bread", "in", "Oslo", "every", "morning")
+SENTENCE = ("Ada", "bakes", "bread", "in", "Oslo", "every", "morning")
 LENGTH = 24
 
 
@@ -35,7 +35,7 @@ def load(folder: Path, task: str, rows: Sequence[dict[str, Any]], *overrides: st
 
 
 def sentence(number: int) -> str:
-    return " ".join(NOUNS[: 2 + number % 6])
+    return " ".join(SENTENCE[: 2 + number % 6])
 
 
 def test_a_masked_lm_predicts_some_tokens_of_each_epoch(tmp_path: Path) -> None:
@@ -74,10 +74,10 @@ def test_a_masked_lm_predicts_some_tokens_of_each_epoch(tmp_path: Path) -> None:
 
 
 def test_pairs_have_labels_for_the_decoder(tmp_path: Path) -> None:
-    rows = [{"prompt": sentence(number), "answer": NOUNS[number % 7]} for number in range(20)]
+    rows = [{"prompt": sentence(number), "answer": SENTENCE[number % 7]} for number in range(20)]
     data = load(tmp_path, "seq2seq_lm", rows)
     sample = data.train[3]
-    assert data.tokenizer.decode(sample["labels"].tolist()) in NOUNS
+    assert data.tokenizer.decode(sample["labels"].tolist()) in SENTENCE
     assert sample["labels"][-1] == data.tokenizer.eos_id == sample["input_ids"][-1]
     batch = data.collate([data.train[index] for index in range(5)])
     assert batch.inputs["input_ids"].shape == (5, LENGTH)
@@ -105,7 +105,7 @@ def test_texts_have_classes(labels: list[Any], tmp_path: Path) -> None:
 
 def test_the_first_token_of_a_word_has_its_tag(tmp_path: Path) -> None:
     tags = {"Ada": "PER", "Oslo": "LOC"}
-    rows = [{"tokens": list(NOUNS[: 5 + number % 3]), "tags": []} for number in range(20)]
+    rows = [{"tokens": list(SENTENCE[: 5 + number % 3]), "tags": []} for number in range(20)]
     rows = [{**row, "tags": [tags.get(word, "O") for word in row["tokens"]]} for row in rows]
     data = load(tmp_path, "token_classification", rows, "model.vocab_size=null")
     assert data.class_names == ("LOC", "O", "PER")
