@@ -201,7 +201,9 @@ def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
             "no wrapper" if built.wrapper == "none" else built.wrapper,
         )
         stand_in = f" ({label})" if run_texts.STAND_IN in label else ""
-        model = f"{built.parameters:,} parameters{stand_in}, {built.optimizer}"
+        trained = built.trained_parameters
+        frozen = "" if trained in (None, built.parameters) else f", {trained:,} of them trained"
+        model = f"{built.parameters:,} parameters{stand_in}{frozen}, {built.optimizer}"
         yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}, {model}"
     if kernels := describe_kernels(record.config):
         yield "kernels", kernels

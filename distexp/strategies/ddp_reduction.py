@@ -43,7 +43,8 @@ class StepWeights:
             if isinstance(owner, _BatchNorm):
                 continue
             for name, master in owner.named_parameters(recurse=False, remove_duplicate=False):
-                if master.is_floating_point() and master.dtype != dtype:  # frozen weights may be in 16 bits already
+                has_type = master.dtype == dtype and not master.requires_grad  # a frozen weight may be in 16 bits
+                if master.is_floating_point() and not has_type:
                     self._owners.append((owner, name, master, self._shared_copy(master)))
         self._install(copies=True)
 

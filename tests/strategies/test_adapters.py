@@ -139,13 +139,13 @@ def test_adapters_of_another_model_or_rank_are_refused(runs: Runs, models: Path,
     shutil.copytree(models / "llama", tmp_path / "other")
     base.model.norm.weight.data[0] = 2.0
     base.save_pretrained(tmp_path / "other")
-    resumed = f"train.resume={runs('torch', 1) / 'llama'}"
+    resumed = ("train.checkpoint_every=null", f"train.resume={runs('torch', 1) / 'llama'}")
     given = [text.replace("FOLDER/llama", str(tmp_path / "other")) for text in HF]
     same = [text.replace("FOLDER", str(models)) for text in HF]
     cells = {
-        "other": (*COMMON, *given, "strategy=single", resumed),
-        "rank": (*COMMON, *same, "strategy=single", resumed, "adapter.rank=2"),
-        "full": (*(text for text in COMMON if "adapter" not in text), *same, "strategy=single", resumed),
+        "other": (*COMMON, *given, "strategy=single", *resumed),
+        "rank": (*COMMON, *same, "strategy=single", *resumed, "adapter.rank=2"),
+        "full": (*(text for text in COMMON if "adapter" not in text), *same, "strategy=single", *resumed),
     }
     folder = run_grid(HELPERS / "interrupted_runs.py", tmp_path / "cells", 1, cells)
     refused = {name: (folder / name / "refused.txt").read_text() for name in cells}

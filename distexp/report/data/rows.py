@@ -173,7 +173,7 @@ def read_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    completed: dict[str, Any] = dict(config)
+    completed: dict[str, Any] = {"adapter": {}, **config}  # Earlier records have no such section.
     for section, defaults in _defaults().items():
         if isinstance(present := completed.get(section), Mapping):
             completed[section] = {**present, **{name: defaults[name] for name in defaults if name not in present}}
