@@ -137,7 +137,8 @@ def headline(overview: Overview) -> Iterator[str]:
     rankings, taken = _speed_rankings(overview), {group.task: group for group in recommended(overview)}
     for ranking in rankings:
         sentence = _compare(overview, ranking, taken.get(ranking.task))
-        yield f"{ranking.task}: {sentence}" if len(rankings) > 1 else sentence
+        is_named = len(rankings) < 2 or f"model={ranking.task.split()[0]}" in sentence
+        yield sentence if is_named else f"{ranking.task}: {sentence}"
     disturbed = [group.label for group in overview.groups if group.disturbance]
     if disturbed and not are_trials(overview.rows):
         start = "Not ranked" if rankings else "Fastest: not decided"
