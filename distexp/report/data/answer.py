@@ -89,6 +89,8 @@ def recommended(overview: Overview) -> Iterator[RunGroup]:
         return
     memory = memory_metric(overview)
     for ranking in _speed_rankings(overview):
+        if overview.exceeds_workers(ranking.best.group):
+            continue
         best, equal = ranking.best.group, [one.group for one in ranking.equal_to_best]
         sizes = {id(group): size.mean for group in (best, *equal) if memory and (size := group.metric(memory))}
         smallest = min((best, *equal), key=lambda group: sizes.get(id(group), math.inf))
@@ -137,7 +139,8 @@ def headline(overview: Overview) -> Iterator[str]:
     rankings, taken = _speed_rankings(overview), {group.task: group for group in recommended(overview)}
     for ranking in rankings:
         sentence = _compare(overview, ranking, taken.get(ranking.task))
-        yield f"{ranking.task}: {sentence}" if len(rankings) > 1 else sentence
+        is_named = len(rankings) < 2 or f"model={ranking.task.split()[0]}" in sentence
+        yield sentence if is_named else f"{ranking.task}: {sentence}"
     disturbed = [group.label for group in overview.groups if group.disturbance]
     if disturbed and not are_trials(overview.rows):
         start = "Not ranked" if rankings else "Fastest: not decided"
@@ -161,6 +164,8 @@ def _describe_only(overview: Overview, group: RunGroup) -> Iterator[str]:
 
 def _compare(overview: Overview, ranking: Ranking, taken: RunGroup | None) -> str:
     best, equal, following = ranking.best, ranking.equal_to_best, ranking.ranked[1]
+    if doubt := _doubt(overview, best.group):
+        return f"Not decided: {doubt}."
     if equal:
         noise = max(difference_noise(best.value, other.value) or 0.0 for other in equal)
         labels = name_runs(one.group.label for one in (best, *equal))
@@ -173,6 +178,14 @@ def _compare(overview: Overview, ranking: Ranking, taken: RunGroup | None) -> st
         return f"{start}: it is about as fast as {short_name(overview, following.group)}."
     ratio, memory = times(best.value.mean / following.value.mean), _memory(overview, best.group)
     return f"{start}: it is {ratio} as fast as the next, {short_name(overview, following.group)}{memory}."
+
+
+def _doubt(overview: Overview, best: RunGroup) -> str:
+    """Return why the speed of the fastest run proves nothing: the baseline was slowed down. Empty if it does."""
+    if overview.baseline is None or not overview.exceeds_workers(best):
+        return ""
+    label = run_label(overview.baseline.label)
+    return f"{short_name(overview, best)} is faster than its workers explain, so do not trust the baseline, {label}"
 
 
 def _memory(overview: Overview, best: RunGroup) -> str:
@@ -211,6 +224,8 @@ def describe_tradeoff(overview: Overview, cost: str, noun: str) -> str:
     if are_trials(overview.rows) or len(speeds) != 1 or len(costs) != 1 or len(speeds[0].ranked) < 2:
         return ""
     fast, cheap = speeds[0].best.group, costs[0].best.group
+    if _doubt(overview, fast):
+        return ""
     name, other = short_name(overview, cheap), short_name(overview, fast)
     if cheap is fast:
         is_sure = _is_decided(speeds[0], SPEED) and _is_decided(costs[0], cost)
@@ -262,6 +277,9 @@ def _best_tile(overview: Overview, name: str, title: str, what: str, unit: str) 
     if len(rankings) != 1:
         return
     best, equal, others = rankings[0].best, rankings[0].equal_to_best, rankings[0].ranked[1:]
+    if name in (SPEED, COST) and (doubt := _doubt(overview, best.group)):
+        yield Tile(title + what, "not decided", doubt)
+        return
     shown = f"{metric.format_value(best.value.mean)} {unit}"
     if not others:
         if len(overview.groups) == 1:

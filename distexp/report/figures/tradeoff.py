@@ -86,7 +86,7 @@ class Tradeoff:
         if self.has_labels:
             yield "The numbers are those of the runs in the table. If there is no room, some are left out."
         if any(recommended(self.overview)):
-            yield "Black ring: the run to take, the fastest one, or the smallest one of those that are equally fast."
+            yield "Ring: the run to take, the fastest one, or the smallest one of those that are equally fast."
 
     def _draw(self) -> alt.LayerChart | None:
         """Draw the chart; None if there are no points, or a single one."""

@@ -54,6 +54,11 @@ def test_starved_baselines_mark_the_speedups_of_the_others() -> None:
 
 def test_speedups_above_the_number_of_workers_are_marked() -> None:
     single = record(0, strategy="single", speed=50.0, cluster__workers_per_node=1, cluster__cpus_per_worker=2)
+    overview = Overview.from_records([single, record(1, speed=400.0)])
+    doubt = "ddp, workers=2 is faster than its workers explain, so do not trust the baseline, run 0"
+    assert list(headline(overview)) == [f"Not decided: {doubt}."]
+    tiles = {tile.name: tile for tile in build_tiles(overview)}
+    assert (tiles["fastest"].value, tiles["fastest"].detail) == ("not decided", doubt)
     text = unwrapped(printed([single, record(1, speed=400.0), record(2, strategy="fsdp", speed=130.0)]))
     assert "!: The speedup of run 1 is larger than its number of workers. Do not trust the baseline, run 0 (" in text
     assert "Likely reason: its 2 threads per worker wait on busy cores. Set cluster.cpus_per_worker=1." in text
