@@ -63,6 +63,7 @@ class MetricsLogger:
         self.stopped: record_sections.RunError | None = None  # why the training ended before its last step
         self.logged = 0  # last step written to metrics.jsonl
         self.has_warned = False  # that a step had no gradient
+        self.optimizer: Any = None  # that of the model which the watchers follow
         self.path = context.run_dir / run_dir.METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
 
@@ -98,6 +99,7 @@ class MetricsLogger:
 
     def follow(self, module: nn.Module, optimizer: Any) -> None:
         """Let the watchers measure a distributed model. Call it as soon as the model is built."""
+        self.optimizer = optimizer
         self.watchers.follow(module, partial(read_model_tensors, module, optimizer))
 
     def start(self) -> None:
@@ -240,7 +242,7 @@ class MetricsLogger:
                 "loss": sum(losses) / len(losses),
                 **({"router_loss": sum(router) / len(router)} if router else {}),
                 "grad_norm": self._checked_norm(norm, losses[-1]),
-                "learning_rate": rate,
+                "learning_rate": live_rate(self.optimizer, planned=rate),
                 "step_time_s": seconds,
                 "samples_per_second": sum(samples) / len(samples) / seconds,
             },
@@ -257,6 +259,12 @@ class MetricsLogger:
                 flush=True,
             )
         return value
+
+
+def live_rate(optimizer: Any, *, planned: float) -> float:
+    """Return the learning rate with which an optimizer has updated its first group; the planned one without groups."""
+    groups = getattr(optimizer, "param_groups", None)
+    return float(groups[0]["lr"]) if groups and "lr" in groups[0] else planned
 
 
 class DivergedError(RuntimeError):

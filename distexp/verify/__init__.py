@@ -85,9 +85,16 @@ def verify_cells(
 ) -> list[dict[str, Any]]:
     """Train and compare all cells; return their results, in the order of the cells."""
     labels, planned = labels_of(cells), {}
+    known: dict[tuple[str, ...], Cell] = {}  # The variants of a sweep have the same references.
+
+    def make_once(overrides: Sequence[str]) -> Cell:
+        if tuple(overrides) not in known:
+            known[tuple(overrides)] = make(overrides)
+        return known[tuple(overrides)]
+
     for number, (cell, label) in enumerate(zip(cells, labels, strict=True)):
         if cell.config is not None:
-            planned[number] = plan_variant(cell, label, sweep_dir / str(number), make, quick=quick)
+            planned[number] = plan_variant(cell, label, sweep_dir / str(number), make_once, quick=quick)
             planned[number].directory.mkdir(parents=True, exist_ok=True)
             build_operators(planned[number])
     started = time.monotonic()

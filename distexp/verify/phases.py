@@ -16,7 +16,7 @@ from distexp.compose.composition import Cell, MakeCell
 from distexp.config import Config
 from distexp.config.keys import config_groups, speed_references, strategy_groups, strategy_sections
 from distexp.config.model_checks import depends_on_micro_batch
-from distexp.config.overrides import key_of, quote_choice
+from distexp.config.overrides import format_override, key_of, quote_choice
 from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
@@ -261,7 +261,7 @@ def labels_of(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         name = strategy_label(cell.config) if cell.config is not None else "invalid"
         further = [text for text in cell.varied if not _chooses_strategy(text) or "." in key_of(text)]
-        found.append(" ".join([name, *further]))
+        found.append(" ".join([name, *map(format_override, further)]))
     return found
 
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -64,12 +64,9 @@ def main() -> int:
     references, *variants = [Group(timeout_s=timeout_s, **group) for group in job["groups"]]
     references.start()
     for group, variant in zip(variants, job["variants"], strict=True):
-        group.run(meanwhile=references.poll)
-        needed = [Path(phase["directories"]["reference"]) for phase in variant["phases"]]
-        needed += [Path(phase["directories"]["noise"]) for phase in variant["phases"]]
-        references.run_until(needed)
-        files.write_json(Path(variant["directory"]) / RESULT, files.nan_to_none(compare_variant(variant)))
-    references.run()
+        result = compare_variant(variant, list(compare_phases(variant, group, references)))
+        files.write_json(Path(variant["directory"]) / RESULT, files.nan_to_none(result))
+    references.stop()
     return 0
 
 
@@ -84,16 +81,10 @@ class Group:
     _done: int = 0  # runs that have ended
     _since: float = 0.0  # when the current run started
 
-    def run(self, meanwhile: Any = lambda: None) -> None:
-        """Train all runs."""
+    def run_until(self, needed: Sequence[str]) -> None:
+        """Train runs until some of this group have ended."""
+        waiting = set(needed) & set(self.runs)
         self.start()
-        while not self.poll():
-            meanwhile()
-            time.sleep(POLL_S)
-
-    def run_until(self, needed: Sequence[Path]) -> None:
-        """Train runs until some have ended."""
-        waiting = {str(path) for path in needed}
         while waiting - set(self.runs[: self._done]) and not self.poll():
             time.sleep(POLL_S)
 
@@ -140,13 +131,17 @@ class Group:
             files.write_json(path, {"rank": rank, "error": message})
 
     def _restart(self) -> None:
+        self.stop()
+        self._done += 1
+        self.start()
+
+    def stop(self) -> None:
+        """End all ranks."""
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         self._pids.clear()
-        self._done += 1
-        self.start()
 
 
 def run_rank(runs: Sequence[str], rank: int, parent: int) -> None:
@@ -223,13 +218,16 @@ def prepare_data(data: TaskData, config: Config, settings: RunSettings) -> TaskD
 
 
 def uneven_shares(length: int, config: Config, settings: RunSettings) -> dict[int, float]:
-    """Return the share of the targets that a sample keeps, by its index. The second micro-batch has no target."""
+    """Return the share of the targets that a sample keeps, by its index.
+
+    The second micro-batch of the second step has no target. The first step shows how targets are weighted.
+    """
     sharding = BatchSharding(0, settings.world_size, settings.micro_batch, settings.accumulation)
     order = ShardedBatchSampler(length, sharding, seed=config.train.seed, shuffle=True).global_batches(0).flatten()
-    size = settings.micro_batch
+    first = sharding.global_batch + settings.micro_batch
     shares = {}
     for position, index in enumerate(order.tolist()):
-        is_empty = size <= position < 2 * size
+        is_empty = first <= position < first + settings.micro_batch
         shares[index % length] = 0.0 if is_empty else (1.0, 0.3, 0.7, 0.15, 0.5)[position % 5]
     return shares
 
@@ -273,9 +271,21 @@ class ReversedCollate:
         return batch
 
 
-def compare_variant(variant: dict[str, Any]) -> dict[str, Any]:
+def compare_phases(variant: dict[str, Any], group: Group, references: Group) -> Iterator[dict[str, Any]]:
+    """Yield the result of each phase up to the first that differs. What follows it would only be its consequence."""
+    for phase in variant["phases"]:
+        needed = list(phase["directories"].values())
+        for each in (group, references):
+            each.run_until(needed)
+        result = compare_phase(phase)
+        yield result
+        if result["status"] == DIFFERENT:
+            break
+    group.stop()
+
+
+def compare_variant(variant: dict[str, Any], phases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the result of a variant: its status, the cause of the first difference, and the phases."""
-    phases = [compare_phase(phase) for phase in variant["phases"]]
     different = [phase for phase in phases if phase["status"] == DIFFERENT]
     failed = [phase for phase in phases if phase["status"] == FAILED]
     status = DIFFERENT if different else NOT_COMPARABLE if failed or not phases else EQUAL
@@ -292,6 +302,7 @@ def compare_variant(variant: dict[str, Any]) -> dict[str, Any]:
         "reasons": reasons,
         "skipped": variant["skipped"],
         "phases": phases,
+        "not_run": [phase["name"] for phase in variant["phases"][len(phases) :]],
     }
 
 

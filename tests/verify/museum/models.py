@@ -48,7 +48,7 @@ class AllReduced(TorchModel):
     def reduce_one(self, name: str, gradient: Tensor) -> None:
         """Average one gradient."""
         dist.all_reduce(gradient)
-        gradient /= self.workers
+        gradient.div_(self.workers)
 
     def gradients(self) -> list[Tensor]:
         """Return all gradients."""
@@ -67,7 +67,7 @@ class AveragedTwice(AllReduced):
 
     def reduce_one(self, name: str, gradient: Tensor) -> None:
         super().reduce_one(name, gradient)
-        gradient /= self.workers
+        gradient.div_(self.workers)
 
 
 class NotReduced(AllReduced):
@@ -99,7 +99,7 @@ class LayerScaled(AllReduced):
     def reduce_one(self, name: str, gradient: Tensor) -> None:
         super().reduce_one(name, gradient)
         if ".h.1." in name:
-            gradient /= self.workers
+            gradient.div_(self.workers)
 
 
 class ReducedInBf16(AllReduced):
@@ -117,7 +117,7 @@ class AccumulationSummed(AllReduced):
     def reduce(self) -> None:
         super().reduce()
         for gradient in self.gradients():
-            gradient *= self.config.train.gradient_accumulation_steps
+            gradient.mul_(self.config.train.gradient_accumulation_steps)
 
 
 class LastMicroBatchOnly(AllReduced):
@@ -141,10 +141,10 @@ class LastReducedOnly(AllReduced):
     def reduce(self) -> None:
         before = self.before or [torch.zeros_like(gradient) for gradient in self.gradients()]
         for gradient, earlier in zip(self.gradients(), before, strict=True):
-            gradient -= earlier
+            gradient.sub_(earlier)
         super().reduce()
         for gradient, earlier in zip(self.gradients(), before, strict=True):
-            gradient += earlier
+            gradient.add_(earlier)
 
 
 class MeanPerMicroBatch(AllReduced):
@@ -212,7 +212,7 @@ class LocalClipNorm(AllReduced):
         norm = optimizers.gradient_norm(part)
         if self.clipping is not None:
             for gradient in gradients:
-                gradient *= optimizers.clipping_scale(norm, self.clipping).float()
+                gradient.mul_(optimizers.clipping_scale(norm, self.clipping).float())
         self.optimizer.step()
         return norm.float()
 
@@ -226,7 +226,7 @@ class PartialNorm(AllReduced):
         norm = optimizers.gradient_norm(part)
         if self.clipping is not None:
             for gradient in self.gradients():
-                gradient *= optimizers.clipping_scale(norm, self.clipping).float()
+                gradient.mul_(optimizers.clipping_scale(norm, self.clipping).float())
         self.optimizer.step()
         return norm.float()
 
@@ -254,7 +254,7 @@ class ClippedOneByOne(AllReduced):
         norm = optimizers.gradient_norm(self.gradients()).float()
         if self.clipping is not None:
             for gradient in self.gradients():
-                gradient *= min(1.0, self.clipping / (float(gradient.norm()) + 1e-6))
+                gradient.mul_(min(1.0, self.clipping / (float(gradient.norm()) + 1e-6)))
         self.optimizer.step()
         return norm
 
@@ -304,7 +304,7 @@ class OtherInitialWeights(AllReduced):
     def prepare(self, model: nn.Module) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 1e-3 * self.rank * torch.randn_like(parameter)
+                parameter.add_(1e-3 * self.rank * torch.randn_like(parameter))
 
 
 class WrongSeed(AllReduced):
@@ -313,7 +313,7 @@ class WrongSeed(AllReduced):
     def prepare(self, model: nn.Module) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter *= 1.01
+                parameter.mul_(1.01)
 
 
 class FrozenTrained(AllReduced):

@@ -51,7 +51,7 @@ def unchanged(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
 
 @contextmanager
 def same_samples(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """All ranks read the samples of rank 0."""
+    """Let all ranks read the samples of rank 0."""
     sampler = inputs.training.sampler
     sampler.sharding = replace(sampler.sharding, rank=0)
     yield inputs
@@ -59,7 +59,7 @@ def same_samples(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInput
 
 @contextmanager
 def overlapping_shares(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """The last rank reads the first sample of rank 0 in place of its own."""
+    """Let the last rank read the first sample of rank 0 in place of its own."""
     sampler, whole = inputs.training.sampler, inputs.training.sampler.global_batches
 
     def overlapping(epoch: int) -> Any:
@@ -74,7 +74,7 @@ def overlapping_shares(inputs: TrainingInputs, context: Any) -> Iterator[Trainin
 
 @contextmanager
 def same_epochs(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """Every epoch has the order of the first one."""
+    """Give every epoch the order of the first one."""
     sampler, whole = inputs.training.sampler, inputs.training.sampler.global_batches
     with patch.object(sampler, "global_batches", lambda epoch: whole(0)):
         yield inputs
@@ -82,7 +82,7 @@ def same_epochs(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs
 
 @contextmanager
 def dropped_batch(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """The last batch of each epoch is dropped if it is not complete."""
+    """Drop the last batch of each epoch if it is not complete."""
     sampler = inputs.training.sampler
     complete = sampler.length // sampler.sharding.global_batch
     yield replace(inputs, plan=replace(inputs.plan, steps_per_epoch=complete))
@@ -90,7 +90,7 @@ def dropped_batch(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInpu
 
 @contextmanager
 def shifted_labels(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """The labels are shifted before the loss shifts them again."""
+    """Shift the labels before the loss shifts them again."""
     loader = inputs.training._loader
     collate: Any = loader.collate_fn
 
@@ -122,7 +122,7 @@ class LateSchedule(StepPlan):
 
 @contextmanager
 def schedule_per_rank(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """The schedule advances once for each rank."""
+    """Advance the schedule once for each rank."""
     plan = SchedulePerRank(inputs.plan.train, inputs.plan.steps_per_epoch)
     object.__setattr__(plan, "workers", context.world_size)
     yield replace(inputs, plan=plan)
@@ -130,13 +130,13 @@ def schedule_per_rank(inputs: TrainingInputs, context: Any) -> Iterator[Training
 
 @contextmanager
 def late_schedule(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """The schedule is one step off."""
+    """Shift the schedule by one step."""
     yield replace(inputs, plan=LateSchedule(inputs.plan.train, inputs.plan.steps_per_epoch))
 
 
 @contextmanager
 def buffers_not_broadcast(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """Each rank evaluates with its own running statistics."""
+    """Let each rank evaluate with its own running statistics."""
     with patch("distexp.training.loop.broadcast_buffers"):
         yield inputs
 
