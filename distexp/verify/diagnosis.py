@@ -144,6 +144,8 @@ class Explanation:
                 "not_cleared", f"the gradients of {where} contain {detail['previous']:.2f} times those of the step "
                 "before: they are not cleared after the update",
             )  # fmt: skip
+        if detail.get("rounded") and self.close == CLOSE["fp32"]:
+            return Cause("rounded", f"the gradients of {where} are rounded to 16 bits: they are reduced in bf16")
         if detail["scale_residual"] < self.close:
             return self._factor(detail["scale"], where)
         if rows is not None and detail["residual"] < 10 * self.close and (found := self._combination(detail, where)):
@@ -153,8 +155,6 @@ class Explanation:
     def _other_gradient(self, first: Finding, where: str) -> Cause:
         """Return the cause of gradients that are no sum of those of the micro-batches."""
         detail = first.detail
-        if detail.get("rounded"):
-            return Cause("rounded", f"the gradients of {where} are rounded to 16 bits: they are reduced in bf16")
         scales = set(detail["scales"].values())
         if len(first.names) > 1 and max(scales) > 2 * min(scales) > 0 and detail.get("residual", 1.0) > self.close:
             few = ", ".join(f"{name} {scale:.2f}" for name, scale in list(detail["scales"].items())[:3])
@@ -222,6 +222,8 @@ class Explanation:
     def _mean_of_means(
         self, parts: Sequence[float], targets: Sequence[int], ranks: int, known: Sequence[int], where: str
     ) -> Cause | None:
+        if all(abs(parts[p] - parts[known[0]]) < 0.02 for p in known):
+            return None
         size = len(parts)
         of_rank = [sum(targets[rank::ranks]) for rank in range(ranks)]
         of_micro = [sum(targets[start : start + ranks]) for start in range(0, size, ranks)]
@@ -239,8 +241,6 @@ class Explanation:
                     f"numbers of targets ({_list([targets[p] for p in known][:6])}), targets do not have equal weight",
                 )  # fmt: skip
         shown = ", ".join(f"{parts[p]:.2f}" for p in known[:8])
-        if all(abs(parts[p] - parts[known[0]]) < 0.02 for p in known):
-            return None
         return Cause("micro_batch_weights", f"the gradients of {where} count the micro-batches {shown} times, not once")
 
     def _norm(self, first: Finding) -> Cause:
@@ -332,16 +332,22 @@ class Explanation:
             return Cause("clip_not_global", f"the update of {where} is no multiple of the gradients: {per_tensor}")
         elif abs(decay) > 1e-3:
             return Cause("weight_decay", f"the update of {where} contains {decay:.3g} times the weights: weight decay")
-        if factor < 1 and self._is(own, 1.0):
+        if factor < 1 and (self._is(own, 1.0) or (own > 0 and "gradient_factor" in detail)):
+            return self._clipping(own, norm, limit)
+        text = f"the update of {where} is {detail['ratio']:.4g} times what follows from gradients, states and rate"
+        if self._is(detail["ratio"], 2.0):
+            return Cause("updated_twice", f"{text}: the optimizer makes its step twice")
+        return Cause("update", f"{text}: a wrong formula or a wrong factor")
+
+    def _clipping(self, factor: float, norm: float, limit: float) -> Cause:
+        """Return the cause of gradients that were clipped by a wrong factor."""
+        if self._is(factor, 1.0):
             return Cause(
                 "not_clipped", f"the gradients are not clipped: their norm is {norm:.4g}, and the limit {limit:g}"
             )
-        if factor < 1 and own > 0 and detail.get("gradient_factor") is not None:
-            used = limit / own
-            return Cause("clip_norm", f"the gradients are clipped by a norm of {used:.4g}, but it is {norm:.4g} "
-                         f"({used / norm:.3g} times): that of a shard, or of scaled gradients")  # fmt: skip
-        text = f"the update of {where} is {detail['ratio']:.4g} times what follows from gradients, states and rate"
-        return Cause("update", f"{text}: a wrong formula, clipping, or a step that is applied twice")
+        used = limit / factor
+        return Cause("clip_norm", f"the gradients are clipped by a norm of {used:.4g}, but it is {norm:.4g} "
+                     f"({used / norm:.3g} times): that of a shard, or of scaled gradients")  # fmt: skip
 
     def _resume(self, first: Finding) -> Cause:
         what = first.detail.get("what", "")
