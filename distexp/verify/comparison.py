@@ -318,7 +318,7 @@ def by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, 
 def updated(weight: Tensor, gradient: Tensor, states: Tensors, group: Mapping[str, Any], step: int) -> Tensor:
     """Return a weight after an update by AdamW or SGD."""
     rate, decay = group["lr"], group.get("weight_decay", 0.0)
-    if "betas" not in group:
+    if "betas" not in group or "eps" not in group:
         direction = gradient + decay * weight
         if momentum := group.get("momentum", 0.0):
             buffer = states.get("momentum_buffer")

@@ -81,9 +81,10 @@ class Explanation:
         }.get(first.kind)
         if rule is not None:
             return rule(first)
-        values = f": {detail['value']:.6g} instead of {detail['expected']:.6g}" if "expected" in detail else ""
         if first.kind in ("betas", "eps", "momentum"):
-            return Cause("hyperparameter", f"the optimizer has other {first.kind} ({detail['value']})")
+            found = f"the {first.kind} of the optimizer is {detail['value']} instead of {detail['expected']}"
+            return Cause("hyperparameter", f"{found}: it is not that of the configuration")
+        values = f": {detail['value']:.6g} instead of {detail['expected']:.6g}" if "expected" in detail else ""
         texts = {
             "initial": f"the initial weights are not those of the seed, first {first.worst}: weights are not loaded, "
             "broadcast or cast as in single",

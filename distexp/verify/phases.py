@@ -85,7 +85,7 @@ TIED = Phase("tied", "with tied embeddings", (*SGD, NO_CLIPPING, "model.tie_embe
 """Phase of a model whose embeddings may be tied and are not."""
 
 COMMON = (
-    *("train.max_steps=null", "train.global_batch_size=null", "train.schedule=constant", "train.warmup_steps=0"),
+    *("train.global_batch_size=null", "train.schedule=constant", "train.warmup_steps=0"),
     *("train.log_every=1", "train.evaluate=false", "train.checkpoint_every=null", "train.resume=null"),
     *("train.save_model=false", "train.score_answers=false", "train.profile_steps=0", "train.eval_batch_size=null"),
     *("profile=false", "preflight.enabled=false", "measure.enabled=false", "dataset.num_workers=0"),
@@ -187,7 +187,12 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
 
 def phase_overrides(phase: Phase, config: Config) -> list[str]:
     """Return the overrides of a phase, without its batch."""
-    found = [*COMMON, f"train.num_epochs={phase.epochs}", *([LEARNING_RATE] if phase.keeps_optimizer else [])]
+    found = [
+        *COMMON,
+        f"train.max_steps={phase.steps * phase.epochs}",
+        f"train.num_epochs={phase.epochs}",
+        *([LEARNING_RATE] if phase.keeps_optimizer else []),
+    ]
     if phase.keeps_optimizer and config.train.optimizer == "sgd":
         found.append("train.momentum=0.9")
     for key, size, own in (

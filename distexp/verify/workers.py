@@ -277,7 +277,12 @@ def compare_phases(variant: dict[str, Any], group: Group, references: Group) -> 
         needed = list(phase["directories"].values())
         for each in (group, references):
             each.run_until(needed)
-        result = compare_phase(phase)
+        try:
+            result = compare_phase(phase)
+        except Exception as error:  # any: a run may have recorded anything
+            traceback.print_exc()
+            message = f"the runs cannot be compared: {type(error).__name__}: {error}"
+            result = {"phase": phase["name"], "adds": phase["adds"], "status": FAILED, "error": message}
         yield result
         if result["status"] == DIFFERENT:
             break

@@ -182,7 +182,7 @@ class OtherBetas(AllReduced):
 
     def step(self, learning_rate: float) -> Tensor:
         for group in self.optimizer.param_groups:
-            group["betas"] = (0.9, 0.95)
+            group.update({"betas": (0.9, 0.95)} if "betas" in group else {})
         return super().step(learning_rate)
 
 
@@ -383,6 +383,16 @@ class LoggedLossOfOneRank(AllReduced):
         return found * self.workers if self.rank == 0 else found * 0
 
 
+class Fails(AllReduced):
+    """The second update fails on the last rank, and the others wait for it."""
+
+    def _update(self) -> Tensor:
+        self.updates += 1
+        if self.updates == 2 and self.rank == self.workers - 1:
+            raise RuntimeError("the second update is broken")
+        return super()._update()
+
+
 MODELS: dict[str, type[AllReduced]] = {
     "summed": Summed,
     "averaged_twice": AveragedTwice,
@@ -418,4 +428,5 @@ MODELS: dict[str, type[AllReduced]] = {
     "stale_evaluation": StaleEvaluation,
     "training_mode_in_evaluation": TrainingModeInEvaluation,
     "logged_loss_of_one_rank": LoggedLossOfOneRank,
+    "fails": Fails,
 }
