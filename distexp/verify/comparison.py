@@ -218,7 +218,8 @@ class Comparison:
             if wrong
             else {}
         )
-        self.add("update", number + 1, errors, norm=norm, limit=limit, clip_factor=factor, **detail)
+        context = {"norm": norm, "limit": limit, "clip_factor": factor, "parameters": len(errors)}
+        self.add("update", number + 1, errors, **context, **detail)
 
     def _compare_evaluations(self) -> None:
         for position, expected in enumerate(self.reference.evaluations):
@@ -266,7 +267,7 @@ def compare_resumed(phase: str, first: Recording, second: Recording) -> Comparis
         found._compare_tensors("resume", done, [saved[what], saved[what], second.initial[what]], what=what)
     for key, tensors in saved["states"].items():
         restored = second.initial["states"].get(key, {})
-        found._compare_tensors("resume", done, [tensors, tensors, restored], what=key)
+        found._compare_tensors("resume", done, [tensors, tensors, restored], what=f"state {key}")
     right = [rows_of_step(first.ranks, number) for number in range(done, len(first.steps))]
     rows = [rows_of_step(second.ranks, number) for number in range(len(second.steps))]
     found.add("resume", done + 1, {"samples": (float(rows != right), 0.5)}, what="samples")
@@ -381,8 +382,11 @@ def explain_gradients(comparison: Comparison, number: int, names: Sequence[str])
     """Return what wrong gradients are made of: multiples of the gradients of each micro-batch of the reference."""
     reference, variant = comparison.reference.steps[number], comparison.variant.steps[number]
     found, every = variant["gradients"], [name for name in reference["gradients"] if name in variant["gradients"]]
-    names = [name for name in names if name in found]
+    names = [name for name in names if name in every]
     detail: dict[str, Any] = {"parameters": len(reference["gradients"]), "order": every}
+    limit = comparison.variant.config.train.gradient_clipping
+    if limit is not None and global_norm(found) <= 1.001 * limit < global_norm(reference["gradients"]):
+        detail["clipped"] = limit
     if not names:
         return detail
     right, wrong = flat(reference["gradients"], names), flat(found, names)

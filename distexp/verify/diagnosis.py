@@ -95,7 +95,7 @@ class Explanation:
             "weight": f"the weights of {self._where(first)} differ, though gradients and hyperparameters are equal",
             "buffer": f"the buffers differ in an evaluation, first {first.worst}: running statistics are not those of "
             "rank 0's micro-batches",
-            "evaluation": f"the evaluation differs{values}, though the weights are equal: the mode, the division "
+            "evaluation": f"the evaluation differs{values}, though the weights are equal: its mode, the division "
             "of its samples over the ranks, or the mean over unequal batches is wrong",
             "exported": f"the exported weights differ from those that were trained, first {first.worst}",
         }
@@ -126,8 +126,7 @@ class Explanation:
         }
         reason = detail["reason"]
         order = [each.detail["reason"] for each in self.findings if each.kind == "samples"]
-        if reason == "other" and "steps" in order:
-            reason = "steps"
+        if reason in ("other", "order") and "steps" in order:
             detail |= next(each.detail for each in self.findings if each.detail.get("reason") == "steps")
             return self._samples(first)
         return Cause(f"samples_{reason}", texts[reason])
@@ -139,8 +138,17 @@ class Explanation:
                 "gradient_missing",
                 f"{where}: only one of both trainings has a gradient, so a parameter is frozen, unused, or left out",
             )
-        rows = self._rows(detail)
-        if abs(detail.get("previous", 0.0)) > 0.05 and detail["residual"] < 10 * self.close:
+        return self._known_gradient(detail, where) or self._other_gradient(first, where)
+
+    def _known_gradient(self, detail: Mapping[str, Any], where: str) -> Cause | None:
+        """Return the cause of gradients that are made of those of single; None if they are not."""
+        small = detail.get("residual", 1.0) < 10 * self.close
+        if "clipped" in detail:
+            return Cause(
+                "clipped_early", f"the gradients of {where} are clipped to the norm {detail['clipped']:g} before they "
+                "are reduced or measured: each rank clips its own gradients",
+            )  # fmt: skip
+        if small and abs(detail.get("previous", 0.0)) > 0.05:
             return Cause(
                 "not_cleared", f"the gradients of {where} contain {detail['previous']:.2f} times those of the step "
                 "before: they are not cleared after the update",
@@ -149,9 +157,7 @@ class Explanation:
             return Cause("rounded", f"the gradients of {where} are rounded to 16 bits: they are reduced in bf16")
         if detail["scale_residual"] < self.close:
             return self._factor(detail["scale"], where)
-        if rows is not None and detail["residual"] < 10 * self.close and (found := self._combination(detail, where)):
-            return found
-        return self._other_gradient(first, where)
+        return self._combination(detail, where) if small and detail.get("parts") else None
 
     def _other_gradient(self, first: Finding, where: str) -> Cause:
         """Return the cause of gradients that are no sum of those of the micro-batches."""
@@ -186,16 +192,12 @@ class Explanation:
                 return Cause(name, f"{found}: {text}")
         return Cause("scaled", f"{found}: a constant factor, such as a loss scale, a weight of the loss or a divisor")
 
-    def _rows(self, detail: Mapping[str, Any]) -> list[list[float]] | None:
-        """Return the factor of each micro-batch, by micro-batch and rank; None without such factors."""
-        parts, ranks = detail.get("parts"), detail.get("ranks", 1)
-        return None if not parts else [parts[start : start + ranks] for start in range(0, len(parts), ranks)]
-
     def _combination(self, detail: Mapping[str, Any], where: str) -> Cause | None:
         """Return the cause of gradients that are a sum with wrong factors of those of the micro-batches."""
         parts, targets, ranks = detail["parts"], detail["targets"], detail["ranks"]
         known = [position for position, count in enumerate(targets) if count]
-        is_zero = {position: abs(parts[position]) < 0.02 for position in known}
+        most = max(abs(parts[position]) for position in known)
+        is_zero = {position: abs(parts[position]) < 0.02 * most for position in known}
         by_rank = {rank: [p for p in known if p % ranks == rank] for rank in range(ranks)}
         by_micro = {micro: [p for p in known if p // ranks == micro] for micro in range(len(parts) // ranks)}
         lost = [rank for rank, own in by_rank.items() if own and all(is_zero[p] for p in own)]
@@ -320,7 +322,7 @@ class Explanation:
                      "though the gradients are equal: it skips the update, or makes another one")  # fmt: skip
 
     def _update(self, first: Finding) -> Cause:
-        detail, where = first.detail, describe_names(first.names, [])
+        detail, where = first.detail, self._where(first)
         if detail.get("skipped"):
             return Cause("update_skipped", f"the update changes {where} by nothing: the step is skipped, or the "
                          "optimizer has other parameters than the model")  # fmt: skip
@@ -362,7 +364,7 @@ class Explanation:
             "are not restored",
             "later": "the resumed run makes another update from equal gradients: its optimizer is not fully restored",
         }
-        state = f"the optimizer state {what} after a checkpoint is not that before it, first {first.worst}"
+        state = f"the optimizer {what} after a checkpoint is not that before it, first {first.worst}"
         return Cause(f"resume_{what if what in texts else 'state'}", texts.get(what, state))
 
 

@@ -1,8 +1,7 @@
 """What a run of a verification records: every number of a step, unsharded, and what each rank has seen."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -325,9 +324,8 @@ def rows_of(batch: Batch) -> dict[str, Any]:
     inputs = [batch.inputs[name] for name in sorted(batch.inputs)]
     size = len(batch.labels)
     whole = [tensor for tensor in inputs if len(tensor) == size and tensor.dim() > 1]
-    rows = [chain.from_iterable([tensor[row].flatten()] for tensor in whole) for row in range(size)]
     return {
-        "inputs": [_hash(row) for row in rows],
+        "inputs": [_hash([tensor[row].flatten() for tensor in whole]) for row in range(size)],
         "labels": [_hash([labels.flatten()]) for labels in batch.labels],
         "targets": int((batch.labels != -100).sum()) if batch.labels.dim() == 1 else _text_targets(batch.labels),
     }
@@ -337,7 +335,7 @@ def _text_targets(labels: Tensor) -> int:
     return int((labels[:, 1:] != -100).sum())  # The first token of a text is predicted by none.
 
 
-def _hash(tensors: Iterable[Tensor] | Iterator[Tensor]) -> str:
+def _hash(tensors: Iterable[Tensor]) -> str:
     digest = 0
     for tensor in tensors:
         digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), digest)

@@ -57,7 +57,7 @@ OWN_BUGS = {
     "rate_times_workers": "rate_scaled",
     "stale_rate": "learning_rate",
     "late_schedule": "schedule_shifted",
-    "clipped_before_reduction": "micro_batch_weights",
+    "clipped_before_reduction": "clipped_early",
     "other_parameters": "update_skipped",
     "wrong_seed": "initial",
     "frozen_trained": "gradient_missing",
