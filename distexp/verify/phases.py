@@ -266,7 +266,7 @@ def labels_of(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         name = strategy_label(cell.config) if cell.config is not None else "invalid"
         further = [text for text in cell.varied if not _chooses_strategy(text) or "." in key_of(text)]
-        found.append(" ".join([name, *map(format_override, further)]))
+        found.append(" ".join([name, *(format_override(text).lstrip("+") for text in further)]))
     return found
 
 

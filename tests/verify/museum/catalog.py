@@ -33,10 +33,9 @@ TEXT_BUGS = {
     "norm_of_replicas": Bug("https://github.com/mindspore-ai/hyper-parallel/issues/526", "norm_repeated"),
     "clipped_one_by_one": Bug("https://github.com/huggingface/transformers/pull/614", "clip_not_global"),
     "not_clipped": Bug("https://github.com/axolotl-ai-cloud/axolotl/issues/1381", "not_clipped"),
-    "updated_twice": Bug("https://github.com/huggingface/transformers/issues/45656", "updated_twice"),
     "skipped_on_one_rank": Bug("https://github.com/NVIDIA-NeMo/Automodel/pull/2468", "rank_diverges"),
     "other_initial_weights": Bug("https://github.com/pytorch/torchtitan/issues/166", "initial_ranks"),
-    "untied": Bug("https://github.com/verl-project/verl/issues/7834", "gradient_missing"),
+    "untied": Bug("https://github.com/verl-project/verl/issues/7834", "untied"),
     "resumed_without_states": Bug("https://github.com/huggingface/transformers/issues/25849", "resume_state"),
     "logged_loss_of_one_rank": Bug("https://github.com/huggingface/transformers/pull/13681", "loss"),
     "same_samples": Bug("https://github.com/k2-fsa/icefall/issues/1616", "samples_same"),
@@ -54,6 +53,7 @@ IMAGE_BUGS = {
 """Bugs of models with batch norms."""
 
 OWN_BUGS = {
+    "updated_twice": "updated_twice",
     "rate_times_workers": "rate_scaled",
     "stale_rate": "learning_rate",
     "late_schedule": "schedule_shifted",
