@@ -227,6 +227,7 @@ class Comparison:
                 break
             noise, variant = self.noise.evaluations[position], self.variant.evaluations[position]
             step = expected["step"]
+            self.add("mode", step, {"mode": (float(variant["in_training_mode"]), 0.5)})
             errors = {name: (max(each), 1e-6) for name, each in variant["differing"].items()}
             self.add("ranks", step, errors, what="buffers", when="evaluation", differences={})
             self._compare_tensors("buffer", step, [each["buffers"] for each in (expected, noise, variant)])

@@ -33,7 +33,7 @@ class Cause:
 
 KINDS = (
     *("samples", "initial", "gradient", "loss", "norm", "lr", "weight_decay", "betas", "eps", "momentum"),
-    *("ranks", "update", "state", "weight", "buffer", "evaluation", "exported", "resume"),
+    *("mode", "ranks", "update", "state", "weight", "buffer", "evaluation", "exported", "resume"),
 )
 """Kinds of findings in the order in which one causes the next, in the same step."""
 
@@ -47,7 +47,9 @@ def first_finding(findings: Sequence[Finding]) -> Finding:
 
 
 def _starts_later(finding: Finding) -> bool:
-    return finding.kind in ("evaluation", "buffer", "exported")
+    """Return whether a finding is about what follows the update of the step."""
+    is_later = finding.kind in ("mode", "buffer", "evaluation", "exported")
+    return is_later or finding.detail.get("when") == "evaluation"
 
 
 def diagnose(findings: Sequence[Finding], workers: int, accumulation: int, precision: str) -> Cause:
@@ -100,6 +102,8 @@ class Explanation:
             "rank 0's micro-batches",
             "evaluation": f"the evaluation differs{values}, though the weights are equal: its mode, the division "
             "of its samples over the ranks, or the mean over unequal batches is wrong",
+            "mode": "the evaluation leaves the model in training mode, in which dropout is active, and batch norms use "
+            "the batch",
             "exported": f"the exported weights differ from those that were trained, first {first.worst}",
         }
         return Cause(first.kind, texts[first.kind])

@@ -281,6 +281,7 @@ class Recorder(Watcher):
                 "loss": evaluation.loss,
                 "accuracies": evaluation.accuracies,
                 "samples": evaluation.samples,
+                "in_training_mode": self.tensors.module.training,
                 "differing": differing_ranks(buffers, self.context.device),
                 "buffers": buffers,
             }
