@@ -9,26 +9,42 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from math import isnan, sqrt
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distexp.config import Config
 from distexp.runs.record import RunSpec
 from distexp.system.files import read_json
+from distexp.verify.arithmetic import (
+    Tensors,
+    by_parameter,
+    differs,
+    distance,
+    flat,
+    global_norm,
+    largest,
+    least_squares,
+    relative,
+    scale_of,
+    updated,
+    with_zeros,
+)
 from distexp.verify.diagnosis import Finding
 
-Tensors = dict[str, Tensor]  # by the name of the parameter or the buffer before the model was distributed
 TENSORS = "tensors.pt"
 
-MARGIN = {"fp32": 16.0, "bf16": 4.0, "fp16": 4.0}
+MARGIN = {"fp32": 16.0, "bf16": 8.0, "fp16": 8.0}
 """A difference counts if it is so many times that of the noise run."""
 
-FLOOR = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 2e-2}
+FLOOR = {"fp32": 2e-5, "bf16": 6e-2, "fp16": 6e-2}
 """Relative difference of a gradient that never counts. That of a weight or a state, which sums several, is larger."""
+
+LOSS_FLOOR = {"fp32": 5e-6, "bf16": 5e-3, "fp16": 5e-3}
+NORM_BOUND = {"fp32": 2e-4, "bf16": 2e-2, "fp16": 2e-2}
+UPDATE_BOUND = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+"""Relative errors of a loss that never count, and bounds of a norm and an update, which are computed again."""
 
 SUMMED = 5.0  # How much larger.
 
@@ -105,12 +121,14 @@ class Comparison:
         reference, noise, variant = (each.steps[number] for each in self._runs())
         step, is_clipped = number + 1, self._records_clipped()
         self._compare_ranks("step", step, variant)
-        self._compare_values("loss", step, reference["loss"], noise["loss"], variant["loss"], floor=self.floor / 10)
+        self._compare_values(
+            "loss", step, reference["loss"], noise["loss"], variant["loss"], floor=LOSS_FLOOR[self.precision]
+        )
         if not is_clipped:
             self._compare_gradients(number)
         true_norm = global_norm(variant["gradients"])
         if variant["gradients"] and not is_clipped:
-            bound = max(10 * self.floor, 1e-4)
+            bound = NORM_BOUND[self.precision]
             errors = {f"rank {rank}": (relative(seen[number]["norm"], true_norm), bound) for rank, seen in self._seen()}
             reported = [seen[number]["norm"] for _, seen in self._seen()]
             self.add("norm", step, errors, reported=reported, true=true_norm)
@@ -211,7 +229,7 @@ class Comparison:
             expected[name], changes[name] = new - old, variant["weights"][name] - old
             scale = max(largest(expected[name]), 1e-30)
             rounding = 8 * EPS * largest(old) / scale
-            errors[name] = (distance(changes[name], expected[name]) / scale, max(1e-3, 10 * self.floor) + rounding)
+            errors[name] = (distance(changes[name], expected[name]) / scale, UPDATE_BOUND[self.precision] + rounding)
         wrong = [name for name, (error, bound) in errors.items() if error > bound]
         detail = (
             explain_update(wrong, before=before, after=variant, expected=expected, changes=changes, groups=groups)
@@ -232,7 +250,7 @@ class Comparison:
             self.add("ranks", step, errors, what="buffers", when="evaluation", differences={})
             self._compare_tensors("buffer", step, [each["buffers"] for each in (expected, noise, variant)])
             scale = max(abs(expected["loss"]), 1e-12)
-            bound = max(self.floor, self.margin * abs(noise["loss"] - expected["loss"]) / scale)
+            bound = max(LOSS_FLOOR[self.precision], self.margin * abs(noise["loss"] - expected["loss"]) / scale)
             errors = {"loss": (relative(variant["loss"], expected["loss"]), bound)}
             if variant["samples"] != expected["samples"]:
                 errors["samples"] = (1.0, 0.5)
@@ -280,62 +298,6 @@ def compare_resumed(phase: str, first: Recording, second: Recording) -> Comparis
     return found
 
 
-def distance(left: Tensor, right: Tensor) -> float:
-    """Return the largest difference between two tensors; infinite for other shapes, or if one is not a number."""
-    if left.shape != right.shape:
-        return float("inf")
-    found = (left - right).abs().max().item() if left.numel() else 0.0
-    return found if not isnan(found) else float("inf")
-
-
-def largest(tensor: Tensor) -> float:
-    """Return the largest absolute value of a tensor."""
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-def relative(value: float, expected: float) -> float:
-    """Return the relative difference of two numbers; infinite if one is not a number."""
-    found = abs(value - expected) / max(abs(expected), 1e-12)
-    return found if not isnan(found) else float("inf")
-
-
-def differs(value: Any, expected: Any) -> float:
-    """Return the largest relative difference of two hyperparameters, which may be lists."""
-    if value is None or expected is None:
-        return float(value is not expected)
-    left, right = ([each] if isinstance(each, float) else list(each) for each in (value, expected))
-    return max((relative(a, b) if a != b else 0.0 for a, b in zip(left, right, strict=True)), default=0.0)
-
-
-def global_norm(tensors: Tensors) -> float:
-    """Return the 2-norm of all tensors together."""
-    return sqrt(sum(float(each.double().square().sum()) for each in tensors.values()))
-
-
-def by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the hyperparameters of each parameter by its name."""
-    return {name: group for group in groups for name in group["names"]}
-
-
-def updated(weight: Tensor, gradient: Tensor, states: Tensors, group: Mapping[str, Any], step: int) -> Tensor:
-    """Return a weight after an update by AdamW or SGD."""
-    rate, decay = group["lr"], group.get("weight_decay", 0.0)
-    if "betas" not in group or "eps" not in group:
-        direction = gradient + decay * weight
-        if momentum := group.get("momentum", 0.0):
-            buffer = states.get("momentum_buffer")
-            direction = direction if buffer is None else momentum * buffer + direction
-        plain: Tensor = weight - rate * direction
-        return plain
-    first, second = group["betas"]
-    zero = torch.zeros_like(weight)
-    mean = first * states.get("exp_avg", zero) + (1 - first) * gradient
-    square = second * states.get("exp_avg_sq", zero) + (1 - second) * gradient.square()
-    root = (square / (1 - second**step)).sqrt() + group["eps"]
-    new: Tensor = weight * (1 - rate * decay) - rate / (1 - first**step) * mean / root
-    return new
-
-
 def explain_update(
     wrong: Sequence[str],
     *,
@@ -359,24 +321,6 @@ def explain_update(
         solution, residual = least_squares(columns, flat(changes, trained))
         detail |= {"gradient_factor": solution[0], "weight_factor": solution[1], "residual": residual}
     return detail | {"unchanged": [name for name in wrong if largest(changes[name]) == 0]}
-
-
-def flat(tensors: Tensors, names: Sequence[str]) -> Tensor:
-    """Return some tensors as one vector in float64."""
-    return torch.cat([tensors[name].flatten().double() for name in names])
-
-
-def least_squares(columns: Sequence[Tensor], target: Tensor) -> tuple[list[float], float]:
-    """Return the coefficients with which columns add up to a target, and the relative residual. Empty columns get 0."""
-    sizes = [float(column.norm()) for column in columns]
-    used = [position for position, size in enumerate(sizes) if size > 1e-9 * max(sizes)]
-    if not used:
-        return [0.0] * len(columns), 1.0
-    matrix = torch.stack([columns[position] / sizes[position] for position in used], dim=1)
-    solution = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
-    residual = float((target - matrix @ solution).norm() / target.norm().clamp(min=1e-60))
-    found = dict(zip(used, solution.tolist(), strict=True))
-    return [found.get(position, 0.0) / (sizes[position] or 1.0) for position in range(len(columns))], residual
 
 
 def explain_gradients(comparison: Comparison, number: int, names: Sequence[str]) -> dict[str, Any]:
@@ -407,17 +351,6 @@ def explain_gradients(comparison: Comparison, number: int, names: Sequence[str])
     batches = comparison.reference.ranks[0][number]["batches"]
     detail |= {"parts": solution[: len(parts)], "previous": solution[-1] if number else 0.0, "residual": residual}
     return detail | {"targets": [batch["targets"] for batch in batches], "ranks": len(comparison.variant.ranks)}
-
-
-def with_zeros(tensors: Tensors, like: Tensors) -> Tensors:
-    """Return tensors with zeros for names that have none."""
-    return {name: tensors.get(name, torch.zeros_like(each)) for name, each in like.items()}
-
-
-def scale_of(found: Tensor, right: Tensor) -> float:
-    """Return the factor by which a tensor is a multiple of another one."""
-    left, other = found.flatten().double(), right.flatten().double()
-    return float(left @ other / (other @ other).clamp(min=1e-60))
 
 
 Rows = Counter[tuple[str, str]]

@@ -84,7 +84,7 @@ class Explanation:
         if rule is not None:
             return rule(first)
         if detail.get("missing") and first.kind == "initial":
-            return Cause("untied", f"{describe_names(first.names, [])}: only one of both models has it as a "
+            return Cause("untied", f"{describe_names(first.names, [])}: only one of the models registers it as a "
                          "parameter, so tied weights are untied, or a parameter is not registered")  # fmt: skip
         if first.kind in ("betas", "eps", "momentum"):
             found = f"the {first.kind} of the optimizer is {detail['value']} instead of {detail['expected']}"

@@ -23,7 +23,8 @@ from distexp.strategies.zero import ds_initialization
 from distexp.system.files import write_json
 from distexp.training.inputs import StepPlan
 from distexp.training.metrics_logger import Evaluation, MetricsLogger
-from distexp.verify.comparison import TENSORS, Tensors, rank_file
+from distexp.verify.arithmetic import Tensors
+from distexp.verify.comparison import TENSORS, rank_file
 from distexp.verify.phases import RunSettings
 
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "maximize", "amsgrad")
@@ -191,6 +192,7 @@ class Recorder(Watcher):
         self._parts: list[Tensors] = []  # gradients of each micro-batch, summed up to it
         self._buffers: Tensors = {}
         self._micro = 0  # micro-batches of this step so far
+        self._rates: list[Any] = []  # learning rates of the last update
 
     @property
     def is_reference(self) -> bool:
@@ -200,6 +202,19 @@ class Recorder(Watcher):
     def attach(self, module: nn.Module, optimizer: Any) -> None:
         """Prepare for a distributed model, which has just been built."""
         self.reader = TensorReader(module, optimizer, self.context.device)
+        inner = innermost_optimizer(optimizer)
+        if isinstance(inner, torch.optim.Optimizer):  # The Trainer of transformers resets the rate after the update.
+            inner.register_step_pre_hook(self._keep_rates)
+
+    def _keep_rates(self, *_: Any) -> None:
+        self._rates = [group.get("lr") for group in self.tensors.optimizer.param_groups]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the hyperparameters of the last update."""
+        groups = self.tensors.groups()
+        for group, rate in zip(groups, self._rates, strict=False):
+            group["lr"] = float(rate)
+        return groups
 
     @property
     def tensors(self) -> TensorReader:
@@ -256,7 +271,7 @@ class Recorder(Watcher):
         self.steps.append(
             snapshot
             | {"gradients": self._gradients, "parts": self._parts, "loss": float(total[0]), "norm": float(norm)}
-            | {"groups": self.tensors.groups(), "planned_rate": planned_rate, "targets": int(data.normalizer)}
+            | {"groups": self._groups(), "planned_rate": planned_rate, "targets": int(data.normalizer)}
         )
         self._gradients, self._parts = {}, []
         self.seen.append(
@@ -264,7 +279,6 @@ class Recorder(Watcher):
                 "norm": float(norm),
                 "loss": float(contribution[0]),
                 "batches": [rows_of(batch) for batch in data.micro_batches],
-                "rates": [group.get("lr") for group in self.tensors.groups()],
             }
         )
         if self.context.rank:  # Only rank 0 writes tensors.

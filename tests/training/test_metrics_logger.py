@@ -134,9 +134,12 @@ def test_the_logged_learning_rate_is_that_of_the_optimizer(tmp_path: Path) -> No
     plan = StepPlan(TrainConfig(num_epochs=1, log_every=1), 1)
     logger = MetricsLogger(plan, context, Events(tmp_path, enabled=False), [])
     model = torch.nn.Linear(2, 1)
-    logger.follow(model, torch.optim.SGD(model.parameters(), lr=0.25))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    logger.follow(model, optimizer)
     logger.start()
     logger.start_steps()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5  # as the Trainer of transformers does after the update
     batch = TextCollate(0, 10)(text_samples(5))
     step = StepData([batch], torch.tensor(1), 1, 0.25, measure_workload([batch]))
     planned = 0.1  # A strategy that ignores it must not log it.

@@ -71,3 +71,38 @@ def test_a_run_refuses_the_keys_of_verify(tmp_path: Path) -> None:
     done = run_distexp("verify.quick=true", cwd=tmp_path)
     assert done.returncode == 2
     assert "verify.quick=true is for distexp verify" in done.stderr
+
+
+CLEAN = (
+    ["strategy=ddp"],
+    ["strategy=ddp", "kernels=fast"],
+    ["strategy=ddp", "precision=bf16"],
+    ["strategy=ddp", "engine=hf_trainer"],
+    ["strategy=fsdp", "train.activation_checkpointing=true"],
+    ["strategy=fsdp", "precision=bf16"],
+    ["strategy=fsdp", "engine=hf_trainer"],
+    ["sharding=shard_grad_op"],
+    ["sharding=hybrid_shard", "cluster.nodes=2", "cluster.workers_per_node=2"],
+    ["sharding=full_shard", "offload=true"],
+    ["zero_stage=0"],
+    ["zero_stage=1"],
+    ["zero_stage=2", "offload=true"],
+    ["zero_stage=2", "engine=hf_trainer"],
+    ["zero_stage=3"],
+    ["strategy=ddp", "model=resnet_tiny"],
+    ["strategy=fsdp", "model=resnet_tiny"],
+    ["strategy=fsdp", "model=gpt_tiny"],
+)
+
+
+@pytest.mark.slow
+def test_no_configuration_of_distexp_gives_a_false_alarm(tmp_path: Path) -> None:
+    swept = f"sweep.cells={json.dumps(CLEAN, separators=(',', ':'))}"
+    done = run_distexp("verify", "--json", "--multirun", swept, "cluster.device=cpu", cwd=tmp_path)
+    found = {result["label"]: result for result in json.loads(done.stdout)}
+    assert len(found) == len(CLEAN)
+    wrong = {
+        label: result["cause"] or result["reasons"] for label, result in found.items() if result["status"] != "equal"
+    }
+    assert wrong == {}
+    assert done.returncode == 0

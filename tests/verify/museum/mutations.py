@@ -122,7 +122,7 @@ class LateSchedule(StepPlan):
 
 @contextmanager
 def schedule_per_rank(inputs: TrainingInputs, context: Any) -> Iterator[TrainingInputs]:
-    """Advance the schedule once for each rank."""
+    """Make the schedule take a step for each rank."""
     plan = SchedulePerRank(inputs.plan.train, inputs.plan.steps_per_epoch)
     object.__setattr__(plan, "workers", context.world_size)
     yield replace(inputs, plan=plan)
