@@ -22,11 +22,11 @@ from rich.table import Table
 from distexp import __version__
 from distexp.compose.composition import Cell, MakeCell
 from distexp.config import ConfigError
+from distexp.config.custom_code import library_versions
 from distexp.config.overrides import format_count
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.launch import node_setup
 from distexp.launch.run_dirs import locked_sweep_dir
-from distexp.plan.planner import library_versions
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.record import RunSpec
 from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG

@@ -8,7 +8,7 @@ never count (FLOOR).
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +258,11 @@ class Comparison:
 
     def _compare_samples(self) -> None:
         """Compare the samples and labels of each step, of all ranks together."""
-        expected = [rows_of_step([seen], number) for seen in self.reference.ranks for number in range(len(seen))]
-        counts = [len(seen) for seen in self.variant.ranks]
-        found = [rows_of_step(self.variant.ranks, number) for number in range(min(counts))]
+        known = have_labels(self.reference) and have_labels(self.variant)
+        expected, found = (
+            [rows_of_step(each.ranks, number, has_labels=known) for number in range(min(map(len, each.ranks)))]
+            for each in (self.reference, self.variant)
+        )
         if len(found) != len(expected):
             detail = {"reason": "steps", "value": len(found), "expected": len(expected)}
             self.add("samples", len(found), {"samples": (1.0, 0.5)}, **detail)
@@ -287,8 +289,9 @@ def compare_resumed(phase: str, first: Recording, second: Recording) -> Comparis
     for key, tensors in saved["states"].items():
         restored = second.initial["states"].get(key, {})
         found._compare_tensors("resume", done, [tensors, tensors, restored], what=f"state {key}")
-    right = [rows_of_step(first.ranks, number) for number in range(done, len(first.steps))]
-    rows = [rows_of_step(second.ranks, number) for number in range(len(second.steps))]
+    known = have_labels(first)
+    right = [rows_of_step(first.ranks, number, has_labels=known) for number in range(done, len(first.steps))]
+    rows = [rows_of_step(second.ranks, number, has_labels=known) for number in range(len(second.steps))]
     found.add("resume", done + 1, {"samples": (float(rows != right), 0.5)}, what="samples")
     after, own = first.steps[-1], second.steps[-1]
     rates = [each["groups"][0].get("lr") if each["groups"] else None for each in (own, after)]
@@ -356,10 +359,18 @@ def explain_gradients(comparison: Comparison, number: int, names: Sequence[str])
 Rows = Counter[tuple[str, str]]
 
 
-def rows_of_step(ranks: Sequence[Sequence[Mapping[str, Any]]], number: int) -> Rows:
+def rows_of_step(ranks: Sequence[Sequence[Mapping[str, Any]]], number: int, *, has_labels: bool = True) -> Rows:
     """Return the hashes of inputs and labels of all samples of a step."""
-    batches = chain.from_iterable(seen[number]["batches"] for seen in ranks)
-    return Counter(chain.from_iterable(zip(batch["inputs"], batch["labels"], strict=True) for batch in batches))
+    batches = [batch for seen in ranks for batch in seen[number]["batches"]]
+    labels = [batch["labels"] if has_labels else [""] * len(batch["inputs"]) for batch in batches]
+    return Counter(
+        pair for batch, own in zip(batches, labels, strict=True) for pair in zip(batch["inputs"], own, strict=False)
+    )
+
+
+def have_labels(recording: Recording) -> bool:
+    """Return whether the labels of each sample are known."""
+    return all(batch["labels"] for seen in recording.ranks for step in seen for batch in step["batches"])
 
 
 def explain_rows(rows: Rows, right: Rows, ranks: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict[str, Any]:

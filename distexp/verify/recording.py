@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distexp.data.base import Batch
+from distexp.data.base import IGNORE, Batch
 from distexp.data.loader import StepData
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
@@ -335,19 +335,22 @@ class RecordingLogger(MetricsLogger):
 
 
 def rows_of(batch: Batch) -> dict[str, Any]:
-    """Return hashes of the inputs and of the labels of each sample of a batch, and the targets of the batch."""
-    inputs = [batch.inputs[name] for name in sorted(batch.inputs)]
-    size = len(batch.labels)
-    whole = [tensor for tensor in inputs if len(tensor) == size and tensor.dim() > 1]
+    """Return hashes of the inputs and of the labels of each sample of a batch, and the targets of the batch.
+
+    A batch that keeps the targets only (``train.logits=targets``) has no labels of each sample.
+    """
+    main = [batch.inputs[name] for name in ("input_ids", "images") if name in batch.inputs]
+    whole = main or list(batch.inputs.values())
+    size, labels = len(whole[0]), batch.labels
     return {
         "inputs": [_hash([tensor[row].flatten() for tensor in whole]) for row in range(size)],
-        "labels": [_hash([labels.flatten()]) for labels in batch.labels],
-        "targets": int((batch.labels != -100).sum()) if batch.labels.dim() == 1 else _text_targets(batch.labels),
+        "labels": [_hash([row.flatten()]) for row in labels] if len(labels) == size else [],
+        "targets": int((labels != IGNORE).sum()) if labels.dim() == 1 else _text_targets(labels),
     }
 
 
 def _text_targets(labels: Tensor) -> int:
-    return int((labels[:, 1:] != -100).sum())  # The first token of a text is predicted by none.
+    return int((labels[:, 1:] != IGNORE).sum())  # The first token of a text is predicted by none.
 
 
 def _hash(tensors: Iterable[Tensor]) -> str:
