@@ -59,6 +59,7 @@ ORDER = (
     "commands",
     "cli",
     "doctor",
+    "verify",
     "choose",
     "launch",
     "console",

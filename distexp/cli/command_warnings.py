@@ -27,9 +27,10 @@ class Reader(NamedTuple):
 
 CHOOSE = Reader("distexp choose", (Command.CHOOSE,))
 FORECAST = Reader("distexp forecast RUN", (Command.FORECAST,))
+VERIFY = Reader("distexp verify", (Command.VERIFY,))
 PLAN = Reader("distexp plan", (Command.PLAN, Command.FORECAST))
 
-READERS: Mapping[str, Reader] = {"choose": CHOOSE, "forecast": FORECAST, "plan.output": PLAN}
+READERS: Mapping[str, Reader] = {"choose": CHOOSE, "forecast": FORECAST, "verify": VERIFY, "plan.output": PLAN}
 """Sections and keys with the only command that reads them. The other keys of ``plan`` are for runs too."""
 
 

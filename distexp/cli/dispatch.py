@@ -89,12 +89,21 @@ def choose(line: CommandLine) -> list[JobReturn]:
     return []
 
 
+def verify(line: CommandLine) -> list[JobReturn]:
+    """Compare the training of every cell with that of the reference. A cell that is invalid is not comparable."""
+    from distexp.verify import run_verify
+
+    run_verify(line.compose(CellRules(may_be_invalid=True, sizes_vary=True)), line.master, line.make)
+    return []
+
+
 DISPATCH: Mapping[Command, Callable[[CommandLine], list[JobReturn]]] = {
     Command.TRAIN: start_runs,
     Command.PREFLIGHT: start_runs,
     Command.PLAN: plan,
     Command.FORECAST: forecast,
     Command.CHOOSE: choose,
+    Command.VERIFY: verify,
 }
 
 

@@ -47,6 +47,7 @@ COMMANDS = {
     "cancel": Command("end the runs of a sweep", "distexp.cancel"),
     "plan": Command("predict the GPU memory of a run or a sweep, also without a GPU", "distexp.plan.__main__"),
     "choose": Command("find the fastest configuration of a training by short runs", "distexp.choose.__main__"),
+    "verify": Command("check that a strategy trains exactly as single does", "distexp.verify.__main__"),
     "explain": Command("show what the steps of a profiled run spend their time on", "distexp.explain.__main__"),
     "forecast": Command("forecast the speed of a profiled run on other numbers of GPUs", "distexp.forecast.__main__"),
     "report": Command("make tables, figures and a page from finished runs", "distexp.report.__main__"),

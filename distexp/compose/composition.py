@@ -287,6 +287,7 @@ RULES = {
     ),
     "forecast.memory=off": (Rule((*MODE, *TIMES, *MEMORIES), "with forecast.memory=off"),),
     "distexp preflight": (Rule((*MODE, *TIMES, *MEMORIES), "in distexp preflight, which trains nothing"),),
+    "distexp verify": (Rule((*MODE, *TIMES, *MEMORIES), "in distexp verify, which predicts nothing"),),
     "auto": (
         Rule(
             (*TIMES, *MEMORIES),

@@ -256,6 +256,7 @@ class Command(StrEnum):
     CHOOSE = "choose"
     FORECAST = "forecast"
     PREFLIGHT = "preflight"
+    VERIFY = "verify"
 
 
 @dataclass
@@ -284,6 +285,7 @@ class Config:
     plan: sections.PlanConfig = field(default_factory=sections.PlanConfig)
     choose: sections.ChooseConfig = field(default_factory=sections.ChooseConfig)
     forecast: sections.ForecastConfig = field(default_factory=sections.ForecastConfig)
+    verify: sections.VerifyConfig = field(default_factory=sections.VerifyConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

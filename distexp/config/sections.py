@@ -321,6 +321,15 @@ class ChooseConfig:
 
 
 @dataclass
+class VerifyConfig:
+    """Comparison of the training with that of `strategy=single`, by `distexp verify`."""
+
+    quick: bool = key(False, "Compare the core phases only. Its option `--quick` sets it.")
+    timeout_s: float = key(300.0, "Longest time of a phase.", unit="seconds", above=0)
+    output: str = key("table", "Output of `distexp verify`. Its option `--json` sets it.", choices=("table", "json"))
+
+
+@dataclass
 class PlanConfig:
     """Prediction of memory before a run starts, as by `distexp plan`."""
 

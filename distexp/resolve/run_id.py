@@ -17,7 +17,7 @@ from distexp.config.model_checks import loads_from_source, searches_micro_batch,
 
 IRRELEVANT = (
     *("name", "command", "exercise", "scale", "scaling", "sweep", "measure", "preflight", "tracker", "kernels", "plan"),
-    *("choose", "forecast", "profile", "repeats", "trusted_packages"),
+    *("choose", "forecast", "verify", "profile", "repeats", "trusted_packages"),
 )
 """Sections and keys that do not change the training, or that only set values of other keys."""
 

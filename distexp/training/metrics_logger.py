@@ -24,7 +24,7 @@ from distexp.measure.watcher import PROFILE, TRAIN, WARMUP, MeasuredSteps, Step,
 from distexp.runs import record_sections, run_dir, run_state
 from distexp.runs.events import Events
 from distexp.runs.metrics import Metrics
-from distexp.strategies.optimizer import read_model_tensors
+from distexp.strategies.optimizer import innermost_optimizer, read_model_tensors
 from distexp.system.files import append_line
 from distexp.training import inputs
 from distexp.training.watchers import Watchers
@@ -63,6 +63,7 @@ class MetricsLogger:
         self.stopped: record_sections.RunError | None = None  # why the training ended before its last step
         self.logged = 0  # last step written to metrics.jsonl
         self.has_warned = False  # that a step had no gradient
+        self.live_rate: float | None = None  # learning rate of the last update, if the optimizer reports it
         self.path = context.run_dir / run_dir.METRICS
         self._file = self.path.open("w") if context.rank == 0 else None
 
@@ -98,7 +99,13 @@ class MetricsLogger:
 
     def follow(self, module: nn.Module, optimizer: Any) -> None:
         """Let the watchers measure a distributed model. Call it as soon as the model is built."""
+        inner = innermost_optimizer(optimizer)
+        if isinstance(inner, torch.optim.Optimizer):  # A trainer may change the rate again after the update.
+            inner.register_step_pre_hook(self._keep_rate)
         self.watchers.follow(module, partial(read_model_tensors, module, optimizer))
+
+    def _keep_rate(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.live_rate = float(optimizer.param_groups[0]["lr"])
 
     def start(self) -> None:
         """Start the run time; call it before the first step."""
@@ -240,7 +247,7 @@ class MetricsLogger:
                 "loss": sum(losses) / len(losses),
                 **({"router_loss": sum(router) / len(router)} if router else {}),
                 "grad_norm": self._checked_norm(norm, losses[-1]),
-                "learning_rate": rate,
+                "learning_rate": rate if self.live_rate is None else self.live_rate,
                 "step_time_s": seconds,
                 "samples_per_second": sum(samples) / len(samples) / seconds,
             },

@@ -127,3 +127,21 @@ def test_the_overhead_of_the_profiler_is_known_if_the_steps_are_equal(
     assert (found[0]["step_ms"] == 1e6 + 400) == includes_overhead
     expected = 400 if includes_overhead else 250
     assert found[0]["data_wait_ms"] == expected, "the measured steps wait 250 ms for their data"
+
+
+def test_the_logged_learning_rate_is_that_of_the_optimizer(tmp_path: Path) -> None:
+    context = Context(0, 1, 0, 1, 1, torch.device("cpu"), tmp_path)
+    plan = StepPlan(TrainConfig(num_epochs=1, log_every=1), 1)
+    logger = MetricsLogger(plan, context, Events(tmp_path, enabled=False), [])
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    logger.follow(model, optimizer)
+    logger.start()
+    logger.start_steps()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5  # as the Trainer of transformers does after the update
+    batch = TextCollate(0, 10)(text_samples(5))
+    step = StepData([batch], torch.tensor(1), 1, 0.25, measure_workload([batch]))
+    planned = 0.1  # A strategy that ignores it must not log it.
+    logger.record_step(step, torch.zeros(2), torch.tensor(1.0), planned)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["learning_rate"] == 0.25

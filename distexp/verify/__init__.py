@@ -1,0 +1,290 @@
+"""Comparison of a training with that of ``strategy=single``, and the cause of a difference.
+
+``run_verify`` composes the phases of each cell (``phases.py``), and starts the process that trains and compares them
+(``workers.py``). This process imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from distexp import __version__
+from distexp.compose.composition import Cell, MakeCell
+from distexp.config import ConfigError
+from distexp.config.custom_code import library_versions
+from distexp.config.overrides import format_count
+from distexp.exceptions import SweepFailedError, SweepInterrupted
+from distexp.launch import node_setup
+from distexp.launch.run_dirs import locked_sweep_dir
+from distexp.resolve.resources import launcher_traits
+from distexp.runs.record import RunSpec
+from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG
+from distexp.system import files
+from distexp.system.processes import end_tree, start_module
+from distexp.tables.columns import print_plain
+from distexp.verify.phases import PlannedVariant, as_json, labels_of, plan_variant
+from distexp.worker.preload import own_modules
+
+EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
+PROOF, LOG = "proof.json", "workers.log"
+GRACE_S = 1.0
+MIN_WIDTH = 100  # columns of a table that is not in a terminal
+COLUMNS = {
+    "loss": "loss", "gradient": "grads", "norm": "norm", "weight": "weights", "state": "states", "ranks": "ranks",
+    "evaluation": "eval", "resume": "resume",
+}  # fmt: skip
+"""Kinds of findings that the table shows, with their titles."""
+
+
+def run_verify(cells: Sequence[Cell], master: DictConfig, make: MakeCell) -> None:
+    """Compare all cells with ``single``, and print the results.
+
+    Raise SweepFailedError if one differs, else ConfigError if one cannot be compared.
+    """
+    section = cells[0].composed.verify
+    check_cells(cells)
+    with locked_sweep_dir(master, len(cells)) as found:
+        sweep_dir = found.absolute()
+        results = verify_cells(cells, make, sweep_dir, quick=section.quick, timeout_s=section.timeout_s)
+    if section.output == "json":
+        print(json.dumps(results, indent=2))
+    else:
+        print_results(results, sweep_dir)
+    if any(result["status"] == DIFFERENT for result in results):
+        raise SweepFailedError
+    if wrong := [result for result in results if result["status"] != EQUAL]:
+        raise ConfigError([f"{result['label']} cannot be compared: {reason_of(result)}" for result in wrong])
+
+
+def check_cells(cells: Sequence[Cell]) -> None:
+    """Raise ConfigError if all cells are invalid, or if their workers are not on this machine."""
+    configs = [cell.config for cell in cells if cell.config is not None]
+    if not configs:
+        raise ConfigError(list(dict.fromkeys(error for cell in cells for error in cell.errors)))
+    for config in configs:
+        if not launcher_traits(config).runs_here:
+            raise ConfigError(
+                f"distexp verify starts its workers on this machine, but cluster={config.cluster.name} does not: "
+                "use cluster=local, on a node of the cluster"
+            )
+
+
+def verify_cells(
+    cells: Sequence[Cell], make: MakeCell, sweep_dir: Path, *, quick: bool, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Train and compare all cells; return their results, in the order of the cells."""
+    labels, planned = labels_of(cells), {}
+    known: dict[tuple[str, ...], Cell] = {}  # The variants of a sweep have the same references.
+
+    def make_once(overrides: Sequence[str]) -> Cell:
+        if tuple(overrides) not in known:
+            known[tuple(overrides)] = make(overrides)
+        return known[tuple(overrides)]
+
+    for number, (cell, label) in enumerate(zip(cells, labels, strict=True)):
+        if cell.config is not None:
+            planned[number] = plan_variant(cell, label, sweep_dir / str(number), make_once, quick=quick)
+            planned[number].directory.mkdir(parents=True, exist_ok=True)
+            build_operators(planned[number])
+    started = time.monotonic()
+    variants = list(planned.values())
+    write_job(variants, sweep_dir, timeout_s)
+    with progress(variants), (sweep_dir / LOG).open("w") as log:
+        environment = environments_of(variants[0])[0]
+        process = start_module("distexp.verify.workers", str(sweep_dir), env=environment, output=log)
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            raise SweepInterrupted("interrupted: nothing was compared") from None
+        finally:
+            end_tree(process, GRACE_S)
+    return [
+        read_result(planned[number], process, sweep_dir, time.monotonic() - started)
+        if number in planned
+        else {"label": labels[number], "status": NOT_COMPARABLE, "reasons": cell.errors, "phases": []}
+        for number, cell in enumerate(cells)
+    ]
+
+
+def build_operators(variant: PlannedVariant) -> None:
+    """Compile the C++ operators of DeepSpeed that a variant needs. Raise ConfigError if that fails."""
+    for phase in variant.phases[:1]:
+        OPERATORS_LOG.path(phase.variant, 0).parent.mkdir(parents=True, exist_ok=True)
+        if node_setup.lacks_operators(RunSpec.read(phase.variant), phase.variant, 0):
+            raise ConfigError(files.read_json(AGENT_ERROR.path(phase.variant, 0))["message"])
+
+
+def environments_of(variant: PlannedVariant) -> list[dict[str, str]]:
+    """Return the environment of each rank of a variant."""
+    spec = RunSpec.read(variant.phases[0].variant) if variant.phases else None
+    if spec is None:
+        return []
+    found = []
+    for node in range(spec.nodes):
+        environment = node_setup.worker_environment(spec, node)
+        for local in range(spec.workers_per_node):
+            rank = node * spec.workers_per_node + local
+            found.append(environment | rank_variables(rank, local, node, spec.world_size, spec.workers_per_node))
+    return found
+
+
+def rank_variables(rank: int, local: int, node: int, world_size: int, per_node: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": node, "WORLD_SIZE": world_size}
+    return {name: str(value) for name, value in {**numbers, "LOCAL_WORLD_SIZE": per_node}.items()}
+
+
+def write_job(variants: Sequence[PlannedVariant], sweep_dir: Path, timeout_s: float) -> None:
+    """Write what the process that trains has to do: the references first, and the runs of each variant."""
+    shared = [path for variant in variants for planned in variant.phases for path in (planned.reference, planned.noise)]
+    environment = environments_of(variants[0])[0] | rank_variables(0, 0, 0, 1, 1)
+    groups = [{"environments": [environment], "runs": list(dict.fromkeys(map(str, shared)))}]
+    for variant in variants:
+        runs = [path for planned in variant.phases for path in (planned.variant, planned.resumed) if path is not None]
+        groups.append({"environments": environments_of(variant), "runs": list(map(str, runs))})
+    config = variants[0].config
+    modules = [module for variant in variants for module in own_modules(variant.config)]
+    job = {
+        "modules": list(dict.fromkeys(modules)),
+        "device": config.cluster.device,
+        "timeout_s": timeout_s,
+        "groups": groups,
+        "variants": [as_json(variant) | {"header": header_of(variant)} for variant in variants],
+    }
+    files.write_json(sweep_dir / "job.json", job)
+
+
+def header_of(variant: PlannedVariant) -> dict[str, Any]:
+    """Return what identifies a comparison: the configuration and the versions."""
+    from distexp.resolve.run_id import run_id
+
+    config = variant.config
+    return {
+        "label": variant.label,
+        "configuration": run_id(config),
+        "workers": config.cluster.world_size,
+        "device": config.cluster.device,
+        "precision": config.precision.name,
+        "model": config.model.name,
+        "dataset": config.dataset.name,
+        "versions": {"distexp": __version__, **library_versions()},
+    }
+
+
+@contextmanager
+def progress(variants: Sequence[PlannedVariant]) -> Iterator[None]:
+    """Show on a terminal that trainings run."""
+    console = Console(stderr=True)
+    phases = format_count(max(len(variant.phases) for variant in variants), "phase")
+    text = f"comparing {', '.join(variant.label for variant in variants)} with single in {phases}"
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        print(f"distexp: {text}", file=sys.stderr)
+        yield
+
+
+def read_result(
+    variant: PlannedVariant, process: subprocess.Popen[bytes], sweep_dir: Path, seconds: float
+) -> dict[str, Any]:
+    """Return the result of a variant, which stays in its directory as the proof."""
+    path = variant.directory / PROOF
+    if not path.exists():
+        lines = (sweep_dir / LOG).read_text(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"its process ended with code {process.returncode}"
+        return {"label": variant.label, "status": NOT_COMPARABLE, "reasons": [reason], "phases": []}
+    result: dict[str, Any] = files.read_json(path)
+    result |= {"seconds": round(seconds, 1), "proof": str(path)}
+    files.write_json(path, result)
+    return result
+
+
+def reason_of(result: dict[str, Any]) -> str:
+    """Return why a variant cannot be compared."""
+    reasons = result.get("reasons") or ["no phase could be compared"]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return f"{reasons[0]}{more}"
+
+
+def print_results(results: Sequence[dict[str, Any]], sweep_dir: Path) -> None:
+    """Print the phases of one variant, or a line for each of several."""
+    console = Console()
+    console = Console(width=max(MIN_WIDTH, console.width))
+    if len(results) == 1:
+        console.print(phase_table(results[0]))
+    else:
+        console.print(variant_table(results))
+    for result in results:
+        for line in verdict_lines(result, single=len(results) == 1):
+            print_plain(console, line)
+    print_plain(console, f"proof: {sweep_dir}/{'0' if len(results) == 1 else '*'}/{PROOF}")
+
+
+def phase_table(result: dict[str, Any]) -> Table:
+    """Return the largest errors of each phase, relative to the values that they are errors of."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("phase", "steps", *COLUMNS.values(), ""):
+        table.add_column(title, justify="left" if title in ("phase", "") else "right", no_wrap=True)
+    for phase in result["phases"]:
+        cells = [error_text(phase.get("worst", {}), kind) for kind in COLUMNS]
+        table.add_row(phase["phase"], str(phase.get("steps", "")), *cells, phase["status"])
+    return table
+
+
+def variant_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Return a line with the largest errors of each variant."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("variant", "phases", "loss", "gradients", "weights", "result"):
+        table.add_column(title)
+    for result in results:
+        cells = [error_text(worst_of_all(result, kind), kind) for kind in ("loss", "gradient", "weight")]
+        table.add_row(result["label"], str(len(result["phases"])), *cells, result["status"])
+    return table
+
+
+def worst_of_all(result: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the largest error of a kind in all phases, relative to its bound."""
+    found = [phase["worst"][kind] for phase in result["phases"] if kind in phase.get("worst", {})]
+    ratio = {id(each): float("inf") if each["error"] is None else each["error"] / each["bound"] for each in found}
+    return {kind: max(found, key=lambda each: ratio[id(each)])} if found else {}
+
+
+def error_text(worst: dict[str, Any], kind: str) -> str:
+    """Return an error with a mark if it exceeds its bound."""
+    if kind not in worst:
+        return "-"
+    error, bound = worst[kind]["error"], worst[kind]["bound"]
+    text = "inf" if error is None else f"{error:.0e}" if error else "0"  # None: it was infinite
+    return f"{text}{'!' if error is None or error > bound else ''}"
+
+
+def verdict_lines(result: dict[str, Any], *, single: bool) -> Iterator[str]:
+    """Yield the verdict on a variant, with the cause of a difference."""
+    prefix = f"{result['label']}: " if not single else ""
+    if result["status"] == EQUAL:
+        if single:
+            yield (
+                f"equal: {result['label']} trains as single does, on {format_count(result['workers'], 'worker')} in "
+                f"{result['precision']} ({result['seconds']:.0f} s)"
+            )
+    elif cause := result.get("cause"):
+        yield f"{prefix}different, first in phase {cause['phase']} ({cause['adds']}), step {cause['step']}"
+        yield f"cause: {cause['sentence']}"
+        error = float("inf") if cause["error"] is None else cause["error"]
+        yield f"evidence: {cause['kind']} of {cause['name']} differs by {error:.1e} (bound {cause['bound']:.1e})"
+    else:
+        yield f"{prefix}not comparable: {reason_of(result)}"
+    for name, error in result.get("skipped", {}).items():
+        yield f"{prefix}phase {name} is left out: {error}"

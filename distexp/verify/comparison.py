@@ -1,0 +1,393 @@
+"""Comparison of a recorded run with the reference: what differs, by how much, and what that is made of.
+
+Bounds come from arithmetic. In fp32, the noise run is the reference with another order of summation, and a difference
+counts if it is MARGIN times that of the noise run. In 16 bits, the noise run is the reference in fp32. Tiny differences
+never count (FLOOR).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distexp.config import Config
+from distexp.runs.record import RunSpec
+from distexp.system.files import read_json
+from distexp.verify.arithmetic import (
+    Tensors,
+    by_parameter,
+    differs,
+    distance,
+    flat,
+    global_norm,
+    largest,
+    least_squares,
+    relative,
+    scale_of,
+    updated,
+    with_zeros,
+)
+from distexp.verify.diagnosis import Finding
+
+TENSORS = "tensors.pt"
+
+MARGIN = {"fp32": 16.0, "bf16": 8.0, "fp16": 8.0}
+"""A difference counts if it is so many times that of the noise run."""
+
+FLOOR = {"fp32": 2e-5, "bf16": 6e-2, "fp16": 6e-2}
+"""Relative difference of a gradient that never counts. That of a weight or a state, which sums several, is larger."""
+
+LOSS_FLOOR = {"fp32": 5e-6, "bf16": 5e-3, "fp16": 5e-3}
+NORM_BOUND = {"fp32": 2e-4, "bf16": 2e-2, "fp16": 2e-2}
+UPDATE_BOUND = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+"""Relative errors of a loss that never count, and bounds of a norm and an update, which are computed again."""
+
+SUMMED = 5.0  # How much larger.
+
+EPS = 2.0**-23  # relative distance of two numbers in fp32
+NEGLIGIBLE = 1e-4  # A gradient of less than this share of the largest one is compared with that share.
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Return the file in which a rank writes what it has seen. It is the last one of a run."""
+    return directory / f"seen{rank}.json"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Everything that a run has recorded."""
+
+    config: Config
+    initial: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    exported: Tensors
+    ranks: list[list[dict[str, Any]]]  # what each rank has seen in each step
+
+    @classmethod
+    def read(cls, directory: Path) -> "Recording":
+        """Read a run directory. Raise OSError if the run has not ended."""
+        config = RunSpec.read(directory).config
+        ranks = [read_json(rank_file(directory, rank))["steps"] for rank in range(config.cluster.world_size)]
+        return cls(config, ranks=ranks, **torch.load(directory / TENSORS, weights_only=True))
+
+
+@dataclass
+class Comparison:
+    """Comparison of one phase."""
+
+    phase: str
+    reference: Recording
+    noise: Recording
+    variant: Recording
+    findings: list[Finding] = field(default_factory=list)
+    worst: dict[str, tuple[float, float]] = field(default_factory=dict)  # error and bound, by kind; the largest ratio
+
+    def __post_init__(self) -> None:
+        self.precision = self.variant.config.precision.name
+        self.margin, self.floor = MARGIN[self.precision], FLOOR[self.precision]
+
+    def compare(self) -> None:
+        """Compare everything, in the order in which one thing causes the next."""
+        self._compare_samples()
+        self._compare_ranks("start", 0, self.variant.initial)
+        self._compare_tensors("initial", 0, [each.initial["weights"] for each in self._runs()])
+        for number in range(min(len(self.reference.steps), len(self.variant.steps))):
+            self._compare_step(number)
+        self._compare_evaluations()
+        last = self.variant.steps[-1]
+        own = {**last["weights"], **last["buffers"]}
+        self._compare_tensors("exported", len(self.variant.steps), [own, own, self.variant.exported])
+
+    def _runs(self) -> tuple[Recording, Recording, Recording]:
+        return self.reference, self.noise, self.variant
+
+    def add(self, kind: str, step: int, errors: Mapping[str, tuple[float, float]], **detail: Any) -> None:
+        """Add errors with their bounds, by name. Those above their bounds are a finding."""
+        for error, bound in errors.values():
+            before = self.worst.get(kind, (0.0, 1.0))
+            if error / bound >= before[0] / before[1]:
+                self.worst[kind] = (error, bound)
+        wrong = {name: each for name, each in errors.items() if not each[0] <= each[1]}
+        if wrong:
+            worst = max(wrong, key=lambda name: wrong[name][0] / wrong[name][1])
+            self.findings.append(Finding(kind, self.phase, step, list(wrong), worst, *wrong[worst], detail))
+
+    def _compare_step(self, number: int) -> None:
+        reference, noise, variant = (each.steps[number] for each in self._runs())
+        step, is_clipped = number + 1, self._records_clipped()
+        self._compare_ranks("step", step, variant)
+        self._compare_values(
+            "loss", step, reference["loss"], noise["loss"], variant["loss"], floor=LOSS_FLOOR[self.precision]
+        )
+        if not is_clipped:
+            self._compare_gradients(number)
+        true_norm = global_norm(variant["gradients"])
+        if variant["gradients"] and not is_clipped:
+            bound = NORM_BOUND[self.precision]
+            errors = {f"rank {rank}": (relative(seen[number]["norm"], true_norm), bound) for rank, seen in self._seen()}
+            reported = [seen[number]["norm"] for _, seen in self._seen()]
+            self.add("norm", step, errors, reported=reported, true=true_norm)
+        self._compare_groups(number)
+        if variant["gradients"] and not is_clipped:
+            self._check_update(number, true_norm)
+        for key in reference["states"]:
+            tensors = [each["states"].get(key, {}) for each in (reference, noise, variant)]
+            self._compare_tensors("state", step, tensors, state=key)
+        before = self.reference.initial if number == 0 else self.reference.steps[number - 1]
+        changes = {name: each - before["weights"][name] for name, each in reference["weights"].items()}
+        weights = [each["weights"] for each in (reference, noise, variant)]
+        self._compare_tensors("weight", step, weights, scales=changes)
+
+    def _seen(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        return enumerate(self.variant.ranks)
+
+    def _records_clipped(self) -> bool:
+        """Return whether the gradients were clipped before they were recorded, as by the Trainer of transformers."""
+        return (
+            self.variant.config.engine.name == "hf_trainer" and self.variant.config.train.gradient_clipping is not None
+        )
+
+    def _compare_values(
+        self, kind: str, step: int, reference: float, noise: float, variant: float, *, floor: float
+    ) -> None:
+        scale = max(abs(reference), 1e-12)
+        bound = max(floor, self.margin * abs(noise - reference) / scale)
+        error = relative(variant, reference)
+        self.add(kind, step, {kind: (error, bound)}, value=variant, expected=reference)
+
+    def _compare_tensors(
+        self, kind: str, step: int, tensors: Iterable[Tensors], *, scales: Tensors | None = None, **detail: Any
+    ) -> None:
+        """Compare the tensors of reference, noise and variant by name.
+
+        Differences are relative to the largest value of each scale, which by default is the reference.
+        """
+        reference, noise, variant = tensors
+        if missing := sorted(reference.keys() ^ variant.keys()):
+            self.findings.append(
+                Finding(kind, self.phase, step, missing, missing[0], 1.0, 0.0, detail | {"missing": True})
+            )
+        sizes = {name: largest(each) for name, each in (reference if scales is None else scales).items()}
+        least = NEGLIGIBLE * max(sizes.values(), default=0.0)
+        floor = self.floor * (1.0 if kind == "gradient" else SUMMED)
+        errors = {}
+        for name in reference.keys() & variant.keys():
+            scale = max(sizes.get(name, 0.0), least, 1e-30)
+            rounding = 8 * EPS * largest(reference[name]) if scales is not None else 0.0
+            noisy = self.margin * distance(noise.get(name, reference[name]), reference[name])
+            bound = max(noisy, floor * scale + rounding) / scale
+            errors[name] = (distance(variant[name], reference[name]) / scale, bound)
+        self.add(kind, step, errors, **detail)
+
+    def _compare_gradients(self, number: int) -> None:
+        reference, noise, variant = (each.steps[number]["gradients"] for each in self._runs())
+        before = len(self.findings)
+        self._compare_tensors("gradient", number + 1, [reference, noise, variant])
+        for finding in self.findings[before:]:
+            finding.detail |= explain_gradients(self, number, finding.names)
+
+    def _compare_ranks(self, when: str, step: int, snapshot: Mapping[str, Any]) -> None:
+        for what, tensors in snapshot["differing"].items():
+            errors = {name: (max(each), 1e-6) for name, each in tensors.items()}
+            shown = dict(list(tensors.items())[:1])
+            self.add("ranks", step, errors, what=what, when=when, differences=shown)
+
+    def _compare_groups(self, number: int) -> None:
+        """Compare the live hyperparameters of each parameter."""
+        reference, variant = (by_parameter(each.steps[number]["groups"]) for each in (self.reference, self.variant))
+        for key in ("lr", "weight_decay", "betas", "eps", "momentum"):
+            pairs = {
+                name: (values[key], variant[name][key])
+                for name, values in reference.items()
+                if key in values and key in variant.get(name, {})
+            }
+            errors = {name: (differs(*pair), 1e-6) for name, pair in pairs.items()}
+            wrong = {name: pair for name, pair in pairs.items() if differs(*pair) > 1e-6}
+            shown = next(iter(wrong.values()), (0.0, 0.0))
+            planned = [step["groups"][0].get("lr") for step in self.reference.steps] if key == "lr" else []
+            self.add(key, number + 1, errors, expected=shown[0], value=shown[1], planned=planned)
+
+    def _check_update(self, number: int, norm: float) -> None:
+        """Compute the update again from the gradients, states and hyperparameters of the variant itself."""
+        variant = self.variant.steps[number]
+        before = self.variant.initial if number == 0 else self.variant.steps[number - 1]
+        limit = self.variant.config.train.gradient_clipping
+        factor = min(1.0, limit / (norm + 1e-6)) if limit is not None else 1.0
+        groups, done = by_parameter(variant["groups"]), self.variant.initial["done"] + number
+        errors, expected, changes = {}, {}, {}
+        for name, old in before["weights"].items():
+            gradient, group = variant["gradients"].get(name), groups.get(name)
+            if group is None and gradient is not None:
+                continue  # An optimizer of another library has no such groups.
+            states = {key: each[name] for key, each in before["states"].items() if name in each}
+            new = old if gradient is None else updated(old, gradient * factor, states, group or {}, done + 1)
+            expected[name], changes[name] = new - old, variant["weights"][name] - old
+            scale = max(largest(expected[name]), 1e-30)
+            rounding = 8 * EPS * largest(old) / scale
+            errors[name] = (distance(changes[name], expected[name]) / scale, UPDATE_BOUND[self.precision] + rounding)
+        wrong = [name for name, (error, bound) in errors.items() if error > bound]
+        detail = (
+            explain_update(wrong, before=before, after=variant, expected=expected, changes=changes, groups=groups)
+            if wrong
+            else {}
+        )
+        context = {"norm": norm, "limit": limit, "clip_factor": factor, "parameters": len(errors)}
+        self.add("update", number + 1, errors, **context, **detail)
+
+    def _compare_evaluations(self) -> None:
+        for position, expected in enumerate(self.reference.evaluations):
+            if position >= len(self.variant.evaluations):
+                break
+            noise, variant = self.noise.evaluations[position], self.variant.evaluations[position]
+            step = expected["step"]
+            self.add("mode", step, {"mode": (float(variant["in_training_mode"]), 0.5)})
+            errors = {name: (max(each), 1e-6) for name, each in variant["differing"].items()}
+            self.add("ranks", step, errors, what="buffers", when="evaluation", differences={})
+            self._compare_tensors("buffer", step, [each["buffers"] for each in (expected, noise, variant)])
+            scale = max(abs(expected["loss"]), 1e-12)
+            bound = max(LOSS_FLOOR[self.precision], self.margin * abs(noise["loss"] - expected["loss"]) / scale)
+            errors = {"loss": (relative(variant["loss"], expected["loss"]), bound)}
+            if variant["samples"] != expected["samples"]:
+                errors["samples"] = (1.0, 0.5)
+            self.add("evaluation", step, errors, value=variant["loss"], expected=expected["loss"])
+
+    def _compare_samples(self) -> None:
+        """Compare the samples and labels of each step, of all ranks together."""
+        known = have_labels(self.reference) and have_labels(self.variant)
+        expected, found = (
+            [rows_of_step(each.ranks, number, has_labels=known) for number in range(min(map(len, each.ranks)))]
+            for each in (self.reference, self.variant)
+        )
+        if len(found) != len(expected):
+            detail = {"reason": "steps", "value": len(found), "expected": len(expected)}
+            self.add("samples", len(found), {"samples": (1.0, 0.5)}, **detail)
+        per_epoch = len(expected) // max(1, self.reference.config.train.num_epochs)
+        for number, (rows, right) in enumerate(zip(found, expected, strict=False)):
+            detail = explain_rows(rows, right, self.variant.ranks, number)
+            if detail.get("reason") == "other" and number >= per_epoch and rows == found[number - per_epoch]:
+                detail["reason"] = "epoch"
+            elif detail.get("reason") == "other" and rows in expected:
+                detail |= {"reason": "order", "value": expected.index(rows) + 1}
+            self.add("samples", number + 1, {"samples": (1.0 if detail else 0.0, 0.5)}, **detail)
+
+
+def compare_resumed(phase: str, first: Recording, second: Recording) -> Comparison:
+    """Compare a resumed run with the one that wrote its checkpoint: its start, and the steps after it."""
+    found = Comparison(phase, first, first, second)
+    done = int(second.initial["done"])
+    if not 0 < done < len(first.steps):
+        found.add("resume", done, {"step": (1.0, 0.5)}, what="step", value=done)
+        return found
+    saved = first.steps[done - 1]
+    for what in ("weights", "buffers"):
+        found._compare_tensors("resume", done, [saved[what], saved[what], second.initial[what]], what=what)
+    for key, tensors in saved["states"].items():
+        restored = second.initial["states"].get(key, {})
+        found._compare_tensors("resume", done, [tensors, tensors, restored], what=f"state {key}")
+    known = have_labels(first)
+    right = [rows_of_step(first.ranks, number, has_labels=known) for number in range(done, len(first.steps))]
+    rows = [rows_of_step(second.ranks, number, has_labels=known) for number in range(len(second.steps))]
+    found.add("resume", done + 1, {"samples": (float(rows != right), 0.5)}, what="samples")
+    after, own = first.steps[-1], second.steps[-1]
+    rates = [each["groups"][0].get("lr") if each["groups"] else None for each in (own, after)]
+    found.add("resume", done + 1, {"lr": (differs(*rates), 1e-6)}, what="lr", value=rates[0], expected=rates[1])
+    for name, what in (("gradients", "gradients"), ("weights", "later")):
+        found._compare_tensors("resume", done + 1, [after[name], after[name], own[name]], what=what)
+    return found
+
+
+def explain_update(
+    wrong: Sequence[str],
+    *,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    expected: Tensors,
+    changes: Tensors,
+    groups: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return what a wrong update is made of: multiples of the right one, of the gradient and of the weight."""
+    change, right = flat(changes, wrong), flat(expected, wrong)
+    moved = largest(change) > 1e-3 * largest(right)
+    detail = {"skipped": not moved, "ratio": float(change @ right / (right @ right).clamp(min=1e-60))}
+    trained = [name for name in wrong if name in after["gradients"] and groups.get(name, {}).get("lr")]
+    if trained and "betas" not in groups[trained[0]] and not groups[trained[0]].get("momentum"):
+        rates = {name: groups[name]["lr"] for name in trained}
+        columns = [
+            torch.cat([-rates[name] * source[name].flatten().double() for name in trained])
+            for source in (after["gradients"], before["weights"])
+        ]
+        solution, residual = least_squares(columns, flat(changes, trained))
+        detail |= {"gradient_factor": solution[0], "weight_factor": solution[1], "residual": residual}
+    return detail | {"unchanged": [name for name in wrong if largest(changes[name]) == 0]}
+
+
+def explain_gradients(comparison: Comparison, number: int, names: Sequence[str]) -> dict[str, Any]:
+    """Return what wrong gradients are made of: multiples of the gradients of each micro-batch of the reference."""
+    reference, variant = comparison.reference.steps[number], comparison.variant.steps[number]
+    found, every = variant["gradients"], [name for name in reference["gradients"] if name in variant["gradients"]]
+    names = [name for name in names if name in every]
+    detail: dict[str, Any] = {"parameters": len(reference["gradients"]), "order": every}
+    limit = comparison.variant.config.train.gradient_clipping
+    if limit is not None and global_norm(found) <= 1.001 * limit < global_norm(reference["gradients"]):
+        detail["clipped"] = limit
+    if not names:
+        return detail
+    right, wrong = flat(reference["gradients"], names), flat(found, names)
+    scale = float(wrong @ right / (right @ right).clamp(min=1e-60))
+    detail |= {"scale": scale, "scale_residual": float((wrong - scale * right).norm() / wrong.norm().clamp(min=1e-60))}
+    detail["scales"] = {name: scale_of(found[name], reference["gradients"][name]) for name in names[:50]}
+    detail["rounded"] = all(torch.equal(found[name], found[name].bfloat16().float()) for name in names)
+    sums = reference["parts"]
+    if not sums:
+        return detail
+    parts = [flat(with_zeros(sums[0], found), names)]
+    complete = [with_zeros(each, found) for each in sums]
+    parts += [flat(after, names) - flat(before, names) for before, after in pairwise(complete)]
+    earlier = comparison.variant.steps[number - 1]["gradients"] if number else {}
+    previous = [flat(with_zeros(earlier, found), names)] if number else []
+    solution, residual = least_squares([*parts, *previous], wrong)
+    batches = comparison.reference.ranks[0][number]["batches"]
+    detail |= {"parts": solution[: len(parts)], "previous": solution[-1] if number else 0.0, "residual": residual}
+    return detail | {"targets": [batch["targets"] for batch in batches], "ranks": len(comparison.variant.ranks)}
+
+
+Rows = Counter[tuple[str, str]]
+
+
+def rows_of_step(ranks: Sequence[Sequence[Mapping[str, Any]]], number: int, *, has_labels: bool = True) -> Rows:
+    """Return the hashes of inputs and labels of all samples of a step."""
+    batches = [batch for seen in ranks for batch in seen[number]["batches"]]
+    labels = [batch["labels"] if has_labels else [""] * len(batch["inputs"]) for batch in batches]
+    return Counter(
+        pair for batch, own in zip(batches, labels, strict=True) for pair in zip(batch["inputs"], own, strict=False)
+    )
+
+
+def have_labels(recording: Recording) -> bool:
+    """Return whether the labels of each sample are known."""
+    return all(batch["labels"] for seen in recording.ranks for step in seen for batch in step["batches"])
+
+
+def explain_rows(rows: Rows, right: Rows, ranks: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict[str, Any]:
+    """Return how the samples of a step differ from the right ones; empty if they are the same."""
+    if rows == right:
+        return {}
+    inputs, right_inputs = (Counter(row for row, _ in each.elements()) for each in (rows, right))
+    if inputs == right_inputs:
+        return {"reason": "labels", "value": (rows - right).total(), "expected": right.total()}
+    own = [Counter(row for batch in seen[number]["batches"] for row in batch["inputs"]) for seen in ranks]
+    if len(own) > 1 and all(each == own[0] for each in own):
+        return {"reason": "same", "value": len(own)}
+    shared = [
+        row for row, count in inputs.items() if count > right_inputs[row] and sum(row in each for each in own) > 1
+    ]
+    if shared:
+        return {"reason": "shared", "value": len(shared)}
+    if inputs < right_inputs:
+        return {"reason": "missing", "value": inputs.total(), "expected": right_inputs.total()}
+    return {"reason": "other", "value": (inputs - right_inputs).total(), "expected": right_inputs.total()}

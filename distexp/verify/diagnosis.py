@@ -1,0 +1,399 @@
+"""The likely cause of a difference, from what differs first and what it is made of. This module needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+
+@dataclass
+class Finding:
+    """Something that differs in a step of a phase. The kinds are those of ``KINDS``."""
+
+    kind: str
+    phase: str
+    step: int  # from 1; 0: before the first step
+    names: list[str]  # what differs: parameters, or ranks
+    worst: str  # the name with the largest error, relative to its bound
+    error: float  # relative error of that name
+    bound: float  # its bound
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A likely cause."""
+
+    id: str  # a short name for programs
+    sentence: str
+
+
+KINDS = (
+    *("samples", "initial", "gradient", "loss", "norm", "lr", "weight_decay", "betas", "eps", "momentum"),
+    *("mode", "ranks", "update", "state", "weight", "buffer", "evaluation", "exported", "resume"),
+)
+"""Kinds of findings in the order in which one causes the next, in the same step."""
+
+CLOSE = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 3e-2}
+"""By how much a factor may differ from the one that it is taken for."""
+
+
+def first_finding(findings: Sequence[Finding]) -> Finding:
+    """Return the finding that causes the others: that of the first step, and of the first kind in it."""
+    return min(findings, key=lambda finding: (finding.step, _starts_later(finding), KINDS.index(finding.kind)))
+
+
+def _starts_later(finding: Finding) -> bool:
+    """Return whether a finding is about what follows the update of the step."""
+    is_later = finding.kind in ("mode", "buffer", "evaluation", "exported")
+    return is_later or finding.detail.get("when") == "evaluation"
+
+
+def diagnose(findings: Sequence[Finding], workers: int, accumulation: int, precision: str) -> Cause:
+    """Return the cause of the findings of the first phase that differs."""
+    first = first_finding(findings)
+    explain = Explanation(findings, workers, accumulation, CLOSE[precision])
+    return explain.cause(first)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Rules that name the cause of a finding."""
+
+    findings: Sequence[Finding]  # all of the phase
+    workers: int
+    accumulation: int
+    close: float
+
+    def cause(self, first: Finding) -> Cause:
+        """Return the cause of a finding."""
+        detail = first.detail
+        rule = {
+            "samples": self._samples,
+            "gradient": self._gradient,
+            "norm": self._norm,
+            "lr": self._learning_rate,
+            "weight_decay": self._weight_decay,
+            "ranks": self._ranks,
+            "update": self._update,
+            "resume": self._resume,
+        }.get(first.kind)
+        if rule is not None:
+            return rule(first)
+        if detail.get("missing") and first.kind == "initial":
+            return Cause("untied", f"{describe_names(first.names, [])}: only one of the models registers it as a "
+                         "parameter, so tied weights are untied, or a parameter is not registered")  # fmt: skip
+        if first.kind in ("betas", "eps", "momentum"):
+            found = f"the {first.kind} of the optimizer is {detail['value']} instead of {detail['expected']}"
+            return Cause("hyperparameter", f"{found}: it is not that of the configuration")
+        values = f": {detail['value']:.6g} instead of {detail['expected']:.6g}" if "expected" in detail else ""
+        texts = {
+            "initial": f"the initial weights are not those of the seed, first {first.worst}: weights are not loaded, "
+            "broadcast or cast as in single",
+            "loss": f"the logged loss differs{values}, but gradients and weights do not: only the reported mean over "
+            "ranks or micro-batches is wrong",
+            "state": f"the optimizer state {detail.get('state')} of {self._where(first)} differs, though gradients and "
+            "hyperparameters are equal",
+            "weight": f"the weights of {self._where(first)} differ, though gradients and hyperparameters are equal",
+            "buffer": f"the buffers differ in an evaluation, first {first.worst}: running statistics are not those of "
+            "rank 0's micro-batches",
+            "evaluation": f"the evaluation differs{values}, though the weights are equal: its mode, the division "
+            "of its samples over the ranks, or the mean over unequal batches is wrong",
+            "mode": "the evaluation leaves the model in training mode, in which dropout is active, and batch norms use "
+            "the batch",
+            "exported": f"the exported weights differ from those that were trained, first {first.worst}",
+        }
+        return Cause(first.kind, texts[first.kind])
+
+    def _is(self, value: float, expected: float) -> bool:
+        return abs(value - expected) <= self.close * max(abs(expected), 1e-9)
+
+    def _where(self, finding: Finding) -> str:
+        return describe_names(finding.names, finding.detail.get("order", []), finding.detail.get("parameters"))
+
+    def _samples(self, first: Finding) -> Cause:
+        detail, step = first.detail, first.step
+        texts = {
+            "same": f"all {detail.get('value')} ranks train on the same samples: the sampler does not shard them",
+            "shared": f"ranks train on {detail.get('value')} equal samples in step {step}: their shares overlap",
+            "labels": f"{detail.get('value')} of {detail.get('expected')} samples of step {step} have other labels: "
+            "masking, shifting or padding differs",
+            "missing": f"step {step} has {detail.get('value')} samples instead of {detail.get('expected')}: some are "
+            "dropped",
+            "steps": f"the training has {detail.get('value')} steps instead of {detail.get('expected')}: the last "
+            "incomplete batch is dropped, or samples are repeated",
+            "epoch": f"step {step} has the samples of the epoch before: the sampler has no new order in each epoch "
+            "(set_epoch)",
+            "order": f"step {step} has the samples of step {detail.get('value')} of single: the order differs",
+            "other": f"{detail.get('value')} of {detail.get('expected')} samples of step {step} are others: the seed, "
+            "order or padding of the sampler differ",
+        }
+        reason = detail["reason"]
+        order = [each.detail["reason"] for each in self.findings if each.kind == "samples"]
+        if reason in ("other", "order") and "steps" in order:
+            detail |= next(each.detail for each in self.findings if each.detail.get("reason") == "steps")
+            return self._samples(first)
+        return Cause(f"samples_{reason}", texts[reason])
+
+    def _gradient(self, first: Finding) -> Cause:
+        detail, where = first.detail, self._where(first)
+        if detail.get("missing") or "scale" not in detail:
+            return Cause(
+                "gradient_missing",
+                f"{where}: only one of both trainings has a gradient, so a parameter is frozen, unused, or left out",
+            )
+        return self._known_gradient(detail, where) or self._other_gradient(first, where)
+
+    def _known_gradient(self, detail: Mapping[str, Any], where: str) -> Cause | None:
+        """Return the cause of gradients that are made of those of single; None if they are not."""
+        small = detail.get("residual", 1.0) < 10 * self.close
+        if "clipped" in detail:
+            return Cause(
+                "clipped_early", f"the gradients of {where} are clipped to the norm {detail['clipped']:g} before they "
+                "are reduced or measured: each rank clips its own gradients",
+            )  # fmt: skip
+        if small and abs(detail.get("previous", 0.0)) > 0.05:
+            return Cause(
+                "not_cleared", f"the gradients of {where} contain {detail['previous']:.2f} times those of the step "
+                "before: they are not cleared after the update",
+            )  # fmt: skip
+        if detail.get("rounded") and self.close == CLOSE["fp32"]:
+            return Cause("rounded", f"the gradients of {where} are rounded to 16 bits: they are reduced in bf16")
+        if detail["scale_residual"] < self.close:
+            return self._factor(detail["scale"], where)
+        return self._combination(detail, where) if small and detail.get("parts") else None
+
+    def _other_gradient(self, first: Finding, where: str) -> Cause:
+        """Return the cause of gradients that are no sum of those of the micro-batches."""
+        detail = first.detail
+        scales = set(detail["scales"].values())
+        if len(first.names) > 1 and max(scales) > 2 * min(scales) > 0 and detail.get("residual", 1.0) > self.close:
+            few = ", ".join(f"{name} {scale:.2f}" for name, scale in list(detail["scales"].items())[:3])
+            return Cause("scaled_differently", f"the gradients of {where} are scaled by different factors: {few}")
+        return Cause(
+            "forward" if self._has("loss", first.step) else "gradient_other",
+            f"the gradients of {where} are no multiples of those of single (relative error {first.error:.1e}): "
+            + ("the loss differs too, so the forward pass or the loss computes something else"
+               if self._has("loss", first.step) else "the loss is equal, so the backward or the reduction is wrong"),
+        )  # fmt: skip
+
+    def _has(self, kind: str, step: int) -> bool:
+        return any(each.kind == kind and each.step == step for each in self.findings)
+
+    def _factor(self, factor: float, where: str) -> Cause:
+        workers, steps = self.workers, self.accumulation
+        found = f"the gradients of {where} are {factor:.4g} times those of single"
+        known = (
+            ("summed", workers, f"summed over the {workers} workers, not averaged"),
+            ("averaged_twice", 1 / workers, f"divided by the {workers} workers once too often"),
+            ("accumulation_summed", steps, f"the sum of {steps} micro-batches that is not rescaled"),
+            ("accumulation_twice", 1 / steps, f"divided by the {steps} micro-batches once too often"),
+            ("summed_twice", workers * steps, f"summed over {workers} workers and {steps} micro-batches, not averaged"),
+            ("divided_by_all", 1 / workers / steps, f"divided by {workers} workers x {steps} micro-batches too often"),
+        )
+        for name, value, text in known:
+            if value != 1 and self._is(factor, value):
+                return Cause(name, f"{found}: {text}")
+        return Cause("scaled", f"{found}: a constant factor, such as a loss scale, a weight of the loss or a divisor")
+
+    def _combination(self, detail: Mapping[str, Any], where: str) -> Cause | None:
+        """Return the cause of gradients that are a sum with wrong factors of those of the micro-batches."""
+        parts, targets, ranks = detail["parts"], detail["targets"], detail["ranks"]
+        known = [position for position, count in enumerate(targets) if count]
+        most = max(abs(parts[position]) for position in known)
+        is_zero = {position: abs(parts[position]) < 0.02 * most for position in known}
+        by_rank = {rank: [p for p in known if p % ranks == rank] for rank in range(ranks)}
+        by_micro = {micro: [p for p in known if p // ranks == micro] for micro in range(len(parts) // ranks)}
+        lost = [rank for rank, own in by_rank.items() if own and all(is_zero[p] for p in own)]
+        left = [rank for rank, own in by_rank.items() if own and rank not in lost]
+        if lost and len(left) == 1:
+            return Cause(
+                "not_reduced", f"the gradients of {where} are those of rank {left[0]} alone (times "
+                f"{parts[by_rank[left[0]][-1]]:.2f}): they are not synchronized between the ranks",
+            )  # fmt: skip
+        if lost:
+            return Cause("ranks_lost", f"the gradients of {where} lack those of the ranks {_list(lost)}")
+        lost = [micro for micro, own in by_micro.items() if own and all(is_zero[p] for p in own)]
+        if lost:
+            return Cause(
+                "micro_batches_lost", f"the gradients of {where} lack those of the micro-batches "
+                f"{_list([micro + 1 for micro in lost])} of {len(by_micro)}: accumulation overwrites or clears them",
+            )  # fmt: skip
+        if any(is_zero.values()):
+            return Cause(
+                "partly_reduced", f"the gradients of {where} lack those of other ranks in some micro-batches: only a "
+                "part of the accumulated gradients is synchronized",
+            )  # fmt: skip
+        return self._mean_of_means(parts, targets, ranks, known, where)
+
+    def _mean_of_means(
+        self, parts: Sequence[float], targets: Sequence[int], ranks: int, known: Sequence[int], where: str
+    ) -> Cause | None:
+        if all(abs(parts[p] - parts[known[0]]) < 0.02 for p in known):
+            return None
+        size = len(parts)
+        of_rank = [sum(targets[rank::ranks]) for rank in range(ranks)]
+        of_micro = [sum(targets[start : start + ranks]) for start in range(0, size, ranks)]
+        rules = {
+            "of each micro-batch": [1 / targets[p] if targets[p] else 0.0 for p in range(size)],
+            "of each rank": [1 / max(1, of_rank[p % ranks]) for p in range(size)],
+            "of each accumulation step": [1 / max(1, of_micro[p // ranks]) for p in range(size)],
+        }
+        for name, weights in rules.items():
+            ratios = [parts[p] / weights[p] for p in known]
+            mean = sum(ratios) / len(ratios)
+            if mean and all(abs(ratio / mean - 1) < 0.02 + self.close for ratio in ratios):
+                return Cause(
+                    "mean_of_means", f"the loss is the mean {name}, and then the mean of these means: with different "
+                    f"numbers of targets ({_list([targets[p] for p in known][:6])}), targets do not have equal weight",
+                )  # fmt: skip
+        shown = ", ".join(f"{parts[p]:.2f}" for p in known[:8])
+        return Cause("micro_batch_weights", f"the gradients of {where} count the micro-batches {shown} times, not once")
+
+    def _norm(self, first: Finding) -> Cause:
+        reported, true = first.detail["reported"], first.detail["true"]
+        shown = (
+            f"the gradient norm is {true:.6g}, but {_list([f'{value:.6g}' for value in dict.fromkeys(reported)])} is"
+        )
+        if max(reported) - min(reported) > 1e-4 * true:
+            return Cause(
+                "norm_local", f"{shown} reported, another one on each rank: each rank has the norm of its part"
+            )
+        ratio, workers = reported[0] / max(true, 1e-30), self.workers
+        known = {
+            "norm_repeated": (sqrt(workers), f"the squares of all {workers} ranks are added, though they are replicas"),
+            "norm_averaged": (1 / sqrt(workers), "squares are averaged over the ranks, not added"),
+            "norm_summed": (float(workers), f"it is {workers} times too large: norms of the ranks are added"),
+            "norm_divided": (1 / workers, f"it is {workers} times too small"),
+        }
+        for name, (value, text) in known.items():
+            if self._is(ratio, value):
+                return Cause(name, f"{shown} reported: {text}")
+        if ratio < 1:
+            return Cause(
+                "norm_partial", f"{shown} reported: it leaves out a part of the gradients, as a shard or a group"
+            )
+        return Cause("norm_other", f"{shown} reported: {ratio:.4g} times the norm of the gradients")
+
+    def _learning_rate(self, first: Finding) -> Cause:
+        rates = [each for each in self.findings if each.kind == "lr"]
+        planned, workers = first.detail["planned"], self.workers
+        value, expected = first.detail["value"], first.detail["expected"]
+        shown = f"the learning rate of step {first.step} is {value:.6g} instead of {expected:.6g}"
+
+        def follows(index: Any) -> bool:
+            known = [(index(each.step - 1), each.detail["value"]) for each in rates]
+            known = [(place, rate) for place, rate in known if 0 <= place < len(planned)]
+            return bool(known) and all(abs(planned[place] - rate) < 1e-6 * max(planned) for place, rate in known)
+
+        if follows(lambda step: step * workers):
+            return Cause(
+                "schedule_per_rank", f"{shown}: the schedule advances {workers} times a step, once for each rank"
+            )
+        if self.accumulation > 1 and follows(lambda step: step * self.accumulation):
+            return Cause("schedule_per_micro_batch", f"{shown}: the schedule advances with each micro-batch")
+        if follows(lambda step: step + 1) or follows(lambda step: step - 1):
+            return Cause("schedule_shifted", f"{shown}: the schedule is one step off")
+        if expected and self._is(value / expected, workers):
+            return Cause("rate_scaled", f"{shown}: it is multiplied by the {workers} workers")
+        return Cause("learning_rate", f"{shown}: the optimizer does not follow the schedule")
+
+    def _weight_decay(self, first: Finding) -> Cause:
+        value, expected = first.detail["value"], first.detail["expected"]
+        names = f"{len(first.names)} parameters, first {first.names[0]}"
+        if not expected:
+            return Cause(
+                "weight_decay", f"{names}, have a weight decay of {value:g}: norms and biases should have none"
+            )
+        return Cause("weight_decay", f"{names}, have a weight decay of {value:g} instead of {expected:g}")
+
+    def _ranks(self, first: Finding) -> Cause:
+        detail = first.detail
+        differences: Sequence[float] = next(iter(detail["differences"].values()), ())
+        others = [rank for rank, value in enumerate(differences) if value > 0]
+        who = f"rank {_list(others)}" if others else "a rank"
+        what = detail["what"]
+        if detail["when"] == "start":
+            return Cause("initial_ranks", f"{who} starts with other weights than rank 0, first {first.worst}: they "
+                         "are not broadcast, or the seed differs")  # fmt: skip
+        if detail["when"] == "evaluation":
+            return Cause("buffers_of_ranks", f"the ranks evaluate with different buffers, first {first.worst}: they "
+                         "are not broadcast from rank 0")  # fmt: skip
+        if what == "gradients":
+            return Cause("not_reduced", f"the gradients of {describe_names(first.names, [])} differ between the ranks: "
+                         "they are not synchronized")  # fmt: skip
+        return Cause("rank_diverges", f"after step {first.step} {who} has other {what}, first {first.worst}, "
+                     "though the gradients are equal: it skips the update, or makes another one")  # fmt: skip
+
+    def _update(self, first: Finding) -> Cause:
+        detail, where = first.detail, self._where(first)
+        if detail.get("skipped"):
+            return Cause("update_skipped", f"the update changes {where} by nothing: the step is skipped, or the "
+                         "optimizer has other parameters than the model")  # fmt: skip
+        limit, norm, factor = detail["limit"], detail["norm"], detail["clip_factor"]
+        own, decay = detail.get("gradient_factor"), detail.get("weight_factor", 0.0)
+        if own is None:
+            own = detail["ratio"] * factor
+        elif detail["residual"] > 10 * self.close:
+            per_tensor = "each parameter is clipped by itself, or the update is of another formula"
+            return Cause("clip_not_global", f"the update of {where} is no multiple of the gradients: {per_tensor}")
+        elif abs(decay) > 1e-3:
+            return Cause("weight_decay", f"the update of {where} contains {decay:.3g} times the weights: weight decay")
+        if factor < 1 and (self._is(own, 1.0) or (own > 0 and "gradient_factor" in detail)):
+            return self._clipping(own, norm, limit)
+        text = f"the update of {where} is {detail['ratio']:.4g} times what follows from gradients, states and rate"
+        if self._is(detail["ratio"], 2.0):
+            return Cause("updated_twice", f"{text}: the optimizer makes its step twice")
+        return Cause("update", f"{text}: a wrong formula or a wrong factor")
+
+    def _clipping(self, factor: float, norm: float, limit: float) -> Cause:
+        """Return the cause of gradients that were clipped by a wrong factor."""
+        if self._is(factor, 1.0):
+            return Cause(
+                "not_clipped", f"the gradients are not clipped: their norm is {norm:.4g}, and the limit {limit:g}"
+            )
+        used = limit / factor
+        return Cause("clip_norm", f"the gradients are clipped by a norm of {used:.4g}, but it is {norm:.4g} "
+                     f"({used / norm:.3g} times): that of a shard, or of scaled gradients")  # fmt: skip
+
+    def _resume(self, first: Finding) -> Cause:
+        what = first.detail.get("what", "")
+        texts = {
+            "step": "the second run starts from the beginning: the checkpoint is not loaded, or its step is lost",
+            "weights": f"the weights after a checkpoint are not those before it, first {first.worst}",
+            "buffers": f"the buffers after a checkpoint are not those before it, first {first.worst}",
+            "samples": "the resumed run trains on other samples: the position in the data is not restored",
+            "lr": "the resumed run has another learning rate: the schedule is not restored",
+            "gradients": "the resumed run has other gradients from equal weights and samples: random state or buffers "
+            "are not restored",
+            "later": "the resumed run makes another update from equal gradients: its optimizer is not fully restored",
+        }
+        state = f"the optimizer {what} after a checkpoint is not that before it, first {first.worst}"
+        return Cause(f"resume_{what if what in texts else 'state'}", texts.get(what, state))
+
+
+KINDS_OF_PARAMETERS = {"norms": r"norm|ln_|\bln", "embeddings": r"emb|wte|wpe|tokens|positions", "biases": r"bias$"}
+"""Kinds of parameters, with what their names contain."""
+
+
+def describe_names(names: Sequence[str], order: Sequence[str], total: int | None = None) -> str:
+    """Return what some parameters have in common."""
+    total = total or len(order)
+    if total and len(names) == total:
+        return f"all {total} parameters"
+    if len(names) == 1:
+        return names[0]
+    blocks = {match[0] if (match := re.match(r".*?\.\d+(?=\.)", name)) else "" for name in names}
+    if len(blocks) == 1 and (block := blocks.pop()):
+        return f"block {block} ({len(names)} parameters)"
+    for kind, pattern in KINDS_OF_PARAMETERS.items():
+        if all(re.search(pattern, name) for name in names):
+            return f"the {kind} ({len(names)} parameters)"
+    return f"{len(names)}{f' of {total}' if total else ''} parameters, first {names[0]}"
+
+
+def _list(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,292 @@
+"""The phases of a verification: short trainings, each of which adds one thing that may be wrong.
+
+A phase trains three times: the *reference* on one worker with ``strategy=single``; the *noise* run, which is the
+reference with another order of summation; and the *variant*, the configuration to verify. This module needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from distexp.compose.composition import Cell, MakeCell
+from distexp.config import Config
+from distexp.config.keys import config_groups, speed_references, strategy_groups, strategy_sections
+from distexp.config.model_checks import depends_on_micro_batch
+from distexp.config.overrides import format_override, key_of, quote_choice
+from distexp.plan.plan_table import replace_overrides
+from distexp.resolve.run_id import run_id
+from distexp.runs.record import RunSpec
+from distexp.runs.record_sections import RunInfo
+from distexp.strategies.single import REFERENCE
+from distexp.system.files import read_json, write_json
+
+SETTINGS = "phase.json"
+"""Name of the file in a run directory of a verification that has what is not part of the configuration."""
+
+SGD = ("train.optimizer=sgd", "train.momentum=0", "train.weight_decay=0", "train.learning_rate=0.05")
+UPDATES = ("train.weight_decay=0.1", "train.eps=1e-6")
+ACTIVE_CLIPPING = "train.gradient_clipping=0.02"  # below the gradient norm of any model that is not trained yet
+NO_CLIPPING = "train.gradient_clipping=null"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A short training."""
+
+    name: str
+    adds: str  # what it has that earlier phases have not, for messages: "with clipping"
+    overrides: tuple[str, ...]
+    steps: int  # steps of an epoch
+    epochs: int = 1
+    accumulation: int = 1
+    keeps_optimizer: bool = False  # whether it has the optimizer of the user, not SGD without momentum
+    uneven: bool = False  # whether samples have different numbers of targets, and the last batch is incomplete
+    frozen: bool = False  # whether a parameter is not trained
+    resumes: bool = False  # whether the variant trains its last step again, from a checkpoint
+    quick: bool = False  # whether it is one of the core phases
+
+
+PHASES = (
+    Phase("sgd", "with SGD without momentum", (*SGD, NO_CLIPPING), steps=3, quick=True),
+    Phase(
+        "uneven", "with uneven numbers of targets, an incomplete last batch and two epochs",
+        (*SGD, NO_CLIPPING, "train.evaluate=true"), steps=3, epochs=2, uneven=True, quick=True,
+    ),
+    Phase(
+        "accumulation", "with gradient accumulation", (*SGD, NO_CLIPPING),
+        steps=2, accumulation=3, uneven=True, quick=True,
+    ),
+    Phase("clipping", "with active clipping", (*SGD, ACTIVE_CLIPPING), steps=3),
+    Phase(
+        "optimizer", "with the optimizer and weight decay", (*UPDATES, "train.gradient_clipping=1e6"),
+        steps=3, keeps_optimizer=True,
+    ),
+    Phase(
+        "frozen", "with a parameter that is not trained", (*UPDATES, NO_CLIPPING),
+        steps=2, keeps_optimizer=True, frozen=True,
+    ),
+    Phase(
+        "training", "with optimizer, clipping, accumulation and a learning rate schedule",
+        (*UPDATES, ACTIVE_CLIPPING, "train.schedule=linear", "train.warmup_steps=2"),
+        steps=5, accumulation=3, keeps_optimizer=True, uneven=True, quick=True,
+    ),
+    Phase(
+        "resume", "after a checkpoint", (*UPDATES, ACTIVE_CLIPPING, "train.checkpoint_every=2"),
+        steps=3, keeps_optimizer=True, resumes=True,
+    ),
+)  # fmt: skip
+"""All phases, the simplest first. The first one that differs names the cause."""
+
+TIED = Phase("tied", "with tied embeddings", (*SGD, NO_CLIPPING, "model.tie_embeddings=true"), steps=2)
+"""Phase of a model whose embeddings may be tied and are not."""
+
+COMMON = (
+    *("train.global_batch_size=null", "train.schedule=constant", "train.warmup_steps=0"),
+    *("train.log_every=1", "train.evaluate=false", "train.checkpoint_every=null", "train.resume=null"),
+    *("train.save_model=false", "train.score_answers=false", "train.profile_steps=0", "train.eval_batch_size=null"),
+    *("profile=false", "preflight.enabled=false", "measure.enabled=false", "dataset.num_workers=0"),
+    *("tracker=none", "scaling=fixed"),
+)
+TRAIN_SIZE, EVAL_SIZE = 128, 11  # Samples. The latter is a prime number, so that no batch divides it.
+LEARNING_RATE = "train.learning_rate=0.01"
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run of a verification needs besides its configuration."""
+
+    phase: str
+    role: str  # reference, noise, variant or resumed
+    world_size: int  # workers of the variant
+    accumulation: int  # micro-batches of each worker of the variant in a step
+    micro_batch: int  # samples of a micro-batch of the variant
+    samples: int  # samples of the training set that are used
+    uneven: bool = False
+    frozen: bool = False
+    reverses: bool = False  # whether the samples of each micro-batch are in the reverse order
+
+    @classmethod
+    def read(cls, directory: Path) -> RunSettings:
+        """Read the settings of a run directory."""
+        return cls(**read_json(directory / SETTINGS))
+
+
+@dataclass
+class PlannedPhase:
+    """A phase of one variant, with its run directories. A directory is shared by variants with the same reference."""
+
+    phase: Phase
+    reference: Path
+    noise: Path
+    variant: Path
+    resumed: Path | None = None
+
+
+@dataclass
+class PlannedVariant:
+    """A configuration to verify, with its phases."""
+
+    label: str
+    config: Config
+    directory: Path
+    phases: list[PlannedPhase] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)  # why a phase is left out, by its name
+
+
+def plan_variant(cell: Cell, label: str, directory: Path, make: MakeCell, *, quick: bool) -> PlannedVariant:
+    """Compose the runs of all phases of a cell, and write their directories."""
+    assert cell.config is not None, "an invalid cell is not planned"
+    variant = PlannedVariant(label, cell.config, directory)
+    for phase in phases_of(cell.config, quick=quick):
+        _plan_phase(variant, phase, cell, make)
+    return variant
+
+
+def phases_of(config: Config, *, quick: bool) -> list[Phase]:
+    """Return the phases of a configuration."""
+    phases = [phase for phase in PHASES if phase.quick or not quick]
+    can_tie = "tie_embeddings" in config.model.keys and not config.model.tie_embeddings
+    return [*phases, TIED] if can_tie and not quick else phases
+
+
+def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCell) -> None:
+    config = variant.config
+    world, size = config.cluster.world_size, micro_batch_of(config)
+    own = replace_overrides(cell.overrides, [*phase_overrides(phase, config), *_batch(size, phase.accumulation)])
+    single = [text for text in own if not _chooses_strategy(text)]
+    single = replace_overrides(single, [quote_choice(text, config_groups()) for text in reference_overrides(config)])
+    split = size if depends_on_micro_batch(config) else size * world
+    parts = world * phase.accumulation * size // split
+    exact = ["precision=fp32"] if config.precision.name != "fp32" else []
+    overrides = {
+        "variant": own,
+        "reference": replace_overrides(single, _batch(size, world * phase.accumulation)),
+        "noise": replace_overrides(single, [*_batch(split, parts), *exact]),
+    }
+    made = {role: make(texts) for role, texts in overrides.items()}
+    errors = [error for one in made.values() for error in one.errors]
+    if errors:
+        variant.skipped[phase.name] = errors[0]
+        return
+    global_batch = world * size * phase.accumulation
+    samples = phase.steps * global_batch - (global_batch // 2 - 1 if phase.uneven else 0)
+    settings = RunSettings(
+        phase.name, "", world, phase.accumulation, size, samples, uneven=phase.uneven, frozen=phase.frozen
+    )
+    written = {
+        role: _write_run(one, replace(settings, role=role, reverses=role == "noise"), variant.directory)
+        for role, one in made.items()
+    }
+    resumed = _add_resumed(written["variant"], settings) if phase.resumes else None
+    variant.phases.append(PlannedPhase(phase, resumed=resumed, **written))
+
+
+def phase_overrides(phase: Phase, config: Config) -> list[str]:
+    """Return the overrides of a phase, without its batch."""
+    found = [
+        *COMMON,
+        f"train.max_steps={phase.steps * phase.epochs}",
+        f"train.num_epochs={phase.epochs}",
+        *([LEARNING_RATE] if phase.keeps_optimizer else []),
+    ]
+    if phase.keeps_optimizer and config.train.optimizer == "sgd":
+        found.append("train.momentum=0.9")
+    for key, size, own in (
+        ("train_size", TRAIN_SIZE, config.dataset.train_size),
+        ("eval_size", EVAL_SIZE, config.dataset.eval_size),
+    ):
+        if key in config.dataset.keys:
+            found.append(f"dataset.{key}={min(size, own or size)}")
+    if "dropout" in config.model.keys:  # Each worker has other random numbers.
+        found.append("model.dropout=0")
+    return replace_overrides([quote_choice(text, config_groups()) for text in found], phase.overrides)
+
+
+def reference_overrides(config: Config) -> list[str]:
+    """Return the overrides that turn a configuration into that of the reference."""
+    return [*REFERENCE, "engine=native", "train.activation_checkpointing=false"]
+
+
+def _chooses_strategy(override: str) -> bool:
+    """Return whether an override is about the strategy, the trainer or the kernels of the variant."""
+    key = key_of(override)
+    section = key.partition(".")[0]
+    own = {"strategy", "engine", "offload", *strategy_groups(), *strategy_sections()}
+    return section in own or key in speed_references()
+
+
+def micro_batch_of(config: Config) -> int:
+    """Return the samples of a micro-batch: a small number, so that a phase is short."""
+    size = config.train.micro_batch_size
+    most = 4 if config.model.task == "image_classification" else 2
+    return most if isinstance(size, str) else min(most, size)
+
+
+def _batch(size: int, accumulation: int) -> list[str]:
+    return [f"train.micro_batch_size={size}", f"train.gradient_accumulation_steps={accumulation}"]
+
+
+def _write_run(cell: Cell, settings: RunSettings, directory: Path) -> Path:
+    """Write the directory of a run. Runs on one worker are shared by all variants with equal ones."""
+    assert cell.config is not None
+    target = directory / settings.phase
+    if settings.role != "variant":
+        content = repr((run_id(cell.config), cell.config.train.micro_batch_size, sorted(asdict(settings).items())))
+        digest = hashlib.sha256(content.encode()).hexdigest()[:10]
+        target = directory.parent / "single" / f"{settings.phase}-{settings.role}-{digest}"
+    target.mkdir(parents=True, exist_ok=True)
+    info = RunInfo(id=cell.id, name=cell.config.name, number=0, overrides=cell.overrides)
+    RunSpec(cell.config, info).write(target)
+    write_json(target / SETTINGS, asdict(settings))
+    return target
+
+
+def _add_resumed(directory: Path, settings: RunSettings) -> Path:
+    """Return the directory of the run that resumes: its configuration and its checkpoints are those of the first."""
+    target = directory.with_name(f"{directory.name}-resumed")
+    target.mkdir(exist_ok=True)
+    RunSpec.read(directory).write(target)
+    write_json(target / SETTINGS, asdict(replace(settings, role="resumed")))
+    (target / "checkpoints").symlink_to(directory / "checkpoints")
+    return target
+
+
+Advance = Callable[[str], None]
+
+
+def labels_of(cells: Sequence[Cell]) -> list[str]:
+    """Return a name for each cell: its strategy, and what differs between the cells."""
+    from distexp.strategies.base import strategy_label
+
+    found = []
+    for cell in cells:
+        name = strategy_label(cell.config) if cell.config is not None else "invalid"
+        further = [text for text in cell.varied if not _chooses_strategy(text) or "." in key_of(text)]
+        found.append(" ".join([name, *(format_override(text).lstrip("+") for text in further)]))
+    return found
+
+
+def as_json(variant: PlannedVariant) -> dict[str, Any]:
+    """Return what the process that compares needs to know about a variant."""
+    return {
+        "label": variant.label,
+        "directory": str(variant.directory),
+        "precision": variant.config.precision.name,
+        "skipped": variant.skipped,
+        "phases": [
+            {
+                "name": planned.phase.name,
+                "adds": planned.phase.adds,
+                "directories": {
+                    role: str(path)
+                    for role in ("reference", "noise", "variant", "resumed")
+                    if (path := getattr(planned, role)) is not None
+                },
+            }
+            for planned in variant.phases
+        ],
+    }

@@ -1,0 +1,360 @@
+"""What a run of a verification records: every number of a step, unsharded, and what each rank has seen."""
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from distexp.data.base import IGNORE, Batch
+from distexp.data.loader import StepData
+from distexp.distributed.context import Context
+from distexp.distributed.process_group import gather_to_all
+from distexp.measure.watcher import Watcher
+from distexp.runs.events import Events
+from distexp.strategies.base import EvaluableModel
+from distexp.strategies.optimizer import innermost_optimizer, parameter_groups, trained_parameters
+from distexp.strategies.torch_model import unsharded_weights
+from distexp.strategies.zero import ds_initialization
+from distexp.system.files import write_json
+from distexp.training.inputs import StepPlan
+from distexp.training.metrics_logger import Evaluation, MetricsLogger
+from distexp.verify.arithmetic import Tensors
+from distexp.verify.comparison import TENSORS, rank_file
+from distexp.verify.phases import RunSettings
+
+HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "maximize", "amsgrad")
+MICRO_STEPS = 2  # first steps of which the reference keeps the gradient of each micro-batch
+
+
+class TensorReader:
+    """Reader of the unsharded tensors of a distributed model. All methods with a tensor are collectives."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, device: torch.device) -> None:
+        self.optimizer, self.device = optimizer, device
+        is_engine = hasattr(module, "zero_optimization_stage")
+        self.engine = cast(Any, module) if is_engine else None
+        wraps = self.engine is not None or isinstance(module, DistributedDataParallel)
+        self.wrapper, self.module = module, module.get_submodule("module") if wraps else module
+        self.stage: int = 0
+        if self.engine is not None:
+            self.stage = self.engine.zero_optimization_stage()
+        self.parameters = {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
+        self.masters = self._masters()
+
+    def _masters(self) -> dict[str, nn.Parameter]:
+        """Return the fp32 weights by name, if the module computes with copies of them in 16 bits."""
+        if self.engine is not None or not isinstance(self.optimizer, torch.optim.Optimizer):
+            return {}
+        updated = trained_parameters(self.optimizer)
+        if {id(each) for each in updated} <= {id(each) for each in self.parameters.values()}:
+            return {}
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        # The groups of the copies are in the order of those of the masters.
+        copies = [copy for group in parameter_groups(self.module, 0.0) for copy in group["params"]]
+        return {names[id(copy)]: master for copy, master in zip(copies, updated, strict=True)}
+
+    def weights(self) -> Tensors:
+        """Return the fp32 weights and the persistent buffers."""
+        if self.engine is not None:
+            found = ds_initialization.unpartitioned_weights(self.engine)
+        else:
+            found = unsharded_weights(self.wrapper, self.device)
+        named = {plain_name(name): copied(tensor) for name, tensor in found}
+        return named | {name: copied(master) for name, master in self.masters.items()}
+
+    def gradients(self) -> Tensors:
+        """Return the gradients, before clipping. Parameters without one are left out."""
+        if self.stage:
+            from deepspeed.utils import safe_get_full_grad
+
+            read: Callable[[nn.Parameter], Any] = safe_get_full_grad
+        else:
+            read = _gradient
+        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        pairs = ((name, read(self.masters.get(name, parameter))) for name, parameter in trained.items())
+        return {name: copied(self._full(gradient)) for name, gradient in pairs if gradient is not None}
+
+    def states(self) -> dict[str, Tensors]:
+        """Return the optimizer states of each parameter, by the name of the state."""
+        states = getattr(innermost_optimizer(self.optimizer), "state", {})
+        if self.stage:
+            return self._partitioned_states(states)
+        found: dict[str, Tensors] = {}
+        for name, parameter in self.parameters.items():
+            for key, value in states.get(self.masters.get(name, parameter), {}).items():
+                if isinstance(value, Tensor):
+                    found.setdefault(key, {})[name] = copied(self._full(value))
+        return found
+
+    def _partitioned_states(self, states: Mapping[Any, Mapping[str, Any]]) -> dict[str, Tensors]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        some = next((state for state in states.values() if state), {})
+        if some and hasattr(self.optimizer, "_hp_optimizer_states_linked"):
+            # DeepSpeed 0.19 links the states after the update of the first group, when the others have none yet.
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+        keys = sorted(key for key, value in some.items() if isinstance(value, Tensor) and value.dim())
+        trained = [(name, each) for name, each in self.parameters.items() if each.requires_grad]
+        pairs = {key: [(name, safe_get_full_optimizer_state(each, key)) for name, each in trained] for key in keys}
+        found = {key: {name: copied(each) for name, each in named if each is not None} for key, named in pairs.items()}
+        if "step" in some:
+            found["step"] = {name: copied(torch.as_tensor(some["step"]).reshape(())) for name, _ in trained}
+        return found
+
+    def copies(self) -> Tensors:
+        """Return the whole weights that this rank computes with."""
+        return {
+            name: copied(parameter)
+            for name, parameter in self.parameters.items()
+            if not isinstance(parameter, DTensor) and not hasattr(parameter, "ds_tensor")
+        }
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the live hyperparameters of each group of the optimizer, with the names of its parameters."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        names |= {id(master): name for name, master in self.masters.items()}
+        groups = getattr(self.optimizer, "param_groups", [])
+        # DeepSpeed's optimizers replace the parameters of their groups by flat partitions.
+        partitioned = getattr(self.optimizer, "bit16_groups", None) or getattr(self.optimizer, "fp16_groups", None)
+        members = partitioned if self.engine is not None and partitioned else [group["params"] for group in groups]
+        return [
+            {key: _plain(group[key]) for key in HYPERPARAMETERS if key in group}
+            | {"names": [names[id(each)] for each in owned if id(each) in names]}
+            for group, owned in zip(groups, members, strict=False)
+        ]
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        local: Any = tensor.to(self.device) if isinstance(tensor, DTensor) else None
+        whole: Tensor = tensor if local is None else local.full_tensor()
+        return whole
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor before its model was wrapped or compiled."""
+    return name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy in fp32 on the CPU."""
+    return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    return parameter.grad
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [float(each) for each in value]
+    return float(value) if isinstance(value, Tensor | float | int) else value
+
+
+def differing_ranks(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, list[float]]:
+    """Return the tensors that differ between the ranks, with the largest difference of each rank to rank 0.
+
+    A collective. The differences are relative to the largest value of the tensor. All ranks must have the same names.
+    """
+    if dist.get_world_size() == 1 or not tensors:
+        return {}
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).to(device)
+    low, high = flat.clone(), flat.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    parts = zip(tensors, torch.split(low, sizes), torch.split(high, sizes), strict=True)
+    names = [name for name, least, most in parts if not torch.equal(least, most)]
+    found = {}
+    for name in names:
+        first = tensors[name].to(device).contiguous().clone()
+        dist.broadcast(first, src=0)
+        own = (tensors[name].to(device) - first).abs().max() / first.abs().max().clamp(min=1e-30)
+        found[name] = [float(each) for each in gather_to_all(own.item())]
+    return found
+
+
+class Recorder(Watcher):
+    """Watcher that records a run."""
+
+    def __init__(self, settings: RunSettings, context: Context) -> None:
+        self.settings, self.context = settings, context
+        self.reader: TensorReader | None = None
+        self.initial: dict[str, Any] = {}
+        self.steps: list[dict[str, Any]] = []  # tensors of each step, on rank 0
+        self.seen: list[dict[str, Any]] = []  # what this rank has seen in each step
+        self.evaluations: list[dict[str, Any]] = []
+        self._gradients: Tensors = {}
+        self._parts: list[Tensors] = []  # gradients of each micro-batch, summed up to it
+        self._buffers: Tensors = {}
+        self._micro = 0  # micro-batches of this step so far
+        self._rates: list[Any] = []  # learning rates of the last update
+
+    @property
+    def is_reference(self) -> bool:
+        """Return whether this run is the reference, also that of the noise."""
+        return self.settings.role in ("reference", "noise")
+
+    def attach(self, module: nn.Module, optimizer: Any) -> None:
+        """Prepare for a distributed model, which has just been built."""
+        self.reader = TensorReader(module, optimizer, self.context.device)
+        inner = innermost_optimizer(optimizer)
+        if isinstance(inner, torch.optim.Optimizer):  # The Trainer of transformers resets the rate after the update.
+            inner.register_step_pre_hook(self._keep_rates)
+
+    def _keep_rates(self, *_: Any) -> None:
+        self._rates = [group.get("lr") for group in self.tensors.optimizer.param_groups]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the hyperparameters of the last update."""
+        groups = self.tensors.groups()
+        for group, rate in zip(groups, self._rates, strict=False):
+            group["lr"] = float(rate)
+        return groups
+
+    @property
+    def tensors(self) -> TensorReader:
+        """Return the reader of the model."""
+        assert self.reader is not None, "the trainer calls MetricsLogger.follow() after it has built the model"
+        return self.reader
+
+    def start(self, done: int) -> None:
+        """Record the weights and states before the first step of this attempt."""
+        self.initial = self._snapshot() | {"done": done}
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Return weights, states and what differs between the ranks; a collective."""
+        weights, states, device = self.tensors.weights(), self.tensors.states(), self.context.device
+        flat = {f"{name}: {key}": value for key, named in states.items() for name, value in named.items()}
+        trained = {name: weights[name] for name in self.tensors.parameters if name in weights}
+        differing = {
+            "weights": differing_ranks(trained, device) or differing_ranks(self.tensors.copies(), device),
+            "states": differing_ranks(flat, device),
+        }
+        buffers = {name: value for name, value in weights.items() if name not in trained}
+        return {"weights": trained, "buffers": buffers, "states": states, "differing": differing}
+
+    def start_forward(self) -> None:
+        """Record the gradients so far. Give the buffers of the reference the values that rank 0 would have."""
+        if self.is_reference:
+            self._end_micro()
+            self._micro += 1
+
+    def _end_micro(self) -> None:
+        if self._micro and len(self.steps) < MICRO_STEPS:
+            self._parts.append(self.tensors.gradients())
+        buffers = dict(self.tensors.module.named_buffers())
+        if (self._micro - 1) % self.settings.world_size and self._micro and self.settings.role == "reference":
+            # Each rank has its own running statistics, and rank 0's are evaluated and saved.
+            for name, buffer in buffers.items():
+                buffer.copy_(self._buffers[name])
+        self._buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    def before_update(self) -> None:
+        """Record the gradients of the step."""
+        if self.is_reference:
+            self._end_micro()
+            self._micro = 0
+        self._gradients = self.tensors.gradients()
+
+    def end_of_step(self, data: StepData, contribution: Tensor, norm: Tensor, planned_rate: float) -> None:
+        """Record a step after its update."""
+        differing = {"gradients": differing_ranks(self._gradients, self.context.device)}
+        snapshot = self._snapshot()
+        snapshot["differing"] |= differing
+        total = contribution.detach().clone()
+        dist.all_reduce(total)
+        self.steps.append(
+            snapshot
+            | {"gradients": self._gradients, "parts": self._parts, "loss": float(total[0]), "norm": float(norm)}
+            | {"groups": self._groups(), "planned_rate": planned_rate, "targets": int(data.normalizer)}
+        )
+        self._gradients, self._parts = {}, []
+        self.seen.append(
+            {
+                "norm": float(norm),
+                "loss": float(contribution[0]),
+                "batches": [rows_of(batch) for batch in data.micro_batches],
+            }
+        )
+        if self.context.rank:  # Only rank 0 writes tensors.
+            self.steps[-1] = {}
+
+    def end_evaluation(self, evaluation: Evaluation | None) -> None:
+        """Record the result of an evaluation, and the buffers that it used."""
+        if evaluation is None:
+            return
+        buffers = {name: copied(each) for name, each in self.tensors.module.named_buffers() if each.is_floating_point()}
+        self.evaluations.append(
+            {
+                "step": len(self.seen),
+                "loss": evaluation.loss,
+                "accuracies": evaluation.accuracies,
+                "samples": evaluation.samples,
+                "in_training_mode": self.tensors.module.training,
+                "differing": differing_ranks(buffers, self.context.device),
+                "buffers": buffers,
+            }
+        )
+
+    def write(self, model: EvaluableModel) -> None:
+        """Write everything, with the weights that an export of the model would save; a collective."""
+        exported = {plain_name(name): copied(tensor) for name, tensor in model.weights()}
+        directory, rank = self.context.run_dir, self.context.rank
+        if rank == 0:
+            content = {"initial": self.initial, "steps": self.steps, "exported": exported}
+            torch.save(content | {"evaluations": self.evaluations}, directory / TENSORS)
+        write_json(rank_file(directory, rank), {"steps": self.seen})
+
+
+class RecordingLogger(MetricsLogger):
+    """A logger whose only watcher is a recorder, which also gets what the loop logs."""
+
+    def __init__(self, plan: StepPlan, events: Events, recorder: Recorder, further: Sequence[Watcher] = ()) -> None:
+        super().__init__(plan, recorder.context, events, [recorder, *further])
+        self.recorder = recorder
+
+    def follow(self, module: nn.Module, optimizer: Any) -> None:
+        """Let the watchers and the recorder follow a model."""
+        self.recorder.attach(module, optimizer)
+        super().follow(module, optimizer)
+
+    def record_step(self, data: StepData, contribution: Tensor, norm: Tensor, rate: float) -> None:
+        """Record a step, and log it."""
+        self.recorder.end_of_step(data, contribution, norm, rate)
+        super().record_step(data, contribution, norm, rate)
+
+    def end_epoch(self, evaluation: Evaluation | None, *, has_accuracy: bool) -> None:
+        """Record an evaluation, and log it."""
+        self.recorder.end_evaluation(evaluation)
+        super().end_epoch(evaluation, has_accuracy=has_accuracy)
+
+
+def rows_of(batch: Batch) -> dict[str, Any]:
+    """Return hashes of the inputs and of the labels of each sample of a batch, and the targets of the batch.
+
+    A batch that keeps the targets only (``train.logits=targets``) has no labels of each sample.
+    """
+    main = [batch.inputs[name] for name in ("input_ids", "images") if name in batch.inputs]
+    whole = main or list(batch.inputs.values())
+    size, labels = len(whole[0]), batch.labels
+    return {
+        "inputs": [_hash([tensor[row].flatten() for tensor in whole]) for row in range(size)],
+        "labels": [_hash([row.flatten()]) for row in labels] if len(labels) == size else [],
+        "targets": int((labels != IGNORE).sum()) if labels.dim() == 1 else _text_targets(labels),
+    }
+
+
+def _text_targets(labels: Tensor) -> int:
+    return int((labels[:, 1:] != IGNORE).sum())  # The first token of a text is predicted by none.
+
+
+def _hash(tensors: Iterable[Tensor]) -> str:
+    digest = 0
+    for tensor in tensors:
+        digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), digest)
+    return f"{digest:08x}"

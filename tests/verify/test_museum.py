@@ -1,0 +1,58 @@
+"""The museum: each bug is caught, and its cause is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import REPOSITORY, run_distexp
+from tests.verify.museum.catalog import IMAGE_BUGS, OWN_BUGS, TEXT_BUGS
+
+CONF = Path(__file__).with_name("museum") / "conf"
+MUSEUM = (
+    *("--multirun", "--json", "--config-dir", str(CONF), "strategy=museum", "engine=museum"),
+    *("trusted_packages=[tests]", "cluster.device=cpu"),
+)
+EXPECTED = {
+    "bloom_tiny": {name: bug.cause for name, bug in TEXT_BUGS.items()} | OWN_BUGS,
+    "resnet_tiny": {name: bug.cause for name, bug in IMAGE_BUGS.items()},
+}
+CASES = [(model, name) for model, bugs in EXPECTED.items() for name in bugs]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function with the result of each bug of a model; one command verifies all of them."""
+    folder = tmp_path_factory.mktemp("museum")
+
+    @cache
+    def of_model(model: str) -> Mapping[str, Mapping[str, Any]]:
+        return verify_bugs(["none", *EXPECTED[model]], model, folder)
+
+    return of_model
+
+
+def verify_bugs(names: Iterable[str], model: str, folder: Path) -> dict[str, dict[str, Any]]:
+    bugs = [f"strategy.options.bug={','.join(names)}", f"model={model}"]
+    done = run_distexp("verify", *MUSEUM, *bugs, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)})
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    return {result["label"].rpartition("=")[2]: result for result in json.loads(done.stdout)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_a_bug_is_caught_and_its_cause_is_named(results: Any, model: str, name: str) -> None:
+    found = results(model)[name]
+    assert found["status"] == "different"
+    assert found["cause"]["id"] == EXPECTED[model][name], found["cause"]["sentence"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", EXPECTED)
+def test_the_strategy_of_the_museum_without_a_bug_is_equal(results: Any, model: str) -> None:
+    assert results(model)["none"]["status"] == "equal"
