@@ -38,7 +38,7 @@ from distexp.runs.record import RunRecord, find_records
 from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import SPEC
 from distexp.system.files import read_json, write_json
-from distexp.system.units import MIB_PER_GB
+from distexp.system.units import MIB_PER_GIB
 
 DISTEXP = (sys.executable, "-m", "distexp")
 CONTEXT_MIB = 700.0
@@ -156,7 +156,7 @@ def replay(cell: SweepCell, limit_gb: float | None = None, noise: Noise = NO_NOI
     The exhaustive sweep runs all candidates. Those that run out of memory cost their start.
     """
     random = Random(noise.seed)
-    limit = None if limit_gb is None else limit_gb * MIB_PER_GB
+    limit = None if limit_gb is None else limit_gb * MIB_PER_GIB
     fitting = [candidate for candidate in cell.candidates if candidate.fits(limit)]
     if not fitting:
         return None
@@ -337,14 +337,14 @@ def _rounded(value: float | None) -> float | None:
 
 
 def print_replays(path: Path, limits_gb: Sequence[float | None]) -> None:
-    """Print a table of the replays of all cells. A GB of a limit has 1,024 MiB."""
+    """Print a table of the replays of all cells. A limit is in GiB."""
     print(f"| {' | '.join(REPLAY_HEADER)} |")
     print(f"| {' | '.join('---' if name in ('cell', 'winner') else '---:' for name in REPLAY_HEADER)} |")
     for cell in read_cells(path):
         for limit in limits_gb or [None]:
             found = replay(cell, limit)
             shown = ["nothing fits", *[""] * 6] if found is None else _replay_values(cell, found)
-            limited = "-" if limit is None else f"{limit:g} GB"
+            limited = "-" if limit is None else f"{limit:g} GiB"
             print(f"| {' | '.join([cell.name, str(cell.gpus), limited, *shown])} |")
 
 

@@ -15,7 +15,7 @@ from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
 from distexp.statistics.noise import UsualErrors
 from distexp.strategies.base import shipped_strategies, strategy_label
-from distexp.system.units import MIB_PER_GB
+from distexp.system.units import MIB_PER_GIB
 
 OOM_GPU, OOM_HOST = "oom_gpu", "oom_host"
 
@@ -359,9 +359,9 @@ def config_label(config: Config) -> str:
     return ", ".join(parts)
 
 
-def format_gb(mib: float | None) -> str:
-    """Return a memory size in GB; a dash if it is unknown."""
-    return "-" if mib is None else f"{mib / MIB_PER_GB:,.1f} GB"
+def format_gib(mib: float | None) -> str:
+    """Return a memory size in GiB; a dash if it is unknown."""
+    return "-" if mib is None else f"{mib / MIB_PER_GIB:,.1f} GiB"
 
 
 def format_share(share: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import expm1
 
 from distexp.choose.axes import read_axes
-from distexp.choose.candidate import BETTER, STRATEGY, Candidate, Metrics, Objective, format_gb, format_share, label
+from distexp.choose.candidate import BETTER, STRATEGY, Candidate, Metrics, Objective, format_gib, format_share, label
 from distexp.choose.loss_check import LossCheck
 from distexp.choose.ranking import Margin, margin_between, mean_metrics, ranked, simplest
 from distexp.choose.space import Settings
@@ -31,9 +31,9 @@ def winner_sentence(candidates: Sequence[Candidate], winner: Candidate, objectiv
 
 
 def describe_values(values: Metrics) -> str:
-    """Return the measured values: ``812.0 samples/s at 31.2 GB, 0.52 J/sample``."""
+    """Return the measured values: ``812.0 samples/s at 31.2 GiB, 0.52 J/sample``."""
     speed = "-" if values.samples_per_second is None else f"{values.samples_per_second:,.1f} samples/s"
-    parts = [f"{speed} at {format_gb(values.peak_allocated_mib)}"]
+    parts = [f"{speed} at {format_gib(values.peak_allocated_mib)}"]
     if values.j_per_sample is not None:
         parts.append(f"{format_amount(values.j_per_sample)} J/sample")
     if values.price_per_sample is not None:

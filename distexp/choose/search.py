@@ -22,7 +22,7 @@ from distexp.choose.ranking import PlannedTrial, Rung, SearchResult, TryAll, by_
 from distexp.choose.trials import add_trial, most_different, prune_by_common_error, prune_unmeasured
 from distexp.hardware.facts import gpus_with
 from distexp.strategies.base import COMMUNICATION, Strategy, shipped_strategies
-from distexp.system.units import MIB_PER_GB
+from distexp.system.units import MIB_PER_GIB
 
 FINALISTS = "finalists"
 
@@ -218,9 +218,9 @@ def _describe_nearest(candidate: Candidate) -> str:
     assert predicted is not None, "the caller chose a predicted one"
     needed, most = predicted.required_mib or 0.0, predicted.most_mib or predicted.required_mib or 0.0
     memory = predicted.gpu_memory_mib or predicted.host_memory_mib
-    limit = "" if memory is None else f" of {memory / MIB_PER_GB:,.1f} GB"
-    text = f"{' '.join(candidate.overrides)}, which needs {needed / MIB_PER_GB:,.1f} GB{limit}"
+    limit = "" if memory is None else f" of {memory / MIB_PER_GIB:,.1f} GiB"
+    text = f"{' '.join(candidate.overrides)}, which needs {needed / MIB_PER_GIB:,.1f} GiB{limit}"
     if predicted.host_memory_mib is not None:
-        return f"{text}: use fewer workers, or a machine with at least {most / MIB_PER_GB:,.1f} GB"
+        return f"{text}: use fewer workers, or a machine with at least {most / MIB_PER_GIB:,.1f} GiB"
     fitting = gpus_with(most)
     return f"{text}: it fits on {fitting[0]} and larger" if fitting else f"{text}: it fits on no known GPU"

@@ -19,7 +19,7 @@ from distexp.choose.search import NOT_TRIED
 from distexp.choose.space import Settings
 from distexp.choose.trials import SearchState
 from distexp.config.overrides import format_count, format_override, suggest_command
-from distexp.system.units import MIB_PER_GB, format_amount
+from distexp.system.units import MIB_PER_GIB, format_amount
 from distexp.tables.columns import cell, print_plain
 
 
@@ -185,7 +185,7 @@ MAX_LISTED = 6  # Most candidates without a trial that a table lists. More are c
 NUMBER = re.compile(r"(?<![\w=-])\d+(?:[.,]\d+)*")  # a number, but not that of a name such as ZeRO-2 or zero_stage=2
 DETAILS = re.compile(r" \([^)]*\)")  # an explanation in parentheses
 BATCH_LEGEND = "8x2: micro-batch 8, 2 micro-batches per step."
-RESULT_LEGEND = f"{BATCH_LEGEND} peak GB: measured memory. predicted: before the trials. steps: of each trial."
+RESULT_LEGEND = f"{BATCH_LEGEND} peak GiB: measured memory. predicted: before the trials. steps: of each trial."
 CPU_LEGEND = " On CPUs a longer run may need more: a short trial has few memory samples."
 ORDER_LEGEND = " Repeated ones come first: the best of many single trials may only be lucky."
 DISTURBED_LEGEND = " (5): not counted, because the repeat was far faster."
@@ -213,7 +213,7 @@ def _measured_table(candidates: Sequence[Candidate], winner: Candidate | None, e
     values = [mean_metrics(candidate) for candidate in candidates]
     energy, price = any(metrics.j_per_sample for metrics in values), any(metrics.price_per_sample for metrics in values)
     further = [title for title, shown in (("J/sample", energy), ("price/10⁶", price)) if shown]
-    table = _table("candidate", "workers", "samples/s", "peak GB", "predicted", *further, "steps")
+    table = _table("candidate", "workers", "samples/s", "peak GiB", "predicted", *further, "steps")
     for candidate, found in zip(candidates, values, strict=True):
         price_of_many = None if found.price_per_sample is None else 1e6 * found.price_per_sample
         cells = [
@@ -239,7 +239,7 @@ def others_table(candidates: Sequence[Candidate]) -> Iterator[RenderableType]:
         for reason, count in count_reasons(candidates).items():
             yield Text(f"{count:6}  {reason}", style="dim")
         return
-    table = _table("not tried", "predicted GB")
+    table = _table("not tried", "predicted GiB")
     table.add_column("reason")
     for candidate in candidates:
         table.add_row(*map(Text, (row_label(candidate), _gb(candidate.expected_mib), _reason(candidate))))
@@ -262,7 +262,7 @@ def _reason(candidate: Candidate) -> str:
 
 def planned_table(planned: Sequence[PlannedTrial], costs: Sequence[float]) -> Table:
     """Return the table of planned trials."""
-    table = _table("planned trial", "workers", "steps", "predicted GB", "s/step", "cost (s)")
+    table = _table("planned trial", "workers", "steps", "predicted GiB", "s/step", "cost (s)")
     for trial, cost in zip(planned, costs, strict=True):
         candidate = trial.candidate
         cells = (row_label(candidate), str(candidate.workers), str(trial.steps), _gb(candidate.expected_mib))
@@ -286,4 +286,4 @@ def _failure(candidate: Candidate) -> str:
 
 
 def _gb(mib: float | None) -> str:
-    return cell(None if mib is None else mib / MIB_PER_GB, ",.2f")
+    return cell(None if mib is None else mib / MIB_PER_GIB, ",.2f")

@@ -44,11 +44,11 @@ class ClusterConfig:
         None, "GPUs of each node.", at_least=0, null="one per worker on cuda, none on cpu", slurm_only=True
     )
     gpu_memory_limit_gb: float | None = key(
-        None, "Memory that a worker may use on its GPU, to try a smaller one, in GB of 2**30 bytes.", above=0,
+        None, "Memory that a worker may use on its GPU, to try a smaller one, in GiB.", above=0,
         null="all",
     )  # fmt: skip
     memory_gb: float | None = key(
-        None, "Memory of each node.", unit="GB", above=0, slurm_only=True,
+        None, "Memory of each node.", unit="GiB", above=0, slurm_only=True,
         null="the default of the cluster, or all memory with `exclusive`",
     )  # fmt: skip
     partition: str | None = key(None, "Partition.", slurm_only=True)
@@ -339,10 +339,10 @@ class PlanConfig:
     )  # fmt: skip
     gpu: str | None = key(None, "GPU model to predict for, as `a100-80gb`.", null="the GPU of this machine")
     gpu_memory_gb: float | None = key(
-        None, "Memory of the GPU to predict for, in GB of 2**30 bytes.", above=0, null="that of the GPU"
+        None, "Memory of the GPU to predict for, in GiB.", above=0, null="that of the GPU"
     )
     host_memory_gb: float | None = key(
-        None, "Memory of a node to predict for with `cluster.device=cpu`, in GB of 2**30 bytes.", above=0,
+        None, "Memory of a node to predict for with `cluster.device=cpu`, in GiB.", above=0,
         null="`cluster.memory_gb` on Slurm, else the memory of this machine",
     )  # fmt: skip
     timeout_s: float | None = key(
@@ -354,6 +354,9 @@ class PlanConfig:
         "Longest time in which `plan=check` searches for changes that make runs fit. The message states how many were "
         "left out.", unit="seconds", above=0, null="no limit",
     )  # fmt: skip
+    search: bool = key(
+        False, "Let `distexp plan` search the largest micro-batch of one configuration, also if the training fits."
+    )
     output: str = key("table", "Output of `distexp plan`. Its option `--json` sets it.", choices=("table", "json"))
 
 

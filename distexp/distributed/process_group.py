@@ -130,11 +130,11 @@ def allowed_bytes(limit_gb: float, used: int, total: int) -> int:
     limit = int(limit_gb * GIB)
     if limit > total:
         raise ConfigError(
-            f"cluster.gpu_memory_limit_gb={limit_gb:g} is more than this GPU has ({total / GIB:.1f} GB): leave it out"
+            f"cluster.gpu_memory_limit_gb={limit_gb:g} is more than this GPU has ({total / GIB:.1f} GiB): leave it out"
         )
     if limit <= used:
         raise ConfigError(
-            f"cluster.gpu_memory_limit_gb={limit_gb:g}, but CUDA, NCCL and other programs need {used / GIB:.1f} GB of "
+            f"cluster.gpu_memory_limit_gb={limit_gb:g}, but CUDA, NCCL and other programs need {used / GIB:.1f} GiB of "
             f"this GPU: set it to more than {used / GIB:.1f}"
         )
     return limit - used

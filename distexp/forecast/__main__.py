@@ -163,7 +163,7 @@ def _fixed_values(run: ProfiledRun, typed: Sequence[str]) -> Iterator[str]:
     memory_mib = run.record.environment.gpu_total_mib if run.record.environment else None
     predicts = values.get("forecast.memory") != "off" and not values.keys() & {"plan.gpu", "plan.gpu_memory_gb"}
     if predicts and run.on_gpu and memory_mib and not cgroups.visible_gpus():
-        yield f"plan.gpu_memory_gb={memory_mib / units.MIB_PER_GB:.1f}"
+        yield f"plan.gpu_memory_gb={memory_mib / units.MIB_PER_GIB:.1f}"
     if values.get("scaling") == "weak_data" and "dataset.train_size" not in values:
         yield "dataset.train_size=null"  # The rule computes the size of the training set.
 

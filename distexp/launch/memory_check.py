@@ -25,7 +25,7 @@ from distexp.runs.record_sections import Predicted
 from distexp.runs.run_dir import MICRO_BATCH
 from distexp.runs.step_files import MicroBatchSearch
 from distexp.system.cache_dir import cache_dir
-from distexp.system.units import MIB_PER_GB, format_memory
+from distexp.system.units import MIB_PER_GIB, format_memory
 
 CHECK, WARN = "check", "warn"
 UNKNOWN_GPU = "the memory of its GPU is unknown: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80"
@@ -208,7 +208,7 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config | None:
 def plan_command(spec: RunSpec, total_mib: float, size: int | None) -> str:
     """Return the command that predicts a run and what would fit. ``size`` is the micro-batch; None if none fits."""
     is_limited = spec.config.cluster.gpu_memory_limit_gb is not None  # The prediction reads this key.
-    memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GB:.1f}"]
+    memory = [] if is_limited else [f"plan.gpu_memory_gb={total_mib / MIB_PER_GIB:.1f}"]
     dropped = ("plan.gpu", "plan.search_timeout_s", "plan=")
     given = [text for text in spec.run.overrides if not text.startswith(dropped)]
     if searches_micro_batch(spec.config):  # A search runs on the GPU, so it is not predicted.

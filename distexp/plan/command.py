@@ -14,8 +14,15 @@ from distexp.config.overrides import format_count
 from distexp.exceptions import SweepFailedError, SweepInterrupted
 from distexp.plan import plan_table
 from distexp.plan.estimate import BASE_ERROR_MIB, CPU_ERROR_BOUND, Estimate
-from distexp.plan.fitting_change import MAX_SIZES, Search, candidate_overrides
-from distexp.plan.plan_table import PlannedCell, change_notes, plan_cells, search_of
+from distexp.plan.fitting_change import (
+    MAX_SIZES,
+    Search,
+    avoidable_parts,
+    candidate_overrides,
+    largest_avoidable,
+    saves_enough,
+)
+from distexp.plan.plan_table import PlannedCell, change_notes, compose_variant, plan_cells, search_of
 from distexp.plan.planner import Planner
 from distexp.plan.verdict import FITS, memory_to_fit_mib, verdict_of
 from distexp.resolve.resources import launcher_traits
@@ -23,6 +30,8 @@ from distexp.system import cgroups, files, units
 from distexp.tables.columns import print_plain
 
 SLOW_S = 100.0  # time of a prediction from which no variants are predicted
+
+MOST_CHECKED = 2  # most changes that are predicted to name the largest avoidable part
 
 UNKNOWN_MEMORY = {
     "cuda": "hint: set plan.gpu=a100-80gb or plan.gpu_memory_gb=80 for a verdict",
@@ -41,14 +50,24 @@ def run_plan(cells: Sequence[Cell], make: MakeCell, planner: Planner | None = No
     """Predict all cells and print the result. Raise SweepFailedError if there is no prediction at all."""
     with planner or Planner() as source:
         configs = [cell.config for cell in cells if cell.config is not None]
-        with show_predictions(source.count_missing(configs)) as advance:
-            planned = plan_cells(cells, source, advance)
+        together = _first_variant(cells[0], make) if len(cells) == 1 else []
+        with show_predictions(source.count_missing([*configs, *together])) as advance:
+            planned = plan_cells(cells, source, advance, together)
         if cells[0].composed.plan.output == "json":
             print(json.dumps(files.nan_to_none([cell.to_json() for cell in planned]), indent=2))
         else:
             _print_tables(planned, make, source)
         if all(cell.predicted is None for cell in planned):
             raise SweepFailedError
+
+
+def _first_variant(cell: Cell, make: MakeCell) -> list[Config]:
+    """Return the variant that probably avoids most memory, to be predicted at the same time; empty if there is none."""
+    if cell.config is None or cell.composed.plan.output == "json":
+        return []
+    first = next(avoidable_parts(cell.config), None)
+    variant = compose_variant(cell, make, first.overrides) if first else ""
+    return [] if isinstance(variant, str) else [variant]
 
 
 def _print_tables(planned: Sequence[PlannedCell], make: MakeCell, planner: Planner) -> None:
@@ -99,7 +118,12 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
     if predicted.parts:
         print_plain(console, f"\n{plan_table.parts_title(predicted, config)}\n")
         console.print(plan_table.parts_table(predicted))
+    if estimate.traced and (line := _why_line(planned.cell, estimate, config, make, planner)):
+        print_plain(console, line)
     if memory_to_fit_mib(config) is None or not estimate.traced or estimate.error_bound is None:
+        return
+    if verdict_of(estimate, memory_to_fit_mib(config)) == FITS and not config.plan.search:
+        print_plain(console, "for the largest micro-batch that fits, add plan.search=true")
         return
     if estimate.seconds > SLOW_S:
         print_plain(console, f"no search for what fits, because a prediction takes {estimate.seconds:.0f} s")
@@ -120,6 +144,19 @@ def _print_details(planned: PlannedCell, make: MakeCell, planner: Planner, conso
                 print_plain(console, f"with {plan_table.describe_change(variant, found.memory_mib)}")
     except KeyboardInterrupt:
         raise SweepInterrupted("the search for what fits was interrupted; the prediction is complete") from None
+
+
+def _why_line(cell: Cell, estimate: Estimate, config: Config, make: MakeCell, planner: Planner) -> str:
+    """Return the line about the largest part that is avoidable; empty if no change saves enough, by its prediction."""
+    for avoidable in largest_avoidable(config, estimate)[:MOST_CHECKED]:
+        variant = compose_variant(cell, make, avoidable.overrides)
+        if isinstance(variant, str):
+            continue
+        with show_predictions(planner.count_missing([variant])) as advance:
+            (outcome,) = planner.estimate([variant], advance)
+        if isinstance(outcome, Estimate) and saves_enough(estimate, outcome):
+            return plan_table.avoidable_line(avoidable, estimate, outcome, config)
+    return ""
 
 
 def _print_search(

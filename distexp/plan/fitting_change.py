@@ -189,6 +189,56 @@ def candidate_overrides(config: Config, largest: LargestMicroBatch | None = None
         yield from sizes
 
 
+@dataclass(frozen=True)
+class AvoidablePart:
+    """A part of the memory that a change of the configuration avoids."""
+
+    part: str  # name in ``Estimate.parts``
+    share: float  # of the part, which the change saves about
+    reason: str  # what the part is, as the end of a sentence
+    overrides: tuple[str, ...]
+
+
+LEAST_SAVED = 0.05  # share of the memory from which a change is named
+
+
+def avoidable_parts(config: Config) -> Iterator[AvoidablePart]:
+    """Yield what may be avoided, the part first that is usually the largest. Offloading, which is slow, comes last."""
+    train, strategy, workers = config.train, load_strategy(config), config.cluster.world_size
+    steps, others = train.gradient_accumulation_steps, 1 - 1 / workers
+    is_sharded = strategy.keeps_states_whole(config) is False
+    if strategy.accumulates_whole_gradients and is_sharded and steps > 1:
+        fixed = train.global_batch_size is not None
+        change = f"{MICRO_BATCH}={train.micro_batch * steps}" if fixed else "train.gradient_accumulation_steps=1"
+        reason = f"gradients kept whole over {steps} accumulation steps"
+        yield AvoidablePart("gradients", others, reason, (change,))
+    if config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full":
+        for change in ("train.loss=chunked", "train.logits=targets"):
+            yield AvoidablePart("logits", 0.9, "logits of all tokens", (change,))
+    if not train.activation_checkpointing:
+        change = "train.activation_checkpointing=true"
+        yield AvoidablePart("activations", 0.8, "activations stored for the backward pass", (change,))
+    if not is_sharded and (smaller := strategy.smaller_states(config, workers=workers)):
+        yield AvoidablePart("optimizer_states", others, "optimizer states that each worker keeps whole", smaller)
+    if not config.offload.enabled and config.cluster.device == "cuda":
+        change = strategy.offload_overrides(config)
+        yield AvoidablePart("optimizer_states", 0.1, "optimizer states on the GPU, and offloading is slow", change)
+
+
+def largest_avoidable(config: Config, estimate: Estimate) -> list[AvoidablePart]:
+    """Return the parts that may be avoided, the one first whose change saves most."""
+    total = sum(estimate.parts.values())
+    saved = {each: each.share * estimate.parts.get(each.part, 0.0) for each in avoidable_parts(config)}
+    large = [each for each, mib in saved.items() if mib >= LEAST_SAVED * total]
+    return sorted(large, key=lambda each: saved[each], reverse=True)
+
+
+def saves_enough(estimate: Estimate, variant: Estimate) -> bool:
+    """Return whether a variant needs clearly less memory."""
+    needed, left = estimate.required_mib, variant.required_mib
+    return needed is not None and left is not None and left <= (1 - LEAST_SAVED) * needed
+
+
 def _micro_batch_changes(config: Config, largest: LargestMicroBatch | None) -> Iterator[tuple[str, ...]]:
     """Yield other micro-batches, with the accumulation that keeps the global batch."""
     train = config.train

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import inf
 
 from rich.table import Table
@@ -15,12 +16,12 @@ from distexp.config.keys import config_groups, key_of_group, strategy_groups
 from distexp.config.overrides import format_override, join_first, key_of, quote_choice, sets_key
 from distexp.plan import verdict
 from distexp.plan.estimate import Estimate
-from distexp.plan.fitting_change import MICRO_BATCH, ConfigChange, LargestMicroBatch, Search
+from distexp.plan.fitting_change import MICRO_BATCH, AvoidablePart, ConfigChange, LargestMicroBatch, Search
 from distexp.plan.planner import Planner
 from distexp.runs.record_sections import Predicted
 from distexp.runs.texts import join_errors, model_label
 from distexp.strategies.base import load_strategy, strategy_label
-from distexp.system.units import MIB_PER_GB, format_memory
+from distexp.system.units import MIB_PER_GIB, format_memory
 from distexp.tables.columns import ALWAYS, Column, build_table, fitted_table
 
 UNKNOWN = "-"
@@ -141,6 +142,16 @@ def micro_batch_line(largest: LargestMicroBatch) -> str:
     return f"largest micro-batch that fits: {size}" + (f" ({reason})" if reason else "")
 
 
+def avoidable_line(avoidable: AvoidablePart, estimate: Estimate, variant: Estimate, config: Config) -> str:
+    """Return which part is avoidable, and what the training needs with the change, which is another prediction."""
+    change, needed = " ".join(avoidable.overrides), _memory(variant.required_mib)
+    line = f"{_memory(estimate.parts[avoidable.part])} are {avoidable.reason}: {change} needs {needed}"
+    if (steps := config.train.gradient_accumulation_steps) > 1 and change == "train.gradient_accumulation_steps=1":
+        samples = config.train.micro_batch * config.cluster.world_size
+        line += f", with a global batch of {samples} samples instead of {samples * steps}"
+    return line
+
+
 def change_lines(
     changes: Sequence[ConfigChange], memory_mib: float, device: str, required_mib: float | None
 ) -> Iterator[str]:
@@ -160,7 +171,7 @@ def change_lines(
 
 
 def describe_change(change: ConfigChange, memory_mib: float) -> str:
-    """Return overrides with what the training then needs: ``train.logits=targets: needs 4.88 GB, fits, 9 % free``."""
+    """Return overrides with what the training then needs: ``train.logits=targets: needs 4.88 GiB, fits, 9 % free``."""
     predicted = verdict.predict(change.estimate, memory_mib)
     needed, result = _memory(predicted.required_mib), verdict.describe_verdict(predicted)
     return f"{' '.join(change.overrides)}: needs {needed}, {result}"
@@ -227,8 +238,8 @@ def full_data_override(cell: PlannedCell) -> str | None:
     full = FULL_DATA.get(config.dataset.name)
     size = getattr(config.dataset, full.key) if full else None
     peak_mib = predicted.peak_allocated_mib or sum(predicted.parts.values())
-    # From 1 GB on, a sample of a dataset is unlikely to be the data of the real training.
-    if full is None or size is None or size >= full.size or peak_mib < MIB_PER_GB:
+    # From 1 GiB on, a sample of a dataset is unlikely to be the data of the real training.
+    if full is None or size is None or size >= full.size or peak_mib < MIB_PER_GIB:
         return None
     if sets_key(cell.cell.overrides, f"dataset.{full.key}"):
         return None
@@ -258,9 +269,12 @@ class PlannedCell:
         return {"overrides": self.overrides, **predicted, **({"error": self.error} if self.error else {})}
 
 
-def plan_cells(cells: Sequence[Cell], planner: Planner, advance: Callable[[], None]) -> list[PlannedCell]:
-    """Predict all valid cells."""
-    outcomes = iter(planner.estimate([cell.config for cell in cells if cell.config is not None], advance))
+def plan_cells(
+    cells: Sequence[Cell], planner: Planner, advance: Callable[[], None], together: Sequence[Config] = ()
+) -> list[PlannedCell]:
+    """Predict all valid cells, and other configurations at the same time, whose estimates are then in the cache."""
+    configs = [cell.config for cell in cells if cell.config is not None]
+    outcomes = iter(planner.estimate([*configs, *together], advance))
     planned = []
     for cell in cells:
         outcome = f"invalid: {join_errors(cell.errors)}" if cell.config is None else next(outcomes)
@@ -276,15 +290,17 @@ def search_of(
 ) -> Search | None:
     """Return the search among variants of a cell, which calls ``advance``; None if the memory is unknown."""
     memory = verdict.memory_to_fit_mib(config)
-
-    def compose(overrides: Sequence[str]) -> Config | str:
-        quoted = [quote_choice(text, config_groups()) for text in overrides]
-        variant = make(replace_overrides(cell.overrides, quoted))
-        return variant.config or join_errors(variant.errors)
-
     if memory is None:
         return None
+    compose = partial(compose_variant, cell, make)
     return Search(config, compose, lambda configs: planner.estimate(configs, advance), memory)
+
+
+def compose_variant(cell: Cell, make: MakeCell, overrides: Sequence[str]) -> Config | str:
+    """Return the configuration of a cell with further overrides, or why it is invalid."""
+    quoted = [quote_choice(text, config_groups()) for text in overrides]
+    variant = make(replace_overrides(cell.overrides, quoted))
+    return variant.config or join_errors(variant.errors)
 
 
 def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ from distexp.plan.estimate import Estimate
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.record_sections import Predicted
 from distexp.system.cgroups import usable_memory, visible_gpus
-from distexp.system.units import MIB, MIB_PER_GB, format_memory
+from distexp.system.units import MIB, MIB_PER_GIB, format_memory
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too_close", "does_not_fit"
 
@@ -25,9 +25,9 @@ def memory_to_fit_mib(config: Config) -> float | None:
 def host_memory_mib(config: Config) -> float | None:
     """Return the memory of a node for a run on CPUs; None if it is unknown."""
     if config.plan.host_memory_gb is not None:
-        return config.plan.host_memory_gb * MIB_PER_GB
+        return config.plan.host_memory_gb * MIB_PER_GIB
     if not launcher_traits(config).runs_here:
-        return None if config.cluster.memory_gb is None else config.cluster.memory_gb * MIB_PER_GB
+        return None if config.cluster.memory_gb is None else config.cluster.memory_gb * MIB_PER_GIB
     return usable_memory() / MIB
 
 
@@ -35,9 +35,9 @@ def gpu_memory_mib(config: Config) -> float | None:
     """Return the memory of the GPU to plan for; None if it is unknown."""
     known: list[float] = []
     if config.cluster.gpu_memory_limit_gb is not None:
-        known.append(config.cluster.gpu_memory_limit_gb * MIB_PER_GB)
+        known.append(config.cluster.gpu_memory_limit_gb * MIB_PER_GIB)
     if config.plan.gpu_memory_gb is not None:
-        known.append(config.plan.gpu_memory_gb * MIB_PER_GB)
+        known.append(config.plan.gpu_memory_gb * MIB_PER_GIB)
     elif config.plan.gpu is not None:
         known.append(planned_gpus()[config.plan.gpu])
     elif launcher_traits(config).runs_here and visible_gpus():
@@ -118,7 +118,7 @@ def _describe_share(needed: float, memory: float, predicted: Predicted) -> str:
 
 
 def describe_need(needed_mib: float, memory_mib: float) -> str:
-    """Return both sizes as ``76.4 GB of 75.0 GB``, with more digits if they look equal."""
+    """Return both sizes as ``76.4 GiB of 75.0 GiB``, with more digits if they look equal."""
     texts = [tuple(format_memory(mib, digits) for mib in (needed_mib, memory_mib)) for digits in (1, 2, 3)]
     needed, memory = next((pair for pair in texts if pair[0] != pair[1]), texts[0])
     return f"{needed} of {memory}"

@@ -2,18 +2,17 @@
 
 MIB, GIB = 2**20, 2**30
 
-MIB_PER_GB = 1024.0
-"""MiB in a GB of ``2**30`` bytes."""
+MIB_PER_GIB = 1024.0
 
-MIN_GB = 0.1
-"""Less memory is shown in MB."""
+MIN_GIB = 0.1
+"""Less memory is shown in MiB."""
 
 
 def format_memory(mib: float, digits: int = 1) -> str:
-    """Format a memory: ``1.5 GB``, and below 0.1 GB ``12.3 MB``. A GB has 1,024 MB."""
-    if mib >= MIN_GB * MIB_PER_GB:
-        return f"{mib / MIB_PER_GB:,.{digits}f} GB"
-    return f"{mib:.3g} MB"
+    """Format a memory: ``1.5 GiB``, and below 0.1 GiB ``12.3 MiB``."""
+    if mib >= MIN_GIB * MIB_PER_GIB:
+        return f"{mib / MIB_PER_GIB:,.{digits}f} GiB"
+    return f"{mib:.3g} MiB"
 
 
 def format_tflops(tflops: float) -> str:

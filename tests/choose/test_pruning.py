@@ -20,7 +20,7 @@ from tests.helpers.planning import composed
 from tests.helpers.runs import resolve_cell
 
 COMMAND = ("command=plan", "cluster.workers_per_node=2", "train.global_batch_size=32", "kernels=reference")
-MIB_PER_GB = 1024
+MIB_PER_GIB = 1024
 STATES, SAMPLE = 8.0, 1.0
 
 
@@ -33,8 +33,8 @@ def needed_gb(config: Config) -> float:
 
 
 def formula(config: Config) -> Estimate:
-    needed = needed_gb(config) * MIB_PER_GB
-    activations = needed - (STATES / (4.0 if config.offload.enabled else 2.0)) * MIB_PER_GB
+    needed = needed_gb(config) * MIB_PER_GIB
+    activations = needed - (STATES / (4.0 if config.offload.enabled else 2.0)) * MIB_PER_GIB
     return Estimate(
         peak_allocated_mib=needed,
         step_mib=needed,
@@ -123,12 +123,12 @@ def test_a_machine_with_many_cores_decides_the_same_in_fewer_batches(space_of: S
 
 
 def test_accumulated_gradients_are_in_the_expected_memory_of_members_that_are_not_predicted(space_of: SpaceOf) -> None:
-    gradients_mib = 2.0 * MIB_PER_GB
+    gradients_mib = 2.0 * MIB_PER_GIB
 
     def accumulating(config: Config) -> Estimate:
         estimate = formula(config)
         sample = SAMPLE * (0.25 if config.train.activation_checkpointing else 1.0)
-        parts = {"activations": sample * int(config.train.micro_batch_size) * MIB_PER_GB}
+        parts = {"activations": sample * int(config.train.micro_batch_size) * MIB_PER_GIB}
         extra_mib = gradients_mib if config.train.gradient_accumulation_steps > 1 else 0.0
         return replace(estimate, parts=parts, peak_allocated_mib=(estimate.peak_allocated_mib or 0.0) + extra_mib)
 
@@ -143,13 +143,13 @@ def test_accumulated_gradients_are_in_the_expected_memory_of_members_that_are_no
 
 def on_cpus(config: Config) -> Estimate:
     """Return the memory of both workers of a node, each with states of 1 GB and 1 GB for each sample."""
-    step_mib = config.train.micro_batch * MIB_PER_GB
-    node_mib = node_peak_mib(config, MIB_PER_GB, step_mib, parameters=0)
+    step_mib = config.train.micro_batch * MIB_PER_GIB
+    node_mib = node_peak_mib(config, MIB_PER_GIB, step_mib, parameters=0)
     return Estimate(
-        peak_allocated_mib=MIB_PER_GB + step_mib,
+        peak_allocated_mib=MIB_PER_GIB + step_mib,
         step_mib=node_mib,
         host_mib=node_mib,
-        parts={"parameters": MIB_PER_GB, "activations": step_mib},
+        parts={"parameters": MIB_PER_GIB, "activations": step_mib},
         error_bound=0.02,
         on_cpu=True,
     )
@@ -176,7 +176,7 @@ def test_on_cpus_ddp_is_not_left_out_because_fsdp_does_not_fit(space_of: SpaceOf
     """FSDP keeps more of the tensors of each step there."""
 
     def more_for_fsdp(config: Config) -> Estimate:
-        needed = (8.0 if config.strategy.name == "fsdp" else 3.0) * MIB_PER_GB
+        needed = (8.0 if config.strategy.name == "fsdp" else 3.0) * MIB_PER_GIB
         return Estimate(
             peak_allocated_mib=needed, step_mib=needed, host_mib=needed, on_cpu=True, error_bound=0.1,
             parts={"parameters": needed - 1, "activations": 1.0},
@@ -317,7 +317,7 @@ def test_the_reserve_of_a_large_micro_batch_does_not_prune_a_small_one(space_of:
 
     def with_reserve(config: Config) -> Estimate:
         estimate = formula(config)
-        reserve = 6.0 * MIB_PER_GB if config.train.micro_batch == 16 else 0.0
+        reserve = 6.0 * MIB_PER_GIB if config.train.micro_batch == 16 else 0.0
         return replace(estimate, step_mib=(estimate.step_mib or 0.0) + reserve)
 
     candidates = space_of(10.5)

@@ -49,4 +49,4 @@ def test_large_values_have_no_exponent() -> None:
     values = Metrics(
         samples_per_second=5.0, step_s=1.0, peak_allocated_mib=1024.0, j_per_sample=1120.4, price_per_sample=0.00111
     )
-    assert describe_values(values) == "5.0 samples/s at 1.0 GB, 1,120 J/sample, 1,110 per million samples"
+    assert describe_values(values) == "5.0 samples/s at 1.0 GiB, 1,120 J/sample, 1,110 per million samples"

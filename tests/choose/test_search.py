@@ -53,7 +53,7 @@ def test_the_fastest_candidate_wins(tmp_path: Path, capsys: pytest.CaptureFixtur
     run_search(tmp_path, again, *FEW)
     assert again.ran == []
     out = capsys.readouterr().out
-    assert "best throughput: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GB" in out
+    assert "best throughput: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GiB" in out
     # Without repeats of both, speeds on CPUs differ by noise up to a ratio of 1.8.
     assert "equal within the noise of ±84 % to fsdp full_shard, micro-batch 4 x 1, 2 workers" in out
     assert "the losses equal those of single" in out
@@ -194,7 +194,7 @@ def test_a_reference_that_is_faster_than_forecast_wins(tmp_path: Path, capsys: p
     assert (found["losses"]["equal"], found["losses"]["reference"]) == (True, "ddp, micro-batch 4 x 1, 2 workers")
     out, err = capsys.readouterr()
     assert "The budget of the trials is 0.002 worker-minutes (choose.budget_min=0.001 x 2 workers)" in err
-    assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 3.9 GB, equal within the noise of ±" in out
+    assert "best throughput: single, micro-batch 4 x 2: 56.0 samples/s at 3.9 GiB, equal within the noise of ±" in out
 
 
 def test_a_finished_search_has_the_same_winner_if_it_is_started_again(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_an_interrupted_search_repeats_no_trial(tmp_path: Path, capsys: pytest.C
     err = capsys.readouterr().err
     assert "predicting the memory of up to 4 configurations, which can take minutes" in err
     assert "The budget of the trials is 20 worker-minutes (choose.budget_min=10 x 2 workers)" in err
-    assert "best so far: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GB" in err
+    assert "best so far: ddp, micro-batch 4 x 1, 2 workers: 33.6 samples/s at 3.9 GiB" in err
     assert "interrupted after 3 trials. They are kept. To continue: distexp resume" in err
     assert document(tmp_path)["finished"] is False
     run_search(tmp_path, second, *FEW)

@@ -469,7 +469,7 @@ def test_if_nothing_fits_the_statement_names_the_nearest_configuration() -> None
     found = search([pruned("a=1", 60_000.0), pruned("b=1", 36_000.0)], lambda batch: [], Objective.THROUGHPUT)
     assert found.winner is None
     assert found.statement == (
-        "no candidate fits into the memory; the nearest one is b=1, which needs 35.2 GB of 23.4 GB: it fits on "
+        "no candidate fits into the memory; the nearest one is b=1, which needs 35.2 GiB of 23.4 GiB: it fits on "
         "a100-40gb and larger"
     )
 

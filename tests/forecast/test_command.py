@@ -324,14 +324,14 @@ def test_energy_and_price_follow_from_the_measured_power(
 
 def test_memory_is_that_of_the_planner(sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]) -> None:
     text = forecast(sweep, cells, capsys, memory="predict")
-    assert text.count(" GB  ") == 3
+    assert text.count(" GiB  ") == 3
     assert "Memory was not predicted before" in forecast(sweep, cells, capsys, memory="cached")
 
 
 def test_a_verdict_on_several_nodes_is_about_one_node(
     sweep: Path, cells: Sequence[Cell], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def on_cpus(config: Config) -> Estimate:  # A node needs 3 GB, so all simulated nodes of a local run need more.
+    def on_cpus(config: Config) -> Estimate:  # A node needs 3 GiB, so all simulated nodes of a local run need more.
         host_mib = 3_000.0
         needed = host_mib * config.cluster.nodes
         return Estimate(step_mib=needed, host_mib=host_mib, error_bound=0.0, on_cpu=True)
@@ -341,7 +341,7 @@ def test_a_verdict_on_several_nodes_is_about_one_node(
     print_forecast(*arguments, ForecastConfig(memory="predict", output="json"), FormulaPlanner(on_cpus))
     assert [row["memory"]["verdict"] for row in json.loads(capsys.readouterr().out)] == ["fits"] * 3
     print_forecast(*arguments, ForecastConfig(memory="predict"), FormulaPlanner(on_cpus))
-    assert "Memory and verdict: of one node. Assumed: each node has 4.0 GB." in capsys.readouterr().out
+    assert "Memory and verdict: of one node. Assumed: each node has 4.0 GiB." in capsys.readouterr().out
 
 
 def test_forecasts_are_kept_and_repeated_ones_replaced(

@@ -37,9 +37,9 @@ def test_cell_that_cannot_fit_is_invalid(capsys: pytest.CaptureFixture[str]) -> 
     assert large.decided is not None
     (error,) = large.errors
     assert error.startswith(
-        "plan=check: the run needs 102.1 GB (peak of 101.6 GB in phase backward), and the GPU has 79"
+        "plan=check: the run needs 102.1 GiB (peak of 101.6 GiB in phase backward), and the GPU has 79"
     )
-    assert "use train.logits=targets (needs 53.2 GB), or run it anyway with plan=warn" in error
+    assert "use train.logits=targets (needs 53.2 GiB), or run it anyway with plan=warn" in error
     assert small.config is not None
     assert small.predicted is not None
     assert (small.predicted.verdict, small.predicted.peak_allocated_mib) == ("fits", 14_000)
@@ -75,7 +75,7 @@ def test_single_run_that_cannot_fit_is_an_error() -> None:
 def test_model_states_that_exceed_the_memory_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
     planner = FormulaPlanner(lambda config: Estimate(parts={"parameters": 90_000.0}))
     shared = [*SLURM, "plan=check", "plan.gpu=a100-80gb"]
-    with composed(shared) as (cells, make), pytest.raises(ConfigError, match=r"the model states need 87\.9 GB"):
+    with composed(shared) as (cells, make), pytest.raises(ConfigError, match=r"the model states need 87\.9 GiB"):
         predict_runs(cells, make, planner)
 
 
@@ -97,7 +97,7 @@ def test_warning_is_printed_for_cached_predictions_only(capsys: pytest.CaptureFi
         with composed(shared) as (cells, make):
             predict_runs(cells, make, planner)
         assert (cells[0].config is not None, planner.count) == (True, 0)
-        assert ("warning: the run needs 102.1 GB" in capsys.readouterr().err) == known
+        assert ("warning: the run needs 102.1 GiB" in capsys.readouterr().err) == known
         assert (cells[0].predicted is not None) == known
 
 

@@ -45,7 +45,7 @@ def test_too_many_nodes_are_an_invalid_run_of_a_sweep(tmp_path: Path) -> None:
         (4, 2, 4 * 420.0 - 1, "use at most cluster.nodes=3,"),
         (1, 2, 419.0, "use at most cluster.nodes=1 cluster.workers_per_node=1,"),
         (4, 40, 700.0, "use at most cluster.nodes=1 cluster.workers_per_node=1,"),
-        (1, 2, 300.0, "it has 0.3 GB: use a larger machine,"),
+        (1, 2, 300.0, "it has 0.3 GiB: use a larger machine,"),
     ],
 )
 def test_the_largest_number_that_fits_is_named(nodes: int, workers: int, memory_mib: float, hint: str | None) -> None:

@@ -40,30 +40,61 @@ def printed(capsys: pytest.CaptureFixture[str], shared: tuple[str, ...], *cells:
 
 def test_one_configuration_shows_parts_and_largest_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
     # 4,000 + 500 + 1,000 per sample fit into 81,050 MiB less 5 %: 72 samples.
-    text = printed(capsys, ("strategy=fsdp", "sharding=no_shard", "plan.gpu=a100-80gb"))
+    text = printed(capsys, ("strategy=fsdp", "sharding=no_shard", "plan.gpu=a100-80gb", "plan.search=true"))
     assert "fits, 85 % free" in text
     assert "largest micro-batch that fits: 72\n" in text
     assert "Memory of one GPU by part, at the peak in the phase " in text
     assert "activations" in text
-    assert "verdict: needs (error up to 5 %) is compared with the GPU memory of 79.2 GB" in text
+    assert "verdict: needs (error up to 5 %) is compared with the GPU memory of 79.2 GiB" in text
 
 
-def test_memory_of_a_tiny_model_is_in_mb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_a_tiny_model_is_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Estimate(peak_allocated_mib=12.34, step_mib=40.0, overhead_mib=20.0, parts={"parameters": 0.632})
     with composed([*PLAN, "strategy=single", "plan.gpu=a100-80gb"]) as (found, make):
         run_plan(found, make, FormulaPlanner(lambda config: tiny))
     text = capsys.readouterr().out
-    assert "12.3 MB" in text
-    assert "0.632 MB" in text
-    assert "0.00 GB" not in text
+    assert "12.3 MiB" in text
+    assert "0.632 MiB" in text
+    assert "0.00 GiB" not in text
+
+
+def test_the_largest_avoidable_part_and_what_avoids_it_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """With one micro-batch per step, FSDP keeps no whole gradients: 40 GiB less, and 2 GiB of other buffers more."""
+
+    def estimate(config: Config) -> Estimate:
+        steps, loss = config.train.gradient_accumulation_steps, config.train.loss
+        parts = {"gradients": 45_056.0 if steps > 1 else 4_096.0, "logits": 8_192.0 if loss == "full" else 0.0}
+        needed = 22_528.0 + sum(parts.values()) + (2_048.0 if steps == 1 else 0.0)
+        return Estimate(peak_allocated_mib=needed, step_mib=needed, parts={**parts, "activations": 22_528.0}, seconds=7)
+
+    def run(*overrides: str) -> tuple[str, int]:
+        shared = [*PLAN, "cluster.workers_per_node=8", "plan.gpu=h100-80gb", "train.micro_batch_size=4", *overrides]
+        planner = FormulaPlanner(estimate)
+        with composed(shared) as (found, make):
+            run_plan(found, make, planner)
+        return capsys.readouterr().out, planner.count
+
+    text, count = run("sharding=full_shard", "train.gradient_accumulation_steps=4")
+    assert (
+        "44.00 GiB are gradients kept whole over 4 accumulation steps: train.gradient_accumulation_steps=1 needs "
+        "36.00 GiB, with a global batch of 32 samples instead of 128\n"
+    ) in text
+    assert "for the largest micro-batch that fits, add plan.search=true\n" in text
+    assert count <= 3, "nothing is searched for a training that fits"
+    text, _ = run("sharding=full_shard", "train.global_batch_size=128")
+    assert "over 4 accumulation steps: train.micro_batch_size=16 needs 36.00 GiB\n" in text
+    text, _ = run("sharding=full_shard", "train.gradient_accumulation_steps=1", "train.activation_checkpointing=true")
+    assert "8.00 GiB are logits of all tokens: train.loss=chunked needs 28.00 GiB\n" in text
+    text, _ = run("strategy=ddp", "train.loss=chunked", "train.activation_checkpointing=true")
+    assert " are " not in text.split("part ")[1], "no change needs less"
 
 
 def test_too_large_configuration_shows_what_makes_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, ("strategy=single", "train.micro_batch_size=100", "plan.gpu_memory_gb=80"))
-    assert "does not fit by 22.1 GB" in text
+    assert "does not fit by 22.1 GiB" in text
     assert "largest micro-batch that fits: 73\n" in text
     assert "smallest change that makes it fit: train.logits=targets\n" in text
-    assert "train.micro_batch_size=50 train.gradient_accumulation_steps=2: needs 53.22 GB, fits" in text
+    assert "train.micro_batch_size=50 train.gradient_accumulation_steps=2: needs 53.22 GiB, fits" in text
 
 
 def test_search_shows_its_progress_and_can_be_interrupted(
@@ -81,7 +112,7 @@ def test_search_shows_its_progress_and_can_be_interrupted(
         return outcomes
 
     monkeypatch.setattr(planner, "estimate", interrupted_at_4)
-    shared = [*PLAN, "strategy=single", "plan.gpu_memory_gb=80"]
+    shared = [*PLAN, "strategy=single", "plan.gpu_memory_gb=80", "plan.search=true"]
     message = "the search for what fits was interrupted; the prediction is complete"
     with composed(shared) as (cells, make), pytest.raises(SweepInterrupted, match=message):
         run_plan(cells, make, planner)
@@ -96,7 +127,7 @@ def test_sweep_shows_every_cell_and_the_reason_of_an_invalid_one(capsys: pytest.
     cells = (("strategy=ddp", "train.micro_batch_size=70"), ("zero_stage=3",), ("strategy=single", "offload=true"))
     text = printed(capsys, ("cluster.nodes=2", "cluster.workers_per_node=8", "plan.gpu_memory_gb=75"), *cells)
     ddp, zero = (next(line for line in text.splitlines() if f" {name} " in line) for name in ("ddp", "ZeRO-3"))
-    assert "72.75 GB  not certain: may need 76.4 GB of 75.0 GB" in ddp
+    assert "72.75 GiB  not certain: may need 76.4 GiB of 75.0 GiB" in ddp
     assert ddp.split()[1:6] == ["micro_batch_size=70", "ddp", "16", "70", "72.27"]
     assert "fits, 89 % free" in zero
     assert "invalid: " in text
@@ -199,7 +230,7 @@ def test_training_that_cannot_be_traced_shows_the_model_states(capsys: pytest.Ca
     with composed([*PLAN, "plan.gpu=a100-80gb"]) as (cells, make):
         run_plan(cells, make, planner)
     text = capsys.readouterr().out
-    assert "does not fit: the model states alone exceed it by 8.7 GB" in text
+    assert "does not fit: the model states alone exceed it by 8.7 GiB" in text
     assert "over 87.89" in text
     assert "not traced: a reason" in text
     with composed([*PLAN, "plan.output=json"]) as (cells, make):
@@ -314,7 +345,7 @@ def test_a_micro_batch_of_1_that_may_fit_is_not_ruled_out(capsys: pytest.Capture
     """One sample needs 5,000 MiB of 4,966. That is within the error."""
     text = printed(capsys, ("strategy=single", "train.logits=targets", "plan.gpu_memory_gb=4.85"))
     assert "largest micro-batch that fits: not certain for 1\n" in text
-    assert "\n  train.micro_batch_size=1 train.gradient_accumulation_steps=8: needs 4.88 GB, not certain" in text
+    assert "\n  train.micro_batch_size=1 train.gradient_accumulation_steps=8: needs 4.88 GiB, not certain" in text
 
 
 def test_changes_that_may_fit_are_not_ruled_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,7 +365,7 @@ def test_changes_whose_error_is_unknown_are_printed(capsys: pytest.CaptureFixtur
         run_plan(found, make, FormulaPlanner(large))
     text = capsys.readouterr().out
     assert "no change is certain to make it fit" in text
-    assert "  zero_stage=3: needs 4.88 GB" in text
+    assert "  zero_stage=3: needs 4.88 GiB" in text
 
 
 def test_if_nothing_fits_on_cpus_no_gpus_are_proposed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +374,7 @@ def test_if_nothing_fits_on_cpus_no_gpus_are_proposed(capsys: pytest.CaptureFixt
 
 
 def test_the_number_that_decides_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
-    """A step may need more than its peak: 70 GB and 74.5 GB, of 72 GB."""
+    """A step may need more than its peak: 70 GiB and 74.5 GiB, of 72 GiB."""
 
     def fragmented(config: Config) -> Estimate:
         return Estimate(peak_allocated_mib=70 * 1024.0, step_mib=74 * 1024.0, overhead_mib=512.0)
@@ -352,11 +383,11 @@ def test_the_number_that_decides_is_a_column(capsys: pytest.CaptureFixture[str])
         run_plan(found, make, FormulaPlanner(fragmented))
     header, row = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("strategy ", "single ")))
     assert header.split()[-2:] == ["needs", "verdict"]
-    assert row.endswith("74.50 GB  does not fit by 4.5 GB")
+    assert row.endswith("74.50 GiB  does not fit by 4.5 GiB")
 
 
 def test_on_cpus_the_memory_of_all_processes_decides(capsys: pytest.CaptureFixture[str]) -> None:
-    """The tensors of a worker are 8 MiB, and the processes of both simulated nodes need 8 GB."""
+    """The tensors of a worker are 8 MiB, and the processes of both simulated nodes need 8 GiB."""
     tensors = Estimate(peak_allocated_mib=8.0, step_mib=8 * 1024.0, host_mib=4 * 1024.0, on_cpu=True, error_bound=0.15)
     shared = ["command=plan", "cluster.device=cpu", "cluster.nodes=2", "strategy=ddp", "plan.host_memory_gb=16"]
     with composed(shared) as (found, make):
@@ -364,8 +395,8 @@ def test_on_cpus_the_memory_of_all_processes_decides(capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     titles, row = (line for line in text.splitlines() if line.startswith(("strategy ", "ddp ")))
     assert titles.split() == ["strategy", "workers", "batch", "a", "worker", "host", "needs", "verdict"]
-    assert row.endswith(" 8 MB  4.00 GB  8.00 GB  fits, 50 % free")
-    assert "verdict: needs (all processes, error up to 15 %) is compared with the memory of 16.0 GB" in text
+    assert row.endswith(" 8 MiB  4.00 GiB  8.00 GiB  fits, 50 % free")
+    assert "verdict: needs (all processes, error up to 15 %) is compared with the memory of 16.0 GiB" in text
 
 
 @pytest.mark.parametrize(

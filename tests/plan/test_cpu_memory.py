@@ -60,7 +60,7 @@ def test_only_measured_settings_get_a_verdict(override: str, reason: str) -> Non
 
 
 def needs_2_gb(config: Config) -> Estimate:
-    """Return an estimate of 2 GB per worker."""
+    """Return an estimate of 2 GiB per worker."""
     mib = 2_048.0 * config.cluster.world_size
     bound = None if reason_not_measured(config) else CPU_ERROR_BOUND
     return Estimate(
@@ -73,7 +73,7 @@ def test_run_that_exceeds_the_memory_of_the_machine_is_refused(capsys: pytest.Ca
     shared = ("cluster.device=cpu", "plan=check", "cluster.workers_per_node=2", "strategy=ddp")
     with composed([*shared, "plan.host_memory_gb=3"]) as (cells, make):
         with pytest.raises(
-            ConfigError, match=r"the run needs 4\.0 GB \(each worker: peak of 2\.0 GB .*machine has 3\.0"
+            ConfigError, match=r"the run needs 4\.0 GiB \(each worker: peak of 2\.0 GiB .*machine has 3\.0"
         ):
             predict_runs(cells, make, FormulaPlanner(needs_2_gb))
         assert "fewer workers, or a machine with more memory" in cells[0].errors[0]

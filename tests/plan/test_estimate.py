@@ -71,7 +71,7 @@ def test_nvidia_smi_never_shows_more_than_the_gpu_has_if_the_training_fits() -> 
 
 @pytest.mark.parametrize(
     ("most_mib", "text"),
-    [(1_536.0, "1.5 GB of 1.0 GB"), (1_034.0, "1.01 GB of 1.00 GB"), (1_026.0, "1.002 GB of 1.000 GB")],
+    [(1_536.0, "1.5 GiB of 1.0 GiB"), (1_034.0, "1.01 GiB of 1.00 GiB"), (1_026.0, "1.002 GiB of 1.000 GiB")],
 )
 def test_memories_that_look_equal_have_more_digits(most_mib: float, text: str) -> None:
     predicted = Predicted(verdict="too_close", required_mib=1_000.0, most_mib=most_mib, gpu_memory_mib=1_024.0)

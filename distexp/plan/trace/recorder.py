@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_iter
 from distexp.plan.replay import BACKWARD_WORKSPACE, EMPTY_CACHE, FORWARD_WORKSPACE, Event, StepTrace, StepWork
 from distexp.plan.trace.compiled import KernelBuffers, WorkCounter, is_matrix_product
 from distexp.plan.trace.cuda_semantics import count_references_to_gradient
-from distexp.system.torch_internals.tensors import FakeMode, count_references, is_fake_of
+from distexp.system.torch_internals.tensors import FakeMode, count_references, device_of_fake, is_fake_of
 
 GPU = torch.device("cpu", 1)
+READ_DEVICE = torch.ops.prim.device.default
 """The device of traced tensors that a run has on its GPU. Host tensors are on ``cpu``.
 
 Autograd and FSDP need a GPU for tensors on ``cuda``. For a CPU with another index they do not, yet torch distinguishes
@@ -86,11 +87,13 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # The operations on the local tensors come here too.
         if self._forward_blocks and self._is_in_backward():
             self.end_forward()
+        if func is READ_DEVICE and is_fake_of(args[0], self._fake_mode):  # two thirds of all calls, mostly by autograd
+            return device_of_fake(args[0], self._fake_mode)
         if self.phase == "backward" and self._adds_in_place(func, args):
             return args[0]
         outputs = func(*args, **(kwargs or {}))
         for tensor in tensors_in(outputs):
-            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
+            if is_fake_of(tensor, self._fake_mode) and device_of_fake(tensor, self._fake_mode).type == "cpu":
                 self._register(tensor)
         self.work.add(self.phase, func, args, kwargs, outputs)
         self._use_buffers(func, args)
@@ -125,7 +128,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._storages.get(key)
         if found is None:
             reference = weakref.ref(storage, lambda _: self._free(self._storages.pop(key)))
-            device = "gpu" if tensor.device == GPU else "host"
+            device = "gpu" if device_of_fake(tensor, self._fake_mode) == GPU else "host"
             found = _Storage(reference, device, tensor.shape[-1] if tensor.dim() else 1)
             self._storages[key] = found
             self._allocate(found, storage.nbytes())
@@ -244,7 +247,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def assign(self, part: str, tensors: Iterable[Tensor]) -> None:
         """Set the part of the blocks of some tensors, unless they have one."""
         for tensor in tensors:
-            if is_fake_of(tensor, self._fake_mode) and tensor.device.type == "cpu":
+            if is_fake_of(tensor, self._fake_mode) and device_of_fake(tensor, self._fake_mode).type == "cpu":
                 block = self._register(tensor).block
                 if block is not None and block.part is None:
                     block.part = part

@@ -14,7 +14,7 @@ import yaml
 from distexp.report.data.overview import failure_reasons
 from distexp.report.data.repeats import RunGroup, ratio_text
 from distexp.report.data.rows import format_setting
-from distexp.system.units import MIN_GB
+from distexp.system.units import MIN_GIB
 
 UNITS = {  # factors from the unit of the metric, which is MiB for memory
     "": 1.0,
@@ -118,7 +118,7 @@ def _format_failed_cell(column: ExerciseColumn, group: RunGroup) -> str:
 
 def _format_values(column: ExerciseColumn, values: Sequence[float]) -> str:
     digits, suffix = column.digits, column.suffix
-    if column.unit in SMALLER_UNITS and statistics.fmean(values) < MIN_GB:
+    if column.unit in SMALLER_UNITS and statistics.fmean(values) < MIN_GIB:
         unit, factor = SMALLER_UNITS[column.unit]
         values, digits, suffix = [value * factor for value in values], 1, f" {unit}"
     text = f"{statistics.fmean(values):,.{digits}f}{suffix}"

@@ -97,6 +97,7 @@ def stop_memory_history(device: int) -> list[dict[str, Any]]:
         return entries
 
 
+META = torch.device("meta")
 FakeMode = AbstractContextManager[Any]
 """Torch's mode in which tensors have shapes and no values."""
 
@@ -107,12 +108,20 @@ def make_fake_mode() -> FakeMode:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # It logs errors that it raises.
-        return FakeTensorMode(allow_non_fake_inputs=True)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        device_of_fake(mode.from_tensor(torch.empty(0)), mode)
+        return mode
 
 
 def is_fake_of(tensor: Tensor, mode: FakeMode) -> bool:
     """Return whether a tensor was made in this mode."""
     return getattr(tensor, "fake_mode", None) is mode
+
+
+def device_of_fake(tensor: Any, mode: Any) -> torch.device:
+    """Return the device of a tensor of a mode, as its dispatch does, but a hundred times faster."""
+    device: torch.device = META if mode.in_kernel_invocation else tensor.fake_device  # ``make_fake_mode`` checks both
+    return device
 
 
 def has_values(tensor: Tensor) -> bool:
