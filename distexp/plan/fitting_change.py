@@ -212,7 +212,7 @@ def avoidable_parts(config: Config) -> Iterator[AvoidablePart]:
         change = f"{MICRO_BATCH}={train.micro_batch * steps}" if fixed else "train.gradient_accumulation_steps=1"
         reason = f"gradients kept whole over {steps} accumulation steps"
         yield AvoidablePart("gradients", others, reason, (change,))
-    if config.model.task == "causal_lm" and train.logits == "all" and train.loss == "full":
+    if config.model.traits.is_causal and train.logits == "all" and train.loss == "full":
         for change in ("train.loss=chunked", "train.logits=targets"):
             yield AvoidablePart("logits", 0.9, "logits of all tokens", (change,))
     if not train.activation_checkpointing:
@@ -221,8 +221,8 @@ def avoidable_parts(config: Config) -> Iterator[AvoidablePart]:
     if not is_sharded and (smaller := strategy.smaller_states(config, workers=workers)):
         yield AvoidablePart("optimizer_states", others, "optimizer states that each worker keeps whole", smaller)
     if not config.offload.enabled and config.cluster.device == "cuda":
-        change = strategy.offload_overrides(config)
-        yield AvoidablePart("optimizer_states", 0.1, "optimizer states on the GPU, and offloading is slow", change)
+        reason = "optimizer states on the GPU, and offloading is slow"
+        yield AvoidablePart("optimizer_states", 0.1, reason, strategy.offload_overrides(config))
 
 
 def largest_avoidable(config: Config, estimate: Estimate) -> list[AvoidablePart]:
