@@ -22,6 +22,8 @@ NEEDED = {  # other overrides that an option needs
     ("dataset", "chat"): ("dataset.path=someone/conversations",),
     ("model", "resnet50"): ("dataset.train_size=1024",),  # its micro-batch is larger than a generated data set
     ("model", "hf"): ("model.name=someone/a-model",),
+    ("model", "timm"): ("model.name=resnet18",),
+    ("model", "torchvision"): ("model.name=resnet18",),
     ("offload", "true"): ("strategy=fsdp",),
     ("scaling", "weak_model"): ("strategy=fsdp",),
 }
