@@ -15,7 +15,7 @@ from tests.helpers.runs import resolve_cell
 from tests.helpers.zoo import CAUSAL, STRATEGIES, hugging_face, outcomes, train_all, write_config
 
 REFUSED = {
-    # Its evaluation reads weights of its blocks outside of their forward pass, so that DeepSpeed sees another order.
+    # Its evaluation rescales weights of its blocks outside of their forward pass, so that DeepSpeed sees another order.
     ("rwkv", "zero3"): r"computes its modules in another order .* use zero_stage=2, or sharding=full_shard",
 }
 

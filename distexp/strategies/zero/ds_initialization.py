@@ -244,7 +244,7 @@ MODEL_ERRORS = {
     "got mixed torch.Tensor and DTensor": _OUTSIDE_OF_FORWARD,
     "out of bounds for storage of size 0": _OUTSIDE_OF_FORWARD,
     "tracing error at step": (
-        "{model} computes its modules in another order than in the step before{place}, which DeepSpeed does not "
+        "{model} computes its modules in another order than in the step before, which DeepSpeed does not "
         "support at stage 3: use zero_stage=2, or sharding=full_shard"
     ),
 }
