@@ -67,7 +67,10 @@ class FlopCounter:
     def __init__(self, config: Config, data: TaskData) -> None:
         self.config, self.data = config, data
         batch = to_device(data.train, data.collate([data.train[0]]), torch.device("meta"))
-        self.inputs = {name: tensor for name, tensor in batch.inputs.items() if name not in (POSITIONS, TARGET_LABELS)}
+        left_out = {POSITIONS, TARGET_LABELS}
+        if transforms.has_encoder(self._model):
+            left_out.add("attention_mask")  # Encoders of transformers read whether it masks a token.
+        self.inputs = {name: tensor for name, tensor in batch.inputs.items() if name not in left_out}
 
     def model_rates(self) -> FlopRates:
         """Return the model FLOPs of a forward and a backward pass."""

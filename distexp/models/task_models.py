@@ -15,6 +15,7 @@ from distexp.config.model_checks import TIMM_MISSING, validate_model
 from distexp.config.tasks import TASKS, task_of
 from distexp.data.base import TaskData
 from distexp.exceptions import first_line
+from distexp.models.transforms import embedding_of
 from distexp.system.restricted_loading import refused_as_config_error
 
 
@@ -83,7 +84,7 @@ def _with_decoder_labels(model: Any, settings: ModelConfig) -> Callable[..., Any
             "and pad_token_id in its config.json, which are the same token for a T5"
         ) from error
 
-    def forward(input_ids: Tensor, attention_mask: Tensor, decoder_labels: Tensor) -> Any:
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, *, decoder_labels: Tensor) -> Any:
         return plain(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=shift(labels=decoder_labels))
 
     return forward
@@ -113,6 +114,16 @@ def set_padding(model: nn.Module, pad_id: int) -> None:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "pad_token_id"):
         config.pad_token_id = config.get_text_config().pad_token_id = pad_id
+
+
+def check_vocabulary(model: nn.Module, entries: int) -> None:
+    """Raise ConfigError if the tokenizer of a classifier has more entries than the model has embeddings."""
+    rows = getattr(embedding_of(model, "input"), "num_embeddings", entries)
+    if entries > rows:
+        raise ConfigError(
+            f"the tokenizer has {entries} entries, more than the {rows} embeddings of {type(model).__name__}: use a "
+            "smaller tokenizer, or model.tokenizer=auto for the model's own"
+        )
 
 
 def check_images(model: nn.Module, size: int) -> None:

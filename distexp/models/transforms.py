@@ -162,6 +162,11 @@ def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
     return found or _largest_repeated(model)
 
 
+def has_encoder(model: nn.Module) -> bool:
+    """Return whether a model of transformers has an attention that sees later tokens."""
+    return any(not getattr(module, "is_causal", True) for module in model.modules())
+
+
 def embedding_of(model: nn.Module, side: str) -> nn.Module | None:
     """Return the embedding of the ``input`` of a model, or the head of its ``output``; None if it names none."""
     getter = getattr(model, f"get_{side}_embeddings", None)

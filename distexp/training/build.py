@@ -131,6 +131,8 @@ def build_model(
         introspection.check_forward_arguments(blueprint.model, config.model.traits.inputs)
     if config.model.traits.is_text:
         _check_positions(blueprint.model, config)
+        if data.tokenizer is not None and config.model.traits.has_classes:  # ``num_classes`` is not its size
+            task_models.check_vocabulary(blueprint.model, data.tokenizer.size)
     elif config.dataset.image_size is not None:
         task_models.check_images(blueprint.model, config.dataset.image_size)
     if config.dataset.packing:

@@ -170,7 +170,7 @@ def test_the_losses_are_those_of_transformers(name: str, models: dict[str, tuple
     plan, losses = StepPlan(config.train, sampler.steps_per_epoch), []
     for step, indices in enumerate(sampler):
         optimizer.param_groups[0]["lr"] = plan.learning_rate(step)
-        batch = data.collate([data.train[index % len(data.train)] for index in indices])
+        batch = data.collate([data.train[index] for index in indices if index < len(data.train)])
         loss = model(**inputs_of(batch), labels=batch.labels).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.train.gradient_clipping or 1e9)
@@ -178,7 +178,7 @@ def test_the_losses_are_those_of_transformers(name: str, models: dict[str, tuple
         optimizer.zero_grad()
         losses.append(loss.item())
     expected, record = read(runs / "1" / f"{name}.single")
-    assert losses == pytest.approx(expected, rel=0, abs=1e-6)
+    assert losses == pytest.approx(expected, rel=3e-7, abs=1e-6)  # three units in the last place of fp32
     saved, info = kind.from_pretrained(runs / "2" / f"{name}.zero3" / "model", output_loading_info=True)
     assert not info["missing_keys"]
     batch = data.collate([data.evaluation[index] for index in range(10)])
