@@ -195,7 +195,7 @@ def package_hash(name: str) -> str:
 def library_versions() -> dict[str, str]:
     """Return the versions of the installed libraries."""
     found = {}
-    for name in ("torch", "transformers", "deepspeed"):
+    for name in ("torch", "transformers", "deepspeed", "peft"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

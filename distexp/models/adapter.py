@@ -23,6 +23,9 @@ ADAPTER = "default"
 SAVED_PREFIX = "base_model.model."
 """Start of the names in a saved adapter."""
 
+PEFT_TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+"""peft's names of tasks, by which it finds the class of the base."""
+
 Linears = dict[str, nn.Module]
 
 
@@ -43,7 +46,7 @@ def add_adapter(model: nn.Module, config: Config) -> nn.Module:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=find_targets(model, adapter, config.fsdp.wrap),
-        task_type="CAUSAL_LM" if config.model.task == "causal_lm" else None,
+        task_type=PEFT_TASKS.get(config.model.task),
         base_model_name_or_path=source,
     )
     try:

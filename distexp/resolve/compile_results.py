@@ -99,6 +99,7 @@ def result_path(config: Config, choice: str) -> Path:
     train = config.train
     content: dict[str, Any] = {
         "model": {name: value for name, value in model.items() if name not in NO_ARCHITECTURE},
+        "adapter": asdict(config.adapter) if config.adapter.freezes_model else None,
         "custom": [package_hash(name) for name in custom_packages(config)],
         "choice": choice,
         # The blocks of all strategies are the same code.

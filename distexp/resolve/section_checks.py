@@ -145,10 +145,10 @@ def check_adapter(config: Config) -> Iterator[str]:
             "of the model, and these are lost with model.init=random: use model.init=pretrained, or "
             "train.save_model=false"
         )
-    if config.model._target_ == "distexp.models.resnet.build" and adapter.targets is None:
+    if config.model.traits.has_classes and adapter.targets is None:
         yield (
-            f"adapter=lora needs linear layers in the blocks, but those of model={config.model.name} are convolutions: "
-            "name layers, as in adapter.targets=[fc], or choose adapter=none"
+            f"adapter=lora freezes the head, but that of a model for {config.model.task} starts at random: name it "
+            "among the layers, as in adapter.targets=[fc] or [query,value,classifier], or choose adapter=none"
         )
 
 

@@ -27,7 +27,10 @@ from distexp.plan.trace.tracing import trace_step
 from distexp.resolve import section_checks
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunRecord
+from distexp.runs.step_files import Collective, Parameters, Segment, StepModel
 from distexp.strategies.base import load_strategy
+from distexp.strategies.communication import FSDPCommunication
+from distexp.strategies.ddp import DDPCommunication
 from distexp.system.units import MIB
 from distexp.training.build import build_model, load_data, make_loaders
 from distexp.training.loop import train_step
@@ -299,6 +302,21 @@ def allocated_peak(config: Config, context: Context) -> int:
     start = totals[0] - events[0]["args"]["Bytes"]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     return int(sum(storages.values()) + max(totals) - start)
+
+
+def test_a_forecast_gathers_all_weights_and_reduces_the_gradients_of_adapters() -> None:
+    units = (Parameters("embedding", (500,), ()), Parameters("block", (1000, 8), (8,)))
+    items = [Segment("forward", 0, 1.0), Segment("backward", 0, 1.0), Segment("optimizer", 0, 1.0)]
+    model = StepModel(True, 1, 1, 1, 3.0, ((3.0,),), tuple(items), units)
+    planned = [item for item in FSDPCommunication().plan(items, model, 1) if isinstance(item, Collective)]
+    sizes = [(item.kind, item.bytes) for item in planned if item.phase != "optimizer"]
+    gathers = [("all_gather", 4 * 500), ("all_gather", 4 * 1008)]
+    assert sizes[:2] == gathers
+    assert sorted(sizes[2:]) == sorted([*gathers, ("reduce_scatter", 4 * 8)])
+    assert DDPCommunication().buckets(model) == [4 * 8]
+    share = 8 / 1508
+    assert FSDPCommunication(trained_share=share).bytes_per_parameter(1) == 2 * 4 + share * 4
+    assert DDPCommunication(trained_share=share).bytes_per_parameter(3) == 2 * share * 4
 
 
 def test_an_adapter_changes_the_id_of_a_run() -> None:
