@@ -77,13 +77,12 @@ class Figure:
         """Return what the figure shows; if noise decides, what is drawn."""
         return self.finding or self.title
 
-    def panel_spec(self, index: int, width: int | str = "container") -> dict[str, Any]:
-        """Return the Vega-Lite specification of a panel for the page, as wide as its container."""
-        panel = self.panels[index]
-        drawn = panel.chart if width == "container" or panel.still is None else panel.still
-        chart = _drawable(drawn.properties(width=width).to_dict(validate=False))
+    def panel_spec(self, chart: alt.LayerChart) -> dict[str, Any]:
+        """Return the Vega-Lite specification of a panel's chart for the page, as wide as its container."""
+        spec = _drawable(chart.to_dict(validate=False))
         return {
-            **(_without_legends(chart) if self.legend else chart),
+            **(_without_legends(spec) if self.legend else spec),
+            "width": "container",
             "config": chart_config(),
             "autosize": {"type": "fit-x", "contains": "padding"},
         }
@@ -91,10 +90,10 @@ class Figure:
     def draw_panel(self, index: int) -> Iterator[tuple[str, str]]:
         """Yield a panel as SVG that needs no script, for a ``narrow`` and for a ``wide`` place; one for ``all``."""
         full = COLUMN if len(self.panels) > 1 and not self.is_wide else WIDE
-        sizes = {"narrow": NARROW, "wide": full} if self.panels[index].still is None else {"all": full}
-        for kind, width in sizes.items():
-            spec = describe_marks(self.panel_spec(index, width))
-            svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE)
+        panel = self.panels[index]
+        spec = describe_marks(self.panel_spec(panel.still or panel.chart))
+        for kind, width in ({"narrow": NARROW, "wide": full} if panel.still is None else {"all": full}).items():
+            svg = vl_convert.vegalite_to_svg({**spec, "width": width}, vl_version=VEGALITE)
             yield kind, shorten_svg(svg, f"{self.name}-{index}-{kind}-")
 
     def file_spec(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Tradeoff:
         channels = _Channels(self.overview, self.cost)
         taken = {id(group) for group in recommended(self.overview)}
         groups = sorted(self.groups, key=lambda group: id(group) not in taken)  # Its label is placed first.
-        points = [{**channels.point(group), "labels": self._labels_of(group, taken)} for group in groups]
+        points = [{**channels.point(group), "labels": self._labels_of(group, taken, len(groups))} for group in groups]
         if not points or len(points) + len(self.failed) < 2:
             return None
         failed = [{**channels.point(group), "speed": 0.0} for group in self.failed]
@@ -121,10 +121,10 @@ class Tradeoff:
             layers += _labels(points, failed, front, frame, x=x, y=y)
         return alt.layer(*layers, *self._crosses(failed, x, y)).properties(height=HEIGHT)
 
-    def _labels_of(self, group: RunGroup, taken: Collection[int]) -> list[str]:
+    def _labels_of(self, group: RunGroup, taken: Collection[int], count: int) -> list[str]:
         """Return the labels of a point, the longest first."""
         is_taken = id(group) in taken
-        if not is_taken and len(self.groups) > FEW_POINTS:
+        if not is_taken and count > FEW_POINTS:
             return [group.label]
         name = short_name(self.overview, group)
         return [f"take {name}", f"take {group.label}", group.label] if is_taken else [name, group.label]

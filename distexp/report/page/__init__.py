@@ -54,7 +54,10 @@ def write_page(overview: Overview, figures: Sequence[Figure], path: Path, skippe
     remarks = list(explain_cpu_speeds(overview))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     charts = [(figure, n) for figure in figures for n in range(len(figure.panels))]
-    zoomed = {f"{figure.name}-{n}": figure.panel_spec(n) for figure, n in charts if figure.panels[n].still is not None}
+    zoomed = {
+        f"{figure.name}-{n}": figure.panel_spec(figure.panels[n].chart)
+        for figure, n in charts if figure.panels[n].still is not None
+    }  # fmt: skip
     runs, statuses = run_table(overview, path.parent), Counter(row.record.status for row in overview.rows)
     data = {"runs": runs, "configurations": configurations(overview), "charts": zoomed}
     leading = count_leading(overview, figures)
