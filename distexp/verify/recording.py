@@ -212,8 +212,9 @@ class Recorder(Watcher):
     def _groups(self) -> list[dict[str, Any]]:
         """Return the hyperparameters of the last update."""
         groups = self.tensors.groups()
-        for group, rate in zip(groups, self._rates, strict=False):
-            group["lr"] = float(rate)
+        for position, group in enumerate(groups if self._rates else ()):
+            # DeepSpeed updates one group at a time, and shows the optimizer only that one.
+            group["lr"] = float(self._rates[min(position, len(self._rates) - 1)])
         return groups
 
     @property
