@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
@@ -17,6 +17,7 @@ from distexp.statistics.noise import UsualErrors
 from distexp.strategies.base import shipped_strategies, strategy_label
 from distexp.system.units import MIB_PER_GIB
 
+FAILED_ELSEWHERE = "failed in another trial"  # part of the reason of a candidate with a setting that failed
 OOM_GPU, OOM_HOST = "oom_gpu", "oom_host"
 
 
@@ -249,6 +250,15 @@ def strategy_in(overrides: Iterable[str]) -> str:
         if key == STRATEGY or key in STRATEGY_OF:
             return STRATEGY_OF.get(key, value)
     return ""
+
+
+def override_pairs(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    """Yield the overrides as pairs of key and value. A sharding or a stage also names its strategy."""
+    for override in candidate.overrides:
+        key, _, value = override.partition("=")
+        if key in STRATEGY_OF:
+            yield STRATEGY, STRATEGY_OF[key]
+        yield key, value
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,24 @@
 """The policy of a search: what is tried next, what is repeated, when the search ends, and what a trial may cost."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import exp, inf, log, sqrt
 from operator import itemgetter
 from statistics import fmean, median
 
-from distexp.choose.candidate import CHECKPOINTING, KERNELS, Candidate, Objective, SearchRules, Status, families_of
+from distexp.choose.candidate import (
+    CHECKPOINTING,
+    FAILED_ELSEWHERE,
+    KERNELS,
+    MICRO_BATCH,
+    Candidate,
+    Objective,
+    SearchRules,
+    Status,
+    families_of,
+    override_pairs,
+)
 from distexp.choose.ranking import PlannedTrial, by_score, deviation_of_a_step
 from distexp.plan.verdict import available_mib
 from distexp.statistics.noise import expected_gain
@@ -143,7 +155,8 @@ class Policy:
 
     def least_gain(self) -> float:
         """Return the expected improvement for which a trial is worth its cost: smaller in a large space."""
-        fitting = sum(candidate.status is not Status.PRUNED for candidate in self.candidates)
+        # A failure elsewhere does not make an exhaustive sweep smaller: it would try these candidates too.
+        fitting = sum(each.status is not Status.PRUNED or FAILED_ELSEWHERE in each.reason for each in self.candidates)
         return min(self.rules.least_gain, self.rules.gain_of_sweep / max(1, fitting))
 
     # Neighbors: the next smaller and larger micro-batches of the families that were tried.
@@ -305,3 +318,38 @@ def expected_gpu_seconds(planned: PlannedTrial, candidates: Sequence[Candidate])
     usual = startups if candidate.queues else startups[:-1]
     startup_s = median(usual) if usual else min([STARTUP_S, *startups])
     return candidate.workers * (startup_s + planned.steps * step_s)
+
+
+def prune_by_cause(candidates: Sequence[Candidate]) -> None:
+    """Prune the candidates that wait, and that have the setting because of which others failed.
+
+    An error that names settings of its candidate is due to these. If several candidates failed for one cause, it is due
+    to what they have in common, and what no candidate has that completed.
+    """
+    failed = [each for each in candidates if each.trials and each.trials[-1].status in ("failed", "invalid")]
+    harmless = {pair for each in candidates if each.completed for pair in override_pairs(each)}
+    by_cause: dict[str, list[Candidate]] = {}
+    for candidate in failed:
+        by_cause.setdefault(_cause_of(candidate), []).append(candidate)
+    for cause, alike in by_cause.items():
+        common = set.intersection(*(set(override_pairs(each)) for each in alike)) - harmless
+        common = {(key, value) for key, value in common if key != MICRO_BATCH}
+        settings = [_named_in(cause, each) for each in alike] + ([common] if len(alike) > 1 else [])
+        for waiting in (each for each in candidates if each.is_waiting):
+            if hit := next((each for each in settings if each and each <= set(override_pairs(waiting))), None):
+                named = " ".join(f"{key}={value}" for key, value in sorted(hit))
+                waiting.prune(f"{named} {FAILED_ELSEWHERE}: {alike[0].trials[-1].error}")
+
+
+VARYING = re.compile(r"0x[0-9a-f]+|/\S+|(?<![\w=.])\d+(?:[.,]\d+)*")  # addresses, paths, and no values of keys
+
+
+def _cause_of(candidate: Candidate) -> str:
+    """Return the error of a candidate, without its hint, and without what differs between equal errors."""
+    return VARYING.sub("N", candidate.trials[-1].error.partition(". ")[0])
+
+
+def _named_in(cause: str, candidate: Candidate) -> set[tuple[str, str]]:
+    """Return the settings of a candidate that an error names."""
+    named = ((key, value, re.escape(f"{key}={value}")) for key, value in override_pairs(candidate))
+    return {(key, value) for key, value, text in named if re.search(rf"(?<![\w.]){text}(?![\w.])", cause)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from distexp.choose.candidate import STRATEGY, STRATEGY_OF, Candidate, Objective, Status, Trial
+from distexp.choose.candidate import STRATEGY_OF, Candidate, Objective, Status, Trial, override_pairs
 from distexp.choose.ranking import PlannedTrial
 from distexp.choose.space import with_overrides, without_other_strategy
 from distexp.compose.composition import Cell, MakeCell
@@ -363,7 +363,7 @@ def _failed_alike(
     errors = {candidate.trials[-1].error for candidate in failed}
     if len(errors) != 1 or "" in errors or any(candidate.completed for candidate in tried):
         return [], set()
-    keys = {key for candidate in (*failed, *waiting) for key, _ in _overrides(candidate)}
+    keys = {key for candidate in (*failed, *waiting) for key, _ in override_pairs(candidate)}
     return failed, set.intersection(*(_settings(candidate, keys) for candidate in failed))
 
 
@@ -372,14 +372,5 @@ def _settings(candidate: Candidate, keys: Iterable[str]) -> set[tuple[str, str]]
 
     A sharding or a stage that it does not have is no setting, because its strategy implies it.
     """
-    values = dict(_overrides(candidate))
+    values = dict(override_pairs(candidate))
     return {(key, values.get(key, "")) for key in keys if key in values or key not in STRATEGY_OF}
-
-
-def _overrides(candidate: Candidate) -> Iterator[tuple[str, str]]:
-    """Yield the overrides as pairs of key and value. A sharding or a stage also names its strategy."""
-    for override in candidate.overrides:
-        key, _, value = override.partition("=")
-        if key in STRATEGY_OF:
-            yield STRATEGY, STRATEGY_OF[key]
-        yield key, value

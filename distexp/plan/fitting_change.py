@@ -194,7 +194,7 @@ class AvoidablePart:
     """A part of the memory that a change of the configuration avoids."""
 
     part: str  # name in ``Estimate.parts``
-    share: float  # of the part, which the change saves about
+    share: float  # of the part, which the change saves about; half of it if the change costs time
     reason: str  # what the part is, as the end of a sentence
     overrides: tuple[str, ...]
 
@@ -213,11 +213,11 @@ def avoidable_parts(config: Config) -> Iterator[AvoidablePart]:
         reason = f"gradients kept whole over {steps} accumulation steps"
         yield AvoidablePart("gradients", others, reason, (change,))
     if config.model.traits.is_causal and train.logits == "all" and train.loss == "full":
-        for change in ("train.loss=chunked", "train.logits=targets"):
-            yield AvoidablePart("logits", 0.9, "logits of all tokens", (change,))
+        for text in ("train.loss=chunked", "train.logits=targets"):
+            yield AvoidablePart("logits", 0.9, "logits of all tokens", (text,))
     if not train.activation_checkpointing:
-        change = "train.activation_checkpointing=true"
-        yield AvoidablePart("activations", 0.8, "activations stored for the backward pass", (change,))
+        computes_again = ("train.activation_checkpointing=true",)
+        yield AvoidablePart("activations", 0.4, "activations stored for the backward pass", computes_again)
     if not is_sharded and (smaller := strategy.smaller_states(config, workers=workers)):
         yield AvoidablePart("optimizer_states", others, "optimizer states that each worker keeps whole", smaller)
     if not config.offload.enabled and config.cluster.device == "cuda":

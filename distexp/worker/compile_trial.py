@@ -153,8 +153,8 @@ def later_failure(config: Config, error: CompilationError) -> ConfigError:
     choice = config.train.compiled
     compile_results.store_result(config, choice, CompileResult(False, error.cause))
     return ConfigError(
-        f"train.compile={choice}, which kernels=fast chose, failed during the training: {error.cause}. Start it again: "
-        "kernels=fast then chooses another value"
+        f"train.compile={choice} failed during the training: {error.cause}. kernels=fast chose it, and chooses another "
+        "value from now on: start the run again"
     )
 
 

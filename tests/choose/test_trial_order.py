@@ -410,6 +410,47 @@ def test_an_error_of_all_candidates_ends_the_search_after_few_trials(seed: int) 
     assert {candidate.status for candidate in machine.runnable()} == {Status.FAILED, Status.PRUNED}
 
 
+COMPILE_ERROR = (
+    "train.compile=model needs a model that torch compiles as one graph, but Unsupported: Data-dependent branching. "
+    "Use train.compile=blocks, or kernels=fast without train.compile, which tries what compiles"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "most_failures"), [(COMPILE_ERROR, 1), ("InductorError: no kernel at 0x7f{} for rank {} of /tmp/{}", 2)]
+)
+def test_a_failed_option_removes_its_relatives_and_does_not_hide_its_strategies(error: str, most_failures: int) -> None:
+    machine = Landscape(3, noise=0.0)
+    for candidate in machine.candidates:  # The kernels of the machine are what is compiled.
+        compiled = "model" if "kernels=fast" in candidate.family else "blocks"
+        family = [text if not text.startswith("kernels=") else f"train.compile={compiled}" for text in candidate.family]
+        candidate.family = tuple(family)
+        candidate.overrides = (*family, f"train.micro_batch_size={candidate.micro_batch}")
+    failures: list[Candidate] = []
+
+    def try_all(batch: Sequence[PlannedTrial]) -> list[Trial]:
+        trials = machine.run(batch)
+        for position, planned in enumerate(batch):
+            if "train.compile=model" in planned.candidate.overrides:
+                failures.append(planned.candidate)
+                count = len(failures)
+                trials[position] = Trial(planned.steps, "failed", error=error.format(count, count, count))
+        return trials
+
+    found = search(machine.candidates, try_all, Objective.THROUGHPUT)
+    assert 1 <= len(failures) <= most_failures
+    working = [each for each in machine.runnable() if "train.compile=blocks" in each.overrides]
+    assert found.winner is not None
+    best = min(machine.true_s[each] for each in working)
+    assert machine.true_s[found.winner] <= 1.05 * best
+    failed_strategy = failures[0].family[0]
+    siblings = [each for each in working if each.family[0] == failed_strategy]
+    assert any(each.completed for each in siblings), "its other options are tried"
+    removed = [each for each in machine.candidates if "failed in another trial" in each.reason]
+    assert removed
+    assert all("train.compile=model" in each.overrides for each in removed)
+
+
 def test_different_errors_do_not_end_the_search() -> None:
     """Each batch but the second one has several trials, which a cluster runs at the same time."""
     machine, batches = Landscape(2), []

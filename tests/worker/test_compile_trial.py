@@ -94,14 +94,8 @@ def test_a_model_that_does_not_compile_trains_without(trainings: Trainings) -> N
 @pytest.mark.slow
 def test_a_compilation_that_takes_too_long_ends_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTEXP_CACHE", str(tmp_path / "cache"))
-    cell = (
-        *TRAINING[: -len(TOY)],
-        "trusted_packages=[tests]",
-        "model=gpt_tiny",
-        "strategy=ddp",
-        "cluster.workers_per_node=2",
-    )
-    spec = make_spec(*cell, "train.compile=model")
+    cell = ("model=gpt_tiny", "strategy=ddp", "cluster.workers_per_node=2", "train.compile=model")
+    spec = make_spec(*TRAINING[: -len(TOY)], *cell)
     spec.config.kernels = KernelsConfig("fast", compile="model")  # as on GPUs
     run_dir = tmp_path / "run"
     (run_dir / "logs" / "node0").mkdir(parents=True)
