@@ -48,6 +48,7 @@ def one_rank_group(tmp_path: Path) -> Iterator[None]:
 
 
 LONGEST = (
+    "models/test_zoo.py",
     "launch/slurm/test_failures.py",
     "launch/slurm/test_requeue.py",
     "strategies/test_parity.py",
