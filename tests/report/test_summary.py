@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from distexp.report.data.answer import build_tiles, headline
+from pathlib import Path
+
+from distexp.report.data.answer import build_tiles, headline, repeat_command
 from distexp.report.data.overview import Overview
+from distexp.report.data.rows import load_rows
+from distexp.report.figures import build_figures, count_leading
+from distexp.report.traces import load_traces
 from tests.helpers.printed_tables import printed, unwrapped
 from tests.helpers.records import record
+from tests.helpers.report_sweeps import enrich, growing_sweep, with_traces
 
 
 def test_memory_peaks_during_setup_and_few_measured_steps_are_reported() -> None:
@@ -114,3 +120,27 @@ def test_the_cards_of_the_page_name_no_best_trial_of_a_search() -> None:
         run.config["command"] = "choose"
     overview = Overview.from_records(runs)
     assert [*build_tiles(overview), *headline(overview)] == []
+
+
+def test_the_answer_of_one_training_on_several_sizes_is_its_scaling(tmp_path: Path) -> None:
+    overview = Overview.from_rows(load_rows([growing_sweep(tmp_path)])[0])
+    assert list(headline(overview)) == ["8 workers are 5.20x as fast as 1, which is 65% of the ideal."]
+    assert repeat_command(overview) == "distexp cluster.nodes=4 cluster.workers_per_node=2"
+    figures = build_figures(overview, load_traces(overview))
+    assert (figures[0].name, figures[0].finding) == ("scaling", next(headline(overview)).rstrip("."))
+    assert count_leading(overview, figures) == 1
+    noisy = [row.record for row in overview.rows]
+    for run in noisy:
+        run.metrics.speed_error = {"relative": 0.5, "blocks": 10.0}
+    overview = Overview.from_records(noisy)
+    assert list(headline(overview)) == []
+    assert build_figures(overview, [])[0].finding == ""
+
+
+def test_the_answer_of_a_run_is_where_its_memory_goes(tmp_path: Path) -> None:
+    overview = Overview.from_rows(load_rows([with_traces(tmp_path, [enrich(record(0, peak=30000.0))])])[0])
+    assert list(headline(overview)) == ["ddp on 2 workers: 100.0 samples/s and 30,000 MiB peak GPU memory."]
+    figures = build_figures(overview, load_traces(overview))
+    assert [figure.name for figure in figures[: count_leading(overview, figures)]] == ["gpu_memory", "cpu_memory"]
+    assert figures[0].finding == "GPU memory peaks in the train phase at 30,000 MiB"
+    assert [tile.value for tile in build_tiles(overview)] == ["100.0 samples/s", "30,000 MiB", "20 s"]

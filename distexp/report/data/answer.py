@@ -248,8 +248,10 @@ def _change(group: RunGroup, reference: RunGroup, metric: str) -> float | None:
 
 
 def repeat_command(overview: Overview) -> str:
-    """Return the command that repeats the recommended run, or the only one; empty if there is neither."""
+    """Return the command of the recommended run, the only one, or that on the most workers; empty if there is none."""
     taken = list(recommended(overview)) or [group for group in overview.groups if group.completed]
+    if is_scaling(overview):
+        taken = [overview.series[0].points[-1].group]
     return copyable_command(taken[0].counted_rows[0].record.run.overrides) if len(taken) == 1 else ""
 
 
