@@ -119,7 +119,7 @@ class HuggingFaceTokenizer:
         self.name = name
         self.size = len(self._tokenizer)
         self.eos_id: int = end
-        self.mask_id: int | None = self._tokenizer.mask_token_id
+        self.mask_id: int | None = getattr(self._tokenizer, "mask_token_id", None)
         self.affixes = self._find_affixes()
         pad = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad is None else pad
@@ -128,7 +128,10 @@ class HuggingFaceTokenizer:
 
     def _find_affixes(self) -> Affixes:
         """Return the special tokens before and after a text."""
-        whole, inner = (self._tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+        whole, inner = (
+            self._tokenizer(["a"], add_special_tokens=special, return_attention_mask=False)["input_ids"][0]
+            for special in (True, False)
+        )
         for start in range(len(whole) - len(inner) + 1):
             if whole[start : start + len(inner)] == inner:
                 return tuple(whole[:start]), tuple(whole[start + len(inner) :])

@@ -220,7 +220,7 @@ def test_images_that_do_not_fit_are_refused(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(image_cache, "usable_memory", lambda: int(needed / 0.79))
     cache_images(load(folder), "cpu", CPU)
     monkeypatch.setattr(image_cache, "usable_memory", lambda: int(needed / 0.81))
-    with pytest.raises(ConfigError, match=r"dataset.cache=cpu needs .* MB .* more than 80% of .*dataset.cache=none"):
+    with pytest.raises(ConfigError, match=r"dataset.cache=cpu needs .* MiB .* more than 80% of .*dataset.cache=none"):
         cache_images(load(folder), "cpu", CPU)
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 10**12))
