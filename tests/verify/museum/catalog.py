@@ -46,9 +46,7 @@ TEXT_BUGS = {
 
 IMAGE_BUGS = {
     "buffers_not_broadcast": Bug("https://github.com/open-mmlab/mmdetection/pull/4582", "buffers_of_ranks"),
-    "training_mode_in_evaluation": Bug(
-        "https://github.com/princeton-vl/pytorch_stacked_hourglass/issues/44", "evaluation"
-    ),
+    "training_mode_in_evaluation": Bug("https://github.com/princeton-vl/pytorch_stacked_hourglass/issues/44", "mode"),
 }
 """Bugs of models with batch norms."""
 
