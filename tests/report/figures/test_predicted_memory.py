@@ -41,6 +41,7 @@ def test_report_shows_predicted_next_to_measured(tmp_path: Path) -> None:
     (row,) = (dict(zip(table.header, cells, strict=True)) for cells in table.rows)
     assert (row["run"], row["predicted"], row["measured"], row["error %"]) == ("1", "9,900", "10,000", "-1.0")
     assert (row["reserved, predicted"], row["reserved, measured"]) == ("9,950", "10,100.0")
+    assert figure.finding == "The predicted peaks are within 1.0% of the measured ones"
     (panel,) = figure.panels
     values = panel.chart.to_dict(validate=False)["layer"][0]["data"]["values"]
     assert [value["mib"] for value in values if value["part"] == "logits"] == [0.0, 9.0, 0.0]
@@ -56,7 +57,7 @@ def test_runs_without_a_prediction_have_no_figure(tmp_path: Path) -> None:
 
 
 def test_prediction_is_read_from_the_record_and_from_its_file(tmp_path: Path) -> None:
-    run = predicted_run(0, predicted=5.0, measured=4.0)
+    run = predicted_run(1, predicted=5.0, measured=4.0)
     run.write(tmp_path)
     assert RunRecord.read(tmp_path / "record.json").predicted == run.predicted
     content = json.loads((tmp_path / "record.json").read_text())
