@@ -34,7 +34,7 @@ $(VENV)/.uv:
 $(VENV)/.setup: $(VENV)/.uv requirements.txt pyproject.toml
 	@echo "Installing PyTorch, DeepSpeed and distexp into $(VENV). The first download has several GB, and shows no progress."
 	$(INSTALL) $(FIRST)
-	$(INSTALL) $(PROJECT) '.[adapters,optimizers,vision]'
+	$(INSTALL) $(PROJECT) '.[adapters,vision]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.setup

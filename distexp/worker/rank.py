@@ -81,7 +81,6 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # Gradients of convolutions are channels-last too, and DDP warns about the strides of axes of length 1.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao, which peft imports, is older than torch
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime", on a CPU
 
 
