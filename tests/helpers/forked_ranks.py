@@ -16,7 +16,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from distexp.launch.node_setup import EXTENSIONS_DIR, build_operators, current_environment, missing_operators
 from distexp.runs.record import RunSpec
+from distexp.strategies.base import load_strategy
 from distexp.system.processes import die_with_parent
 from distexp.worker.group import set_torchrun_defaults
 from distexp.worker.preload import own_modules, preload
@@ -47,15 +49,26 @@ def main() -> int:
 
 def preload_all(folders: list[str]) -> None:
     """Import what the runs in some folders need, and exclude it from the garbage collection of the ranks."""
+    operators: set[str] = set()
     for folder in map(Path, folders):
         for spec in sorted(folder.glob("*/spec.json")):
             config = RunSpec.read(spec.parent).config
             preload(own_modules(config), config.cluster.device)
+            operators |= set(load_strategy(config).operators(config))
+            build_missing(sorted(operators), folder)
     importlib.import_module("distexp.strategies.zero.ds_import")  # transformers needs it to save a model
     gc.collect()
     gc.freeze()
     # A training ends with this call. Then each collection would visit the objects of all libraries, for half a second.
     gc.unfreeze = lambda: None
+
+
+def build_missing(operators: list[str], folder: Path) -> None:
+    """Build the operators of DeepSpeed as a run does: a rank that is killed while it builds would block all others."""
+    environment = current_environment("cpu")
+    os.environ[EXTENSIONS_DIR] = environment[EXTENSIONS_DIR]
+    if missing := missing_operators(operators, environment):
+        build_operators(missing, environment, folder / "operators.log", lambda _: None)
 
 
 def start_rank(rank: int, script: str, arguments: list[str]) -> int:
