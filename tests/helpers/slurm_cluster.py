@@ -236,9 +236,14 @@ class Cluster:
         return done.returncode == 0
 
     def _start(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        ends_with_tests = ("setpriv", "--pdeathsig", "KILL")  # also if they are killed
         with (self.root / "log" / f"{name}.log").open("ab") as log:
             self.daemons[name] = subprocess.Popen(
-                arguments, env={**self.env, **(env or {})}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                (*ends_with_tests, *arguments),
+                env={**self.env, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     def _start_on(self, host: str, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
