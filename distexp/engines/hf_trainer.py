@@ -29,7 +29,7 @@ class HFTrainer:
     ) -> tuple[EvaluableModel, Built]:
         """Run ``transformers.Trainer.train`` until the end of the plan."""
         from distexp.engines.hf_loop import DistexpTrainer, HFEvaluableModel, TrainingCallback
-        from distexp.strategies.zero.ds_initialization import explained_model_errors
+        from distexp.strategies.torch_model import explained_model_errors
 
         trainer = DistexpTrainer(build_model(), config, context, inputs)
         model = HFEvaluableModel(trainer)

@@ -29,7 +29,7 @@ class Native:
         from distexp.checkpoints.manager import CheckpointManager
         from distexp.data.loader import StopRequestedError
         from distexp.runs.run_state import StopRequest
-        from distexp.strategies.zero.ds_initialization import explained_model_errors
+        from distexp.strategies.torch_model import explained_model_errors
         from distexp.training.loop import fit
 
         model, built = _build(build_model, config, context)

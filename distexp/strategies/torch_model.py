@@ -1,7 +1,8 @@
 """The DistributedModel of single, DDP and FSDP, which differ only in how they wrap the module."""
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
+from distexp.config.custom_code import code_place
 from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers, gather_to_all
@@ -21,6 +23,7 @@ from distexp.models.objective import loss_sum, partial_metrics
 from distexp.models.transforms import explained_compilation
 from distexp.runs.record_sections import Built
 from distexp.strategies import optimizer as optimizers
+from distexp.strategies.base import load_strategy
 from distexp.strategies.ddp_reduction import StepWeights
 from distexp.system.torch_internals.collectives import ddp_communication_dtype
 from distexp.system.torch_internals.tensors import active_autocast_dtype
@@ -329,3 +332,58 @@ def describe(
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, for example ``float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def explained_model_errors(model: nn.Module, config: Config) -> Iterator[None]:
+    """Raise ConfigError, which names the key that helps, if a model does what its strategy does not support."""
+    try:
+        yield
+    except RuntimeError as error:
+        place = f" ({place})" if (place := code_place(error)) else ""
+        name = type(getattr(model, "module", model)).__name__.removeprefix("FSDP")
+        known = [text for pattern, text in MODEL_ERRORS.items() if pattern in str(error)]
+        reason = known[0].format(model=name, place=place) if known else _mixed_types(model, config, error)
+        if not reason:
+            raise
+        raise ConfigError(reason) from error
+
+
+_OUTSIDE_OF_FORWARD = (
+    "{model} uses weights of a block outside of its forward pass{place}: it calls another method of the block, uses "
+    "a weight of another module, or changes an output in place. FSDP has freed these weights. Use fsdp.wrap=none, "
+    "which shards the model as one unit, or strategy=ddp"
+)
+MODEL_ERRORS = {
+    "Expected to have finished reduction in the prior iteration": (
+        "some parameters of {model} had no gradient, because they do not contribute to the loss. DDP waits for the "
+        "gradients of all: add ddp.find_unused_parameters=true"
+    ),
+    "got mixed torch.Tensor and DTensor": _OUTSIDE_OF_FORWARD,
+    "out of bounds for storage of size 0": _OUTSIDE_OF_FORWARD,
+    "tracing error at step": (
+        "{model} computes its modules in another order than in the step before, which DeepSpeed does not "
+        "support at stage 3: use zero_stage=2, or sharding=full_shard"
+    ),
+}
+"""What a model does that a strategy does not support, by a part of the message of torch or DeepSpeed."""
+
+
+def _mixed_types(model: nn.Module, config: Config, error: RuntimeError) -> str:
+    """Return why an operand has another type than the cast weights; empty if the model has no buffers in fp32.
+
+    FSDP, DeepSpeed and ``train.compute_weights=step`` cast weights only. A buffer in fp32 that the model adds to
+    activations makes these fp32, and the next layer refuses them.
+    """
+    casts = load_strategy(config).casts_weights(config) or config.train.compute_weights == "step"
+    names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
+    other_types = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
+    if not casts or not names or not other_types.search(str(error)):
+        return ""
+    shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    return (
+        f"the weights are cast to {config.precision.name}, but not the buffers of the model ({shown}), and torch "
+        f"refuses to combine them: {str(error).splitlines()[0]}. In forward, cast a buffer to the type of the "
+        "activations, as in x + self.table.to(x.dtype). Or choose precision=fp32, or autocast: strategy=ddp "
+        "train.compute_weights=autocast"
+    )

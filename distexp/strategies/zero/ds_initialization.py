@@ -3,22 +3,18 @@
 DeepSpeed is imported only inside functions, because a prediction of memory works without it.
 """
 
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distexp.config import Config, ConfigError
-from distexp.config.custom_code import code_place
+from distexp.config import Config
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint, check_dimensions, persistent_buffers
 from distexp.runs.record_sections import Built
 from distexp.runs.run_dir import DS_CONFIG
-from distexp.strategies.base import load_strategy
 from distexp.strategies.optimizer import build_optimizer, clip_gradients, parameter_groups
 from distexp.strategies.torch_model import DTYPES, dtype_name
 from distexp.strategies.zero.ds_config import describe_buckets, effective_config, fit_buckets, uses_autocast
@@ -214,62 +210,3 @@ def repair_16_bits(engine: Any) -> None:
                     engine._global_grad_norm /= scale
 
             engine.backward, engine.step = scaled_backward, step_with_norm
-
-
-@contextmanager
-def explained_model_errors(model: nn.Module, config: Config) -> Iterator[None]:
-    """Raise ConfigError, which names the key that helps, if a model does what its strategy does not support."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = next((text for pattern, text in MODEL_ERRORS.items() if pattern in str(error)), "")
-        reason = reason or _mixed_types(model, config, error)
-        if not reason:
-            raise
-        place = f" ({place})" if (place := code_place(error)) else ""
-        name = type(getattr(model, "module", model)).__name__.removeprefix("FSDP")
-        raise ConfigError(reason.format(model=name, place=place)) from error
-
-
-_OUTSIDE_OF_FORWARD = (
-    "{model} uses weights of a block outside of its forward pass{place}: it calls another method of the block, uses "
-    "a weight of another module, or changes an output in place. FSDP has freed these weights. Use fsdp.wrap=none, "
-    "which shards the model as one unit, or strategy=ddp"
-)
-MODEL_ERRORS = {
-    "Expected to have finished reduction in the prior iteration": (
-        "some parameters of {model} had no gradient, because they do not contribute to the loss. DDP waits for the "
-        "gradients of all: add ddp.find_unused_parameters=true"
-    ),
-    "got mixed torch.Tensor and DTensor": _OUTSIDE_OF_FORWARD,
-    "out of bounds for storage of size 0": _OUTSIDE_OF_FORWARD,
-    "tracing error at step": (
-        "{model} computes its modules in another order than in the step before, which DeepSpeed does not "
-        "support at stage 3: use zero_stage=2, or sharding=full_shard"
-    ),
-}
-"""What a model does that a strategy does not support, by a part of the message of torch or DeepSpeed."""
-
-
-def _mixed_types(model: nn.Module, config: Config, error: RuntimeError) -> str:
-    """Return why an operand has another type than the cast weights; empty if the model has no buffers in fp32.
-
-    FSDP, DeepSpeed and ``train.compute_weights=step`` cast weights only. A buffer in fp32 that the model adds to
-    activations makes these fp32, and the next layer refuses them.
-    """
-    casts = load_strategy(config).casts_weights(config) or config.train.compute_weights == "step"
-    names = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
-    other_types = re.compile(r"same dtype|mixed dtype|expected scalar type|should be the same")
-    if not casts or not names or not other_types.search(str(error)):
-        return ""
-    shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-    return (
-        (
-            f"the weights are cast to {config.precision.name}, but not the buffers of the model ({shown}), and torch "
-            f"refuses to combine them: {str(error).splitlines()[0]}. In forward, cast a buffer to the type of the "
-            "activations, as in x + self.table.to(x.dtype). Or choose precision=fp32, or autocast: strategy=ddp "
-            "train.compute_weights=autocast"
-        )
-        .replace("{", "{{")
-        .replace("}", "}}")
-    )

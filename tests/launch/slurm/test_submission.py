@@ -97,8 +97,7 @@ def test_ctrl_c_while_waiting_prints_the_finished_runs_and_the_next_commands(tmp
     done = launch(tmp_path, "status", str(sweep), "--watch", env={**env, "COLUMNS": "100"})
     assert done.returncode == 130, done.stderr
     assert "samples/s" in done.stdout
-    assert [line.partition("/")[0].strip() for line in done.stdout.splitlines()[-5:]] == [
-        "records:",
+    assert [line.partition("/")[0].strip() for line in done.stdout.splitlines()[-4:]] == [
         "to draw the report: distexp report",
         "",
         "The jobs continue. To follow them: distexp status",

@@ -86,7 +86,7 @@ def test_a_sweep_over_nodes_trains_and_is_followed(slurm: Cluster, trained: tupl
     log = (sweep / "1/logs/node1/rank1.log").read_text()
     assert f"rank 1 of 2: {two.run.hosts[1]}, cpu, rendezvous {two.run.hosts[0]}:" in log
     assert not list(sweep.rglob(".reserve"))
-    for text in ("run 1 (job", "completed: train loss", "records:"):
+    for text in ("run 1 (job", "completed: train loss", "to draw the report:"):
         assert text in output
     assert re.search(r"running: \w.* on node", output), "in the phase that the first query has met"
 
