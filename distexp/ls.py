@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from distexp.config.overrides import copyable_command, format_count, shell_quote
 from distexp.console.sweep_table import count_states
 from distexp.exceptions import run_until_pipe_closes
-from distexp.runs.run_dir import COMMAND, OUTPUTS
+from distexp.runs.run_dir import COMMAND, OUTPUTS, PROOF
 from distexp.status import read_folder
 from distexp.system.files import read_or_none
 from distexp.system.typed_values import texts_of
@@ -32,13 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     for file in shown:
         started = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        states = count_states(read_folder(file.parent).runs) or "no run"
+        states = _proofs(file.parent) or count_states(read_folder(file.parent).runs) or "no run"
         print_plain(console, f"{file.parent}  {started}  {states}", style="bold")
         print_plain(console, f"    {_command(file)}")
     if len(files) > len(shown):
         older = format_count(len(files) - len(shown), "older sweep")
         print(f"{older}: distexp ls {shell_quote(str(options.folder))} -n {len(files)}")
     return 0
+
+
+def _proofs(folder: Path) -> str:
+    """Return how many strategies were found equal or different by ``distexp verify``; empty if none was compared."""
+    found = Counter(str(read_or_none(file, "status")) for file in folder.glob(f"*/{PROOF}"))
+    return ", ".join(f"{count} {status}" for status, count in found.items())
 
 
 def _command(file: Path) -> str:

@@ -232,18 +232,19 @@ def find_records(*roots: Path) -> Iterator[Path]:
 
 def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
     """Return the newest sweep in ``multirun_outputs/``, or raise ConfigError; print which one it is to stderr."""
-    files = []
+    others, files = [*leave_out, Command.VERIFY], []  # the runs of distexp verify have no records
     for folder, subfolders, names in os.walk(OUTPUTS):
         if COMMAND in names:
             subfolders.clear()  # A sweep contains no other sweep.
             files.append(Path(folder, COMMAND))
     files.sort(key=_modified, reverse=True)
-    # A damaged file is of none.
-    newest = next((file for file in files if read_or_none(file, "command") not in leave_out), None)
+    commands = [read_or_none(file, "command") for file in files]  # A damaged file is of none.
+    newest = next((place for place, command in enumerate(commands) if command not in others), None)
     if newest is None:
         raise ConfigError(f"no sweep below {OUTPUTS}/ in {Path.cwd()}: give the directory of a sweep")
-    sweep_dir = newest.parent
-    skipped = "" if newest is files[0] else f" (later directories of {' and '.join(leave_out)} do not count)"
+    sweep_dir = files[newest].parent
+    kinds = [command for command in others if command in commands[:newest]]
+    skipped = f" (later directories of {' and '.join(kinds)} do not count)" if kinds else ""
     print(f"newest sweep: {sweep_dir}{skipped}", file=sys.stderr)
     return sweep_dir
 

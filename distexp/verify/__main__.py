@@ -27,7 +27,6 @@ examples:
   distexp verify engine=hf_trainer strategy=fsdp"""
 
 OPTIONS = {"--quick": "verify.quick=true", "--json": "verify.output=json"}
-NAME = "name=verify"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     added = [override for option, override in OPTIONS.items() if option in given]
-    return run([text for text in given if text not in OPTIONS], Command.VERIFY, [*added, NAME])
+    name = [] if any(text.startswith("name=") for text in given) else ["name=verify"]
+    return run([text for text in given if text not in OPTIONS], Command.VERIFY, [*added, *name])
 
 
 if __name__ == "__main__":

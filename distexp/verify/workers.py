@@ -34,6 +34,7 @@ from distexp.engines.base import load_trainer
 from distexp.models.blueprint import Blueprint
 from distexp.runs.events import Events
 from distexp.runs.record import RunSpec
+from distexp.runs.run_dir import PROOF
 from distexp.strategies.base import load_strategy
 from distexp.system import environment_variables, files, seeding
 from distexp.system.processes import die_with_parent, end_at_once
@@ -48,7 +49,7 @@ from distexp.worker.__main__ import redirect_output, without_tracebacks
 from distexp.worker.preload import preload
 from distexp.worker.rank import describe_arithmetic, silence_libraries
 
-JOB, ERROR, RESULT, LOG = "job.json", "error.json", "proof.json", "rank{rank}.log"
+JOB, ERROR, RESULT, LOG = "job.json", "error.json", PROOF, "rank{rank}.log"
 POLL_S = 0.02
 
 

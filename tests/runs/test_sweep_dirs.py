@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from distexp import ls
 from distexp.config import Command, ConfigError
 from distexp.explain.__main__ import main as explain
 from distexp.forecast.__main__ import main as forecast
@@ -39,6 +41,22 @@ def test_preflights_and_searches_are_left_out(
         "newest sweep: multirun_outputs/choose/b (later directories of preflight do not count)",
         "newest sweep: multirun_outputs/distexp/a (later directories of preflight and choose do not count)",
     ]
+
+
+def test_a_verification_is_no_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sweeps(tmp_path)
+    path = tmp_path / "multirun_outputs" / "verify" / "d" / COMMAND
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"command": "verify", "words": []}))
+    (path.parent / "0").mkdir()
+    (path.parent / "0/proof.json").write_text(json.dumps({"status": "different"}))
+    monkeypatch.chdir(tmp_path)
+    assert choose_newest_sweep().name == "c"
+    assert "(later directories of verify do not count)" in capsys.readouterr().err
+    assert ls.main([]) == 0
+    assert re.search(r"verify/d .* 1 different$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_without_a_training_there_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
