@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
@@ -314,9 +314,10 @@ def _other_errors(config: Config, wrong: Sequence[str]) -> list[str]:
     keys = [message.partition("=")[0] for message in wrong]
     others, defaults = copy.deepcopy(config), Config()
     for key in keys:
-        if key not in dict(schema_fields()):
+        default = get_value(defaults, key) if key in dict(schema_fields()) else MISSING
+        if default == MISSING:
             return []
-        set_value(others, key, get_value(defaults, key))
+        set_value(others, key, default)
     try:
         run_steps(others, (*DECISIONS, *CROSS_CHECKS))
     except ConfigError as error:

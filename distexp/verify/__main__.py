@@ -7,23 +7,25 @@ from distexp.cli.run import main as run
 from distexp.config import Command
 from distexp.exceptions import run_until_pipe_closes
 
-USAGE = """usage: distexp verify [--quick] [--json] [--multirun] [GROUP=OPTION ...] [KEY=VALUE ...]
+USAGE = """usage: distexp verify [--quick] [--json] [--multirun] [OVERRIDES ...]
 
-Check that a strategy trains exactly as strategy=single does, and name what is wrong if not.
-Short trainings compare every gradient, weight and optimizer state, the samples, the learning rate, the evaluation, and
-a resumed training. Model, data, precision and strategy are those of the overrides. Batch sizes, length and optimizer
-are set by each phase.
+Check that a strategy trains exactly as strategy=single does, and name what is
+wrong if not. Short trainings compare every gradient, weight and optimizer
+state, the samples, the learning rate, the evaluation, and a resumed training.
+Model, data, precision and strategy are those of the overrides. Batch sizes,
+length and optimizer are set by each phase.
 
   --quick           run the core phases only
   --json            print JSON for programs
 
-The exit code is 0 if the trainings are equal, 1 if they differ, and 2 if they cannot be compared.
+The exit code is 0 if the trainings are equal, 1 if they differ, and 2 if they
+cannot be compared.
 
 examples:
   distexp verify strategy=fsdp
-  distexp verify strategy=fsdp sharding=hybrid_shard cluster.nodes=2 cluster.workers_per_node=2
+  distexp verify sharding=hybrid_shard cluster.workers_per_node=4
   distexp verify --multirun strategy=ddp,fsdp
-  distexp verify --config-dir my_conf strategy=mine trusted_packages=[my_package]
+  distexp verify --config-dir conf strategy=mine trusted_packages=[mine]
   distexp verify engine=hf_trainer strategy=fsdp"""
 
 OPTIONS = {"--quick": "verify.quick=true", "--json": "verify.output=json"}

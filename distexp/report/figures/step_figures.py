@@ -276,7 +276,8 @@ def build_step_times(overview: Overview, traces: Sequence[RunTrace]) -> base.Fig
 def _find_uneven(traces: Sequence[RunTrace]) -> str:
     """Return whether the steps of the runs are even, or those of which run are not."""
     known = [(trace, trace.row.record.metrics.step_time_s or {}) for trace in traces]
-    ratios = [(times["p90"] / times["p50"], trace.row.label) for trace, times in known if times.get("p50")]
+    complete = [(trace, times) for trace, times in known if times.get("p50") and times.get("p90")]
+    ratios = [(times["p90"] / times["p50"], trace.row.label) for trace, times in complete]
     if not ratios:
         return ""
     ratio, label = max(ratios, key=itemgetter(0))
