@@ -37,7 +37,7 @@ GPT = ModelConfig(
 
 @pytest.mark.parametrize("option", options_of("model"))
 def test_shipped_models_have_no_errors(option: str) -> None:
-    named = ("model.name=someone/a-model",) if option == "hf" else ()
+    named = ("model.name=someone/a-model",) if option in ("hf", "timm", "torchvision") else ()
     assert model_errors(resolve_cell(f"model={option}", "dataset.train_size=1024", *named).model) == []
 
 

@@ -151,7 +151,8 @@ def test_every_task_trains_as_with_single(name: str, strategy: str, runs: Path) 
         assert record.metrics.eval_loss == pytest.approx(reference.metrics.eval_loss, abs=1e-5)
         assert record.metrics.eval_accuracies == reference.metrics.eval_accuracies
     assert bool(record.metrics.eval_accuracies) == TASKS[reference.config["model"]["task"]].has_classes
-    assert record.metrics.model_tflops_per_sample
+    if name != "deberta-v2":  # A note reports that its FLOPs are not known.
+        assert record.metrics.model_tflops_per_sample
 
 
 @pytest.mark.slow
