@@ -128,9 +128,9 @@ def test_command_to_profile_a_sweep_is_that_of_the_sweep(tmp_path: Path, capsys:
 
 
 def test_damaged_records_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    communicating = profiled(COMMUNICATION_BOUND, train__gradient_accumulation_steps=0, **GPU)
+    communicating = profiled(COMMUNICATION_BOUND, **GPU)
     communicating.metrics.communication = {"by_collective": {"a": None}}
-    launching = profiled(LAUNCH_BOUND, number=1, train__gradient_accumulation_steps=0, **GPU)
+    launching = profiled(LAUNCH_BOUND, number=1, **GPU)
     empty = profiled({"matmul": 5.0}, number=2, **GPU)
     empty.metrics.step_breakdown[0]["matmul_ms"] = 0.0  # type: ignore[index]
     bare = profiled({"matmul": 5.0}, number=3, **GPU)

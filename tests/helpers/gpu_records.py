@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from distexp.config import Config
+from distexp.config.tasks import task_of
 from distexp.runs.record import RunRecord
 from tests.helpers.runs import REPOSITORY
 
@@ -23,6 +24,7 @@ def recorded_config(record: RunRecord) -> Config:
     config = _namespace(record.config)
     assert record.built is not None
     config.cluster.world_size = record.built.world_size
+    config.model.traits = task_of(config.model.task)
     config.train.compiled = "blocks" if config.train.compile else "none"
     return cast(Config, config)
 

@@ -167,9 +167,15 @@ def test_an_evaluation_set_without_references_is_rejected() -> None:
         check_has_references(synthetic.load(config.dataset, config.model, 1))
 
 
-@pytest.mark.parametrize("overrides", [("dataset=synthetic",), ("model=resnet_tiny",)])
-def test_score_answers_without_references_is_rejected_before_the_start(overrides: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"train\.score_answers=true needs reference answers, but dataset="):
-        resolve_cell("train.score_answers=true", *overrides)
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("dataset=synthetic", "needs reference answers, but dataset="),
+        ("model=resnet_tiny", "is for causal_lm, but model=resnet_tiny is for image_classification: leave it out"),
+    ],
+)
+def test_score_answers_without_references_is_rejected_before_the_start(override: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.score_answers=true {error}"):
+        resolve_cell("train.score_answers=true", override)
     with pytest.raises(ConfigError, match=r"dataset\.answer_tokens=9 is not a key of dataset="):
-        resolve_cell("dataset.answer_tokens=9", *overrides)
+        resolve_cell("dataset.answer_tokens=9", override)
