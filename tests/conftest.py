@@ -48,10 +48,16 @@ def one_rank_group(tmp_path: Path) -> Iterator[None]:
 
 
 LONGEST = (
+    "verify/test_museum.py",
     "models/test_zoo.py",
+    "verify/test_verify.py",
+    "models/test_tasks.py",
+    "worker/test_compile_trial.py",
     "launch/slurm/test_failures.py",
     "launch/slurm/test_requeue.py",
     "strategies/test_parity.py",
+    "strategies/test_adapters.py",
+    "models/test_own_modules.py",
     "launch/slurm/test_sweeps.py",
     "launch/test_failures.py",
     "launch/test_local_runs.py",
