@@ -29,7 +29,7 @@ from distexp.launch import node_setup
 from distexp.launch.run_dirs import locked_sweep_dir
 from distexp.resolve.resources import launcher_traits
 from distexp.runs.record import RunSpec
-from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG
+from distexp.runs.run_dir import AGENT_ERROR, OPERATORS_LOG, PROOF
 from distexp.system import files
 from distexp.system.processes import end_tree, start_module
 from distexp.tables.columns import print_plain
@@ -37,7 +37,7 @@ from distexp.verify.phases import PlannedVariant, as_json, labels_of, plan_varia
 from distexp.worker.preload import own_modules
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = "equal", "different", "not comparable"
-PROOF, LOG = "proof.json", "workers.log"
+LOG = "workers.log"
 GRACE_S = 1.0
 MIN_WIDTH = 100  # columns of a table that is not in a terminal
 COLUMNS = {

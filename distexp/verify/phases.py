@@ -21,6 +21,7 @@ from distexp.plan.plan_table import replace_overrides
 from distexp.resolve.run_id import run_id
 from distexp.runs.record import RunSpec
 from distexp.runs.record_sections import RunInfo
+from distexp.runs.run_dir import CHECKPOINTS
 from distexp.strategies.single import REFERENCE
 from distexp.system.files import read_json, write_json
 
@@ -251,7 +252,7 @@ def _add_resumed(directory: Path, settings: RunSettings) -> Path:
     target.mkdir(exist_ok=True)
     RunSpec.read(directory).write(target)
     write_json(target / SETTINGS, asdict(replace(settings, role="resumed")))
-    (target / "checkpoints").symlink_to(directory / "checkpoints")
+    (target / CHECKPOINTS).symlink_to(directory / CHECKPOINTS)
     return target
 
 
@@ -265,7 +266,8 @@ def labels_of(cells: Sequence[Cell]) -> list[str]:
     found = []
     for cell in cells:
         name = strategy_label(cell.config) if cell.config is not None else "invalid"
-        further = [text for text in cell.varied if not _chooses_strategy(text) or "." in key_of(text)]
+        named = {key_of(text): text for text in cell.varied}  # the label of a strategy has neither trainer nor keys
+        further = [text for key, text in named.items() if not _chooses_strategy(text) or "." in key or key == "engine"]
         found.append(" ".join([name, *(format_override(text).lstrip("+") for text in further)]))
     return found
 

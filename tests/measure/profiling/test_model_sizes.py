@@ -13,7 +13,8 @@ def test_sizes_of_a_model_with_a_shared_and_a_frozen_parameter() -> None:
     head.weight = embedding.weight
     frozen.requires_grad_(False)
     found = read_model_sizes(nn.Sequential(embedding, norm, frozen, head))
-    assert found.units == (Parameters("0", (40,)), Parameters("1", (4, 4)))
+    units = (Parameters("0", (40,)), Parameters("1", (4, 4)), Parameters("2", (16, 4), trained=()))
+    assert found.units == units, "a frozen unit is gathered too, but has no gradients"
     assert found.groups == ((40,), (4, 4)), "weight decay is for matrices only"
-    assert found.modules == ((0,), (1, 2), (0,)), "the head has the parameter of the embedding"
+    assert found.modules == ((0,), (1, 2), (3, 4), (0,)), "the head has the parameter of the embedding"
     assert read_model_sizes(None) == ModelSizes()
