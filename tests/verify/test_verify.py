@@ -96,9 +96,9 @@ CLEAN = (
 
 
 @pytest.mark.slow
-def test_no_configuration_of_distexp_gives_a_false_alarm(tmp_path: Path) -> None:
+def test_the_quick_phases_give_no_false_alarm(tmp_path: Path) -> None:
     swept = f"sweep.cells={json.dumps(CLEAN, separators=(',', ':'))}"
-    done = run_distexp("verify", "--json", "--multirun", swept, "cluster.device=cpu", cwd=tmp_path)
+    done = run_distexp("verify", "--quick", "--json", "--multirun", swept, "cluster.device=cpu", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert len(found) == len(CLEAN)
     assert [each for each in found if each["status"] != "equal"] == []
