@@ -41,6 +41,7 @@ RESERVED_KEYS = {
     "command": "type the name of the command first, as in distexp plan",
     "hydra/sweeper": "add cells with sweep.cells",
     **dict.fromkeys(("hydra.mode", "hydra.output_subdir"), "leave it out"),
+    **dict.fromkeys(("kernels.compile", "kernels.compile_note"), "set train.compile"),
     "sweep.shared_start": "leave it out, because local runs always share the import of the libraries",
 }
 """Keys that distexp sets itself, with hints."""

@@ -231,6 +231,7 @@ WRONG = {  # command lines, with a part of their message
     "plan plan.search_timeout_s=5": "has no effect in distexp plan, which predicts every change: leave it out\n",
     "choose plan=off": "plan=off has no effect in distexp choose, which always predicts: leave it out\n",
     "--multirun plan=off,warn plan.timeout_s=5": "plan.timeout_s=5 has no effect with plan=warn, which only",
+    "kernels.compile=blocks": "kernels.compile cannot be set: set train.compile\n",
     "command=plan": "command cannot be set: type the name of the command first, as in distexp plan\n",
     "plan.output=json": "plan.output=json is for distexp plan and has no effect here: type distexp plan --json, or",
     "dataset=squad dataset.path=/nowhere": "dataset.path=/nowhere does not exist: correct the path, or use a hub id",
