@@ -191,14 +191,18 @@ def peer_command(settings: Settings, folder: Path) -> list[str]:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Return the environment of a process; it shows as many GPUs as there are workers.
+    """Return the environment of a process; on GPUs, that of :func:`environment_of_gpus`."""
+    return environment_of_gpus(settings.workers if settings.device == "cuda" else 0)
+
+
+def environment_of_gpus(workers: int) -> dict[str, str]:
+    """Return the environment of a process that sees as many GPUs as there are workers; all, if there are none.
 
     The Trainer would use DataParallel on further GPUs.
     """
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path}
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible_devices(settings.workers))}
-    return env | devices if settings.device == "cuda" else env
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible_devices(workers))} if workers else {}
+    return {**os.environ, "PYTHONPATH": path, **devices}
 
 
 def visible_devices(gpus: int) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -35,6 +36,7 @@ from distexp.system.files import remove
 
 ROOT = Path(__file__).parents[1]
 CELLS = Path(__file__).with_name("plan_cells.yaml")
+MODELS = Path(__file__).with_name("models.yaml")
 PREDICTED = ROOT / "docs" / "results" / "plan_predicted.json"
 PLANNED_GPU = "plan.gpu=h200-141gb"
 WORKERS = "cluster.workers_per_node="
@@ -62,6 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Predict, or run and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("predict", "run", "compare"))
+    parser.add_argument("--cells", type=Path, default=CELLS, help="file of the cells")
     parser.add_argument("--predicted", type=Path, default=PREDICTED, help="file of the predictions")
     parser.add_argument("--results", type=Path, default=Path("benchmark_results/plan"), help="folder of the runs")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine")
@@ -71,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout-s", type=float, default=180, help="time limit of a run in seconds")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        cells = [cell for cell in read_cells(Path(folder)) if options.only in cell.text]
+        cells = [cell for cell in read_cells(options.cells, Path(folder)) if options.only in cell.text]
         if options.action == "predict":
             predict_cells(cells, options.predicted)
             return
@@ -81,23 +84,28 @@ def main(arguments: list[str] | None = None) -> None:
     compare(predicted, options.results)
 
 
-def read_cells(folder: Path) -> list[Cell]:
-    """Return all cells. The model LLAMA is written into a folder."""
-    content = yaml.safe_load(CELLS.read_text())
-    llama = folder / "llama"
-    llama.mkdir()
-    description = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **content["llama"]}
-    (llama / "config.json").write_text(json.dumps(description))
+def read_cells(path: Path, folder: Path) -> list[Cell]:
+    """Return all cells. The models of the file are written into a folder, and replace their names in capitals."""
+    content = yaml.safe_load(path.read_text())
+    models = {name: str(write_model(folder, name)) for name in content["models"]}
     cells = []
     entries = [entry if isinstance(entry, dict) else {"cell": entry, "limits": []} for entry in content["cells"]]
     for entry in entries:
         data, *own = shlex.split(entry["cell"])
-        own = [override.replace("LLAMA", str(llama)) for override in own]
+        own = [re.sub(r"(?<=model.name=)[A-Z]\w*", lambda found: models[found[0]], override) for override in own]
         arguments = (*shlex.split(content["common"]), *shlex.split(content[data]), *own)
         cells.append(
             Cell(entry["cell"], tuple(entry["limits"]), tuple({key_of(text): text for text in arguments}.values()))
         )
     return cells
+
+
+def write_model(folder: Path, name: str) -> Path:
+    """Write the configuration of a model of ``models.yaml`` into a folder of its name, and return that folder."""
+    target = folder / name.lower()
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(yaml.safe_load(MODELS.read_text())[name]))
+    return target
 
 
 def predict_cells(cells: list[Cell], path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan import PLANNED_GPU, PREDICTED, read_cells
+from benchmarks.plan import CELLS, PLANNED_GPU, PREDICTED, read_cells
 from distexp.plan.replay import Replay, replay
 from distexp.plan.trace.tracing import trace_step
 from distexp.system.units import MIB
@@ -72,7 +72,7 @@ def test_reserved_memory_of_zero_1_and_2_is_exact() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", REPEATED)
 def test_a_prediction_is_the_recorded_one(part: str, tmp_path: Path) -> None:
-    (cell,) = [cell for cell in read_cells(tmp_path) if part in cell.text]
+    (cell,) = [cell for cell in read_cells(CELLS, tmp_path) if part in cell.text]
     trace = trace_step(resolve_cell(PLANNED_GPU, *cell.arguments))
     found: Replay = replay(trace.events, trace.history, trace.evaluation)
     recorded = cells(PREDICTED.name)[cell.text]
