@@ -1,7 +1,7 @@
 """Losses and accuracy counts of a batch: sums, not means, so that the mean over ranks and micro-batches is exact."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,11 +22,20 @@ AUX_LOSS = "aux_loss"
 """Field of the outputs with a loss to add, such as that of a router, as a mean over the tokens of a micro-batch."""
 
 
-def loss_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
+def entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy in nats, summed over the targets, in fp32; of shapes (labels, classes) and (labels,)."""
+    return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+
+
+Entropy = Callable[[Tensor, Tensor], Tensor]
+"""``entropy_of``, or its compiled form, which ``distexp.models.transforms.training_entropy`` makes."""
+
+
+def loss_sum(task: str, outputs: Any, batch: Batch, entropy: Entropy = entropy_of) -> Tensor:
     """Return the loss of a training in fp32: the cross entropy, summed over the targets, and the router loss."""
     router = router_sum(task, outputs, batch)
-    entropy = cross_entropy_sum(task, outputs, batch)
-    return entropy if router is None else entropy + router
+    loss = cross_entropy_sum(task, outputs, batch, entropy)
+    return loss if router is None else loss + router
 
 
 def router_sum(task: str, outputs: Any, batch: Batch) -> Tensor | None:
@@ -41,7 +50,7 @@ def router_sum(task: str, outputs: Any, batch: Batch) -> Tensor | None:
     return found.float() * (targets != IGNORE).sum()
 
 
-def cross_entropy_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
+def cross_entropy_sum(task: str, outputs: Any, batch: Batch, entropy: Entropy = entropy_of) -> Tensor:
     """Return the cross entropy in nats, summed over the targets, in fp32; 0 without targets, as its gradient.
 
     The logits, also as an attribute, have the shape (batch, length, vocabulary or classes), or (batch, classes). For
@@ -51,8 +60,7 @@ def cross_entropy_sum(task: str, outputs: Any, batch: Batch) -> Tensor:
     if isinstance(outputs, dict) and LOSS_SUM in outputs:
         loss: Tensor = outputs[LOSS_SUM]
         return loss
-    logits, labels = _align(task, outputs, batch)
-    return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+    return entropy(*_align(task, outputs, batch))
 
 
 def count_correct(task: str, outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:

@@ -15,7 +15,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from distexp.config import WHOLE_MODEL, Config, ConfigError
+from distexp.config.tasks import task_of
 from distexp.exceptions import first_line
+from distexp.models.objective import Entropy, entropy_of
 from distexp.runs.texts import out_of_memory_status
 from distexp.system.torch_internals import compilation
 
@@ -50,6 +52,16 @@ def compile_forward(forward: Callable[..., Any], **options: Any) -> Callable[...
     """Return a compiled function. ``distexp.plan.trace.compiled`` replaces this one."""
     compiled: Callable[..., Any] = torch.compile(forward, backend=BACKEND, **options)
     return compiled
+
+
+def training_entropy(config: Config) -> Entropy:
+    """Return the cross entropy of a training, compiled if the model is and its labels are tokens.
+
+    Compiled, it has no logits in fp32. With a vocabulary of 262k these are the largest tensors of a training.
+    """
+    if config.train.compiled == "none" or not task_of(config.model.task).labels_tokens:
+        return entropy_of
+    return compile_forward(entropy_of)
 
 
 def _block_options(count: int, config: Config) -> dict[str, Any]:

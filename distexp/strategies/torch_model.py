@@ -20,7 +20,7 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import broadcast_buffers, gather_to_all
 from distexp.models.blueprint import frozen_names, persistent_buffers
 from distexp.models.objective import loss_sum, partial_metrics
-from distexp.models.transforms import explained_compilation
+from distexp.models.transforms import explained_compilation, training_entropy
 from distexp.runs.record_sections import Built
 from distexp.strategies import optimizer as optimizers
 from distexp.strategies.base import load_strategy
@@ -76,7 +76,7 @@ class TorchModel:
         self.module, self.missing = module, missing
         self.device = context.device
         self.strategy = config.strategy.name
-        self.task = config.model.task
+        self.task, self.entropy = config.model.task, training_entropy(config)
         self.world_size = context.world_size
         self.clipping = config.train.gradient_clipping
         self.sync_context = sync_context
@@ -122,7 +122,7 @@ class TorchModel:
         """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
         with self.sync_context(last_micro):
             outputs = self._call(self.module, batch)
-            loss = loss_sum(self.task, outputs, batch) / normalizer
+            loss = loss_sum(self.task, outputs, batch, self.entropy) / normalizer
             metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
             del outputs  # Frees the logits, which are large and not needed in the backward pass.
             if self.missing is not None:

@@ -19,6 +19,7 @@ from distexp.config import Config, ConfigError
 from distexp.config.model_checks import divisors, samples_per_worker, with_micro_batch
 from distexp.distributed.context import Context
 from distexp.distributed.process_group import Store, open_store, sub_store
+from distexp.models.blueprint import BlueprintOfZeros
 from distexp.models.transforms import CompilationError, explained_compilation
 from distexp.resolve import compile_results
 from distexp.resolve.compile_results import CompileResult
@@ -123,7 +124,7 @@ class CompileTrial(ForkedTrial):
         """Run the first step. Raise CompilationError if torch cannot compile it."""
         config = trial_config(self.spec.config)
         data = load_data(config, context)
-        trials = SizeTrials(config, build_model(config, data, context), data, context)
+        trials = SizeTrials(config, build_model(config, data, context, BlueprintOfZeros), data, context)
         torch.distributed.barrier()  # The bound is for the step, and not for another rank's download.
         store.set(STARTED, "")
         with explained_compilation(config.train.compiled):

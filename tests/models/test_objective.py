@@ -12,7 +12,9 @@ from torch.nn import functional
 from distexp.data.base import IGNORE, Batch, Sample
 from distexp.data.images import collate_images
 from distexp.data.text import TextCollate
-from distexp.models.objective import count_correct, evaluation_sums, loss_sum
+from distexp.models import transforms
+from distexp.models.objective import count_correct, entropy_of, evaluation_sums, loss_sum
+from tests.helpers.runs import resolve_cell
 
 VOCABULARY = 13
 COLLATE = TextCollate(pad_id=0, length=10)
@@ -124,3 +126,21 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient() -> None:
 def test_an_unknown_task_is_refused() -> None:
     with pytest.raises(ValueError, match="task=other must be one of causal_lm, seq2seq_lm"):
         loss_sum("other", logits_for(4, 8), image_batch())
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_compiled_loss_has_the_gradients_of_the_plain_one(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transforms, "BACKEND", "aot_eager")
+    config = resolve_cell("model=bloom_tiny", f"train.compile={'blocks' if is_compiled else 'false'}")
+    entropy = transforms.training_entropy(config)
+    assert (entropy is entropy_of) is not is_compiled
+    for rows in (6, 9, 4):  # with a shape that was compiled before, and with others
+        labels = torch.randint(0, 11, (rows,))
+        labels[1] = IGNORE
+        logits = [torch.randn(rows, 11, dtype=torch.bfloat16).requires_grad_()]
+        logits.append(logits[0].detach().clone().requires_grad_())
+        losses = entropy(logits[0], labels), entropy_of(logits[1], labels)
+        (losses[0] / 3).backward()
+        (losses[1] / 3).backward()
+        torch.testing.assert_close(losses[0], losses[1])
+        torch.testing.assert_close(logits[0].grad, logits[1].grad)

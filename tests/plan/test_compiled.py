@@ -79,6 +79,19 @@ def test_pointwise_results_are_recomputed_in_the_backward_pass() -> None:
         assert w.grad is not None
 
 
+def test_a_compiled_loss_has_no_logits_in_fp32() -> None:
+    config = resolve_cell("model=bloom_tiny", "train.compile=blocks", "cluster.device=cpu")
+    with compiling() as (_, recorder):
+        entropy = transforms.training_entropy(config)
+        logits = torch.empty(64, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.empty(64, device=GPU, dtype=torch.int64)
+        recorder.changes.clear()
+        entropy(logits, labels).backward()
+        assert logits.grad is not None
+        # The gradient in bf16, and few numbers for each row, in place of three matrices in fp32.
+        assert allocated(recorder) <= SIZE // 2 + 8 * 64 * 4
+
+
 def test_compilation_of_runs_is_restored() -> None:
     original = transforms.compile_forward
     with compiling():

@@ -15,6 +15,7 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
+from distexp.models.transforms import training_entropy
 from distexp.plan.trace import cuda_semantics, zero12
 from distexp.plan.trace.recorder import StorageRecorder, tensors_in
 from distexp.plan.trace.zero3_fetcher import Fetcher, Receiver
@@ -30,6 +31,7 @@ class TracedDeepSpeed:
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, recorder: StorageRecorder) -> None:
         self.module = blueprint.model
         self.task, self.world_size = config.model.task, config.cluster.world_size
+        self.entropy = training_entropy(config)
         self.cast_to = DTYPES[config.precision.name] if ds_initialization.in_16_bits(config) else None
         partitions = Partitions(config) if config.deepspeed.zero_stage == 3 else None
         initialize_weights(blueprint, self.cast_to or torch.float32, partitions)
@@ -44,7 +46,7 @@ class TracedDeepSpeed:
         """Run one micro-batch, as ``DeepSpeedModel.forward_backward`` does."""
         self.zero.is_last = last_micro
         outputs = self.forward(batch)
-        loss = loss_sum(self.task, outputs, batch) / normalizer
+        loss = loss_sum(self.task, outputs, batch, self.entropy) / normalizer
         metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
         del outputs
         (loss * self.world_size).backward()  # type: ignore[no-untyped-call]

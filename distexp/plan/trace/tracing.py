@@ -24,7 +24,7 @@ from distexp.distributed.context import Context
 from distexp.hardware.facts import cublas_workspace, gpu_facts
 from distexp.models import attention, objective
 from distexp.models import blueprint as introspection
-from distexp.models.blueprint import Blueprint
+from distexp.models.blueprint import Blueprint, BlueprintOfZeros
 from distexp.plan.replay import PlanError, StepTrace
 from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero12
 from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
@@ -39,17 +39,6 @@ STEPS_BEFORE, STEPS_BEFORE_DDP_REPEATS = 1, 2
 
 MICRO_BATCHES = 3
 """Micro-batches of a step that are traced: the first one, one that adds to gradients, and the last one."""
-
-
-class EmptyBlueprint(Blueprint):
-    """A blueprint whose weights have no values."""
-
-    def _initial_weights(self, build: Any) -> dict[str, Tensor]:
-        return {}
-
-    def get_tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return an empty tensor; no other rank takes part."""
-        return torch.empty(like.shape, dtype=like.dtype, device=self._context.device)
 
 
 def trace_step(config: Config, *, on_gpu: bool = True) -> StepTrace:
@@ -118,7 +107,7 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
             stack.callback(clear)  # They would keep fake tensors.
         for replacement in _replacements(config, context, recorder, fake_mode, on_gpu=on_gpu):
             stack.enter_context(replacement)
-        blueprint = build_model(config, data, context, EmptyBlueprint)
+        blueprint = build_model(config, data, context, BlueprintOfZeros)
         vocabulary = _vocabulary(blueprint.model)
         sizes, trained = parameter_sizes(blueprint.model)
         stack.enter_context(fake_mode)

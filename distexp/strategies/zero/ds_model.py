@@ -18,6 +18,7 @@ from distexp.data.base import Batch
 from distexp.distributed.context import Context
 from distexp.models.blueprint import Blueprint
 from distexp.models.objective import loss_sum, partial_metrics
+from distexp.models.transforms import training_entropy
 from distexp.runs.record_sections import Built
 from distexp.strategies.optimizer import keep_hyperparameters
 from distexp.strategies.torch_model import DTYPES, check_equal_use
@@ -38,6 +39,7 @@ class DeepSpeedModel:
     def __init__(self, blueprint: Blueprint, config: Config, context: Context, settings: dict[str, Any]) -> None:
         self.config, self.context = config, context
         self.task, self.world_size, self.is_first_step = config.model.task, context.world_size, True
+        self.entropy = training_entropy(config)
         self.only_trained = config.adapter.freezes_model  # in checkpoints and exported weights
         ds_initialization.initialize_weights(blueprint, config, settings)
         self.module, *_ = deepspeed.initialize(
@@ -56,7 +58,7 @@ class DeepSpeedModel:
         """Run one micro-batch, accumulate its gradients, return its share of the metrics."""
         with equal_calls(self.module) if self.is_first_step else nullcontext():
             outputs = self.module(**self._inputs(batch))
-        loss = loss_sum(self.task, outputs, batch) / normalizer
+        loss = loss_sum(self.task, outputs, batch, self.entropy) / normalizer
         metrics = partial_metrics(self.task, outputs, batch, loss, normalizer)
         del outputs  # Frees the logits, which are large and not needed in the backward pass.
         if self.is_first_step:
