@@ -23,8 +23,6 @@ NO_RECORD = "no record of"
 
 FIRST_LINES = 8
 SPEED = "speed_h100.json"
-EARLIER = ("ddp_multi_gpu/", "fsdp_custom_multi_gpu/")
-"""Sweeps whose records are of trees with uncommitted changes. The page states it."""
 
 
 def head(page: str) -> str:
@@ -49,16 +47,10 @@ def test_a_page_has_the_tables_of_its_records(page: str) -> None:
 
 def test_the_records_are_of_clean_commits_and_the_right_files() -> None:
     for path, record in gpu_records().items():
-        if path.startswith(EARLIER):
-            continue
         assert record.run.git_dirty is False, path
         data = record.config["dataset"]
         if data["name"] == "squad":
             assert (data["train_path"], data["eval_path"]) == ("train-v1.1.json", "dev-v1.1.json"), path
-
-
-def test_the_page_names_records_of_uncommitted_changes() -> None:
-    assert "of trees with uncommitted changes" in head("exercises.md")
 
 
 @pytest.mark.parametrize("page", ["bloom560m-h200.md", "exercises.md", "explain.md", "forecast.md", "speed.md"])

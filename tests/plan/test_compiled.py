@@ -137,7 +137,7 @@ TARGETS_64 = ("train.logits=targets", "train.micro_batch_size=64")
 @pytest.mark.parametrize(
     ("overrides", "attention", "measured"),
     [
-        (("strategy=single", "train.compile=blocks", "train.micro_batch_size=16"), "eager", 43_846),
+        (("strategy=single", "train.compile=blocks", "train.micro_batch_size=16"), "eager", 28_166),
         (("zero_stage=2", "cluster.workers_per_node=2", "train.compile=blocks", *TARGETS_64), "flex", 29_917),
         (("strategy=single", "train.compile=model", "train.compute_weights=step", *TARGETS_64), "flex", 32_971),
         ((*FUSED, "train.logits=targets", "train.micro_batch_size=16"), "flex", 14_076),
@@ -145,7 +145,7 @@ TARGETS_64 = ("train.logits=targets", "train.micro_batch_size=64")
     ],
 )
 def test_the_peak_of_compiled_models_is_that_of_gpus(overrides: tuple[str, ...], attention: str, measured: int) -> None:
-    """Compare with torch's peak in MiB on H200s (torch 2.11, real SQuAD)."""
+    """Compare with torch's peak in MiB on H200s, the first on an H100 (torch 2.11, real SQuAD)."""
     config = resolve_cell(*BLOOM, *(each for each in overrides if each != "fused update"))
     if attention == "flex":
         config.model.attention = "flex"  # refused on CPUs

@@ -105,7 +105,7 @@ class GraphMemory:
                     dying = [source for source in self._reads(node) if self.last_use[source] == position]
                     if not _is_extern(node):  # The kernel writes into a buffer that it reads for the last time.
                         size = _bytes(node)
-                        reused = [source for source in dying if source in memory and _bytes(source) == size]
+                        reused = [source for source in dying if _is_donated(source) and _bytes(source) == size]
                         for source in reused[:1]:
                             del memory[source]
                     memory[node] = _allocate(node)  # No local name may keep the tensors alive.
@@ -164,6 +164,14 @@ def _name(node: fx.Node) -> str:
 
 def _is_extern(node: fx.Node) -> bool:
     return node.op == "call_function" and (_name(node) in EXTERN or "attention" in _name(node))
+
+
+def _is_donated(node: fx.Node) -> bool:
+    """Return whether a kernel may write into a buffer or an input: not into one that came from outside of the region.
+
+    The backward pass owns what the forward pass has saved for it, except inputs of the region and incoming gradients.
+    """
+    return node.op != "placeholder" or not node.name.startswith(("primals", "tangents"))
 
 
 def _is_reduction(node: fx.Node) -> bool:

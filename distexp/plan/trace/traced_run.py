@@ -1,6 +1,7 @@
 """The worker that is traced, its micro-batch, its DDP, and trainings that cannot be traced."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,34 @@ def largest_batch(config: Config, data: TaskData) -> Batch:
     if getattr(data.collate, "length", 1) is not None and config.dataset.padding == "max_length":
         worst = int(summed.argmax())
     return data.collate([samples[index] for index in rows[worst].tolist()])
+
+
+def has_padding(data: TaskData, batch: Batch) -> bool:
+    """Return whether a batch of the training may have a masked token. Some batch has one if the lengths differ."""
+    lengths, mask = lengths_of(data.train), batch.inputs.get("attention_mask")
+    return mask is None or not bool(mask.all()) or (lengths is not None and lengths.min() < lengths.max())
+
+
+IGNORED_MASKS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+"""Functions of ``transformers.masking_utils`` that leave out a mask which masks no token."""
+
+
+@contextmanager
+def without_padding() -> Iterator[None]:
+    """Let transformers know that no token is masked. It reads that from values, which the masks of a trace lack."""
+    masks = sys.modules.get("transformers.masking_utils")
+    originals = {name: getattr(masks, name) for name in IGNORED_MASKS if hasattr(masks, name)}
+    for name, original in originals.items():
+        setattr(masks, name, partial(_without_mask, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(masks, name, original)
+
+
+def _without_mask(decide: Callable[..., bool], _: Tensor | None, *arguments: Any) -> bool:
+    return decide(None, *arguments)
 
 
 def evaluation_batch(config: Config, data: TaskData) -> Batch:

@@ -108,6 +108,8 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
         for replacement in _replacements(config, context, recorder, fake_mode, on_gpu=on_gpu):
             stack.enter_context(replacement)
         blueprint = build_model(config, data, context, BlueprintOfZeros)
+        if not traced_run.has_padding(data, batch):
+            stack.enter_context(traced_run.without_padding())
         vocabulary = _vocabulary(blueprint.model)
         sizes, trained = parameter_sizes(blueprint.model)
         stack.enter_context(fake_mode)
