@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.measurement import REPOSITORY
@@ -19,7 +20,7 @@ from benchmarks.tables import MISSING, all_rows, markdown
 
 RESULTS = REPOSITORY / "docs" / "results"
 
-PAGES = ("speed.md", "exercises.md")
+PAGES = ("speed.md", "exercises.md", "any-model.md")
 
 EXERCISES = {
     "fsdp/sharding": ("fsdp_sharding",),
@@ -86,10 +87,70 @@ def speed_table(name: str) -> str:
     return all_rows(read_results(RESULTS / name))
 
 
+LOOPS_HEADER = ("model", "loop", "samples/s", "ratio", "peak MiB", "ratio", "MFU", "first process s", "later s")
+
+
+def loops_table(name: str) -> str:
+    """Return the table of files that ``benchmarks/any_model.py`` wrote: the median of the repeats of each loop."""
+    found = json.loads((RESULTS / name).read_text())
+    rows = []
+    for model in dict.fromkeys(one["model"] for one in found):
+        runs = {loop: [one for one in found if (one["model"], one["loop"]) == (model, loop)] for loop in LOOPS}
+        values = {
+            loop: {key: _median(ones, key) for key in ("samples_per_second", "peak_mib")} for loop, ones in runs.items()
+        }
+        for loop, ones in runs.items():
+            speed, peak = values[loop].values()
+            ratios = [
+                f"{mine / theirs:.2f}" if loop == "ours" and mine and theirs else ""
+                for mine, theirs in zip(values["ours"].values(), values["expert"].values(), strict=True)
+            ]
+            walls = [f"{one['wall_s']:.0f}" if one["status"] == "completed" else "stopped" for one in ones]
+            rows.append([
+                model if loop == "ours" else "",
+                LOOPS[loop],
+                f"{speed:,.1f}" if speed else MISSING,
+                ratios[0],
+                f"{peak:,.0f}" if peak else MISSING,
+                ratios[1],
+                f"{100 * _median(ones, 'mfu'):.1f} %" if _median(ones, "mfu") else "",
+                walls[0],
+                *(walls[1:2] or [MISSING]),
+            ])  # fmt: skip
+    return markdown(LOOPS_HEADER, rows, text=(0, 1))
+
+
+LOOPS = {"ours": "`kernels=fast`", "expert": "expert"}
+
+
+def _median(runs: Sequence[dict[str, Any]], key: str) -> float | None:
+    """Return the median of a value over the runs that completed; None if there is none."""
+    values = [run[key] for run in runs if run["status"] == "completed" and run.get(key) is not None]
+    return median(values) if values else None
+
+
+def lora_table(name: str) -> str:
+    """Return the table of the records of trainings with LoRA."""
+    rows = []
+    for record in json.loads((RESULTS / name).read_text()):
+        train, metrics = record["config"]["train"], record["metrics"]
+        rows.append([
+            str(train["micro_batch_size"]),
+            "yes" if train["activation_checkpointing"] else "no",
+            f"{metrics['tokens_per_second']:,.0f}",
+            f"{max(rank['peak_allocated_mib'] for rank in record['memory']['torch']):,.0f}",
+            f"{100 * metrics['mfu']:.1f} %",
+            f"{100 * metrics['hfu']:.1f} %",
+        ])  # fmt: skip
+    return markdown(("micro-batch", "checkpointing", "tokens/s", "peak MiB", "MFU", "HFU"), rows, text=(1,))
+
+
 def tables(page: str) -> dict[str, str]:
     """Return the tables of a page by their titles."""
     if page == "speed.md":
         return {path.name: speed_table(path.name) for path in sorted(RESULTS.glob("speed_*.json"))}
+    if page == "any-model.md":
+        return {"loops": loops_table("any_model_h100.json"), "LoRA": lora_table("lora8b_h100.json")}
     return {title: exercise_table(sweeps) for title, sweeps in EXERCISES.items()}
 
 
