@@ -283,8 +283,7 @@ def save_model(
         return
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
-    if data.tokenizer is not None:
-        task_models.set_tokens(model, data)
+    task_models.describe_data(model, data)
     with replace_atomically(run_dir / MODEL) as folder:
         model.save_pretrained(folder, state_dict=state)
         if data.tokenizer is not None:

@@ -69,6 +69,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
         evaluation=evaluation,
         collate=collate_images,
         num_classes=len(sets.classes),
+        class_names=sets.classes,
         notes=list(sets.notes),
     )
 
