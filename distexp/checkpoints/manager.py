@@ -228,7 +228,8 @@ def training_settings(config: Config) -> dict[str, Any]:
 
 def _adapter_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings without which the adapters of a checkpoint have another meaning."""
-    return {key: settings[key] for key in ("adapter.rank", "adapter.alpha", "adapter.targets") if key in settings}
+    names = ("rank", "alpha", "targets", "modules_to_save")
+    return {key: settings[key] for name in names if (key := f"adapter.{name}") in settings}
 
 
 def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:

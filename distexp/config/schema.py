@@ -163,9 +163,12 @@ class TrainConfig:
     weight_decay: float = key(0.01, "Weight decay of matrices. Biases and norms have none.", at_least=0)
     betas: list[float] = key([0.9, 0.999], "Betas of AdamW.", length=2, at_least=0, below=1, example="[0.9,0.999]")
     eps: float = key(1e-8, "Epsilon of AdamW.", at_least=0)
-    momentum: float = key(0.9, "Momentum of SGD.", at_least=0)
+    momentum: float = key(0.9, "Momentum of SGD and Muon.", at_least=0)
     gradient_clipping: float | None = key(1.0, "Largest gradient norm.", above=0, null="no clipping")
-    optimizer: str = key("adamw", "Optimizer.", choices=("adamw", "sgd"))
+    optimizer: str = key(
+        "adamw", "Optimizer. `muon`: for the matrices of the blocks, and AdamW for the other weights.",
+        choices=("adamw", "sgd", "muon"),
+    )  # fmt: skip
     schedule: str = key(
         "linear", "Learning rate schedule. `linear` decays to zero.", choices=("linear", "step", "constant")
     )

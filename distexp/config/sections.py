@@ -142,6 +142,10 @@ class AdapterConfig:
         None, "Ends of the names of the layers with adapters, as in `[q_proj,v_proj]`.",
         null="peft's choice for the architecture, else all linear layers of the blocks",
     )  # fmt: skip
+    modules_to_save: list[str] | None = key(
+        None, "Ends of the names of modules that are trained and saved whole, as in `[classifier]`.",
+        null="the head of a model for classification, else none", id_if_changed=True,
+    )  # fmt: skip
     base_dtype: str | None = key(
         None, "Data type in which the frozen weights are kept.", choices=("fp32", "bf16"),
         null="bf16 with `precision=bf16`, else fp32",

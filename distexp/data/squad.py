@@ -13,7 +13,7 @@ import numpy as np
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
 from distexp.data.base import TaskData, check_size
 from distexp.data.squad_json import START, find_format_error, format_error, load_json, no_examples
-from distexp.data.text import TextCollate, TokenSamples, sequence_length
+from distexp.data.text import TokenSamples, sequence_length, text_data
 from distexp.data.tokenization import TokenIds, Tokenizer, load_tokenizer
 from distexp.exceptions import first_line
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
@@ -36,15 +36,9 @@ class Example:
     misplaced: str | None = None  # what is wrong with the position of an answer in the context, or None
 
 
-@dataclass(frozen=True)
-class TokenizationCounts:
-    """Number of examples that were cut or left out."""
-
-    examples: int  # examples in the data
-    cut: int = 0  # examples with a shortened context
-    lost: int = 0  # cut examples whose context no longer contains the answer
-    left_out: int = 0  # examples whose question and answer alone exceed the limit
-    unanswered: int = 0  # examples without an answer, which are left out
+Counts = Mapping[str, int]
+"""Number of ``examples``, of those ``cut`` and ``lost`` (the context no longer contains the answer), and of those that
+were ``left_out`` (question and answer alone are too long) or are ``unanswered``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +66,8 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
     tokenizer = load_tokenizer(model, tokenizer_corpus(training))
     train, train_counts = _tokenize_split("train", training, dataset, tokenizer, max_length)
     held_out, eval_counts = _tokenize_split("eval", evaluation, dataset, tokenizer, max_length)
-    return TaskData(
-        task="causal_lm",
-        train=train,
-        evaluation=held_out,
-        collate=TextCollate(tokenizer.pad_id, max_length if dataset.padding == "max_length" else None),
-        num_classes=tokenizer.size,
-        tokenizer=tokenizer,
-        tokenizer_name=tokenizer.name,
-        notes=list(describe_counts({"training": train_counts, "evaluation": eval_counts}, max_length)),
-    )
+    notes = describe_counts({"training": train_counts, "evaluation": eval_counts}, max_length)
+    return text_data(dataset, tokenizer, (train, held_out), length=max_length, notes=notes)
 
 
 def read_examples(dataset: DatasetConfig) -> tuple[list[Example], list[Example]]:
@@ -213,7 +199,7 @@ def _select(key: str, examples: Sequence[Example], dataset: DatasetConfig) -> Se
 
 def _tokenize_split(
     key: str, examples: Sequence[Example], dataset: DatasetConfig, tokenizer: Tokenizer, max_length: int
-) -> tuple[QASamples, TokenizationCounts]:
+) -> tuple[QASamples, Counts]:
     """Return the tokenized samples of a split, and the numbers of examples that were cut or left out."""
     selected = _select(key, examples, dataset)
     samples, counts = tokenize_examples(selected, tokenizer, max_length, keep_references=key == "eval")
@@ -231,11 +217,11 @@ FORMAT = "tokens-v2"
 """Prefix of cache entries; a change of the stored arrays needs a new version."""
 
 
-def describe_counts(splits: Mapping[str, TokenizationCounts], max_length: int) -> Iterator[str]:
+def describe_counts(splits: Mapping[str, Counts], max_length: int) -> Iterator[str]:
     """Yield one note about each kind of example that was cut or left out, over all splits."""
     limit = f"dataset.max_length={max_length}"
     if cut := _count("cut", splits):
-        lost = sum(counts.lost for counts in splits.values())
+        lost = sum(counts["lost"] for counts in splits.values())
         held = (
             f"{lost} of these contexts no longer contain the answer. Raise dataset.max_length to keep it"
             if lost
@@ -248,13 +234,9 @@ def describe_counts(splits: Mapping[str, TokenizationCounts], max_length: int) -
         yield f"{unanswered} were left out: they have no answer"
 
 
-def _count(name: str, splits: Mapping[str, TokenizationCounts]) -> str:
+def _count(name: str, splits: Mapping[str, Counts]) -> str:
     """Return ``3 of 90 training and 1 of 20 evaluation examples``; empty if there are none."""
-    found = [
-        f"{number} of {counts.examples} {split}"
-        for split, counts in splits.items()
-        if (number := getattr(counts, name))
-    ]
+    found = [f"{counts[name]} of {counts['examples']} {split}" for split, counts in splits.items() if counts[name]]
     return f"{' and '.join(found)} examples" if found else ""
 
 
@@ -276,7 +258,7 @@ def tokenizer_corpus(examples: Iterable[Example]) -> Iterator[str]:
 
 def tokenize_examples(
     examples: Sequence[Example], tokenizer: Tokenizer, max_length: int, *, keep_references: bool
-) -> tuple[QASamples, TokenizationCounts]:
+) -> tuple[QASamples, Counts]:
     """Tokenize examples, or read their tokens from the cache. Unusable examples are left out and counted."""
     digest = hashlib.sha256(f"{tokenizer.fingerprint} {tokenizer.eos_id} {max_length}".encode())
     for example in examples:
@@ -287,12 +269,12 @@ def tokenize_examples(
     folder = build_once(cache_dir() / f"{FORMAT}-{key}", write)
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "ends", "prompt_lengths")}
     kept = np.load(folder / "kept.npy").tolist() if keep_references else []
-    counts = TokenizationCounts(**json.loads((folder / "counts.json").read_text()))
+    counts = json.loads((folder / "counts.json").read_text())
     samples = QASamples(
         **arrays,
         references=tuple(examples[index].answers for index in kept),
         ids=tuple(examples[index].id for index in kept),
-        too_long=counts.left_out if keep_references else 0,
+        too_long=counts["left_out"] if keep_references else 0,
     )
     return samples, counts
 

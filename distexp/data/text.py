@@ -1,7 +1,7 @@
 """Token sequences in one flat array, and their batches."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,29 +15,42 @@ from distexp.config.custom_code import check_returned, describe_type
 from distexp.config.model_checks import check_sequence_length
 from distexp.config.tasks import DECODER_LABELS, task_of
 from distexp.data.base import COLLATE, IGNORE, POSITIONS, Batch, Sample, Samples, TaskData, set_epoch, to_device
+from distexp.data.tokenization import Tokenizer
 
 BUCKET_MULTIPLE = 32
 """Batches of ``dataset.bucketing=true`` are padded to a multiple of it, so that their shapes repeat."""
 
 
 @dataclass(frozen=True, eq=False)
-class TokenSamples:
+class TokenSequences:
     """Token sequences of different lengths, without padding.
 
-    A sample is ``input_ids`` and ``labels`` of shape (length,); the labels of tokens that are no targets are IGNORE.
-    All sequences are in one array. It may be a memory-mapped file, which the workers of a node share.
+    All are in one array. It may be a memory-mapped file, which the workers of a node share.
     """
 
     tokens: NDArray[np.int32]  # all sequences, shape (total tokens,)
     ends: NDArray[np.int64]  # one past the last token of each sequence, shape (samples,)
-    prompt_lengths: NDArray[np.int32]  # tokens of each prompt, shape (samples,)
-    is_target: NDArray[np.bool_] | None = field(default=None, kw_only=True)
-    """Whether each token is a target, shape (total tokens,); None: all but those of the prompts."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sample, shape (samples,)."""
         return np.diff(self.ends, prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def sequence(self, index: int) -> NDArray[np.int64]:
+        """Return a copy of the tokens of a sample, shape (length,)."""
+        return _part(self.tokens, self.ends, index).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSamples(TokenSequences):
+    """Samples with ``input_ids`` and ``labels`` of shape (length,). Labels that are no targets are IGNORE."""
+
+    prompt_lengths: NDArray[np.int32]  # tokens of each prompt, shape (samples,)
+    is_target: NDArray[np.bool_] | None = field(default=None, kw_only=True)
+    """Whether each token is a target, shape (total tokens,); None: all but those of the prompts."""
 
     @property
     def target_counts(self) -> NDArray[np.int64]:
@@ -51,11 +64,8 @@ class TokenSamples:
         counts: NDArray[np.int64] = np.add.reduceat(self.is_target, starts, dtype=np.int64) - self.is_target[starts]
         return counts
 
-    def __len__(self) -> int:
-        return len(self.ends)
-
     def __getitem__(self, index: int) -> Sample:
-        input_ids = torch.from_numpy(_part(self.tokens, self.ends, index).astype(np.int64))
+        input_ids = torch.from_numpy(self.sequence(index))
         labels = input_ids.clone()
         if self.is_target is None:
             labels[: int(self.prompt_lengths[index])] = IGNORE
@@ -65,14 +75,12 @@ class TokenSamples:
 
 
 @dataclass(frozen=True, eq=False)
-class LabeledTokens:
+class LabeledTokens(TokenSequences):
     """Token sequences with a class each, with a label for each token, or with the tokens that a decoder predicts.
 
     A sample is ``input_ids`` of shape (length,), and ``labels`` of shape (labels,), or a scalar without ``label_ends``.
     """
 
-    tokens: NDArray[np.int32]  # all sequences, shape (total tokens,)
-    ends: NDArray[np.int64]  # one past the last token of each sequence, shape (samples,)
     labels: NDArray[np.int64]  # all labels, shape (total labels,); IGNORE without a target
     label_ends: NDArray[np.int64] | None = None  # one past the last label of each sample; None: each has one
     for_decoder: bool = False  # the labels are also DECODER_LABELS
@@ -80,15 +88,11 @@ class LabeledTokens:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sample, with those of a decoder, shape (samples,)."""
-        lengths = np.diff(self.ends, prepend=0)
-        decoded = self.label_ends if self.for_decoder else None
+        lengths, decoded = super().lengths, self.label_ends if self.for_decoder else None
         return lengths if decoded is None else lengths + np.diff(decoded, prepend=0)
 
-    def __len__(self) -> int:
-        return len(self.ends)
-
     def __getitem__(self, index: int) -> Sample:
-        input_ids = torch.from_numpy(_part(self.tokens, self.ends, index).astype(np.int64))
+        input_ids = torch.from_numpy(self.sequence(index))
         if self.label_ends is None:
             return {"input_ids": input_ids, "labels": torch.tensor(self.labels[index])}
         labels = torch.from_numpy(_part(self.labels, self.label_ends, index).copy())
@@ -101,15 +105,13 @@ MASKED_SHARE = 0.15
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedTokens:
+class MaskedTokens(TokenSequences):
     """Token sequences of which a masked LM predicts some tokens. They change with the epoch.
 
     They depend on seed, epoch and index only, not on the number of workers. The epoch is in shared memory, because
     loader workers have a copy of everything else. Special tokens are never predicted.
     """
 
-    tokens: NDArray[np.int32]  # all sequences, shape (total tokens,)
-    ends: NDArray[np.int64]  # one past the last token of each sequence, shape (samples,)
     special_ids: Sequence[int]
     mask_id: int
     vocab_size: int
@@ -118,16 +120,8 @@ class MaskedTokens:
         default_factory=lambda: torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
     )
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sample, shape (samples,)."""
-        return np.diff(self.ends, prepend=0)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
     def __getitem__(self, index: int) -> Sample:
-        tokens = _part(self.tokens, self.ends, index).astype(np.int64)
+        tokens = self.sequence(index)
         random = np.random.default_rng((self.seed, int(self.epoch), index))
         (usual,) = (~np.isin(tokens, self.special_ids)).nonzero()
         predicted = random.choice(usual, size=min(len(usual), max(1, round(MASKED_SHARE * len(usual)))), replace=False)
@@ -228,6 +222,34 @@ def _make_batch(
         num_targets=int(is_target.sum()),
         num_tokens=int(lengths.sum()),
         num_token_pairs=int(np.square(lengths).sum()),
+    )
+
+
+def text_data(
+    dataset: DatasetConfig,
+    tokenizer: Tokenizer,
+    sets: Sequence[Samples],
+    *,
+    length: int,
+    notes: Iterable[str],
+    task: str = "causal_lm",
+    classes: Iterable[str] = (),
+    decoder_length: int | None = None,
+) -> TaskData:
+    """Return the data of a task: sets for training and evaluation, padded to ``length`` tokens if that is chosen."""
+    train, evaluation = sets
+    names, is_fixed = tuple(classes), dataset.padding == "max_length"
+    lengths = (length, decoder_length) if is_fixed else (None, None)
+    return TaskData(
+        task=task,
+        train=train,
+        evaluation=evaluation,
+        collate=TextCollate(tokenizer.pad_id, lengths[0], task=task, decoder_length=lengths[1]),
+        num_classes=len(names) or tokenizer.size,
+        tokenizer=tokenizer,
+        tokenizer_name=tokenizer.name,
+        class_names=names,
+        notes=list(notes),
     )
 
 

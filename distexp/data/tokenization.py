@@ -3,9 +3,10 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -20,9 +21,6 @@ from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachab
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 PAD, EOS, MASK = "<pad>", "</s>", "<mask>"
-MIN_VOCAB_SIZE = 256 + len((PAD, EOS))
-"""Size of a byte tokenizer without merges: all bytes and two special tokens."""
-
 DEFAULT_VOCAB_SIZE = 1024
 ENCODE_BATCH_SIZE = 2048
 """Texts per call of the tokenizer; limits the memory of its intermediate results."""
@@ -31,8 +29,8 @@ TokenIds = NDArray[np.int32]
 Affixes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Tokenizer(Protocol):
-    """Interface of tokenizers for data sets and evaluation."""
+class Tokenizer(ABC):
+    """A tokenizer for data sets and evaluation."""
 
     name: str  # ``byte(1024)``, or the name or path it was loaded from
     size: int  # entries of the vocabulary
@@ -41,21 +39,34 @@ class Tokenizer(Protocol):
     mask_id: int | None  # token that hides another one from a masked LM; None: it has none
     affixes: Affixes  # special tokens before and after a text
     fingerprint: str  # hash of everything that the token ids depend on
+    _tokenizer: Any  # that of the library
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text, shape (length,), without special tokens."""
+        """Return the token ids of each text, shape (length,), without special tokens.
+
+        A text such as ``</s>`` is text here too.
+        """
+        starts = range(0, len(texts), ENCODE_BATCH_SIZE)
+        batches = (self._encode(list(texts[start : start + ENCODE_BATCH_SIZE])) for start in starts)
+        return [np.asarray(ids, dtype=np.int32) for batch in batches for ids in batch]
+
+    @abstractmethod
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]: ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
 
+    @abstractmethod
     def for_chat(self) -> Any:
         """Return the tokenizer of transformers, which has the chat template. It reads special tokens in a text."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A byte-level BPE tokenizer, which encodes any text without loss."""
 
     def __init__(self, file: Path) -> None:
@@ -71,17 +82,8 @@ class ByteTokenizer:
         self.affixes: Affixes = ((), (self.eos_id,))
         self.fingerprint = _digest(self._tokenizer.to_str())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text, without special tokens."""
-        return [
-            np.asarray(encoding.ids, dtype=np.int32)
-            for batch in _batches(texts)
-            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        ]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        return (encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
     def save(self, folder: Path) -> None:
         """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
@@ -98,7 +100,7 @@ class ByteTokenizer:
         return PreTrainedTokenizerFast(tokenizer_file=str(self._file), eos_token=EOS, pad_token=PAD)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer that AutoTokenizer of transformers loads, by name or path."""
 
     def __init__(self, name: str) -> None:
@@ -137,25 +139,16 @@ class HuggingFaceTokenizer:
                 return tuple(whole[:start]), tuple(whole[start + len(inner) :])
         return (), (self.eos_id,)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text, without special tokens. A text such as ``</s>`` is text here too."""
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
         # With this option, special tokens in a text are text. mistral-common needs none, and refuses it.
         needs_option = type(self._tokenizer).__name__ != "MistralCommonBackend"
         options = {"split_special_tokens": True} if needs_option else {}
-        return [
-            np.asarray(ids, dtype=np.int32)
-            for batch in _batches(texts)
-            for ids in self._tokenizer(batch, add_special_tokens=False, return_attention_mask=False, **options)[
-                "input_ids"
-            ]
-        ]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, **options)
+        ids: list[list[int]] = found["input_ids"]
+        return ids
 
     def save(self, folder: Path) -> None:
-        """Write files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
+        """Write the files of the tokenizer."""
         self._tokenizer.save_pretrained(str(folder))
 
     def for_chat(self) -> Any:
@@ -219,11 +212,6 @@ def _auto_tokenizer(name: str) -> Any:
             f"model.tokenizer={name} is neither a folder with a tokenizer nor available from the local cache or "
             f"the hub ({first_line(error)}): set a local path, or model.tokenizer=byte"
         ) from error
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(texts), ENCODE_BATCH_SIZE):
-        yield list(texts[start : start + ENCODE_BATCH_SIZE])
 
 
 def _digest(text: str) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from distexp.config import AdapterConfig, Config, ConfigError
 from distexp.config.model_checks import weights_source
+from distexp.models.task_models import is_of_head
 from distexp.models.transforms import find_units
 
 ADAPTER = "default"
@@ -23,7 +24,10 @@ ADAPTER = "default"
 SAVED_PREFIX = "base_model.model."
 """Start of the names in a saved adapter."""
 
-PEFT_TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+PEFT_TASKS = {
+    **{"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"},
+    **{"sequence_classification": "SEQ_CLS", "token_classification": "TOKEN_CLS"},
+}
 """peft's names of tasks, by which it finds the class of the base."""
 
 Linears = dict[str, nn.Module]
@@ -32,8 +36,9 @@ Linears = dict[str, nn.Module]
 def add_adapter(model: nn.Module, config: Config) -> nn.Module:
     """Freeze a model and add the adapters of a configuration, if it has any; return the same model.
 
-    The random numbers of the matrices A are the next ones of torch's generator; the matrices B are 0. Raise
-    ConfigError if no layer is a target, or peft does not support one.
+    The random numbers of the matrices A are the next ones of torch's generator; the matrices B are 0. Modules that are
+    trained whole, as the head of a classifier, stay as they are. Raise ConfigError if no layer is a target, or peft
+    does not support one.
     """
     adapter = config.adapter
     if not adapter.freezes_model:
@@ -41,6 +46,7 @@ def add_adapter(model: nn.Module, config: Config) -> nn.Module:
     import peft
 
     source = weights_source(config.model) if config.model.init == "pretrained" else None
+    whole = find_whole_modules(model, config)
     settings = peft.LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
@@ -61,6 +67,9 @@ def add_adapter(model: nn.Module, config: Config) -> nn.Module:
             # The weights already have the type of the computation, or autocast casts them. peft would first cast the
             # inputs to fp32.
             module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    for name in whole:
+        model.get_submodule(name).requires_grad_()
+    settings.modules_to_save = whole or None  # after the injection, so that peft does not make a second copy of them
     if adapter.base_dtype == "bf16":
         for parameter in model.parameters():
             if not parameter.requires_grad:
@@ -87,6 +96,34 @@ def find_targets(model: nn.Module, adapter: AdapterConfig, wrap: str) -> list[st
             f"adapter.targets to names of its layers, or leave adapter out"
         )
     return chosen
+
+
+def find_whole_modules(model: nn.Module, config: Config) -> list[str]:
+    """Return the names of the modules that are trained and saved whole. Raise ConfigError if there are none."""
+    adapter, names = config.adapter, [name for name, _ in model.named_modules() if name]
+    if adapter.modules_to_save is not None:
+        missing = [wanted for wanted in adapter.modules_to_save if not _matched(names, [wanted])]
+        if missing or not adapter.modules_to_save:
+            named = f"has no module {', '.join(missing)}" if missing else "was given no name"
+            known = ",".join(name for name, _ in model.named_children())
+            raise ConfigError(
+                f"adapter.modules_to_save={adapter.modules_to_save}: {type(model).__name__} {named}: use some of "
+                f"[{known}], or leave it out"
+            )
+        return _matched(names, adapter.modules_to_save)
+    heads = _head_modules(model) if config.model.traits.has_classes else []
+    targets = _matched(names, adapter.targets or [])
+    return [head for head in heads if not any(f"{target}.".startswith(f"{head}.") for target in targets)]
+
+
+def _head_modules(model: nn.Module) -> list[str]:
+    """Return the modules of a classifier whose weights are new, see ``is_of_head``; timm names its head itself."""
+    if not hasattr(model, "base_model_prefix"):
+        classifier: Any = getattr(model, "get_classifier", lambda: None)()
+        return [name for name, module in model.named_modules() if module is classifier]
+    weights = [name.split(".") for name, _ in model.named_parameters() if is_of_head(model, name)]
+    ends = (parts.index("pooler") + 1 if "pooler" in parts else 1 for parts in weights)
+    return list(dict.fromkeys(".".join(parts[:end]) for parts, end in zip(weights, ends, strict=True)))
 
 
 def _linear_layers(model: nn.Module, wrap: str) -> Linears:
@@ -122,6 +159,8 @@ def save_adapter(model: nn.Module, state: dict[str, Tensor], folder: Path) -> No
     settings: Any = model.peft_config[ADAPTER]  # type: ignore[index]
     folder.mkdir(parents=True, exist_ok=True)
     named = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=ADAPTER)
+    whole = tuple(f"{name}." for name in settings.modules_to_save or ())
+    named |= {name: tensor for name, tensor in state.items() if name.startswith(whole)} if whole else {}
     save_file(
         {f"{SAVED_PREFIX}{name}": tensor.contiguous() for name, tensor in named.items()},
         folder / "adapter_model.safetensors",

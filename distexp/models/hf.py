@@ -23,6 +23,7 @@ from distexp.runs.run_dir import MODEL
 from distexp.system.cache_dir import build_once, cache_dir, offline_if_unreachable
 from distexp.system.files import replace_atomically
 from distexp.system.restricted_loading import refused_as_config_error
+from distexp.system.torch_internals.tensors import replaced
 
 PRELOAD = ("transformers",)
 
@@ -39,10 +40,12 @@ def build(model: ModelConfig, num_classes: int) -> nn.Module:
     replaces_attention = config.model_type == "bloom" and model.attention in ("sdpa", "flex")
     if model.attention != "auto" and not replaces_attention:
         _set_attention(config, model)
-    if model.init == "pretrained" and not on_meta_device():
-        built = read_weights(auto_class, "model.name", model.name, config, new_head=model.traits.has_classes)
-    else:
-        built = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    # Once its Trainer has started with ZeRO-3, transformers would partition each new model, which is a collective.
+    with replaced("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref", lambda _: None):
+        if model.init == "pretrained" and not on_meta_device():
+            built = read_weights(auto_class, "model.name", model.name, config, new_head=model.traits.has_classes)
+        else:
+            built = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
     is_causal = [module.is_causal for module in built.modules() if hasattr(module, "is_causal")]
     if model.traits.is_causal and is_causal and not any(is_causal):  # an encoder with a language model head
         raise task_models.wrong_task(model, config)
@@ -280,8 +283,7 @@ def save_model(
         return
     if isinstance(model, Exportable):
         model, state = model.to_hugging_face(state)
-    if data.tokenizer is not None:
-        task_models.set_tokens(model, data)
+    task_models.describe_data(model, data)
     with replace_atomically(run_dir / MODEL) as folder:
         model.save_pretrained(folder, state_dict=state)
         if data.tokenizer is not None:

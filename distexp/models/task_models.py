@@ -90,17 +90,19 @@ def _with_decoder_labels(model: Any, settings: ModelConfig) -> Callable[..., Any
     return forward
 
 
-def set_tokens(model: Any, data: TaskData) -> None:
-    """Set the special tokens of a model that is saved to those of its tokenizer."""
+def describe_data(model: Any, data: TaskData) -> None:
+    """Set the names of the classes of a model that is saved, and its special tokens to those of its tokenizer."""
     tokenizer, configs = data.tokenizer, [model.config]
+    if data.class_names:
+        model.config.id2label = dict(enumerate(data.class_names))
+        model.config.label2id = {name: number for number, name in enumerate(data.class_names)}
+    if tokenizer is None:
+        return
     if getattr(model, "generation_config", None) is not None:
         configs.append(model.generation_config)
     generates = not task_of(data.task).has_classes and data.task != "masked_lm"
     if generates:
         model.config.use_cache = True
-    if data.class_names:
-        model.config.id2label = dict(enumerate(data.class_names))
-        model.config.label2id = {name: number for number, name in enumerate(data.class_names)}
     for settings in configs:
         settings.pad_token_id = tokenizer.pad_id
         if generates:

@@ -140,6 +140,9 @@ def _blocks_to_transform(model: nn.Module, config: Config) -> list[nn.Module]:
 
 NamedModules = list[tuple[str, nn.Module]]
 
+FSDP_PREFIX = "FSDP"
+"""Start of the name that torch gives the class of a module that it shards."""
+
 NO_UNITS = "none"
 """Value of ``fsdp.wrap`` with which FSDP shards the whole model as one unit."""
 
@@ -168,7 +171,8 @@ def find_units(model: nn.Module, wrap: str = "auto") -> NamedModules:
     if wrap != "auto":
         return _find_classes(model, [name.strip() for name in wrap.split(",") if name.strip()])
     declared = set(getattr(model, "_no_split_modules", None) or ())
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in declared]
+    named = model.named_modules()
+    found = [(name, module) for name, module in named if type(module).__name__.removeprefix(FSDP_PREFIX) in declared]
     embedding = embedding_of(model, "input")  # Encoders declare the module that contains it, but it is no block.
     found = [(name, module) for name, module in found if all(part is not embedding for part in module.modules())]
     return found or _largest_repeated(model)

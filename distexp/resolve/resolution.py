@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, MissingMandatoryValue, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from distexp.config import WHOLE_MODEL, Config, ConfigError
+from distexp.config import WHOLE_MODEL, Command, Config, ConfigError
 from distexp.config.custom_code import check_returned, shorten_errors
 from distexp.config.fields import info_of
 from distexp.config.keys import check_values, conf_dir, get_value, schema_fields, set_value, speed_references
@@ -112,6 +112,7 @@ def check_speed_options(config: Config) -> Iterator[str]:
             f"{config.model.dropout:g}: use train.activation_checkpointing=true in its place, or model.dropout=0"
         )
     yield from _compute_weights_errors(config)
+    yield from _optimizer_errors(config)
     if not config.train.fused_update:
         return
     if setting := _unsupported_by(config, strategy_supports=load_strategy(config).fuses_update):
@@ -157,6 +158,26 @@ def _compute_weights_errors(config: Config) -> Iterator[str]:
         )
     if setting := _unsupported_by(config, strategy_supports=load_strategy(config).casts_once_per_step):
         yield f"train.compute_weights=step is not supported by {setting}: leave it out"
+
+
+def _optimizer_errors(config: Config) -> Iterator[str]:
+    if config.train.optimizer != "muon":
+        return
+    if setting := _unsupported_by(config, strategy_supports=load_strategy(config).gives_whole_matrices):
+        yield (
+            f"train.optimizer=muon needs whole matrices, which the optimizer does not get from {setting}: use "
+            f"{'engine=native' if config.engine.name != 'native' else 'strategy=ddp or fsdp'}, or train.optimizer=adamw"
+        )
+    elif config.command == Command.VERIFY:
+        yield (
+            "train.optimizer=muon cannot be compared weight by weight, because it amplifies the rounding of its "
+            "gradients in bf16: add train.optimizer=adamw, and compare the losses of trainings with Muon"
+        )
+    elif config.offload.enabled:
+        yield (
+            "train.optimizer=muon is not supported with offload=true, because its matrix products take too long on a "
+            "CPU: leave one of them out"
+        )
 
 
 def _unsupported_by(config: Config, *, strategy_supports: bool) -> str | None:

@@ -122,6 +122,10 @@ def set_adapter_defaults(config: Config) -> None:
         adapter.base_dtype = "bf16" if config.precision.name == "bf16" else "fp32"
 
 
+NAMED_HEADS = ("distexp.models.hf.build", "distexp.models.task_models.build_timm")
+"""Targets of models whose heads adapters find, to train them whole."""
+
+
 def check_adapter(config: Config) -> Iterator[str]:
     """Yield an error for each setting that adapters exclude, or that has no effect without them."""
     adapter, default = config.adapter, AdapterConfig()
@@ -145,10 +149,11 @@ def check_adapter(config: Config) -> Iterator[str]:
             "of the model, and these are lost with model.init=random: use model.init=pretrained, or "
             "train.save_model=false"
         )
-    if config.model.traits.has_classes and adapter.targets is None:
+    names_head = config.model._target_ in NAMED_HEADS or adapter.targets or adapter.modules_to_save
+    if config.model.traits.has_classes and not names_head:
         yield (
-            f"adapter=lora freezes the head, but that of a model for {config.model.task} starts at random: name it "
-            "among the layers, as in adapter.targets=[fc] or [query,value,classifier], or choose adapter=none"
+            f"adapter=lora freezes the head, but that of model={config.model.name} starts at random: name it, as in "
+            "adapter.modules_to_save=[fc], or choose adapter=none"
         )
 
 

@@ -88,6 +88,7 @@ class Strategy(Traits, ABC):
     casts_once_per_step: ClassVar[bool] = False  # whether ``train.compute_weights=step`` is supported
     fuses_update: ClassVar[bool] = False  # whether ``train.fused_update`` is supported
     keeps_channels_last: ClassVar[bool] = False  # whether ``train.channels_last`` is supported
+    gives_whole_matrices: ClassVar[bool] = False  # whether ``train.optimizer=muon`` is supported
     fixes_accumulation: ClassVar[bool] = False  # whether ``setup`` fixes the number of micro-batches per step
     hf_adapter: ClassVar[str | None] = None  # dotted name of the HFAdapter class for ``engine=hf_trainer``
 

@@ -27,6 +27,7 @@ MORE_COMMUNICATORS_MIB = {Sharding.NO_SHARD: 390.0, Sharding.HYBRID_SHARD: 970.0
 class FSDP(Strategy):
     """Parameters, gradients and optimizer states sharded over the workers."""
 
+    gives_whole_matrices: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.FSDPAdapter"
     equals_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 2

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distexp.config import TrainConfig
+from distexp.config import ConfigError, TrainConfig
 from distexp.models.blueprint import find_embeddings
+from distexp.models.transforms import find_units
 from distexp.strategies.ddp_reduction import StepWeights
 from distexp.system.torch_internals.collectives import ddp_bucket_sizes
-from distexp.system.torch_internals.tensors import scale_tensors, tensor_norms
+from distexp.system.torch_internals.tensors import scale_tensors, tensor_norms, whole_matrices_in_muon
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,72 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool) -> torch.optim.Optimizer:
-    """Build AdamW, on request with its fused kernel, or SGD; the loop sets the learning rate before each step.
+    """Build AdamW, on request with its fused kernel, SGD or Muon; the loop sets the learning rate before each step.
 
     If fp16's loss scaling skips the first step, fused SGD leaves the momentum uninitialized. ResNet-50 diverged by it.
+    Raise ConfigError if Muon finds no matrices.
     """
     groups = parameter_groups(model, train.weight_decay)
     if train.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=train.learning_rate, momentum=train.momentum)
+    if train.optimizer == "muon":
+        return MuonAdamW(model, train, fused=fused)
     beta1, beta2 = train.betas
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(beta1, beta2), eps=train.eps, fused=fused)
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Torch's Muon for the matrices in the repeated blocks of a model, and AdamW for all other weights.
+
+    Both have the same learning rate: that of Muon is scaled to updates as large as those of AdamW. The matrices of
+    FSDP are gathered one by one, because Muon needs whole ones.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig, *, fused: bool) -> None:
+        bare = getattr(model, "module", model)
+        hidden = {id(matrix): matrix for matrix in _hidden_matrices(bare)}
+        if not hidden:
+            raise ConfigError(
+                f"train.optimizer=muon updates the matrices of repeated blocks, but {type(bare).__name__} has none: "
+                "use train.optimizer=adamw"
+            )
+        groups = parameter_groups(model, train.weight_decay)
+        others = [group | {"params": [p for p in group["params"] if id(p) not in hidden]} for group in groups]
+        others = [group for group in others if group["params"]]
+        (beta1, beta2), rate = train.betas, train.learning_rate
+        muon = torch.optim.Muon(
+            hidden.values(),
+            lr=rate,
+            weight_decay=train.weight_decay,
+            momentum=train.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        adamw = [torch.optim.AdamW(others, lr=rate, betas=(beta1, beta2), eps=train.eps, fused=fused)] if others else []
+        self.parts: list[torch.optim.Optimizer] = [*adamw, muon]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights that have a gradient."""
+        for part in self.parts:  # To load a checkpoint replaces groups and states.
+            is_muon = isinstance(part, torch.optim.Muon)
+            part.param_groups = [group for group in self.param_groups if is_muon_group(group) is is_muon]
+            part.state = self.state
+            with whole_matrices_in_muon():
+                part.step()
+
+
+def is_muon_group(group: Mapping[str, Any]) -> bool:
+    """Return whether Muon updates the parameters of a group."""
+    return "ns_steps" in group
+
+
+def _hidden_matrices(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the trained matrices in the repeated blocks of a model, except those of embeddings."""
+    parts = (part for _, block in find_units(model) for part in block.modules())
+    for part in parts:
+        if not isinstance(part, nn.Embedding):
+            yield from (p for p in part.parameters(recurse=False) if p.requires_grad and p.dim() == 2)
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -101,12 +159,14 @@ def add_missing_states(optimizer: torch.optim.Optimizer) -> None:
 
     torch can only load a checkpoint in which all parameters have states. A step from states of 0 is a first step.
     """
-    known = next(((parameter, state) for parameter, state in optimizer.state.items() if state), None)
-    if known is None:
-        return
-    shape, example = known[0].shape, known[1]
-    for parameter in trained_parameters(optimizer):
-        if not optimizer.state.get(parameter):
+    examples: dict[bool, tuple[torch.Size, Any]] = {}  # by whether it is Muon, which has other states than AdamW
+    kinds = {p: is_muon_group(group) for group in optimizer.param_groups for p in group["params"]}
+    for parameter, kind in kinds.items():
+        if state := optimizer.state.get(parameter):
+            examples[kind] = parameter.shape, state
+    for parameter, kind in kinds.items():
+        if kind in examples and not optimizer.state.get(parameter):
+            shape, example = examples[kind]
             optimizer.state[parameter] = {
                 name: torch.zeros_like(parameter if value.shape == shape else value)
                 for name, value in example.items()

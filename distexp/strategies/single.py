@@ -35,6 +35,7 @@ class Single(Strategy):
     casts_once_per_step: ClassVar[bool] = True
     fuses_update: ClassVar[bool] = True
     keeps_channels_last: ClassVar[bool] = True
+    gives_whole_matrices: ClassVar[bool] = True
     hf_adapter: ClassVar[str | None] = "distexp.engines.hf_adapters.SingleAdapter"
     is_reference: ClassVar[bool] = True
     complexity: ClassVar[int] = 0

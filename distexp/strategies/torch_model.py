@@ -339,7 +339,7 @@ def explained_model_errors(model: nn.Module, config: Config) -> Iterator[None]:
     """Raise ConfigError, which names the key that helps, if a model does what its strategy does not support."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         place = f" ({place})" if (place := code_place(error)) else ""
         name = type(getattr(model, "module", model)).__name__.removeprefix("FSDP")
         known = [text for pattern, text in MODEL_ERRORS.items() if pattern in str(error)]
@@ -361,6 +361,10 @@ MODEL_ERRORS = {
     ),
     "got mixed torch.Tensor and DTensor": _OUTSIDE_OF_FORWARD,
     "out of bounds for storage of size 0": _OUTSIDE_OF_FORWARD,
+    "is shared with a parameter already managed by another FSDP group": (
+        "{model} uses one weight in several of its modules, which the Trainer shards one by one: use engine=native, "
+        "or strategy=ddp"
+    ),
     "tracing error at step": (
         "{model} computes its modules in another order than in the step before, which DeepSpeed does not "
         "support at stage 3: use zero_stage=2, or sharding=full_shard"
@@ -369,7 +373,7 @@ MODEL_ERRORS = {
 """What a model does that a strategy does not support, by a part of the message of torch or DeepSpeed."""
 
 
-def _mixed_types(model: nn.Module, config: Config, error: RuntimeError) -> str:
+def _mixed_types(model: nn.Module, config: Config, error: Exception) -> str:
     """Return why an operand has another type than the cast weights; empty if the model has no buffers in fp32.
 
     FSDP, DeepSpeed and ``train.compute_weights=step`` cast weights only. A buffer in fp32 that the model adds to

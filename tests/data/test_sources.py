@@ -385,6 +385,7 @@ def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path
 def test_images_of_any_shape_and_mode_keep_their_proportions(files: Path) -> None:
     data = load(*IMAGES, "dataset=image_folder", f"dataset.path={files / 'photos'}")
     assert (len(data.train), len(data.evaluation), data.num_classes) == (21, 3, 3)
+    assert data.class_names == ("a", "b", "c"), "a saved model has them"
     reference = transforms.Compose([transforms.Resize(16), transforms.CenterCrop(16)])
     for index in range(len(data.evaluation)):
         name, sample = data.evaluation.files[index], data.evaluation[index]  # type: ignore[attr-defined]

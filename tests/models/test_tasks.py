@@ -79,6 +79,9 @@ STRATEGIES = {
     "zero1": "zero_stage=1",
     "zero3": "zero_stage=3",
 }
+TRAINER = ("bert_tags", "vit")
+"""Models that the Trainer of transformers trains with ZeRO-3 too. It then partitions each model that is built later."""
+
 SCRIPT = HELPERS / "many_runs.py"
 WHOLE = (*grid.COMMON, "train.micro_batch_size=24", "train.gradient_accumulation_steps=1")
 """The settings of ``run_grid``, with whole global batches."""
@@ -119,6 +122,8 @@ def runs(models: dict[str, tuple[str, ...]], tmp_path_factory: pytest.TempPathFa
         for name, model in models.items()
         for strategy, override in STRATEGIES.items()
     }
+    trainer = ("engine=hf_trainer", STRATEGIES["zero3"])
+    cells |= {f"{name}.trainer": (*trainer, *models[name], *own(name)) for name in TRAINER}
     run_grid(SCRIPT, folder / "2", 2, cells)
     return folder
 
@@ -138,8 +143,11 @@ def read(folder: Path) -> tuple[list[float], RunRecord]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", [*CONFIGS, *HEADS, *LIBRARIES])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [(name, each) for name in (*CONFIGS, *HEADS, *LIBRARIES) for each in STRATEGIES]
+    + [(n, "trainer") for n in TRAINER],
+)
 def test_every_task_trains_as_with_single(name: str, strategy: str, runs: Path) -> None:
     losses, record = read(runs / "2" / f"{name}.{strategy}")
     expected, reference = read(runs / "1" / f"{name}.single")

@@ -22,7 +22,7 @@ from distexp.data.base import TaskData, check_size
 from distexp.data.sources.formats import Row, chat_format, text_format
 from distexp.data.sources.rows import Rows, open_rows
 from distexp.data.sources.task_rows import load_task
-from distexp.data.text import TextCollate, TokenSamples, sequence_length
+from distexp.data.text import TokenSamples, sequence_length, text_data
 from distexp.data.tokenization import TokenIds, Tokenizer, load_tokenizer
 from distexp.exceptions import first_line
 from distexp.system.cache_dir import build_once, cache_dir
@@ -201,16 +201,7 @@ def _load(
 ) -> TaskData:
     train, train_notes = _tokenize(both[0], encoder, length, dataset.train_size, "train")
     held_out, eval_notes = _tokenize(both[1], encoder, length, dataset.eval_size, "eval")
-    return TaskData(
-        task="causal_lm",
-        train=train,
-        evaluation=held_out,
-        collate=TextCollate(tokenizer.pad_id, length if dataset.padding == "max_length" else None),
-        num_classes=tokenizer.size,
-        tokenizer=tokenizer,
-        tokenizer_name=tokenizer.name,
-        notes=[*train_notes, *eval_notes],
-    )
+    return text_data(dataset, tokenizer, (train, held_out), length=length, notes=[*train_notes, *eval_notes])
 
 
 def _tokenize(rows: Rows, encoder: Encoder, length: int, size: int | None, key: str) -> tuple[TokenSamples, list[str]]:

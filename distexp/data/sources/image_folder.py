@@ -69,6 +69,7 @@ def load(dataset: DatasetConfig, model: ModelConfig, seed: int) -> TaskData:
         evaluation=evaluation,
         collate=collate_images,
         num_classes=len(sets.classes),
+        class_names=sets.classes,
         notes=list(sets.notes),
     )
 
@@ -130,13 +131,11 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
     if len(classes) < 2:
         raise ConfigError(f"{train_root} has only the class folder {classes[0]}, but two or more are needed: {LAYOUT}")
     if eval_root is None:
-        names = [(name, label) for label, names in enumerate(train.values()) for name in names]
-        random.Random(0).shuffle(names)  # The evaluation set is the same for every train.seed.
-        share = eval_share or DEFAULT_SHARE
-        parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
-        for index, pair in enumerate(names):
-            parts[is_held_out(index, share)].append(pair)
-        return ImageSets(_labeled(train_root, parts[0]), _labeled(train_root, parts[1]), classes, tuple(notes))
+        (pairs,), share = _shuffled(classes, train), eval_share or DEFAULT_SHARE
+        train_pairs = [pair for index, pair in enumerate(pairs) if not is_held_out(index, share)]
+        eval_pairs = [pair for index, pair in enumerate(pairs) if is_held_out(index, share)]
+        sets = _labeled(train_root, train_pairs), _labeled(train_root, eval_pairs)
+        return ImageSets(*sets, classes, tuple(notes))
     held_out = class_files(eval_root)
     if unknown := sorted(set(held_out) - set(train)):
         raise ConfigError(
@@ -146,10 +145,16 @@ def _find_images(path: str, eval_path: str | None, eval_share: float | None) -> 
     if missing := sorted(set(train) - set(held_out)):
         notes.append(f"{eval_root} has no images of {len(missing)} of {len(train)} classes, as {missing[0]}")
     notes += _notes(eval_root)
-    pairs = [[(name, classes.index(label)) for label in files for name in files[label]] for files in (train, held_out)]
+    train_pairs, eval_pairs = _shuffled(classes, train, held_out)
+    return ImageSets(_labeled(train_root, train_pairs), _labeled(eval_root, eval_pairs), classes, tuple(notes))
+
+
+def _shuffled(classes: tuple[str, ...], *sets: dict[str, list[str]]) -> list[list[tuple[str, int]]]:
+    """Return the images of some sets with their classes. A subset is the same for every train.seed."""
+    pairs = [[(name, classes.index(label)) for label in files for name in files[label]] for files in sets]
     for images in pairs:
-        random.Random(0).shuffle(images)  # A subset is the same for every train.seed.
-    return ImageSets(_labeled(train_root, pairs[0]), _labeled(eval_root, pairs[1]), classes, tuple(notes))
+        random.Random(0).shuffle(images)
+    return pairs
 
 
 def _labeled(root: Path, pairs: list[tuple[str, int]]) -> LabeledImages:

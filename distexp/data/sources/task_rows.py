@@ -35,29 +35,18 @@ def load_task(dataset: DatasetConfig, model: ModelConfig, seed: int, both: tuple
     tokenizer = load_tokenizer(model, _corpus(train, answers=model.task == "seq2seq_lm"))
     encoder = RowEncoder(model.task, tokenizer, text.sequence_length(dataset, model), classes, notes)
     made = [encoder.make_samples(items, rows.name) for items, rows in zip((train, held_out), both, strict=True)]
-    if model.task == "masked_lm":
-        training, evaluation = (encoder.mask(samples, seed + part) for part, samples in enumerate(made))
-    else:
-        training, evaluation = made
-    is_fixed = dataset.padding == "max_length"
+    is_masked = model.task == "masked_lm"
+    sets = [encoder.mask(each, seed + part) for part, each in enumerate(made)] if is_masked else made
     ends = [samples.label_ends for samples in made if samples.for_decoder and samples.label_ends is not None]
-    return TaskData(
-        task=model.task,
-        train=training,
-        evaluation=evaluation,
-        collate=text.TextCollate(
-            tokenizer.pad_id,
-            encoder.length if is_fixed else None,
-            task=model.task,
-            decoder_length=max((int(np.diff(each, prepend=0).max(initial=1)) for each in ends), default=None)
-            if is_fixed
-            else None,
-        ),
-        num_classes=len(classes) or tokenizer.size,
-        tokenizer=tokenizer,
-        tokenizer_name=tokenizer.name,
-        class_names=tuple(map(str, classes)),
+    return text.text_data(
+        dataset,
+        tokenizer,
+        sets,
+        length=encoder.length,
         notes=notes,
+        task=model.task,
+        classes=classes,
+        decoder_length=max((int(np.diff(each, prepend=0).max(initial=1)) for each in ends), default=None),
     )
 
 

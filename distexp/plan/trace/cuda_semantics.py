@@ -184,9 +184,8 @@ def use_cuda_kernels(config: Config, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, FusedAdamW):
         optimizer.update = lambda updates, scale: None  # It reads addresses, and allocates less than 2 MB.
         return
-    kernels = {"fused": True, "foreach": False} if config.train.optimizer == "adamw" else {"foreach": True}
     for group in optimizer.param_groups:
-        group.update(kernels)
+        group.update({"fused": True, "foreach": False} if "betas" in group else {"foreach": True})
 
 
 # Sums of gradients: autograd adds one gradient to another in place, but not if tensors are fake.

@@ -77,6 +77,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kernels = kernels
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}  # by the address of the storage object
+        self._alive: set[int] = set()  # numbers of their blocks
         self._count = 0
         self._unshared = count_references_to_gradient()
         self._main_stream = torch.cpu.current_stream()
@@ -137,6 +138,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _allocate(self, storage: _Storage, size: int) -> None:
         if size:
             block = storage.block = self._block(size, storage.device, storage.last_axis)
+            self._alive.add(block.number)
             self.changes.append(BlockChange(block, self.phase, is_free=False))
             if not block.in_backward:
                 self._forward_blocks.append(block)
@@ -151,6 +153,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, storage: _Storage) -> None:
         if storage.block is not None:
             self.changes.append(BlockChange(storage.block, self.phase, is_free=True))
+            self._alive.discard(storage.block.number)
             storage.block = None
 
     @contextmanager
@@ -232,9 +235,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end_forward(self) -> None:
         """Mark the blocks of the forward pass that are still alive."""
-        alive = {id(storage.block) for storage in self._storages.values()}
         for block in self._forward_blocks:
-            block.kept = block.kept or id(block) in alive
+            block.kept = block.kept or block.number in self._alive
         self._forward_blocks = []
 
     def label_gradients(self, start: int) -> None:

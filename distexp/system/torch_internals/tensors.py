@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def tensor_norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -169,6 +170,25 @@ def replaced_kernels(kernels: Mapping[str, Callable[..., Any]], dispatch_key: st
         yield
     finally:
         end()
+
+
+def whole_matrices_in_muon() -> AbstractContextManager[None]:
+    """Let torch's Muon orthogonalize whole matrices during the block. A worker keeps its part of the result.
+
+    torch 2.13 takes shards too, but computes other updates from them, with many collectives.
+    """
+
+    def wrap(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def orthogonalize(gradient: Tensor, *arguments: Any) -> Tensor:
+            if not isinstance(gradient, DTensor):
+                return original(gradient, *arguments)
+            rounded: Any = gradient.bfloat16()  # as Muon does itself
+            whole = original(rounded.full_tensor(), *arguments)
+            return distribute_tensor(whole, gradient.device_mesh, gradient.placements, src_data_rank=None)
+
+        return orthogonalize
+
+    return replaced("torch.optim._muon", "_zeropower_via_newtonschulz", wrap)
 
 
 @contextmanager
