@@ -1,4 +1,4 @@
-"""Speed and memory of ``kernels=fast`` for models that nobody tuned for, with an expert's loop beside it.
+"""Speed and memory of ``kernels=fast`` for models that distexp was not tuned for, and those of an expert's loop.
 
 Usage: ``python benchmarks/any_model.py OPT GEMMA --repeats 2``. See ``benchmarks/README.md``.
 """
