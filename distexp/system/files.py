@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import stat
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -99,6 +101,24 @@ def write_json(path: Path, content: Any) -> None:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+SILENT_S = 2.0
+"""Time of a search for files after which it is announced."""
+
+
+def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield what ``os.walk`` yields. If that takes long, print what is searched to stderr, once for each root."""
+    started = time.monotonic()
+    for count, found in enumerate(os.walk(root), start=1):
+        if time.monotonic() - started > SILENT_S and root not in _announced:
+            _announced.add(root)
+            hint = "Ctrl-C ends the search; the folder of a sweep is faster"
+            print(f"searching {printable(str(root))}: {count:,} folders so far. {hint}", file=sys.stderr, flush=True)
+        yield found
+
+
+_announced: set[Path] = set()
 
 
 def read_json(path: Path) -> Any:

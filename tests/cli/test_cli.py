@@ -785,6 +785,10 @@ def test_every_wrong_override_is_named(
             ],
             "choose.space makes more than 100,000 candidates: name fewer values",
         ),
+        (
+            ["--config-dir", "FOLDER", "experiment=long"],
+            "long.yaml has a number of 5,002 digits, 0xfffff",
+        ),
         (["--config-dir", "FOLDER", "experiment=many"], "values with its aliases, more than 100,000: use fewer"),
     ],
 )
@@ -799,6 +803,7 @@ def test_strange_configurations_end_with_a_sentence(
     folder.mkdir()
     (folder / "deep.yaml").write_text("# @package _global_\nextra: " + "{a: " * 5000 + "1" + "}" * 5000 + "\n")
     (folder / "typed.yaml").write_text("# @package _global_\ntrain: {seed: !!int abc}\n")
+    (folder / "long.yaml").write_text(f"# @package _global_\nmodel: {{options: [0x{'f' * 5000}]}}\n")
     lists = [f"  l{n}: &l{n} [{','.join([f'*l{n - 1}' if n else '1'] * 10)}]" for n in range(7)]
     (folder / "many.yaml").write_text("\n".join(["# @package _global_", "extra:", *lists]))
     monkeypatch.setattr(sys, "argv", ["distexp"])
