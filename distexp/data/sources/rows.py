@@ -168,10 +168,13 @@ def find_files(path: str) -> dict[str, list[Path]]:
     root, hidden = Path(path), (".", "README", "dataset_info", "LICENSE")
     found = [root] if root.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
     if root.is_dir():
-        found = [file for file in sorted(root.rglob("*")) if kind_of(file) and not file.name.startswith(hidden)]
+        found = [file for file in sorted(map(Path, walk_files(root))) if kind_of(file)]
+        found = [file for file in found if not file.name.startswith(hidden)]
     if not found or not all(map(kind_of, found)):
         name = next((str(file) for file in found if kind_of(file) is None), f"{path} has no file that")
         raise ConfigError(f"{name} is not a data file: use files that end in {', '.join(KINDS)}")
+    if broken := [file for file in found if not file.exists()]:
+        raise ConfigError(f"{broken[0]} is a link to nothing: restore its file, or remove it")
     if empty := [file for file in found if not file.stat().st_size]:
         raise ConfigError(f"{empty[0]} is empty: add rows to it, or remove it")
     splits: dict[str, list[Path]] = {}
@@ -181,6 +184,23 @@ def find_files(path: str) -> dict[str, list[Path]]:
         name = next((name for name, known in SPLIT_WORDS.items() if words & known), "train")
         splits.setdefault(name, []).append(file)
     return splits
+
+
+def walk_files(root: Path) -> Iterator[str]:
+    """Yield the paths of the files in a folder, at any depth and behind links, without hidden files and folders.
+
+    Each folder is entered once. Raise ConfigError for a link that leads to the folder itself, or above it.
+    """
+    entered, start = set[str](), os.path.realpath(root)
+    for place, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(place)
+        if place != str(root) and Path(start).is_relative_to(real):
+            raise ConfigError(f"{place} is a link to the folder above it, {real}: remove the link")
+        # os.walk enters only the folders that are left in this list.
+        folders[:] = [] if real in entered else sorted(name for name in folders if not name.startswith("."))
+        if real not in entered:
+            yield from (os.path.join(place, name) for name in names if not name.startswith("."))
+        entered.add(real)
 
 
 def find_errors(dataset: DatasetConfig, choose_format: FormatChoice) -> Iterator[str]:
