@@ -145,6 +145,17 @@ def read_or_none(path: Path, *keys: str) -> Any:
     return content
 
 
+def load_json(path: Path) -> Any:
+    """Read a JSON file of another program, with all its numbers. Raise ValueError if it is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
+TOO_DEEP = "it is nested too deeply"
+
+
 def parse_json(text: str) -> Any:
     """Parse JSON from a file that another program may have written.
 
@@ -155,7 +166,7 @@ def parse_json(text: str) -> Any:
         content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
         return convert_texts(content, printable) if "\\u" in text or CONTROL.search(text) else content
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(TOO_DEEP) from None
 
 
 def _parse_int(text: str) -> int:

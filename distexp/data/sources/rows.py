@@ -23,6 +23,7 @@ from distexp.data.sources.formats import (
 )
 from distexp.exceptions import first_line
 from distexp.system.cache_dir import cache_dir, offline_if_unreachable
+from distexp.system.files import read_or_none
 
 SPLIT_WORDS = {
     "validation": frozenset(("validation", "valid", "dev", "val")),
@@ -222,7 +223,7 @@ def first_columns(path: str) -> list[str]:
     """Return the columns of local data; none if it is not local, or has no description."""
     if is_saved(path):
         described = sorted(Path(path).glob("**/dataset_info.json"))
-        return list(json.loads(described[0].read_text()).get("features") or ()) if described else []
+        return list(read_or_none(described[0], "features") or ()) if described else []
     return columns_of(Table("", next(iter(find_files(path).values()))[0])) if is_local(path) else []
 
 
