@@ -9,10 +9,10 @@ from pathlib import Path
 
 from distexp.config.overrides import copyable_command, format_count, shell_quote
 from distexp.console.sweep_table import count_states
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import describe_os_error, run_until_pipe_closes
 from distexp.runs.run_dir import COMMAND, OUTPUTS, PROOF
 from distexp.status import read_folder
-from distexp.system.files import read_or_none
+from distexp.system.files import read_or_none, walk
 from distexp.system.typed_values import texts_of
 from distexp.tables.columns import make_console, print_plain
 
@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=Path(OUTPUTS))
     parser.add_argument("-n", type=int, metavar="N", default=MOST, help=f"show the newest N sweeps (default: {MOST})")
     options = parser.parse_args(arguments)
-    files = sorted(options.folder.rglob(COMMAND), key=lambda file: file.stat().st_mtime)
+    found = (Path(folder, COMMAND) for folder, _, names in walk(options.folder) if COMMAND in names)
+    files = sorted(filter(Path.is_file, found), key=lambda file: file.stat().st_mtime)
     if not files:
         print(f"distexp: no sweep below {options.folder}: start one, or give another folder", file=sys.stderr)
         return 2
@@ -33,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     for file in shown:
         started = datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        states = _proofs(file.parent) or count_states(read_folder(file.parent).runs) or "no run"
+        try:
+            states = _proofs(file.parent) or count_states(read_folder(file.parent).runs) or "no run"
+        except OSError as error:
+            states = describe_os_error(error)
         print_plain(console, f"{file.parent}  {started}  {states}", style="bold")
         print_plain(console, f"    {_command(file)}")
     if len(files) > len(shown):

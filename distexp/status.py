@@ -13,13 +13,13 @@ from rich.live import Live
 
 from distexp.config.overrides import suggest_command
 from distexp.console.sweep_table import Row, count_states, hidden_lines, states_table, truncated_reasons
-from distexp.exceptions import MonitoringInterrupted, SweepFailedError, run_until_pipe_closes
+from distexp.exceptions import MonitoringInterrupted, SweepFailedError, describe_os_error, run_until_pipe_closes
 from distexp.launch.launcher import Launcher, launchers_of
 from distexp.launch.queued_runs import FAST_POLL_S
 from distexp.runs.record import FAILURES, ExistingRun, ExistingRuns, choose_newest_sweep, not_a_sweep
 from distexp.runs.run_dir import COMMAND
 from distexp.runs.run_state import RunState
-from distexp.system.files import read_or_none
+from distexp.system.files import printable, read_or_none
 from distexp.system.typed_values import matches
 
 DIRECTORY_HELP = "directory of a sweep (default: the newest sweep below multirun_outputs)"
@@ -125,7 +125,14 @@ def read_folder(folder: Path) -> FolderStates:
     sweeps: dict[Path, list[ExistingRun]] = {folder: []}
     for run in ExistingRuns.read(folder).runs:
         sweeps.setdefault(_sweep_of(run.directory, folder), []).append(run)
-    states = [read_sweep(directory, sweeps[directory]) for directory in sorted(sweeps)]
+    states = []
+    for directory in sorted(sweeps):
+        try:
+            states.append(read_sweep(directory, sweeps[directory]))
+        except OSError as error:  # One damaged or foreign sweep must not hide the others.
+            if directory == folder:
+                raise
+            print(f"skipped: {printable(describe_os_error(error))}", file=sys.stderr)
     return FolderStates(folder, [sweep for sweep in states if sweep.runs])
 
 

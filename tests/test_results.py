@@ -160,3 +160,12 @@ def cells(name: str) -> dict[str, dict[str, Any]]:
     """Return the runs of a file of ``plan.py``."""
     found: dict[str, dict[str, Any]] = json.loads(Path(RESULTS / name).read_text())["cells"]
     return found
+
+
+def test_the_table_of_failures_is_that_of_the_results() -> None:
+    rows = json.loads((RESULTS / "failures.json").read_text())
+    page = (RESULTS / "failures.md").read_text()
+    assert f"The {len(rows)} results" in page
+    for problem in {row["problem"] for row in rows}:
+        named = [row["named"] for row in rows if row["problem"] == problem]
+        assert re.search(rf"^\| {re.escape(problem)} \| .* \| {sum(named)} of {len(named)} \| ", page, re.MULTILINE)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from distexp import ls
+from distexp.report.__main__ import main as report
 from distexp.runs.record_sections import RunError
 from distexp.status import main
+from distexp.system import files
 from tests.helpers.records import record, write
 
 LONG = "the value of the option is far too large for this machine and for this model, and for every other one as well"
@@ -95,3 +97,22 @@ def test_ls_lists_the_sweeps_of_a_folder(
     assert f"1 older sweep: distexp ls {tmp_path / 'sweeps'} -n 2" in capsys.readouterr().out
     assert ls.main([str(tmp_path / "none")]) == 2
     assert "no sweep below" in capsys.readouterr().err
+
+
+def test_a_sweep_that_cannot_be_read_hides_no_other(
+    sweeps: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ledger is a pipe, and a link to nothing has the name of a sweep's file. A long search is announced."""
+    os.mkfifo(sweeps / "other" / "ledger.jsonl")
+    (sweeps / "broken").mkdir()
+    (sweeps / "broken" / "command.json").symlink_to("/nowhere")
+    monkeypatch.setattr(files, "SILENT_S", 0.0)
+    assert main([str(sweeps)]) == 0
+    shown = capsys.readouterr()
+    assert "demo/first" in shown.out
+    assert f"skipped: {sweeps}/other/ledger.jsonl: it is not a regular file\n" in shown.err
+    assert f"searching {sweeps}: 1 folders so far. Ctrl-C ends the search" in shown.err
+    assert ls.main([str(sweeps)]) == 0
+    assert f"{sweeps}/other/ledger.jsonl: it is not a regular file" in capsys.readouterr().out
+    assert report([str(sweeps)]) == 0
+    assert "searching" not in capsys.readouterr().err, "it is announced once"

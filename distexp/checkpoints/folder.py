@@ -4,7 +4,6 @@ A checkpoint is written to ``.step-00000010.tmp`` and renamed when all ranks hav
 and the CRC-32 of each file, so that a damaged checkpoint is detected before it is loaded.
 """
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distexp.runs.run_dir import CHECKPOINTS
-from distexp.system.files import flush_names, move_into_place, read_or_none, write_json
+from distexp.system.files import flush_names, load_json, move_into_place, read_or_none, write_json
 
 MANIFEST = "manifest.json"
 KEEP = 2  # number of checkpoints that a run keeps
@@ -84,7 +83,7 @@ def write_manifest(folder: Path, meta: CheckpointMeta, checksums: Checksums, set
 def read_manifest(folder: Path) -> tuple[CheckpointMeta, Checksums] | None:
     """Return the manifest of a checkpoint; None if it is missing or invalid."""
     try:
-        raw: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        raw: dict[str, Any] = load_json(folder / MANIFEST)
         files = {name: (int(size), int(crc)) for name, (size, crc) in raw["files"].items()}
         return CheckpointMeta(**raw["meta"]), files
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

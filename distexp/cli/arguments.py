@@ -9,12 +9,13 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
 
 from distexp.cli.command_warnings import ignored_keys
 from distexp.cli.errors import ALIASES, OPTION_ALIASES, suggest
 from distexp.cli.main import COMMANDS
 from distexp.config import Command, ConfigError
-from distexp.config.keys import config_groups, known_keys, options_of, takes_list
+from distexp.config.keys import conf_dir, config_groups, known_keys, options_of, takes_list
 from distexp.config.overrides import (
     add_plus_prefix,
     home_message,
@@ -156,10 +157,12 @@ def _model_name_errors(by_key: Mapping[str, Override]) -> list[str]:
     name, model = by_key.get("model.name"), by_key.get("model")
     if name is None or "experiment" in by_key or "${" in str(name.input_line):
         return []
-    if model is not None and not set(map(str, values_of(model))) & set(options_of("model")) - {"hf"}:
+    files = {option: conf_dir() / "model" / f"{option}.yaml" for option in options_of("model")}
+    readers = [option for option, file in files.items() if "name" in OmegaConf.load(file).model.get("keys", ())]
+    if model is not None and not set(map(str, values_of(model))) & set(files) - set(readers):
         return []
-    text = str(name.input_line)
-    return [f"{text} does not choose a model, because only model=hf reads model.name: write model=hf {text}"]
+    text, listed = str(name.input_line), " or ".join(f"model={option}" for option in readers)
+    return [f"{text} does not choose a model, because only {listed} reads model.name: write model=hf {text}"]
 
 
 def _use_sweep_dir(argument: str) -> list[str]:

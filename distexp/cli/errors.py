@@ -15,7 +15,7 @@ from distexp.config import ConfigError
 from distexp.config.keys import config_groups, describe_values, is_key, known_keys, options_of, strategy_groups
 from distexp.config.overrides import copyable_override, home_message, parse, shell_quote, without_plus_prefix
 from distexp.data.sources.image_folder import ENDINGS
-from distexp.data.sources.rows import first_columns, is_local
+from distexp.data.sources.rows import first_columns, is_local, walk_files
 from distexp.exceptions import describe_os_error, first_line
 from distexp.runs.texts import FULL, NOT_WRITABLE, lacks_inodes
 
@@ -192,7 +192,7 @@ def data_overrides(path: str) -> str | None:
         return None
     if (root / "wnids.txt").is_file():
         return _join("model=resnet_tiny", "dataset=tinyimagenet", f"dataset.root={path}")
-    if root.is_dir() and any(file.suffix.lower() in ENDINGS for file in root.glob("*/**/*.*")):
+    if root.is_dir() and any(file.lower().endswith(ENDINGS) and Path(file).parent != root for file in walk_files(root)):
         return _join("model=resnet_tiny", "dataset=image_folder", f"dataset.path={path}")
     columns = first_columns(path)
     if root.suffix == ".json" and "data" in columns:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distexp import __version__
-from distexp.exceptions import run_until_pipe_closes
+from distexp.exceptions import ConfigError, run_until_pipe_closes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
+    if "" in arguments:  # As a path, it would be the current folder.
+        raise ConfigError("an argument is empty, as after an unset variable: leave it out, or give a value")
     if name == "run" and {"-h", "--help"} & set(arguments):
         from distexp.cli.help_topics import help_text
 

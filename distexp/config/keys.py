@@ -143,6 +143,8 @@ def value_errors(name: str, section: Any) -> Iterator[str]:
         if isinstance(value, str) and CONTROL.search(value):
             yield f"{name}.{spec.name}={value!r} contains a control character: leave it out"
             continue
+        if value == "" and spec.default != "":  # An empty path would be the current folder.
+            yield f"{name}.{spec.name}= is empty, as after an unset variable: give a value, or leave it out"
         if error := None if value is None else _error(info_of(spec), value):
             yield f"{name}.{spec.name}={_shown(value)} {error}"
 

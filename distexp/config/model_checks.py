@@ -3,7 +3,6 @@
 The schema is the same for all options of a group. The YAML of an option lists its keys, and any other is an error.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,8 @@ from omegaconf import OmegaConf
 from distexp.config import Config, ConfigError, DatasetConfig, ModelConfig
 from distexp.config.keys import conf_dir, options_of, value_errors
 from distexp.config.tasks import tasks_of_dataset
+from distexp.exceptions import first_line
+from distexp.system.files import load_json
 
 ATTENTIONS = {
     "distexp.models.bloom.build": ("auto", "eager", "sdpa", "flex"),
@@ -67,10 +68,21 @@ def read_architecture(source: str) -> Mapping[str, Any]:
         except HFValidationError:
             return {}
     try:
-        content = json.loads(path.read_text())
+        content = load_json(path)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def config_error(path: Path) -> str | None:
+    """Return what is wrong with the config.json of a model, as far as it can be seen without transformers."""
+    try:
+        content = load_json(path)
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({first_line(error)})"
+    if not isinstance(content, dict) or not isinstance(content.get("model_type", ""), str):
+        return "describes no model"
+    return None
 
 
 def unused_key_errors(group: str, section: ModelConfig | DatasetConfig) -> list[str]:

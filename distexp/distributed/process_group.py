@@ -1,6 +1,8 @@
 """The process group, the collectives that distexp needs, and the memory limit of a GPU."""
 
 import os
+import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -19,6 +21,7 @@ T = TypeVar("T")
 Store: TypeAlias = Any  # a store of torch, which its stubs do not export
 _stores: Any = dist
 HANG_MARGIN = timedelta(minutes=5)  # time of the agents to find a hang and save the stacks before collectives fail
+CONNECT_POLL_S = 0.2
 
 
 def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
@@ -27,6 +30,7 @@ def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
     ``join`` starts none if this process has one, and a process that was forked after that needs none. torchrun may have
     a server of its own.
     """
+    wait_for_rank_0(spec)
     has_server = is_forked or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _stores.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -36,6 +40,32 @@ def open_store(spec: RunSpec, *, is_forked: bool = False) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+
+
+def wait_for_rank_0(spec: RunSpec) -> None:
+    """Wait until this rank can connect to rank 0, for half of the hang timeout; rank 0 only looks its address up.
+
+    Without this check, torch would wait longer than the agents, which would report a hang without a cause. Raises
+    ConnectionError.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    wait_s = spec.config.cluster.hang_timeout_min * 30
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            if os.environ["RANK"] == "0":
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                here = f"rank {os.environ['RANK']} on {socket.gethostname()}"
+                raise ConnectionError(
+                    f"{here} cannot reach rank 0 at {host}:{port} within {wait_s:g} s ({error.strerror or error}): "
+                    "check the name of that node, and whether a firewall blocks its ports"
+                ) from error
+        time.sleep(CONNECT_POLL_S)
 
 
 def sub_store(prefix: str, store: Store) -> Store:
@@ -69,6 +99,8 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
             limit_memory(device, spec.config.cluster.gpu_memory_limit_gb, overhead_mib)
     timeout = collective_timeout(spec.config.cluster.hang_timeout_min)
     set_default_timeout(timeout)
+    if store is None:
+        wait_for_rank_0(spec)
     # gloo is needed on GPUs too, for tensors that are offloaded to the CPU.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

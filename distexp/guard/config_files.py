@@ -8,6 +8,7 @@ accepted.
 
 import hashlib
 import os
+import re
 import shlex
 import stat
 import sys
@@ -55,6 +56,9 @@ GUARDED = (
 MAX_VALUES = 100_000
 """Most values of a foreign file."""
 
+LONG_NUMBER = re.compile(r"[+-]?\.?\d[\w.:+-]{300}")
+"""A number without quotes that is too long. Python prints no integer of more than 4,300 digits."""
+
 SWEEP = "hydra.sweeper.params"
 """What a preset sweeps: only texts and numbers are accepted. The cells that they give are checked themselves."""
 
@@ -65,7 +69,7 @@ class _CheckedRepository(ConfigRepository):
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Load a file."""
         try:
-            self._check_aliases(config_path)
+            self._check_values(config_path)
             return super().load_config(config_path)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{_file_of(config_path)} is not in UTF-8 ({error}): save it in UTF-8") from error
@@ -78,32 +82,31 @@ class _CheckedRepository(ConfigRepository):
                 f"{_file_of(config_path)} has a value that cannot be read ({first_line(error)[:60]}): write another one"
             ) from error
 
-    def _check_aliases(self, config_path: str) -> None:
-        """Raise a ConfigError if the aliases of a file multiply its values: each alias becomes a copy."""
+    def _check_values(self, config_path: str) -> None:
+        """Raise a ConfigError for a foreign file with a very long number, or whose aliases multiply its values."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         path = Path(source.path if source and source.scheme() == "file" else "") / _file_of(config_path)
-        if (
-            source is None
-            or not _is_foreign(source)
-            or not path.is_file()
-            or "*" not in (text := path.read_text(encoding="utf-8"))
-        ):
+        if source is None or not _is_foreign(source) or not path.is_file():
             return
         with suppress(YAMLError):  # Hydra reports it.
-            if (count := _count_values(yaml.compose(text), {})) > MAX_VALUES:
+            if (count := _count_values(yaml.compose(path.read_text(encoding="utf-8")), {}, path)) > MAX_VALUES:
                 raise ConfigError(
                     f"{path} has {count:.2g} values with its aliases, more than {MAX_VALUES:,}: use fewer"
                 )
 
 
-def _count_values(node: Any, known: dict[int, int]) -> int:
-    """Return the number of values below a YAML node, with those of its aliases."""
+def _count_values(node: Any, known: dict[int, int], path: Path) -> int:
+    """Return the number of values below a YAML node, with those of its aliases, each of which becomes a copy.
+
+    Raise a ConfigError for a number with too many digits.
+    """
     if id(node) not in known:
         known[id(node)] = 1
-        children = [
-            child for entry in getattr(node, "value", []) for child in (entry if isinstance(entry, tuple) else [entry])
-        ]
-        known[id(node)] += sum(_count_values(child, known) for child in children if isinstance(child, yaml.Node))
+        content = getattr(node, "value", [])
+        if isinstance(content, str) and node.style is None and LONG_NUMBER.match(content):
+            raise ConfigError(f"{path} has a number of {len(content):,} digits, {content[:20]}...: write a shorter one")
+        children = [child for entry in content for child in (entry if isinstance(entry, tuple) else [entry])]
+        known[id(node)] += sum(_count_values(child, known, path) for child in children if isinstance(child, yaml.Node))
     return known[id(node)]
 
 

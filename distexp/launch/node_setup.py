@@ -4,6 +4,7 @@ The operators are built before the memory sampler starts. A compiler takes minut
 while it is measured would report the compiler's memory.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -198,9 +199,15 @@ class _Build:
                         write_json(_mark_path(name, self.environment), _describe(rest or None))
 
     def _failure(self, reason: str) -> OperatorError:
+        advice = (
+            f"The output of the compiler is in {self.log}: check the compiler with distexp doctor, or choose another "
+            "strategy"
+        )
+        if any(os.strerror(number) in reason for number in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT)):
+            folder = extensions_dir(self.environment)
+            advice = f"Make room for {folder}, or set TORCH_EXTENSIONS_DIR to a folder that you can write"
         return OperatorError(
-            f"DeepSpeed's operators ({', '.join(self.names)}) could not be compiled: {reason}. The output of the "
-            f"compiler is in {self.log}: check the compiler with distexp doctor, or choose another strategy"
+            f"DeepSpeed's operators ({', '.join(self.names)}) could not be compiled: {reason}. {advice}"
         )
 
 

@@ -350,6 +350,8 @@ def check_model_files(config: Config) -> Iterator[str]:
     if os.path.exists(source):
         if not os.path.isfile(os.path.join(source, "config.json")):
             yield f"{key}={source} contains no config.json: use a folder written by save_pretrained, or a hub id"
+        elif error := model_checks.config_error(Path(source, "config.json")):
+            yield f"{key}={source} has a config.json that {error}: use a folder written by save_pretrained"
     elif looks_like_path(source):
         yield f"{key}={source} does not exist: correct the path, or use a hub id"
     is_causal_lm = model._target_ == "distexp.models.hf.build" and model.task == "causal_lm"

@@ -26,7 +26,7 @@ from distexp.config.overrides import suggest_command
 from distexp.runs.metrics import Metrics
 from distexp.runs.record_sections import Built, Environment, Predicted, RunError, RunInfo, StrategyTraits
 from distexp.runs.run_dir import CHOICE, COMMAND, NON_RUN_DIRS, OUTPUTS, RECORD, RESULT, SNAPSHOT_MARKER, SPEC
-from distexp.system.files import convert_texts, one_line, open_file, read_json, read_or_none, write_json
+from distexp.system.files import convert_texts, one_line, open_file, read_json, read_or_none, walk, write_json
 from distexp.system.typed_values import device_errors, parse_dataclass, section_errors
 
 SCHEMA_VERSION = 2
@@ -220,8 +220,8 @@ def find_records(*roots: Path) -> Iterator[Path]:
     """Yield the records below some directories by their run numbers, without those in snapshots of the code."""
     for root in roots:
         folders = []
-        for name, subfolders, files in os.walk(root):
-            # os.walk enters only the subfolders that are left in this list.
+        for name, subfolders, files in walk(root):
+            # walk enters only the subfolders that are left in this list.
             subfolders[:] = [sub for sub in subfolders if not os.path.exists(os.path.join(name, sub, SNAPSHOT_MARKER))]
             if RECORD in files:
                 folders.append(Path(name))
@@ -233,7 +233,7 @@ def find_records(*roots: Path) -> Iterator[Path]:
 def choose_newest_sweep(*, leave_out: Collection[Command] = ()) -> Path:
     """Return the newest sweep in ``multirun_outputs/``, or raise ConfigError; print which one it is to stderr."""
     others, files = [*leave_out, Command.VERIFY], []  # the runs of distexp verify have no records
-    for folder, subfolders, names in os.walk(OUTPUTS):
+    for folder, subfolders, names in walk(Path(OUTPUTS)):
         if COMMAND in names:
             subfolders.clear()  # A sweep contains no other sweep.
             files.append(Path(folder, COMMAND))
@@ -396,8 +396,8 @@ def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
 
 def _read_runs(sweep_dir: Path) -> Iterator[ExistingRun]:
     """Yield the runs below a folder. One of which no file can be read has the number of its folder."""
-    for folder, subfolders, files in os.walk(sweep_dir):
-        # os.walk enters only the subfolders that are left in this list.
+    for folder, subfolders, files in walk(sweep_dir):
+        # walk enters only the subfolders that are left in this list.
         subfolders[:] = [name for name in subfolders if not name.startswith(NON_RUN_DIRS)]
         if RECORD in files or SPEC in files:
             directory = Path(folder).absolute()

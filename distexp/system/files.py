@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import stat
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -101,6 +103,24 @@ def write_json(path: Path, content: Any) -> None:
         os.fsync(file.fileno())
 
 
+SILENT_S = 2.0
+"""Time of a search for files after which it is announced."""
+
+
+def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield what ``os.walk`` yields. If that takes long, print what is searched to stderr, once for each root."""
+    started = time.monotonic()
+    for count, found in enumerate(os.walk(root), start=1):
+        if time.monotonic() - started > SILENT_S and root not in _announced:
+            _announced.add(root)
+            hint = "Ctrl-C ends the search; the folder of a sweep is faster"
+            print(f"searching {printable(str(root))}: {count:,} folders so far. {hint}", file=sys.stderr, flush=True)
+        yield found
+
+
+_announced: set[Path] = set()
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file. NaN and infinity become None.
 
@@ -125,6 +145,17 @@ def read_or_none(path: Path, *keys: str) -> Any:
     return content
 
 
+def load_json(path: Path) -> Any:
+    """Read a JSON file of another program, with all its numbers. Raise ValueError if it is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
+TOO_DEEP = "it is nested too deeply"
+
+
 def parse_json(text: str) -> Any:
     """Parse JSON from a file that another program may have written.
 
@@ -135,7 +166,7 @@ def parse_json(text: str) -> Any:
         content = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=lambda _: None)
         return convert_texts(content, printable) if "\\u" in text or CONTROL.search(text) else content
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(TOO_DEEP) from None
 
 
 def _parse_int(text: str) -> int:

@@ -121,7 +121,9 @@ WRONG = {  # command lines, with a part of their message
     "model=resnet_tiny dataset=squad_sample": "or dataset=tinyimagenet_sample, tinyimagenet, image_folder or synthetic",
     "dataset=tinyimagenet": "or resnet50, or dataset=squad_sample, squad, text, chat or synthetic",
     "model=hf": "model.name is required: set it to a hub id or a folder, for example model.name=bigscience/bloom-560m",
-    "model.name=gpt2": "only model=hf reads model.name: write model=hf model.name=gpt2\n",
+    "model.name=gpt2": "model=timm or model=torchvision reads model.name: write model=hf model.name=gpt2\n",
+    "model=torchvision model.name=resnet18 dataset=image_folder": "dataset=image_folder needs data: set dataset.path",
+    "dataset=text dataset.path=": "dataset.path= is empty, as after an unset variable: give a value, or leave it out\n",
     "--multirun model=hf,gpt_tiny model.name=gpt2": "model.name=gpt2 does not choose a model",
     "cluster.environment.A=b=c": "distexp: cluster.environment.A=b=c needs quotes: write \"cluster.environment.A='b=c",
     "cluster.environment.OMP_NUM_THREADS=1": "may not set OMP_NUM_THREADS: set cluster.cpus_per_worker instead\n",
@@ -785,6 +787,10 @@ def test_every_wrong_override_is_named(
             ],
             "choose.space makes more than 100,000 candidates: name fewer values",
         ),
+        (
+            ["--config-dir", "FOLDER", "experiment=long"],
+            "long.yaml has a number of 5,002 digits, 0xfffff",
+        ),
         (["--config-dir", "FOLDER", "experiment=many"], "values with its aliases, more than 100,000: use fewer"),
     ],
 )
@@ -799,6 +805,7 @@ def test_strange_configurations_end_with_a_sentence(
     folder.mkdir()
     (folder / "deep.yaml").write_text("# @package _global_\nextra: " + "{a: " * 5000 + "1" + "}" * 5000 + "\n")
     (folder / "typed.yaml").write_text("# @package _global_\ntrain: {seed: !!int abc}\n")
+    (folder / "long.yaml").write_text(f"# @package _global_\nmodel: {{options: [0x{'f' * 5000}]}}\n")
     lists = [f"  l{n}: &l{n} [{','.join([f'*l{n - 1}' if n else '1'] * 10)}]" for n in range(7)]
     (folder / "many.yaml").write_text("\n".join(["# @package _global_", "extra:", *lists]))
     monkeypatch.setattr(sys, "argv", ["distexp"])

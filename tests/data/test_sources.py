@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import shlex
@@ -23,7 +24,7 @@ from distexp.config import ConfigError
 from distexp.config.custom_code import locate
 from distexp.data.base import IGNORE, TaskData
 from distexp.data.sources.formats import text_format
-from distexp.data.sources.rows import is_held_out, open_rows
+from distexp.data.sources.rows import find_files, is_held_out, open_rows
 from distexp.distributed.context import Context
 from distexp.runs.record import RunRecord
 from distexp.system.seeding import seed_everything
@@ -300,7 +301,7 @@ def test_the_evaluation_set_is_a_split_a_path_or_a_share(files: Path, tmp_path: 
 GOOD = '{"text": "some words"}\n'
 ROLES = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
-BROKEN = {
+BROKEN: dict[str, tuple[str | bytes, str]] = {
     "json.jsonl": (2 * GOOD + '{"text": "a\n' + GOOD, r"json.jsonl, row 3: it is not JSON .*; 1 of 4 rows is wrong"),
     "list.jsonl": (GOOD + "[1]\n", r"row 2: it is a list and not an object with columns; 1 of 2"),
     "absent.jsonl": (GOOD + '{"other": "a"}\n', r"absent.jsonl, row 2: text is missing; 1 of 2 rows"),
@@ -315,6 +316,14 @@ BROKEN = {
     "quote.csv": ('id,text\n1,a\n2,"b\n3,c\n', r"quote.csv, row 2: a quote in line 3 is not closed"),
     "inside.csv": ('id,text\n1,"a\n2,b\n3,"c" d\n4,e\n', r"inside.csv, row 1: a quote in line 2 is not closed"),
     "fields.csv": ("id,text\n1,a\n2,b,c\n3\n", r"row 2: it has 3 fields, but the header has 2; 2 of 3 rows"),
+    "twice.csv": ("text,text\na,b\n", r"twice.csv, row 1: the header has text twice; 1 of 1 rows is wrong"),
+    "deep.jsonl": (
+        GOOD + '{"text": ' + 50_000 * "[" + "\n",
+        r"row 2: it is not JSON \(maximum recursion depth .*; 1 of 2",
+    ),
+    "deep.json": (50_000 * "[", r"deep.json, row 1: the list is not JSON \(maximum recursion depth"),
+    "no.jsonl.gz": (GOOD, r"no.jsonl.gz cannot be read \(Not a gzipped file .*\): restore the file"),
+    "cut.jsonl.gz": (gzip.compress(400 * GOOD.encode())[:60], r"cut.jsonl.gz cannot be read \(.*\): restore the file"),
     "empty.jsonl": ("", r"empty.jsonl is empty: add rows to it, or remove it"),
     "blank.txt": ("\n \n", r"blank.txt has no row with a value"),
     "no.parquet": ("x", r"no.parquet cannot be read \(.*\): restore the file"),
@@ -346,7 +355,7 @@ def test_a_wrong_row_is_named_and_all_are_counted(
     """A small file is checked before a run starts, and any other by the worker."""
     content, message = BROKEN[name]
     path = tmp_path / name
-    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape"))
     kind = "chat" if name in ("answer.jsonl", "role.jsonl", "human.jsonl", "alone.jsonl") else "text"
     words = (*TEXT, f"dataset={kind}", f"dataset.path={path}", "dataset.chat_template=zephyr")
     words = words if kind == "chat" else words[:-1]
@@ -375,6 +384,23 @@ def test_data_that_does_not_exist_is_refused_but_rendered_for_a_cluster(
     with pytest.raises(ConfigError, match=message):
         resolve_cell(*overrides, *ONE_WORKER)
     resolve_cell(*overrides, "cluster=slurm", "cluster.dry_run=true", "strategy=ddp")
+
+
+def test_links_are_followed_once_and_hidden_files_are_left_out(tmp_path: Path) -> None:
+    for name in ("data/a.txt", "data/.hidden/b.txt", "elsewhere/c.txt", "data/folder.txt/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("words")
+    (tmp_path / "data/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/again").symlink_to(tmp_path / "elsewhere")
+    names = [str(path.relative_to(tmp_path / "data")) for path in find_files(str(tmp_path / "data"))["train"]]
+    assert names == ["a.txt", "folder.txt/d.txt", "link/c.txt"]
+    (tmp_path / "data/up").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"data/up is a link to the folder above it, .*: remove the link"):
+        find_files(str(tmp_path / "data"))
+    (tmp_path / "data/up").unlink()
+    (tmp_path / "data/nothing.txt").symlink_to("/nowhere")
+    with pytest.raises(ConfigError, match=r"nothing.txt is a link to nothing: restore its file, or remove it"):
+        find_files(str(tmp_path / "data"))
 
 
 def test_messages_without_a_template_are_refused_before_a_run_starts(files: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -305,6 +306,30 @@ def test_a_file_system_that_becomes_read_only_is_named(strategy: str, tmp_path: 
     assert record.error is not None
     assert record.error.phase == "save"
     assert f"the disk of {checkpoints} can no longer be written (read-only file system)" in record.error.message
+
+
+@pytest.mark.parametrize(
+    ("problem", "strategy", "reason"),
+    [
+        ("taken", "ddp", "EADDRINUSE"),
+        ("dropped", "ddp", "rank 1 on {} cannot reach rank 0 at 127.0.0.1:"),
+        pytest.param("address", "fsdp", "(Name or service not known): check", marks=pytest.mark.slow),
+        pytest.param("address", "single", "cannot reach rank 0 at no-such-host.invalid:", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rendezvous_that_fails_is_named(problem: str, strategy: str, reason: str, tmp_path: Path) -> None:
+    """The ranks give up after half of the hang timeout, before the agents would report a hang of all ranks."""
+    (tmp_path / "sitecustomize.py").write_text("import tests.helpers.broken_network")
+    path = os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])
+    overrides = (f"strategy={strategy}", "cluster.hang_timeout_min=0.5", f"hydra.sweep.dir={tmp_path}/sweep")
+    done = run_distexp(*QUICK, *overrides, cwd=tmp_path, env={"PYTHONPATH": path, "BROKEN_NETWORK": problem})
+    assert done.returncode == 1
+    record = only_record(tmp_path)
+    assert record.error is not None
+    assert record.error.phase == "setup"
+    assert record.error.type == ("DistNetworkError" if problem == "taken" else "ConnectionError")
+    assert reason.format(socket.gethostname()) in record.error.message
+    assert remaining_processes(tmp_path) == []
 
 
 def test_a_limit_of_the_size_of_files_is_named(tmp_path: Path) -> None:

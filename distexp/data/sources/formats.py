@@ -9,12 +9,14 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from distexp.config import ConfigError, DatasetConfig
+from distexp.exceptions import first_line
 
 KINDS = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
@@ -140,14 +142,20 @@ def kind_of(file: Path) -> str | None:
 
 
 def read_plain(file: Path) -> Iterator[Row]:
-    """Yield the rows of a file of lines, JSON or CSV, with the error of each that cannot be read."""
+    """Yield the rows of a file of lines, JSON or CSV, with the error of each that cannot be read.
+
+    Raise ConfigError if the file itself cannot be read, as a truncated ``.gz`` file.
+    """
     kind = kind_of(file)
     reader, unit = {"text": (_lines, "line"), "json": (_objects, "row"), "csv": (_records, "row")}[str(kind)]
-    with _open(file, newline="" if kind == "csv" else None) as lines:
-        for number, (values, error) in enumerate(reader(lines), start=1):
-            is_broken = any(isinstance(value, str) and BROKEN.search(value) for value in values.values())
-            reason = "it is not UTF-8" if is_broken and kind != "json" else error
-            yield Row(f"{file}, {unit} {number}", {} if reason else values, reason)
+    try:
+        with _open(file, newline="" if kind == "csv" else None) as lines:
+            for number, (values, error) in enumerate(reader(lines), start=1):
+                is_broken = any(isinstance(value, str) and BROKEN.search(value) for value in values.values())
+                reason = "it is not UTF-8" if is_broken and kind != "json" else error
+                yield Row(f"{file}, {unit} {number}", {} if reason else values, reason)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{file} cannot be read ({first_line(error)}): restore the file") from error
 
 
 def _open(file: Path, *, newline: str | None = None) -> IO[str]:
@@ -171,14 +179,14 @@ def _objects(lines: IO[str]) -> Iterator[Content]:
         if is_first and line.lstrip().startswith("["):
             try:
                 yield from map(_object, json.loads(line + lines.read()))
-            except ValueError as error:
-                yield {}, f"the list is not JSON ({error})"
+            except (ValueError, RecursionError) as error:
+                yield {}, f"the list is not JSON ({first_line(error)})"
             return
         is_first = False
         try:
             yield ({}, "it is not UTF-8") if BROKEN.search(line) else _object(json.loads(line))
-        except ValueError as error:
-            yield {}, f"it is not JSON ({error})"
+        except (ValueError, RecursionError) as error:
+            yield {}, f"it is not JSON ({first_line(error)})"
 
 
 def _object(value: Any) -> Content:
@@ -203,7 +211,8 @@ def _records(lines: IO[str]) -> Iterator[Content]:
             continue
         if fields:  # not an empty line
             count = f"it has {len(fields)} fields, but the header has {len(names)}"
-            yield dict(zip(names, fields, strict=False)), None if len(fields) == len(names) else count
+            repeated = next((f"the header has {name} twice" for name in names if names.count(name) > 1), None)
+            yield dict(zip(names, fields, strict=False)), repeated if len(fields) == len(names) else count
 
 
 def refuse_wrong_rows(first: str, wrong: int, rows: str) -> ConfigError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distexp.config import ConfigError, DatasetConfig, ModelConfig
-from distexp.data.sources.rows import DEFAULT_SHARE, is_held_out
+from distexp.data.sources.rows import DEFAULT_SHARE, is_held_out, walk_files
 from distexp.system.cache_dir import build_once, cache_dir
 
 if TYPE_CHECKING:
@@ -184,9 +184,7 @@ def class_files(root: Path) -> dict[str, list[str]]:
 
 def _files(root: Path, folder: str) -> list[str]:
     """Return the files of a folder at any depth, relative to the root."""
-    walked = os.walk(root / folder, followlinks=True)
-    found = (os.path.join(place, name) for place, _, names in walked for name in names if not name.startswith("."))
-    return sorted(os.path.relpath(path, root) for path in found)
+    return sorted(os.path.relpath(path, root) for path in walk_files(root / folder))
 
 
 def _notes(root: Path) -> Iterator[str]:

@@ -23,6 +23,7 @@ from distexp.data.sources.formats import (
 )
 from distexp.exceptions import first_line
 from distexp.system.cache_dir import cache_dir, offline_if_unreachable
+from distexp.system.files import read_or_none
 
 SPLIT_WORDS = {
     "validation": frozenset(("validation", "valid", "dev", "val")),
@@ -168,10 +169,13 @@ def find_files(path: str) -> dict[str, list[Path]]:
     root, hidden = Path(path), (".", "README", "dataset_info", "LICENSE")
     found = [root] if root.is_file() else sorted(map(Path, glob.glob(path, recursive=True)))
     if root.is_dir():
-        found = [file for file in sorted(root.rglob("*")) if kind_of(file) and not file.name.startswith(hidden)]
+        found = [file for file in sorted(map(Path, walk_files(root))) if kind_of(file)]
+        found = [file for file in found if not file.name.startswith(hidden)]
     if not found or not all(map(kind_of, found)):
         name = next((str(file) for file in found if kind_of(file) is None), f"{path} has no file that")
         raise ConfigError(f"{name} is not a data file: use files that end in {', '.join(KINDS)}")
+    if broken := [file for file in found if not file.exists()]:
+        raise ConfigError(f"{broken[0]} is a link to nothing: restore its file, or remove it")
     if empty := [file for file in found if not file.stat().st_size]:
         raise ConfigError(f"{empty[0]} is empty: add rows to it, or remove it")
     splits: dict[str, list[Path]] = {}
@@ -181,6 +185,23 @@ def find_files(path: str) -> dict[str, list[Path]]:
         name = next((name for name, known in SPLIT_WORDS.items() if words & known), "train")
         splits.setdefault(name, []).append(file)
     return splits
+
+
+def walk_files(root: Path) -> Iterator[str]:
+    """Yield the paths of the files in a folder, at any depth and behind links, without hidden files and folders.
+
+    Each folder is entered once. Raise ConfigError for a link that leads to the folder itself, or above it.
+    """
+    entered, start = set[str](), os.path.realpath(root)
+    for place, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(place)
+        if place != str(root) and Path(start).is_relative_to(real):
+            raise ConfigError(f"{place} is a link to the folder above it, {real}: remove the link")
+        # os.walk enters only the folders that are left in this list.
+        folders[:] = [] if real in entered else sorted(name for name in folders if not name.startswith("."))
+        if real not in entered:
+            yield from (os.path.join(place, name) for name in names if not name.startswith("."))
+        entered.add(real)
 
 
 def find_errors(dataset: DatasetConfig, choose_format: FormatChoice) -> Iterator[str]:
@@ -202,7 +223,7 @@ def first_columns(path: str) -> list[str]:
     """Return the columns of local data; none if it is not local, or has no description."""
     if is_saved(path):
         described = sorted(Path(path).glob("**/dataset_info.json"))
-        return list(json.loads(described[0].read_text()).get("features") or ()) if described else []
+        return list(read_or_none(described[0], "features") or ()) if described else []
     return columns_of(Table("", next(iter(find_files(path).values()))[0])) if is_local(path) else []
 
 

@@ -1,12 +1,12 @@
 """The ds_config.json for DeepSpeed: the user's file plus distexp's values."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from distexp.config import Config
 from distexp.config.model_checks import searches_micro_batch
+from distexp.system.files import load_json
 
 SYNCHRONIZED_TIMER = "timers", "throughput", "synchronized"
 CHECKED_GRADIENTS = "bf16", "check_grad_overflow"
@@ -118,7 +118,7 @@ def read_file(path: str | None) -> dict[str, Any]:
     """Return the content of a ds_config file; empty if there is none. Raise ValueError if it is not a JSON object."""
     if path is None or not Path(path).is_file():
         return {}
-    settings = json.loads(Path(path).read_text())
+    settings = load_json(Path(path))
     if not isinstance(settings, dict):
         raise ValueError(f"it is a {type(settings).__name__}")
     return settings
