@@ -35,7 +35,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def shard(model: nn.Module, config: Any, options: dict[str, Any], device: torch.device) -> None:
-    """Shard the blocks of a model on the meta device, after checkpointing and compilation, and initialize its weights."""
+    """Shard the blocks of a model on the meta device, compiled and with random weights."""
     mesh = init_device_mesh("cuda", (options["workers"],))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = blocks_of(model)
