@@ -133,7 +133,7 @@ def test_new_overrides_start_a_new_run_with_a_warning(tmp_path: Path) -> None:
     record.write(sweep / "0")
     done = run_module("distexp.resume", str(sweep), "train.max_steps=1", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "run 0 (killed) was not resumed: the new overrides define a different run" in done.stdout
+    assert "run 0 (killed) was not resumed: new overrides or changed data make it another run" in done.stdout
     assert [RunRecord.read(sweep / n / "record.json").status for n in "01"] == ["killed", "completed"]
 
 

@@ -386,10 +386,12 @@ def unmatched_message(runs: Sequence[ExistingRun]) -> str | None:
     texts = [f"{run.directory} {unreadable}" for run in runs if not run.id]
     known = [f"{run.number} ({run.status or 'no record'})" for run in runs if run.id]
     if len(known) == 1:
-        effect = "was not resumed: the new overrides define a different run. Resume without them to continue it."
+        effect = "was not resumed: new overrides or changed data make it another run. Resume without them to continue."
         texts.append(f"run {known[0]} {effect}")
     elif known:
-        effect = "were not resumed: the new overrides define different runs. Resume without them to continue them."
+        effect = (
+            "were not resumed: new overrides or changed data make them other runs. Resume without them to continue."
+        )
         texts.append(f"runs {', '.join(known)} {effect}")
     return ". ".join(texts) or None
 

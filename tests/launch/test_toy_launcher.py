@@ -132,7 +132,7 @@ def test_runs_are_queued_shown_cancelled_and_resumed(toy: Toy) -> None:
 
     done = toy.run("distexp.resume", str(toy.sweep), cells(*SHORT), "cluster.wait=true")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "run 0 (killed) was not resumed: the new overrides define a different run" in done.stdout
+    assert "run 0 (killed) was not resumed: new overrides or changed data make it another run" in done.stdout
     assert "run 2 (job toy-2): running" in done.stdout
     assert toy.statuses() == ["killed", "completed", "completed"]
     record = RunRecord.read(toy.sweep / "2" / "record.json")
