@@ -113,6 +113,7 @@ class Traits:
     lighter: ClassVar[str] = ""  # without such a group: override that needs less memory, as in Option
     smallest_states: ClassVar[str] = ""  # override for which several workers keep least of the states, if it has one
     offload_with: ClassVar[str] = ""  # override with which other strategies can offload, if it is the best for that
+    shares_layers: ClassVar[bool] = False  # whether ``parallel.tensor`` is supported
     is_compilable: ClassVar[bool] = False  # whether ``kernels=fast`` compiles the model on a GPU with all options
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict

@@ -9,13 +9,12 @@ import io
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, redirect_stdout
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import device_mesh
 
 from distexp.config import Config, ConfigError, custom_code
 from distexp.data.base import Batch, Samples
@@ -145,6 +144,7 @@ def _replacements(
     if on_gpu:
         yield cuda_semantics.cuda_autocast()
     yield collectives.fsdp_device(GPU)
+    yield collectives.meshes_with_values()
     yield tensors.grouped_products_of_any_precision()
     if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
         yield compiled.traced_compilation(fake_mode, lambda: recorder)
@@ -231,19 +231,8 @@ def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: St
     if strategy.tracer is not None:
         traced: Traceable = custom_code.locate(strategy.tracer)(blueprint, config, context, recorder)
         return traced
-    with _mesh_outside_of_fake_mode(), traced_run.traced_ddp(recorder.assign):
+    with traced_run.traced_ddp(recorder.assign):
         model = strategy.setup(blueprint, config, context)
     if not isinstance(model, TorchModel):
         raise PlanError(f"strategy={config.strategy.name} cannot be traced")
     return model
-
-
-@contextmanager
-def _mesh_outside_of_fake_mode() -> Iterator[None]:
-    """Let ``init_device_mesh`` use real tensors during the block. It reads their values."""
-    original = device_mesh.init_device_mesh
-    device_mesh.init_device_mesh = tensors.without_fake_mode()(original)
-    try:
-        yield
-    finally:
-        device_mesh.init_device_mesh = original

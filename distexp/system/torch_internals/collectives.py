@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.distributed import distributed_c10d
 
-from distexp.system.torch_internals.tensors import explained, private_module, replaced
+from distexp.system.torch_internals.tensors import explained, private_module, replaced, without_fake_mode
 
 
 def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
@@ -110,6 +110,27 @@ def fsdp_device(device: torch.device) -> AbstractContextManager[None]:
     """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""
     module = "torch.distributed.fsdp._fully_shard._fully_shard"
     return replaced(module, "_get_device_from_mesh", lambda _: lambda mesh: device)
+
+
+@contextmanager
+def meshes_with_values() -> Iterator[None]:
+    """Let the methods of device meshes use real tensors, also in a fake mode, during the block. They read values."""
+    mesh = torch.distributed.device_mesh.DeviceMesh
+    with explained(f"DeviceMesh.{', '.join(MESH_METHODS)}"):
+        originals = {name: mesh.__dict__[name] for name in MESH_METHODS}
+    for name, original in originals.items():
+        is_static = isinstance(original, staticmethod)
+        wrapped = without_fake_mode()(original.__func__ if is_static else original)
+        setattr(mesh, name, staticmethod(wrapped) if is_static else wrapped)
+    try:
+        with replaced("torch.distributed.device_mesh", "init_device_mesh", without_fake_mode()):
+            yield
+    finally:
+        for name, original in originals.items():
+            setattr(mesh, name, original)
+
+
+MESH_METHODS = ("__init__", "__getitem__", "_concatenate", "get_coordinate", "get_local_rank", "get_group")
 
 
 def set_default_timeout(timeout: timedelta) -> None:
