@@ -147,7 +147,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         """Return the loss, and keep the probabilities."""
         peak = logits.amax(dim=-1).float()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-        shifted = logits.float() - peak[:, None]
+        shifted = logits - peak[:, None]  # in fp32, without a copy of the logits
         own = labels - first
         is_own, own = (own >= 0) & (own < logits.shape[-1]), own.clamp(0, logits.shape[-1] - 1)[:, None]
         at_target = torch.where(is_own, shifted.gather(1, own)[:, 0], 0.0)
@@ -161,9 +161,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the logits of this worker."""
+        """Return the gradient of the logits of this worker, in the memory of the probabilities."""
         probabilities, own, is_own, has_target = ctx.saved_tensors
-        gradient = probabilities.scatter_add(1, own, -is_own[:, None].float())
+        gradient = probabilities.scatter_add_(1, own, -is_own[:, None].float())
         return gradient.mul_(has_target[:, None] * grad_output).to(ctx.dtype), None, None, None
 
 

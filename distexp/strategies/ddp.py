@@ -217,6 +217,7 @@ class DDP(Strategy):
         """Yield smaller gradients and fewer reductions against communication."""
         if bottleneck != "exposed_communication":
             return
-        if step.on_gpu and step.setting("ddp.communication") == "fp32":
+        yield from self.fewer_shared_layers(step)
+        if step.on_gpu and step.setting("ddp.communication") == "fp32" and step.setting("parallel.tensor", 1) == 1:
             yield Advice("ddp.communication=bf16", "gradients in bf16 are half as large")
         yield from step.more_accumulation()

@@ -183,6 +183,7 @@ class FSDP(Strategy):
         """Yield fewer all-gathers, in a step and for a sample, against communication."""
         if bottleneck != "exposed_communication":
             return
+        yield from self.fewer_shared_layers(step)
         gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
         shares = step.collective_shares()  # empty if nothing is known about the kinds
         # From a fifth of the communication, fewer all-gathers are worth more memory.

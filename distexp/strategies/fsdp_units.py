@@ -28,6 +28,7 @@ from distexp.strategies.fsdp import set_prefetch
 from distexp.strategies.parallel.tensor import Cutter
 from distexp.strategies.torch_model import DTYPES, Distribution, TorchModel, check_equal_use
 from distexp.system.torch_internals.collectives import (
+    REPLICATION,
     group_by_fsdp_unit,
     read_fsdp_policies,
     unsharded_fsdp_parameters,
@@ -91,10 +92,6 @@ def shard_units(
     if reduces_zeros(model):
         cast(Any, model).set_reduce_scatter_unused_params(True)
     return blocks or [model]
-
-
-REPLICATION = "torch.distributed._composable.replicate_with_fsdp"
-"""Module of torch with DDP on top of FSDP's units. DistributedDataParallel itself cannot keep DTensors."""
 
 
 def replicate_units(blueprint: Blueprint, config: Config, context: Context) -> TorchModel:

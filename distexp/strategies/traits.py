@@ -174,7 +174,10 @@ class Traits:
 
     def communicators_mib(self, config: Config) -> float:
         """Return the MiB per GPU of the communicators of NCCL."""
-        return facts().processes.communicator_mib if config.cluster.world_size > 1 else 0.0
+        known = facts().processes.communicator_mib
+        axes = (config.data_parallel, config.parallel.tensor) if config.parallel.shares_layers else ()
+        # The axes of the mesh have communicators of their own. That they need as much is an assumption.
+        return known * (1 + sum(size > 1 for size in axes)) if config.cluster.world_size > 1 else 0.0
 
     def host_worker_mib(self, config: Config) -> float:
         """Return the CPU memory of a worker on a GPU."""
@@ -203,6 +206,14 @@ class Traits:
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
         """Yield options against launch_idle, exposed_communication, data_wait, optimizer, host or compute."""
         yield from ()
+
+    @staticmethod
+    def fewer_shared_layers(step: ProfiledStep) -> Iterator[Advice]:
+        """Yield a smaller ``parallel.tensor`` against communication, if workers share layers."""
+        degree = int(step.setting("parallel.tensor", 1))
+        if degree > 1:
+            reason = "workers that share layers exchange the hidden states of each attention and MLP, in both passes"
+            yield Advice(f"parallel.tensor={degree // 2}", reason)
 
     def memory_note(self, config: Config) -> str:
         """Return the sentences that explain the measured parts of the memory in the report; empty if not needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -186,9 +187,10 @@ def train_all(
         for name, values in models.items():
             run = folder / f"{name}-{spec.world_size}" / cell
             run.mkdir(parents=True)
+            own = copy.deepcopy(spec)
             for key, value in values.items():
-                set_value(spec.config, key, value)
-            spec.write(run)
+                set_value(own.config, key, value)
+            own.write(run)
     done = start_module("tests.helpers.zoo_ranks", str(folder), timeout=2 * TIMEOUT_S, env=RANKS)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 

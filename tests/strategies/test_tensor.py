@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distexp.config import ConfigError
-from distexp.runs.record import RunRecord
+from distexp.plan.replay import PARTS, replay
+from distexp.plan.trace.tracing import trace_step
+from distexp.runs.record import RunRecord, RunSpec
 from distexp.strategies.parallel.checks import TENSOR_TYPES
-from tests.helpers.runs import resolve_cell
+from distexp.system.units import MIB
+from tests.helpers.runs import HELPERS, resolve_cell
 from tests.helpers.zoo import VOCABULARY, hugging_face, outcomes, train_all, write_config
 
 COMMON = ("train.optimizer=sgd", "train.momentum=0", "train.learning_rate=0.1", "train.gradient_clipping=0.3")
@@ -61,7 +65,7 @@ def check(folder: Path, name: str, *cells: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt_tiny", "bloom_tiny"])
-def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path) -> None:
+def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = {**SMALL, **(GPT_ONLY if model == "gpt_tiny" else {"sdpa": {"model.attention": "sdpa"}})}
     train(tmp_path, (f"model={model}", f"model.vocab_size={VOCABULARY}"), models)
     for name in models:
@@ -74,13 +78,28 @@ def test_own_models_train_as_on_one_worker(model: str, tmp_path: Path) -> None:
         assert built.wrapper == WRAPPERS.get(name, "fully_shard(reshard_after_forward=True)")
         assert (built.tensor, built.world_size) == (2, 2 * replicas)
         assert built.mesh == ([replicas, 1] if name == "ddp" else [1, replicas])
+    monkeypatch.syspath_prepend(HELPERS)  # of the data set
+    for cell in ("ddp", "full_shard_2x2", "shard_grad_op_2x2"):
+        check_predicted_memory(next(tmp_path.glob(f"plain-*/{cell}")))
+
+
+def check_predicted_memory(run: Path) -> None:
+    """Check that the traced step of a run keeps what its workers have kept. Blocks are multiples of 512 bytes."""
+    measured = RunRecord.read(run / "record.json").memory["parts"][0]
+    trace = trace_step(RunSpec.read(run).config, on_gpu=False)
+    curve = replay([replace(event, device="gpu", stream="") for event in trace.events if event.block >= 0]).curve
+    largest = {part: max(point.parts[part] for point in curve) / MIB for part in PARTS}
+    assert largest["parameters"] == pytest.approx(measured["parameters_mib"], rel=0.08)
+    stored = measured["activations_mib"]  # with the probabilities, which are as wide as the vocabulary
+    assert largest["activations"] < stored < largest["activations"] + largest["logits"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_models_of_transformers_train_as_on_one_worker(kind: str, tmp_path: Path) -> None:
-    train(tmp_path, hugging_face(tmp_path, kind), SMALL | {"odd_vocabulary": {}})
-    for name in SMALL:
+    models = {name: values for name, values in SMALL.items() if name != "odd_vocabulary"}
+    train(tmp_path, hugging_face(tmp_path, kind), models)
+    for name in models:
         check(tmp_path, name)
 
 

@@ -28,6 +28,7 @@ from distexp.plan.replay import PlanError, StepTrace
 from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero12
 from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
 from distexp.strategies.base import load_strategy
+from distexp.strategies.parallel.tensor import shares_vocabulary
 from distexp.strategies.torch_model import TorchModel
 from distexp.strategies.zero.ds_initialization import parameter_sizes
 from distexp.system.torch_internals import collectives, tensors
@@ -117,6 +118,8 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
         images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
         recorder.assign("batch", [images])
         step = TracedStep(config, blueprint, context, recorder, on_gpu=on_gpu)
+        if vocabulary is not None and shares_vocabulary(blueprint.model):
+            vocabulary //= context.tensor
         steps = STEPS_BEFORE_DDP_REPEATS if step.is_ddp else STEPS_BEFORE
         for number in range(steps + 1):
             if number == steps:

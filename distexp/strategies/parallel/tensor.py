@@ -25,6 +25,7 @@ from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.models.blueprint import find_embeddings
 from distexp.models.transforms import find_blocks
+from distexp.strategies.communication import TENSOR
 
 COLUMNS, FUSED_COLUMNS, GATHERED_COLUMNS = "colwise", "fused_colwise", "colwise_gather_output"
 ROWS, SPLIT_ROWS, HEADS = "rowwise", "rowwise_split_input", "replicated_with_grad_allreduce"
@@ -287,6 +288,14 @@ class Cutter:
 
 
 COLUMN_STYLES = (COLUMNS, FUSED_COLUMNS, GATHERED_COLUMNS)
+
+
+def shares_vocabulary(model: nn.Module) -> bool:
+    """Return whether each worker of a group computes the logits of a part of the vocabulary, read from the weights."""
+    for _, head in find_embeddings(model)[1:]:
+        weight, axes = head.weight, getattr(getattr(head.weight, "device_mesh", None), "mesh_dim_names", None) or ()
+        return isinstance(weight, DTensor) and TENSOR in axes and not weight.placements[-1].is_replicate()
+    return False
 
 
 def fused_rows(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Private APIs of DistributedDataParallel, FSDP and process groups."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -106,10 +106,17 @@ def unsharded_fsdp_parameters(model: torch.nn.Module) -> list[tuple[Any, Any]]:
         return [(getattr(member, "_unsharded_param", None), member.sharded_param) for member in members]
 
 
-def fsdp_device(device: torch.device) -> AbstractContextManager[None]:
-    """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""
-    module = "torch.distributed.fsdp._fully_shard._fully_shard"
-    return replaced(module, "_get_device_from_mesh", lambda _: lambda mesh: device)
+REPLICATION = "torch.distributed._composable.replicate_with_fsdp"
+"""Module of torch with DDP on top of FSDP's units. DistributedDataParallel itself cannot keep DTensors."""
+
+
+@contextmanager
+def fsdp_device(device: torch.device) -> Iterator[None]:
+    """Let ``fully_shard`` and ``replicate`` use this device for meshes of CPUs, during the block."""
+    with ExitStack() as stack:
+        for module in ("torch.distributed.fsdp._fully_shard._fully_shard", REPLICATION):
+            stack.enter_context(replaced(module, "_get_device_from_mesh", lambda _: lambda mesh: device))
+        yield
 
 
 @contextmanager
