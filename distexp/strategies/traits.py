@@ -175,9 +175,10 @@ class Traits:
     def communicators_mib(self, config: Config) -> float:
         """Return the MiB per GPU of the communicators of NCCL."""
         known = facts().processes.communicator_mib
-        axes = (config.data_parallel, config.parallel.tensor) if config.parallel.shares_layers else ()
-        # The axes of the mesh have communicators of their own. That they need as much is an assumption.
-        return known * (1 + sum(size > 1 for size in axes)) if config.cluster.world_size > 1 else 0.0
+        workers, degree = config.cluster.world_size, setting(config, "parallel.tensor") or 1
+        # With two axes, the mesh has two more communicators. That they need as much as the first is an assumption.
+        axes = sum(size > 1 for size in (degree, workers // degree)) if degree > 1 else 0
+        return known * (1 + axes) if workers > 1 else 0.0
 
     def host_worker_mib(self, config: Config) -> float:
         """Return the CPU memory of a worker on a GPU."""

@@ -277,7 +277,7 @@ class Cutter:
             own = ids - first
             is_other = (own < 0) | (own >= width)
             found = call(own.masked_fill(is_other, 0)).masked_fill(is_other[..., None], 0.0)
-            return move(found, mesh, Partial(), Replicate())
+            return move(found, mesh, Partial(), Replicate()).clone()  # FSDP expects no view
 
         def project(call: Call, hidden: Tensor) -> Tensor:
             logits = call(move(hidden, mesh, Replicate(), Replicate(), Partial()))
