@@ -238,7 +238,7 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     The blocks, or the model without any, show whether parameters are resharded after the forward pass.
     """
     units = [members[0] for members in group_by_fsdp_unit(model)]
-    is_replicated = isinstance(model, private_module(REPLICATION, "ReplicateModule").ReplicateModule)
+    is_replicated = "ReplicateModule" in {kind.__name__ for kind in type(model).__mro__}
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     if len(sharded) != len(parameters):

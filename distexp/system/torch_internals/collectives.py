@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
@@ -113,8 +114,11 @@ REPLICATION = "torch.distributed._composable.replicate_with_fsdp"
 @contextmanager
 def fsdp_device(device: torch.device) -> Iterator[None]:
     """Let ``fully_shard`` and ``replicate`` use this device for meshes of CPUs, during the block."""
+    modules = ["torch.distributed.fsdp._fully_shard._fully_shard"]
+    if find_spec(REPLICATION) is not None:
+        modules.append(REPLICATION)
     with ExitStack() as stack:
-        for module in ("torch.distributed.fsdp._fully_shard._fully_shard", REPLICATION):
+        for module in modules:
             stack.enter_context(replaced(module, "_get_device_from_mesh", lambda _: lambda mesh: device))
         yield
 
