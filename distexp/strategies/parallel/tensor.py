@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.models.blueprint import find_embeddings
-from distexp.models.transforms import find_blocks
+from distexp.models.transforms import find_blocks, largest_dropout
 from distexp.strategies.communication import TENSOR
 
 COLUMNS, FUSED_COLUMNS, GATHERED_COLUMNS = "colwise", "fused_colwise", "colwise_gather_output"
@@ -179,6 +179,11 @@ class Cutter:
     def __init__(self, model: nn.Module, config: Config, context: Context, mesh: DeviceMesh) -> None:
         self.mesh, self.region = mesh, Region(mesh, context.rank % context.tensor)
         self.styles: dict[nn.Module, Cut] = {}
+        if rate := largest_dropout(model):  # of a custom model, or of an architecture with model.dropout=null
+            raise ConfigError(
+                f"parallel.tensor={mesh.size()} does not support dropout, because workers of a group would drop the "
+                f"same units of different heads, but {type(model).__name__} has a rate of {rate:g}: set model.dropout=0"
+            )
         blocks = find_blocks(model, needed_for="parallel.tensor", alternative="parallel.tensor=1")
         plan = plan_of(model)
         self.made = WeakTensorKeyDictionary()
