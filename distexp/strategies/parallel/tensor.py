@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distexp.config import Config, ConfigError
 from distexp.distributed.context import Context
 from distexp.models.blueprint import find_embeddings
-from distexp.models.transforms import find_blocks, largest_dropout
+from distexp.models.transforms import dropout_rates, find_blocks
 from distexp.strategies.communication import TENSOR
 
 COLUMNS, FUSED_COLUMNS, GATHERED_COLUMNS = "colwise", "fused_colwise", "colwise_gather_output"
@@ -179,10 +179,12 @@ class Cutter:
     def __init__(self, model: nn.Module, config: Config, context: Context, mesh: DeviceMesh) -> None:
         self.mesh, self.region = mesh, Region(mesh, context.rank % context.tensor)
         self.styles: dict[nn.Module, Cut] = {}
-        if rate := largest_dropout(model):  # of a custom model, or of an architecture with model.dropout=null
+        # Rates of a custom model, or of an architecture with model.dropout=null. A head for classes has its own.
+        rates = {name: rate for name, rate in dropout_rates(model).items() if name != "classifier_dropout"}
+        for name, rate in rates.items():
             raise ConfigError(
                 f"parallel.tensor={mesh.size()} does not support dropout, because workers of a group would drop the "
-                f"same units of different heads, but {type(model).__name__} has a rate of {rate:g}: set model.dropout=0"
+                f"same units of different heads, but {type(model).__name__} has {name}={rate:g}: set model.dropout=0"
             )
         blocks = find_blocks(model, needed_for="parallel.tensor", alternative="parallel.tensor=1")
         plan = plan_of(model)
