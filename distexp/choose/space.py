@@ -45,7 +45,7 @@ def make_space(make: MakeCell, command: Sequence[str], gpus: Sequence[int], axes
     if base.train.global_batch_size is None:
         raise ConfigError(
             "distexp choose compares configurations of the same training, so it needs the samples of an optimizer step:"
-            f" set train.global_batch_size, for example to {16 * base.cluster.world_size}"
+            f" set train.global_batch_size, for example to {16 * base.data_parallel}"
         )
     if (kept := kept_micro_batch(base, gpus, axes)) is not None:
         axes = replace(axes, micro_batches=(kept,))
@@ -244,7 +244,7 @@ def _with_fixed_batch(section: ChooseConfig, command: list[str], config: Config)
         train = config.train
         if isinstance(train.micro_batch_size, str):  # The workers would search it.
             raise ConfigError(f"distexp choose needs the samples of an optimizer step: set {BATCH}=64, for example")
-        samples = train.micro_batch_size * train.gradient_accumulation_steps * config.cluster.world_size
+        samples = train.micro_batch_size * train.gradient_accumulation_steps * config.data_parallel
         command = [*(text for text in command if not sets_key([text], ACCUMULATION)), f"{BATCH}={samples}"]
         notes.append(f"the global batch is {samples} samples, from these arguments: set {BATCH} for another one")
     if config.scale.name != "full":

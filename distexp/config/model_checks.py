@@ -254,7 +254,7 @@ def depends_on_micro_batch(config: Config) -> bool:
 def samples_per_worker(config: Config) -> int:
     """Return the samples of an optimizer step on each worker, for a configuration with a global batch size."""
     assert config.train.global_batch_size is not None, "resolve() requires it for micro_batch_size=auto"
-    return config.train.global_batch_size // config.cluster.world_size
+    return config.train.global_batch_size // config.data_parallel
 
 
 def divisors(number: int, limit: int | None = None) -> list[int]:

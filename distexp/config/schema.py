@@ -277,6 +277,7 @@ class Config:
     ddp: sections.DDPConfig = field(default_factory=sections.DDPConfig)
     fsdp: sections.FSDPConfig = field(default_factory=sections.FSDPConfig)
     deepspeed: sections.DeepSpeedConfig = field(default_factory=sections.DeepSpeedConfig)
+    parallel: sections.ParallelConfig = field(default_factory=sections.ParallelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
@@ -299,6 +300,11 @@ class Config:
     )
     repeats: int = key(1, "Runs of each cell, with the seeds `train.seed`, `train.seed` + 1, ...", at_least=1)
     trusted_packages: list[str] = key([], "Packages whose `_target_` may be imported; set on the command line only.")
+
+    @property
+    def data_parallel(self) -> int:
+        """Return how many workers, or groups of workers that share each layer, have their own rows of a batch."""
+        return max(1, self.cluster.world_size // self.parallel.tensor)
 
     @property
     def is_preflight(self) -> bool:

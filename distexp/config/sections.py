@@ -302,6 +302,21 @@ class DeepSpeedConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """Ways to share one model between workers, next to those of the strategy. The other workers have other rows."""
+
+    tensor: int = key(
+        1, "Workers of a node that share the matrices of each layer (tensor parallelism), with the same rows.",
+        at_least=1, id_if_changed=True,
+    )  # fmt: skip
+
+    @property
+    def shares_layers(self) -> bool:
+        """Return whether several workers share each layer."""
+        return self.tensor > 1
+
+
+@dataclass
 class ChooseConfig:
     """Search for the best configuration, as by `distexp choose`. It does not change the training."""
 

@@ -204,7 +204,8 @@ def _built(record: RunRecord) -> Iterator[tuple[str, str]]:
         trained = built.trained_parameters
         frozen = "" if trained in (None, built.parameters) else f", {trained:,} of them trained"
         model = f"{built.parameters:,} parameters{stand_in}{frozen}, {built.optimizer}"
-        yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}, {model}"
+        shared = f", layers shared by {built.tensor} workers" if built.tensor > 1 else ""
+        yield "built", f"{wrapper}{_replicas_and_shards(built.mesh)}{shared}, {model}"
     if kernels := describe_kernels(record.config):
         yield "kernels", kernels
 

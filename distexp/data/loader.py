@@ -27,6 +27,7 @@ class BatchSharding:
     world_size: int
     micro_batch_size: int
     accumulation: int = 1  # micro-batches of each rank in one optimizer step
+    copies: int = 1  # workers that have the same rank here, because they share each layer
 
     @property
     def global_batch(self) -> int:
@@ -174,7 +175,10 @@ class ShardedLoader:
         # torch.tensor([...], device="cuda") would block until the GPU is idle; fill_ does not.
         counts[0].fill_(sum(batch.num_targets for batch in micro_batches))
         counts[1].fill_(self.stop_requested())
-        return sum_over_ranks(counts)
+        sum_over_ranks(counts)
+        if self.sharding.copies > 1:
+            counts[:1] //= self.sharding.copies  # Workers with the same rows have counted the same targets.
+        return counts
 
 
 BUCKET_BATCHES = 50

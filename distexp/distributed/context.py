@@ -21,6 +21,17 @@ class Context:
     nodes: int
     device: device
     run_dir: Path
+    tensor: int = 1  # workers with the same rows, which share each layer. Their ranks are consecutive.
+
+    @property
+    def data_rank(self) -> int:
+        """Return the number of this worker among those with other rows."""
+        return self.rank // self.tensor
+
+    @property
+    def data_parallel(self) -> int:
+        """Return how many workers, or groups of workers that share each layer, have their own rows."""
+        return self.world_size // self.tensor
 
     @property
     def node(self) -> int:

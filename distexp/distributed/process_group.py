@@ -110,7 +110,9 @@ def join(spec: RunSpec, run_dir: Path, store: Store | None = None, *, overhead_m
         rank=-1 if store is None else rank,
         world_size=-1 if store is None else world_size,
     )
-    return Context(rank, world_size, local_rank, per_node, world_size // per_node, device, run_dir)
+    return Context(
+        rank, world_size, local_rank, per_node, world_size // per_node, device, run_dir, spec.config.parallel.tensor
+    )
 
 
 def collective_timeout(hang_timeout_min: float) -> timedelta:

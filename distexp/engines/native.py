@@ -55,7 +55,7 @@ def _build(build_model: ModelFactory, config: Config, context: Context) -> tuple
     model = strategy.setup(build_model(), config, context)
     custom_code.check_members(model, DistributedModel, f"strategy._target_={config.strategy._target_}: setup()")
     # Each rank needs its own random state from here on, or all ranks would drop the same units.
-    seed_everything(config.train.seed + context.rank)
+    seed_everything(config.train.seed + context.data_rank)
     built = model.describe()
     check_built(built, strategy.expected_build(config))
     if config.train.compute_weights == "step":

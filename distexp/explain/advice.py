@@ -183,7 +183,7 @@ def _has_samples(profile: StepProfile, factor: int) -> bool:
     samples = None if profile.setting("dataset.packing") else known  # a row has several samples
     if samples is not None:
         micro_batch = factor * profile.number("train.micro_batch_size", 1)
-        return check_samples_per_rank(samples, profile.world_size, micro_batch) is None
+        return check_samples_per_rank(samples, profile.data_parallel, micro_batch) is None
     steps = profile.record.metrics.steps_per_epoch
     return steps is None or factor <= max(1, steps - 1) * profile.number("train.gradient_accumulation_steps", 1)
 

@@ -117,10 +117,15 @@ class StepProfile:
         return self.record.built.world_size if self.record.built else len(self.ranks)
 
     @property
+    def data_parallel(self) -> int:
+        """Return how many workers, or groups of workers that share each layer, have their own rows."""
+        return max(1, self.world_size // self.number("parallel.tensor", 1))
+
+    @property
     def global_batch(self) -> int:
         """Return the samples of a full step over all workers, or its rows if samples are packed."""
         micro, steps = (self.number(f"train.{name}", 1) for name in ("micro_batch_size", "gradient_accumulation_steps"))
-        return self.number("train.global_batch_size", micro * steps * self.world_size)
+        return self.number("train.global_batch_size", micro * steps * self.data_parallel)
 
     @property
     def samples_per_step(self) -> float:

@@ -1,6 +1,7 @@
 """BLOOM in the implementation of transformers, with random or pretrained weights."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from distexp.config.model_checks import resolve_vocab_size, validate_model
 from distexp.models import attention as attentions
 from distexp.models.attention import ScoreFunction
 from distexp.models.hf import on_meta_device, read_config, read_weights
+
+TENSOR_PLAN = {
+    "transformer.h.*.self_attention.query_key_value": "colwise",
+    "transformer.h.*.self_attention.dense": "rowwise",
+    "transformer.h.*.mlp.dense_h_to_4h": "colwise",
+    "transformer.h.*.mlp.dense_4h_to_h": "rowwise",
+}
+"""How ``parallel.tensor`` cuts the layers. The rows of a fused matrix are in the order of the heads."""
 
 PRELOAD = ("transformers.models.bloom.modeling_bloom",)
 
@@ -166,6 +175,26 @@ def use_attention(bloom: nn.Module, attention: str) -> None:
     for block in transformer.h:
         block.self_attention.__class__ = BloomAttention
         block.mlp.gelu_impl = nn.GELU(approximate="tanh")
+
+
+def cut_heads(bloom: nn.Module, rank: int, workers: int) -> None:
+    """Let each attention compute the heads of one of several workers. The biases of ALiBi are those of its heads."""
+    transformer: Any = bloom.transformer
+    for block in transformer.h:
+        heads = block.self_attention.num_heads
+        own = slice(rank * heads // workers, (rank + 1) * heads // workers)
+        block.self_attention.num_heads = heads // workers
+        block.self_attention.register_forward_pre_hook(partial(_cut_biases, heads, own), with_kwargs=True)
+
+
+def _cut_biases(heads: int, own: slice, attention: nn.Module, arguments: Any, inputs: dict[str, Any]) -> Any:
+    """Return the inputs of an attention with the biases of its own heads, as ``alibi`` or in the mask of SDPA."""
+    alibi, mask = inputs.get("alibi"), inputs.get("attention_mask")
+    if isinstance(alibi, Tensor):
+        inputs["alibi"] = alibi.view(-1, heads, *alibi.shape[1:])[:, own].flatten(0, 1)
+    if isinstance(mask, Tensor) and mask.shape[1] == heads:
+        inputs["attention_mask"] = mask[:, own]
+    return arguments, inputs
 
 
 def _score(heads: int, device: torch.device) -> ScoreFunction:

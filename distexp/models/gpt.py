@@ -1,7 +1,7 @@
 """A decoder-only transformer with learned positions and pre-norm blocks."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,16 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.width = heads, hidden // heads
         self.dropout = dropout
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, hidden: Tensor, mask: Mask) -> Tensor:
         """Return the attention output, shape (batch, length, hidden); a tensor mask has (batch, 1, length, length)."""
-        samples, length, width = hidden.shape
-        shape = (samples, length, self.heads, width // self.heads)
-        query, key, value = (
-            part.view(shape).transpose(1, 2) for part in self.query_key_value(hidden).split(width, dim=-1)
-        )
+        samples, length, _ = hidden.shape
+        shape = (samples, length, -1, self.width)  # With parallel.tensor, a worker has some of the heads.
+        query, key, value = (part.view(shape).transpose(1, 2) for part in self.query_key_value(hidden).chunk(3, dim=-1))
         if isinstance(mask, BlockMask):
             mixed = attend_flex(query, key, value, mask)
         else:
@@ -42,7 +40,7 @@ class Attention(nn.Module):
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
             )
-        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(samples, length, width))
+        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -86,6 +84,13 @@ class GPT(nn.Module):
     unless rows have several documents; ``flex`` is flex attention. With ``tie``, the head has the weight of the
     embedding.
     """
+
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "blocks.*.attention.query_key_value": "fused_colwise",
+        "blocks.*.attention.output": "rowwise",
+        "blocks.*.mlp.inner": "colwise",
+        "blocks.*.mlp.output": "rowwise",
+    }
 
     def __init__(
         self,

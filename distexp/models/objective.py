@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from distexp.config import ConfigError
@@ -60,7 +62,8 @@ def cross_entropy_sum(task: str, outputs: Any, batch: Batch, entropy: Entropy = 
     if isinstance(outputs, dict) and LOSS_SUM in outputs:
         loss: Tensor = outputs[LOSS_SUM]
         return loss
-    return entropy(*_align(task, outputs, batch))
+    logits, labels = _align(task, outputs, batch)
+    return sharded_cross_entropy(logits, labels) if isinstance(logits, DTensor) else entropy(logits, labels)
 
 
 def count_correct(task: str, outputs: Any, batch: Batch, *, choices: int = 1) -> Tensor:
@@ -115,6 +118,53 @@ def _align(task: str, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         # Shift the labels, not the logits: logits[:, :-1] would copy all logits.
         labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
     return (logits.flatten(0, 1), labels.flatten()) if kind.labels_tokens else (logits, labels)
+
+
+def whole_logits(outputs: Any) -> Tensor:
+    """Return the logits of all tokens of the vocabulary, also if several workers share it; then a collective."""
+    logits = get_logits(outputs)
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def sharded_cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy in nats, summed over the targets, in fp32, of logits that several workers share.
+
+    Each worker has the logits of some tokens of the vocabulary, shape (labels, vocabulary / workers). No worker gets
+    those of the others.
+    """
+    mesh = logits.device_mesh
+    local = logits.to_local(grad_placements=logits.placements)
+    first = mesh.get_local_rank() * local.shape[-1]
+    loss: Tensor = _ShardedCrossEntropy.apply(local, labels, first, mesh.get_group())  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """The loss of logits that workers share, as in Megatron-LM. Each worker gets the gradients of its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
+        """Return the loss, and keep the probabilities."""
+        peak = logits.amax(dim=-1).float()
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+        shifted = logits - peak[:, None]  # in fp32, without a copy of the logits
+        own = labels - first
+        is_own, own = (own >= 0) & (own < logits.shape[-1]), own.clamp(0, logits.shape[-1] - 1)[:, None]
+        at_target = torch.where(is_own, shifted.gather(1, own)[:, 0], 0.0)
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(dim=-1), at_target])
+        dist.all_reduce(sums, group=group)
+        has_target = labels != IGNORE
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), own, is_own, has_target)
+        ctx.dtype = logits.dtype
+        return ((sums[0].log() - sums[1]) * has_target).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits of this worker, in the memory of the probabilities."""
+        probabilities, own, is_own, has_target = ctx.saved_tensors
+        gradient = probabilities.scatter_add_(1, own, -is_own[:, None].float())
+        return gradient.mul_(has_target[:, None] * grad_output).to(ctx.dtype), None, None, None
 
 
 FP16_SCALE = 256.0

@@ -84,6 +84,9 @@ def make_estimate(config: Config) -> Estimate:
     return replace(found, flops=work.flops, written_mib=_mib(work.written))
 
 
+SHARED = "predictions of parallel.tensor were not compared with runs on "
+
+
 def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
     host_mib = host_peak_mib(config, _mib(host_peak(trace.events)), *model_size(config, trace))
     if config.engine.name != "native":  # whose steps are traced
@@ -92,6 +95,8 @@ def _gpu_estimate(config: Config, trace: StepTrace) -> Estimate:
             "compared on a GPU for strategy=single in bf16 only, where they need the same"
         )
         trace = replace(trace, notes=(*trace.notes, note))
+    if config.parallel.shares_layers:
+        trace = replace(trace, notes=(*trace.notes, f"no verdict: {SHARED}GPUs"))
     found = estimate_of(trace, load_strategy(config).overhead_mib(config), host_mib)
     return replace(found, error_bound=gpu_error_bound(config))
 
@@ -177,7 +182,7 @@ def _shown(point: Point) -> dict[str, float]:
 def _expected_states_mib(config: Config, counted: int | None, trained: int | None) -> States | None:
     """Return the model states by arithmetic in MiB, by part; None if unknown. If the model was built, use its size."""
     moments, parameters = MOMENTS.get(config.train.optimizer), counted or parameter_count(config.model)
-    if moments is None or parameters is None:
+    if moments is None or parameters is None or config.parallel.shares_layers:  # Not all weights are cut.
         return None
     strategy = load_strategy(config)
     expected = {"mesh": [1, 1], "offload": "none", **strategy.expected_build(config)}
@@ -205,8 +210,10 @@ def _expected_states_mib(config: Config, counted: int | None, trained: int | Non
 COMPILED = 0.08  # ``train.compile``: the prediction was up to 7 % less than the measured memory
 
 
-def gpu_error_bound(config: Config) -> float:
-    """Return the largest relative error of the required GPU memory, from ``docs/results/plan.md``."""
+def gpu_error_bound(config: Config) -> float | None:
+    """Return the largest relative error of the required GPU memory, from ``docs/results/plan.md``; None if unknown."""
+    if config.parallel.shares_layers:
+        return None
     # The replay of the order of allocations is not exact in some cases. The allocated peak always is.
     return COMPILED if config.train.compiled != "none" else load_strategy(config).gpu_memory_error(config)
 
@@ -257,6 +264,8 @@ def simulated_nodes(config: Config) -> int:
 
 def reason_not_measured(config: Config) -> str:
     """Return why the error of a prediction on CPUs is not known; empty if it is."""
+    if config.parallel.shares_layers:
+        return f"{SHARED}CPUs"
     if reason := load_strategy(config).unmeasured_on_cpus(config):
         return reason
     if config.train.compiled != "none":

@@ -147,7 +147,7 @@ def avoidable_line(avoidable: AvoidablePart, estimate: Estimate, variant: Estima
     change, needed = " ".join(avoidable.overrides), _memory(variant.required_mib)
     line = f"{_memory(estimate.parts[avoidable.part])} are {avoidable.reason}: {change} needs {needed}"
     if (steps := config.train.gradient_accumulation_steps) > 1 and change == "train.gradient_accumulation_steps=1":
-        samples = config.train.micro_batch * config.cluster.world_size
+        samples = config.train.micro_batch * config.data_parallel
         line += f", with a global batch of {samples} samples instead of {samples * steps}"
     return line
 

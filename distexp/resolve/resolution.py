@@ -17,6 +17,7 @@ from distexp.config.model_checks import ATTENTIONS, model_errors, several_length
 from distexp.resolve import compile_results, resources, scaling_rules, section_checks
 from distexp.resolve.resources import MAX_CPU_BYTES, estimate_image_bytes
 from distexp.strategies.base import fused_update_error, load_strategy
+from distexp.strategies.parallel.checks import UNSHARED, tensor_errors
 
 MAX_GPU_BYTES = 4 * 10**9
 """Decoded images that ``dataset.cache`` keeps on the GPU. TinyImageNet has 1.35 GB."""
@@ -61,7 +62,9 @@ def fast_values(config: Config) -> Mapping[str, Any]:
             errors.append(f"{source} returned {key}={value}, which {reason}")
     if errors:
         raise ConfigError(errors)
-    return {**_model_values(config), **_image_values(config), **values}
+    chosen = {**_model_values(config), **_image_values(config), **values}
+    excluded = UNSHARED if config.parallel.shares_layers else {}
+    return {key: value for key, value in chosen.items() if key not in excluded}
 
 
 def _attention(config: Config) -> str:
@@ -74,6 +77,8 @@ def _attention(config: Config) -> str:
         return "auto"
     if config.cluster.device != "cuda":
         return "sdpa" if config.dataset.packing else "auto"
+    if config.parallel.shares_layers:
+        return "sdpa"
     width = (model.hidden_size or 0) // (model.num_heads or 1)
     return "flex" if width >= 16 and not model.dropout else "sdpa"  # There is no GPU kernel for narrower heads.
 
@@ -307,6 +312,7 @@ CROSS_CHECKS: tuple[Step, ...] = (
     section_checks.check_adapter,
     resources.check_device,
     resources.check_strategy,
+    tensor_errors,
     resources.check_trainer,
     check_speed_options,
 )

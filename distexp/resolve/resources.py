@@ -98,6 +98,11 @@ def set_strategy_defaults(config: Config) -> None:
 def check_strategy(config: Config) -> list[str]:
     """Return an error for each thing that the strategy cannot do."""
     strategy = load_strategy(config)
+    if config.parallel.shares_layers and not strategy.shares_layers:
+        return [
+            f"parallel.tensor={config.parallel.tensor} is not supported by strategy={config.strategy.name}: choose "
+            "strategy=fsdp or strategy=ddp, or parallel.tensor=1"
+        ]
     with shorten_errors(config.strategy._target_, "main_option()"):
         option = strategy.main_option(config)  # shown while the run trains, so an error would appear only then
     check_returned(option, str, f"strategy._target_={config.strategy._target_}: main_option()")

@@ -46,6 +46,8 @@ def _training_settings(config: Config) -> dict[str, Any]:
         del settings["adapter"]  # so that the ids of earlier runs stay
     _identify_model(config, settings["model"])
     _remove_unchanged(settings)
+    if not settings["parallel"]:  # likewise
+        del settings["parallel"]
     train = settings["train"]
     if config.kernels.compile is not None:  # What compiles may become known later, and does not change the training.
         train["compile"] = config.kernels.compile

@@ -38,7 +38,7 @@ def _scale_data(config: Config) -> list[str]:
             f"dataset.train_size={dataset.train_size} conflicts with scaling=weak_data, which computes it from "
             f"scaling.samples_per_worker={samples}: set dataset.train_size=null, or choose scaling=fixed"
         ]
-    dataset.train_size = samples * config.cluster.world_size
+    dataset.train_size = samples * config.data_parallel
     return []
 
 
@@ -139,7 +139,7 @@ OTHER_MICRO_BATCH = ", or another micro-batch size"
 
 def set_accumulation(config: Config) -> Iterator[str]:
     """Set the accumulation to the global batch size, and yield an error if no whole number fits."""
-    train, workers = config.train, config.cluster.world_size
+    train, workers = config.train, config.data_parallel
     total = train.global_batch_size
     if searches_micro_batch(config):
         yield from _search_errors(config)
@@ -155,7 +155,7 @@ def set_accumulation(config: Config) -> Iterator[str]:
 
 
 def _search_errors(config: Config) -> Iterator[str]:
-    train, workers = config.train, config.cluster.world_size
+    train, workers = config.train, config.data_parallel
     total = train.global_batch_size
     if total is None:
         yield (
@@ -215,7 +215,7 @@ def shrink_global_batch(config: Config) -> None:
     scale, train = config.scale, config.train
     micro_batch = scale.micro_batch_size if searches_micro_batch(config) else train.micro_batch
     if train.global_batch_size is not None and micro_batch and scale.gradient_accumulation_steps:
-        largest = micro_batch * scale.gradient_accumulation_steps * config.cluster.world_size
+        largest = micro_batch * scale.gradient_accumulation_steps * config.data_parallel
         train.global_batch_size = min(train.global_batch_size, largest)
 
 

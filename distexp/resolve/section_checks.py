@@ -171,7 +171,7 @@ def check_sizes(config: Config) -> Iterator[str]:
         yield error
     smallest = 1 if model_checks.searches_micro_batch(config) else config.train.micro_batch
     if samples is not None:
-        workers, batch = config.cluster.world_size, config.train.global_batch_size
+        workers, batch = config.data_parallel, config.train.global_batch_size
         if error := model_checks.check_samples_per_rank(samples, workers, smallest, global_batch=batch):
             yield error
 

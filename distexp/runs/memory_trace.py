@@ -213,7 +213,7 @@ def bytes_per_parameter(record: RunRecord) -> float | None:
     """
     built = record.built
     moments = MOMENTS.get(record.config["train"]["optimizer"])
-    if built is None or moments is None or len(built.mesh) != 2:
+    if built is None or moments is None or len(built.mesh) != 2 or built.tensor > 1:  # Some weights are not cut.
         return None
     is_unknown = (built.param_dtype != "float32" and trained_share(built) == 1) or (
         built.mesh[1] > 1 and not built.sharded_units

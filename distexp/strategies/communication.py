@@ -190,7 +190,7 @@ def sharding_of(config: Config) -> Sharding:
 def mesh_shape(config: Config) -> tuple[int, int]:
     """Return the mesh axes (replicate, shard)."""
     cluster = config.cluster
-    return sharding_of(config).mesh_shape(cluster.world_size, nodes=cluster.nodes, replicas=config.fsdp.replicas)
+    return sharding_of(config).mesh_shape(config.data_parallel, nodes=cluster.nodes, replicas=config.fsdp.replicas)
 
 
 ONE_WORKER_AXIS = {
@@ -199,6 +199,18 @@ ONE_WORKER_AXIS = {
     (True, True): "so nothing is replicated or sharded",
 }
 """What a mesh does whose axes (replicate, shard) have one worker or more."""
+
+
+DATA, TENSOR = "data", "tensor"
+"""Axes of the mesh with ``parallel.tensor``. Workers that share layers have consecutive ranks, on one node."""
+
+
+def build_shared_mesh(context: Context) -> DeviceMesh:
+    """Build the mesh (data, tensor)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (context.data_parallel, context.tensor)
+    return init_device_mesh(context.device.type, shape, mesh_dim_names=(DATA, TENSOR))
 
 
 def build_mesh(config: Config, context: Context) -> DeviceMesh:

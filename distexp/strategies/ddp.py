@@ -92,7 +92,12 @@ class DDP(Strategy):
     complexity: ClassVar[int] = 1
     section: ClassVar[str] = "ddp"
     lighter: ClassVar[str] = "sharding=shard_grad_op"
+    shares_layers: ClassVar[bool] = True
     is_compilable: ClassVar[bool] = True
+
+    def casts_weights(self, config: Config) -> bool:
+        """Return whether the units of FSDP cast weights, as they do if workers share layers."""
+        return config.parallel.shares_layers and config.precision.name != "fp32"
 
     def fast_values(self, config: Config) -> Mapping[str, Any]:
         """Compile the whole model with few buckets, and cast the weights once per step."""
@@ -122,6 +127,13 @@ class DDP(Strategy):
                 "ddp.static_graph=true fails in torch if the first backward pass reduces no gradients, as with "
                 f"train.{several}: leave ddp.static_graph out"
             )
+        defaults = vars(type(config.ddp)(bucket_cap_mb=BUCKET_MB))
+        changed = [name for name, value in vars(config.ddp).items() if value != defaults[name]]
+        if config.parallel.shares_layers and changed:
+            errors.append(
+                f"ddp.{changed[0]}={getattr(config.ddp, changed[0])} has no effect with parallel.tensor="
+                f"{config.parallel.tensor}, whose replicas use the units of FSDP: leave it out"
+            )
         return errors
 
     def hf_errors(self, config: Config) -> list[str]:
@@ -144,7 +156,10 @@ class DDP(Strategy):
         )
 
     def expected_build(self, config: Config) -> Mapping[str, Any]:
-        """Require a DistributedDataParallel module over all workers."""
+        """Require a DistributedDataParallel module over all workers, or copies of shared layers."""
+        if config.parallel.shares_layers:
+            mesh = {"mesh": [config.data_parallel, 1], "tensor": config.parallel.tensor}
+            return {"wrapper": "replicate", "world_size": config.cluster.world_size, **mesh}
         workers = config.cluster.world_size
         return {
             "wrapper": "DistributedDataParallel",
@@ -157,6 +172,10 @@ class DDP(Strategy):
 
     def setup(self, blueprint: Blueprint, config: Config, context: Context) -> DistributedModel:
         """Initialize the model on its device and wrap it."""
+        if context.tensor > 1:
+            from distexp.strategies.fsdp_units import replicate_units
+
+            return replicate_units(blueprint, config, context)
         from torch.nn.parallel import DistributedDataParallel
 
         from distexp.models.transforms import set_memory_format
@@ -198,6 +217,7 @@ class DDP(Strategy):
         """Yield smaller gradients and fewer reductions against communication."""
         if bottleneck != "exposed_communication":
             return
-        if step.on_gpu and step.setting("ddp.communication") == "fp32":
+        yield from self.fewer_shared_layers(step)
+        if step.on_gpu and step.setting("ddp.communication") == "fp32" and step.setting("parallel.tensor", 1) == 1:
             yield Advice("ddp.communication=bf16", "gradients in bf16 are half as large")
         yield from step.more_accumulation()

@@ -35,6 +35,7 @@ class FSDP(Strategy):
     option_group: ClassVar[str] = "sharding"
     option_key: ClassVar[str] = "fsdp.sharding"
     smallest_states: ClassVar[str] = "sharding=full_shard"
+    shares_layers: ClassVar[bool] = True
     is_compilable: ClassVar[bool] = True
     options: ClassVar[tuple[Option, ...]] = (
         Option("full_shard", offloads=True),
@@ -57,8 +58,13 @@ class FSDP(Strategy):
         return {**block_values(config), **({"fsdp.blocks_per_unit": "auto"} if native else {})}
 
     def validate(self, config: Config) -> list[str]:
-        """Check that the replicas divide the workers."""
-        replicas, workers = config.fsdp.replicas, config.cluster.world_size
+        """Check that the replicas divide the workers, and that the mesh has at most two axes."""
+        if config.parallel.shares_layers and not sharding_of(config).shards_over_all_workers:
+            return [
+                f"parallel.tensor={config.parallel.tensor} with sharding={config.fsdp.sharding} needs a mesh of three "
+                "axes, which is not supported: choose sharding=full_shard, sharding=shard_grad_op or strategy=ddp"
+            ]
+        replicas, workers = config.fsdp.replicas, config.data_parallel
         if replicas is None:
             return []
         if sharding_of(config) is not Sharding.HYBRID_SHARD:
@@ -123,6 +129,7 @@ class FSDP(Strategy):
             "wrapper": f"fully_shard(reshard_after_forward={sharding_of(config).reshards_after_forward})",
             "world_size": config.cluster.world_size,
             "mesh": list(mesh_shape(config)),
+            "tensor": config.parallel.tensor,
             "offload": "parameters+gradients+optimizer" if config.offload.enabled else "none",
         }
 
@@ -176,6 +183,7 @@ class FSDP(Strategy):
         """Yield fewer all-gathers, in a step and for a sample, against communication."""
         if bottleneck != "exposed_communication":
             return
+        yield from self.fewer_shared_layers(step)
         gathers_twice = step.setting("fsdp.sharding") == Sharding.FULL_SHARD
         shares = step.collective_shares()  # empty if nothing is known about the kinds
         # From a fifth of the communication, fewer all-gathers are worth more memory.

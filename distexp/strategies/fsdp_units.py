@@ -8,7 +8,8 @@ once, at the end. A separate unit would be reduced twice, the first time when me
 that cost BLOOM-560m 5 % of its speed and 480 MiB.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,15 +23,17 @@ from distexp.distributed.context import Context
 from distexp.distributed.process_group import gather_to_all
 from distexp.models.blueprint import Blueprint, check_dimensions, find_embeddings, has_tied_embeddings
 from distexp.models.transforms import NO_UNITS, NamedModules, find_units
-from distexp.strategies.communication import build_mesh, sharding_of
+from distexp.strategies.communication import DATA, TENSOR, build_mesh, build_shared_mesh, sharding_of
 from distexp.strategies.fsdp import set_prefetch
-from distexp.strategies.torch_model import DTYPES, Distribution, check_equal_use
+from distexp.strategies.parallel.tensor import Cutter
+from distexp.strategies.torch_model import DTYPES, Distribution, TorchModel, check_equal_use
 from distexp.system.torch_internals.collectives import (
+    REPLICATION,
     group_by_fsdp_unit,
     read_fsdp_policies,
     unsharded_fsdp_parameters,
 )
-from distexp.system.torch_internals.tensors import find_leaves, has_values
+from distexp.system.torch_internals.tensors import find_leaves, has_values, private_module
 
 MIN_UNIT_PARAMETERS = 30_000_000
 """Least size of a unit with ``fsdp.blocks_per_unit=auto``.
@@ -48,7 +51,9 @@ class Unit:
     is_needed_first: bool = False
 
 
-def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[nn.Module]:
+def shard_units(
+    blueprint: Blueprint, config: Config, context: Context, shard: Callable[..., Any] = fsdp.fully_shard
+) -> list[nn.Module]:
     """Initialize and shard the units; return the blocks, or the model if it has none."""
     model = blueprint.model
     check_dimensions(model, "sharding by FSDP")
@@ -70,21 +75,52 @@ def shard_units(blueprint: Blueprint, config: Config, context: Context) -> list[
     units = [Unit(groups[index]) for index in order]
     units += [] if is_one_unit else _embedding_units(model, blocks)
     units.append(Unit([model], is_needed_first=bool(blocks)))
-    policy = _policy(config, context)
+    policy, cut = _policy(config, context), None
+    if context.tensor > 1:
+        mesh = build_shared_mesh(context)
+        policy["mesh"], cut = mesh[DATA], Cutter(model, config, context, mesh[TENSOR])
     for unit in units:
         for module in unit.modules:
             blueprint.materialize(module)
+            if cut is not None:
+                cut(module)
         reshard = {"reshard_after_forward": False} if unit.is_needed_first else {}
-        fsdp.fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **{**policy, **reshard})
+        shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], **{**policy, **reshard})
+    if cut is not None:
+        cut.finish()
     set_prefetch([cast(fsdp.FSDPModule, group[0]) for group in groups], config)
     if reduces_zeros(model):
         cast(Any, model).set_reduce_scatter_unused_params(True)
     return blocks or [model]
 
 
+def replicate_units(blueprint: Blueprint, config: Config, context: Context) -> TorchModel:
+    """Return a model whose layers are shared by some workers, and copied by others, with the units of FSDP."""
+    replicate = private_module(REPLICATION, "replicate").replicate
+
+    def copy(modules: Any, *, reshard_after_forward: bool, **policy: Any) -> None:
+        replicate(modules, **policy)
+
+    units = shard_units(blueprint, config, context, copy)
+    model: Any = blueprint.model
+
+    def sync_context(last_micro: bool) -> AbstractContextManager[None]:
+        model.set_requires_gradient_sync(last_micro)
+        return nullcontext()
+
+    return TorchModel(
+        model,
+        config,
+        context,
+        sync_context=sync_context,
+        autocast=False,
+        distribution=lambda: read_distribution(model, units),
+    )
+
+
 def _policy(config: Config, context: Context) -> dict[str, Any]:
     policy: dict[str, Any] = {
-        "mesh": build_mesh(config, context),
+        "mesh": build_mesh(config, context) if context.tensor == 1 else None,
         "reshard_after_forward": sharding_of(config).reshards_after_forward,
     }
     if config.precision.name != "fp32":
@@ -202,19 +238,24 @@ def read_distribution(model: nn.Module, inner: Sequence[nn.Module]) -> Distribut
     The blocks, or the model without any, show whether parameters are resharded after the forward pass.
     """
     units = [members[0] for members in group_by_fsdp_unit(model)]
+    is_replicated = "ReplicateModule" in {kind.__name__ for kind in type(model).__mro__}
     parameters = list(model.parameters())
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     if len(sharded) != len(parameters):
         raise RuntimeError(f"FSDP left {len(parameters) - len(sharded)} of {len(parameters)} parameters unsharded")
-    (shape,) = {tuple(p.device_mesh.shape) for p in sharded}
+    (mesh,) = {p.device_mesh for p in sharded}
+    names = mesh.mesh_dim_names or ()
+    shape = [size for name, size in zip(names, mesh.shape, strict=True) if name != TENSOR]
     policies = read_fsdp_policies(units)
     reshards = {policy.reshards_after_forward for policy in read_fsdp_policies(inner)}
+    resharding = "/".join(map(str, sorted(reshards)))
     shared = max(len(set(inner).intersection(members)) for members in group_by_fsdp_unit(model))
     offloaded = all(policy.offloads_to_cpu for policy in policies)
     on_cpu = all(p.to_local().device.type == "cpu" for p in sharded)
     return Distribution(
-        wrapper=f"fully_shard(reshard_after_forward={'/'.join(map(str, sorted(reshards)))})",
-        mesh=[1, *shape] if len(shape) == 1 else list(shape),
+        wrapper="replicate" if is_replicated else f"fully_shard(reshard_after_forward={resharding})",
+        mesh=[*shape, 1] if is_replicated else [1, *shape] if len(shape) == 1 else shape,
+        tensor=mesh.size(names.index(TENSOR)) if TENSOR in names else 1,
         sharded_units=len(units),
         offload="parameters+gradients+optimizer" if offloaded and on_cpu else "none",
         compute_dtype=policies[0].param_dtype,

@@ -216,8 +216,26 @@ def clipping_scale(norm: Tensor, limit: float) -> Tensor:
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients, shape ().
 
-    Each rank computes the norm of its shards. One number is reduced over the ranks that share the shards.
+    Each rank computes the norm of its shards. For gradients that are sharded over the same axes of the mesh, one number
+    is reduced over each axis.
     """
+    by_axes: dict[tuple[int, ...], list[Tensor]] = {}
+    for gradient in gradients:
+        by_axes.setdefault(_sharded_axes(gradient), []).append(gradient)
+    norms = [_norm(members, axes) for axes, members in sorted(by_axes.items())]  # in the same order on all ranks
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm(2)
+
+
+def _sharded_axes(gradient: Tensor) -> tuple[int, ...]:
+    """Return the axes of the mesh along which a gradient is sharded. One that is not reduced yet has no norm."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    assert not any(placement.is_partial() for placement in gradient.placements), gradient.placements
+    # ``is_shard`` is false for the shards of FSDP in those of tensor parallelism.
+    return tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+
+
+def _norm(gradients: Sequence[Tensor], axes: tuple[int, ...]) -> Tensor:
     local = _local(gradients)
     # A CPU adds the squares one after the other, so float32 would keep two of seven digits. A GPU adds them as a tree.
     dtype = torch.float64 if local[0].device.type == "cpu" else torch.float32
@@ -225,9 +243,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     first = gradients[0]
     if isinstance(first, DTensor):
         squared = norm.square()
-        for axis, placement in enumerate(first.placements):
-            if placement.is_shard():
-                dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
+        for axis in axes:
+            dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
         norm = squared.sqrt()
     return norm
 

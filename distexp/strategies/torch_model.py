@@ -25,6 +25,7 @@ from distexp.runs.record_sections import Built
 from distexp.strategies import optimizer as optimizers
 from distexp.strategies.base import load_strategy
 from distexp.strategies.ddp_reduction import StepWeights
+from distexp.strategies.parallel.tensor import fused_rows, in_original_order
 from distexp.system.torch_internals.collectives import ddp_communication_dtype
 from distexp.system.torch_internals.tensors import active_autocast_dtype
 
@@ -38,6 +39,7 @@ class Distribution:
     wrapper: str
     mesh: list[int]
     sharded_units: int = 0
+    tensor: int = 1  # workers that share each layer
     offload: str = "none"
     compute_dtype: torch.dtype | None = None  # if the wrapper casts, instead of autocast
     blocks_per_unit: int | None = None  # of FSDP
@@ -77,7 +79,7 @@ class TorchModel:
         self.device = context.device
         self.strategy = config.strategy.name
         self.task, self.entropy = config.model.task, training_entropy(config)
-        self.world_size = context.world_size
+        self.data_parallel, self.tensor = context.data_parallel, context.tensor
         self.clipping = config.train.gradient_clipping
         self.sync_context = sync_context
         self.copies = weights
@@ -128,10 +130,10 @@ class TorchModel:
             if self.missing is not None:
                 self.missing.record(loss)
             # Gradients are averaged over the ranks, but the normalizer requires their sum.
-            self.scaler.scale(loss * self.world_size).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss * self.data_parallel).backward()  # type: ignore[no-untyped-call]
         if self.copies is not None and self.collects and not (last_micro and self.reduces_masters):
             self.copies.collect_gradients()
-        return metrics
+        return metrics if self.tensor == 1 else metrics / self.tensor  # The workers that share layers have the same.
 
     def _call(self, module: nn.Module, batch: Batch) -> Any:
         """Return the outputs of a module in the precision of the training."""
@@ -186,6 +188,8 @@ class TorchModel:
     def checkpoint_format(self) -> str:
         """Return the format, which does not depend on the number of workers. With fp16 it includes the loss scale."""
         adapters = ", adapters only" if self.only_trained else ""
+        if fused_rows(self.module):  # Their rows are in the order of these workers.
+            adapters += f", parallel.tensor={self.tensor}"
         return "torch" + (" with a loss scale" if self.scaler.is_enabled() else "") + adapters
 
     def _state(self) -> dict[str, Any]:
@@ -255,7 +259,7 @@ def unsharded_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and full value of each parameter, or each trained one, and persistent buffer; a collective."""
     unwrapped = _unwrapped(module)
-    skipped = frozen_names(unwrapped) if only_trained else set()
+    skipped, orders = frozen_names(unwrapped) if only_trained else set(), fused_rows(unwrapped)
     # After an evaluation some are still gathered, and with mixed precision these are copies in 16 bits.
     from torch.distributed.fsdp import FSDPModule
 
@@ -267,7 +271,8 @@ def unsharded_weights(
             continue
         # Offloaded shards are on the CPU; they are gathered on the device of the process group.
         local = tensor.detach().to(device)
-        yield name, (local.full_tensor() if isinstance(local, DTensor) else local).contiguous()
+        whole = local.full_tensor() if isinstance(local, DTensor) else local
+        yield name, in_original_order(whole, orders.get(name)).contiguous()
 
 
 def check_equal_use(names: list[str], hint: str) -> None:
@@ -316,6 +321,7 @@ def describe(
         wrapper=distribution.wrapper,
         world_size=dist.get_world_size(),
         mesh=distribution.mesh,
+        tensor=distribution.tensor,
         sharded_units=distribution.sharded_units,
         zero_stage=None,
         offload=distribution.offload,

@@ -113,6 +113,7 @@ class Traits:
     lighter: ClassVar[str] = ""  # without such a group: override that needs less memory, as in Option
     smallest_states: ClassVar[str] = ""  # override for which several workers keep least of the states, if it has one
     offload_with: ClassVar[str] = ""  # override with which other strategies can offload, if it is the best for that
+    shares_layers: ClassVar[bool] = False  # whether ``parallel.tensor`` is supported
     is_compilable: ClassVar[bool] = False  # whether ``kernels=fast`` compiles the model on a GPU with all options
     tracer: ClassVar[str | None] = None
     cpu_memory: ClassVar[CpuMemory | None] = None  # of a worker on CPUs. None: not measured, so there is no verdict
@@ -173,7 +174,11 @@ class Traits:
 
     def communicators_mib(self, config: Config) -> float:
         """Return the MiB per GPU of the communicators of NCCL."""
-        return facts().processes.communicator_mib if config.cluster.world_size > 1 else 0.0
+        known = facts().processes.communicator_mib
+        workers, degree = config.cluster.world_size, setting(config, "parallel.tensor") or 1
+        # With two axes, the mesh has two more communicators. That they need as much as the first is an assumption.
+        axes = sum(size > 1 for size in (degree, workers // degree)) if degree > 1 else 0
+        return known * (1 + axes) if workers > 1 else 0.0
 
     def host_worker_mib(self, config: Config) -> float:
         """Return the CPU memory of a worker on a GPU."""
@@ -202,6 +207,14 @@ class Traits:
     def advice(self, bottleneck: str, step: ProfiledStep) -> Iterator[Advice]:
         """Yield options against launch_idle, exposed_communication, data_wait, optimizer, host or compute."""
         yield from ()
+
+    @staticmethod
+    def fewer_shared_layers(step: ProfiledStep) -> Iterator[Advice]:
+        """Yield a smaller ``parallel.tensor`` against communication, if workers share layers."""
+        degree = int(step.setting("parallel.tensor", 1))
+        if degree > 1:
+            reason = "workers that share layers exchange the hidden states of each attention and MLP, in both passes"
+            yield Advice(f"parallel.tensor={degree // 2}", reason)
 
     def memory_note(self, config: Config) -> str:
         """Return the sentences that explain the measured parts of the memory in the report; empty if not needed."""

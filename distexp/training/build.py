@@ -83,17 +83,17 @@ def _keep_targets(config: Config, data: TaskData) -> TaskData:
 
 def make_loaders(config: Config, data: TaskData, context: Context) -> tuple[ShardedLoader, ShardedLoader]:
     """Return this rank's loaders of the training and the evaluation set."""
-    train, place = config.train, (context.rank, context.world_size)
+    train, place = config.train, (context.data_rank, context.data_parallel)
     unit = "rows" if config.dataset.packing else "samples"
     if data.evaluation is data.train:  # Each loader sets the epoch of its own object.
         data = replace(data, evaluation=copy(data.evaluation))
     error = model_checks.check_samples_per_rank(
-        len(data.train), context.world_size, train.micro_batch, global_batch=train.global_batch_size, unit=unit
+        len(data.train), context.data_parallel, train.micro_batch, global_batch=train.global_batch_size, unit=unit
     )
     if error:
         raise ConfigError(error)
-    training = BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps)
-    evaluation = BatchSharding(*place, train.eval_batch_size or train.micro_batch)
+    training = BatchSharding(*place, train.micro_batch, train.gradient_accumulation_steps, context.tensor)
+    evaluation = BatchSharding(*place, train.eval_batch_size or train.micro_batch, copies=context.tensor)
     lengths = text.sample_lengths(data.train) if config.dataset.bucketing else None
     load = partial(ShardedLoader, seed=train.seed, num_workers=config.dataset.num_workers)
     return (
@@ -173,7 +173,7 @@ MAX_EPOCHS = 10  # Epochs whose batches are compared. More would take time and f
 def training_micro_batches(config: Config, samples: Samples, *, epochs: int) -> Tensor:
     """Return the micro-batches of all ranks, shape (micro-batches, samples). Larger indices are padding samples."""
     train = config.train
-    sharding = BatchSharding(0, config.cluster.world_size, train.micro_batch, train.gradient_accumulation_steps)
+    sharding = BatchSharding(0, config.data_parallel, train.micro_batch, train.gradient_accumulation_steps)
     lengths = lengths_of(samples) if config.dataset.bucketing else None
     sampler = ShardedBatchSampler(len(samples), sharding, seed=train.seed, shuffle=True, lengths=lengths)
     plan = inputs.StepPlan(train, sampler.steps_per_epoch)
@@ -196,7 +196,7 @@ def _micro_batch_targets(config: Config, data: TaskData) -> Iterator[tuple[Tenso
         yield training_micro_batches(config, data.train, epochs=MAX_EPOCHS), targets
     if train.evaluate and (targets := _known_targets(data.evaluation)) is not None:
         size = train.eval_batch_size or train.micro_batch
-        sharding = BatchSharding(0, config.cluster.world_size, size)
+        sharding = BatchSharding(0, config.data_parallel, size)
         sampler = ShardedBatchSampler(len(data.evaluation), sharding, seed=train.seed, shuffle=False)
         yield sampler.global_batches(0).view(-1, size), targets
 

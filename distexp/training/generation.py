@@ -108,7 +108,7 @@ class GreedyGenerator:
             inputs[LOGITS_TO_KEEP], last = last, torch.arange(len(ids), device=self.device)
         labels = torch.full_like(ids, IGNORE)
         batch = Batch(inputs=inputs, labels=labels, num_samples=len(ids), num_targets=0, num_tokens=0)
-        logits = objective.get_logits(self.model.forward(batch))
+        logits = objective.whole_logits(self.model.forward(batch))
         following = logits[torch.arange(len(ids), device=self.device), last]
         return following[:, : self.tokenizer.size].argmax(dim=-1)
 

@@ -184,7 +184,7 @@ class MetricsLogger:
         metrics.train_samples_per_second_overall = self.samples / runtime
         first = self.plan.train.measure_after_step
         durations = self.clock.durations()[first : first + self.counts.measured_steps]
-        totals, sizes_differ = self.counts.total(self.context.device)
+        totals, sizes_differ = self.counts.total(self.context)
         # They belong to the energy of the measured steps.
         tokens = {"measured_tokens": totals.measured_tokens} if totals.measured_tokens else {}
         self.events.emit(measured_samples=self.counts.measured_samples, **tokens)
@@ -352,10 +352,10 @@ class StepCounts:
             self.measured_work += step.workload
             self.data_waits_s.append(step.wait_s)
 
-    def total(self, device: torch.device) -> tuple[StepCounts, bool]:
-        """Return the sums over all ranks, and whether some rank has batches of different sizes; a collective."""
+    def total(self, context: Context) -> tuple[StepCounts, bool]:
+        """Return the sums over the rows of all ranks, and whether some rank has batches of different sizes."""
         counts = [self.measured_tokens, self.tokens, self.positions, int(have_other_sizes(self.sizes))]
-        sums = sum_over_ranks(torch.tensor([*counts, *astuple(self.measured_work)], device=device)).tolist()
-        measured_tokens, tokens, positions, ranks_that_differ, *work = sums
+        sums = sum_over_ranks(torch.tensor([*counts, *astuple(self.measured_work)], device=context.device))
+        measured_tokens, tokens, positions, ranks_that_differ, *work = (sums // context.tensor).tolist()
         summed = {"measured_tokens": measured_tokens, "tokens": tokens, "positions": positions}
         return replace(self, **summed, measured_work=Workload(*work)), ranks_that_differ > 0

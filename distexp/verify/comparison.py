@@ -72,7 +72,8 @@ class Recording:
     def read(cls, directory: Path) -> "Recording":
         """Read a run directory. Raise OSError if the run has not ended."""
         config = RunSpec.read(directory).config
-        ranks = [read_json(rank_file(directory, rank))["steps"] for rank in range(config.cluster.world_size)]
+        first = range(0, config.cluster.world_size, config.parallel.tensor)  # of those with the same rows
+        ranks = [read_json(rank_file(directory, rank))["steps"] for rank in first]
         return cls(config, ranks=ranks, **torch.load(directory / TENSORS, weights_only=True))
 
 

@@ -30,6 +30,10 @@ SETTINGS = "phase.json"
 
 SGD = ("train.optimizer=sgd", "train.momentum=0", "train.weight_decay=0", "train.learning_rate=0.05")
 UPDATES = ("train.weight_decay=0.1", "train.eps=1e-6")
+SHARED_EPS = "train.eps=1e-4"
+"""Epsilon if workers share layers. They sum in another order in each layer, and the noise run only over the samples.
+With a small epsilon, AdamW changes a weight by as much for a gradient that is rounding as for a large one."""
+
 ACTIVE_CLIPPING = "train.gradient_clipping=0.02"  # below the gradient norm of any model that is not trained yet
 NO_CLIPPING = "train.gradient_clipping=null"
 
@@ -102,7 +106,7 @@ class RunSettings:
 
     phase: str
     role: str  # reference, noise, variant or resumed
-    world_size: int  # workers of the variant
+    world_size: int  # workers of the variant with their own rows
     accumulation: int  # micro-batches of each worker of the variant in a step
     micro_batch: int  # samples of a micro-batch of the variant
     samples: int  # samples of the training set that are used
@@ -156,7 +160,7 @@ def phases_of(config: Config, *, quick: bool) -> list[Phase]:
 
 def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCell) -> None:
     config = variant.config
-    world, size = config.cluster.world_size, micro_batch_of(config)
+    world, size = config.data_parallel, micro_batch_of(config)
     own = replace_overrides(cell.overrides, [*phase_overrides(phase, config), *_batch(size, phase.accumulation)])
     single = [text for text in own if not _chooses_strategy(text)]
     single = replace_overrides(single, [quote_choice(text, config_groups()) for text in reference_overrides(config)])
@@ -204,19 +208,20 @@ def phase_overrides(phase: Phase, config: Config) -> list[str]:
             found.append(f"dataset.{key}={min(size, own or size)}")
     if "dropout" in config.model.keys:  # Each worker has other random numbers.
         found.append("model.dropout=0")
-    return replace_overrides([quote_choice(text, config_groups()) for text in found], phase.overrides)
+    shared = [SHARED_EPS] if phase.keeps_optimizer and config.parallel.shares_layers else []
+    return replace_overrides([quote_choice(text, config_groups()) for text in found], [*phase.overrides, *shared])
 
 
 def reference_overrides(config: Config) -> list[str]:
     """Return the overrides that turn a configuration into that of the reference."""
-    return [*REFERENCE, "engine=native", "train.activation_checkpointing=false"]
+    return [*REFERENCE, "parallel.tensor=1", "engine=native", "train.activation_checkpointing=false"]
 
 
 def _chooses_strategy(override: str) -> bool:
     """Return whether an override is about the strategy, the trainer or the kernels of the variant."""
     key = key_of(override)
     section = key.partition(".")[0]
-    own = {"strategy", "engine", "offload", *strategy_groups(), *strategy_sections()}
+    own = {"strategy", "parallel", "engine", "offload", *strategy_groups(), *strategy_sections()}
     return section in own or key in speed_references()
 
 

@@ -18,6 +18,7 @@ from distexp.measure.watcher import Watcher
 from distexp.runs.events import Events
 from distexp.strategies.base import EvaluableModel
 from distexp.strategies.optimizer import innermost_optimizer, parameter_groups, trained_parameters
+from distexp.strategies.parallel.tensor import fused_rows, in_original_order
 from distexp.strategies.torch_model import unsharded_weights
 from distexp.strategies.zero import ds_initialization
 from distexp.system.files import write_json
@@ -44,7 +45,7 @@ class TensorReader:
         if self.engine is not None:
             self.stage = self.engine.zero_optimization_stage()
         self.parameters = {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
-        self.masters = self._masters()
+        self.masters, self.orders = self._masters(), fused_rows(self.module)
 
     def _masters(self) -> dict[str, nn.Parameter]:
         """Return the fp32 weights by name, if the module computes with copies of them in 16 bits."""
@@ -77,7 +78,7 @@ class TensorReader:
             read = _gradient
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         pairs = ((name, read(self.masters.get(name, parameter))) for name, parameter in trained.items())
-        return {name: copied(self._full(gradient)) for name, gradient in pairs if gradient is not None}
+        return {name: copied(self._full(gradient, name)) for name, gradient in pairs if gradient is not None}
 
     def states(self) -> dict[str, Tensors]:
         """Return the optimizer states of each parameter, by the name of the state."""
@@ -88,7 +89,7 @@ class TensorReader:
         for name, parameter in self.parameters.items():
             for key, value in states.get(self.masters.get(name, parameter), {}).items():
                 if isinstance(value, Tensor):
-                    found.setdefault(key, {})[name] = copied(self._full(value))
+                    found.setdefault(key, {})[name] = copied(self._full(value, name))
         return found
 
     def _partitioned_states(self, states: Mapping[Any, Mapping[str, Any]]) -> dict[str, Tensors]:
@@ -129,10 +130,10 @@ class TensorReader:
             for group, owned in zip(groups, members, strict=False)
         ]
 
-    def _full(self, tensor: Tensor) -> Tensor:
+    def _full(self, tensor: Tensor, name: str) -> Tensor:
         local: Any = tensor.to(self.device) if isinstance(tensor, DTensor) else None
         whole: Tensor = tensor if local is None else local.full_tensor()
-        return whole
+        return in_original_order(whole, self.orders.get(name))
 
 
 def plain_name(name: str) -> str:

@@ -221,14 +221,15 @@ def prepare_data(data: TaskData, config: Config, settings: RunSettings) -> TaskD
 def uneven_shares(length: int, config: Config, settings: RunSettings) -> dict[int, float]:
     """Return the share of the targets that a sample keeps, by its index.
 
-    The second micro-batch of the second step has no target. The first step shows how targets are weighted.
+    The second micro-batch of the second step has no target, if that is not the only one of a step. The first step
+    shows how targets are weighted.
     """
     sharding = BatchSharding(0, settings.world_size, settings.micro_batch, settings.accumulation)
     order = ShardedBatchSampler(length, sharding, seed=config.train.seed, shuffle=True).global_batches(0).flatten()
     first = sharding.global_batch + settings.micro_batch
     shares = {}
     for position, index in enumerate(order.tolist()):
-        is_empty = first <= position < first + settings.micro_batch
+        is_empty = sharding.global_batch > settings.micro_batch and first <= position < first + settings.micro_batch
         shares[index % length] = 0.0 if is_empty else (1.0, 0.3, 0.7, 0.15, 0.5)[position % 5]
     return shares
 

@@ -259,7 +259,7 @@ class Round(ForkedTrial):
 
 def allowed_sizes(config: Config, data: TaskData, model: nn.Module) -> list[int]:
     """Return the sizes to choose from, in ascending order. A batch norm may fail for a single sample."""
-    sizes = divisors(samples_per_worker(config), -(-len(data.train) // config.cluster.world_size))
+    sizes = divisors(samples_per_worker(config), -(-len(data.train) // config.data_parallel))
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     return [size for size in sizes if size > 1 or not has_batch_norm] or sizes
 

@@ -52,7 +52,7 @@ class SizeTrials:
     def __init__(self, config: Config, blueprint: Blueprint, data: TaskData, context: Context) -> None:
         self.config, self.data, self.context = config, data, context
         self.model: DistributedModel = load_strategy(config).setup(blueprint, config, context)
-        seeding.seed_everything(config.train.seed + context.rank)  # as before a training
+        seeding.seed_everything(config.train.seed + context.data_rank)  # as before a training
         self.longest = longest_first(data.train)
         optimizer = getattr(self.model, "optimizer", getattr(self.model.module, "optimizer", None))
         self.tensors = partial(read_model_tensors, self.model.module, optimizer)
@@ -92,12 +92,13 @@ class SizeTrials:
         place, samples = self.context, PaddedDataset(self.data.train)
         batches: list[Batch] = []
         for number in range(micro_batches):
-            first = (number * place.world_size + place.rank) * size
+            first = (number * place.data_parallel + place.data_rank) * size
             chosen = (self.longest[index % len(self.longest)] for index in range(first, first + size))
             batches.append(self.data.collate([samples[index] for index in chosen]))
         targets = torch.tensor(sum(batch.num_targets for batch in batches), device=place.device)
+        targets = sum_over_ranks(targets) // place.tensor
         on_device = [to_device(self.data.train, batch, place.device) for batch in batches]
-        return StepData(on_device, sum_over_ranks(targets), num_samples=size * micro_batches * place.world_size)
+        return StepData(on_device, targets, num_samples=size * micro_batches * place.data_parallel)
 
     def _run_step(self, step: StepData) -> tuple[StepTime, float]:
         """Run a step; return its time, and the memory before its last micro-batch in MiB."""
@@ -139,7 +140,7 @@ def combine(size: int, config: Config, ranks: list[tuple[float, float, float, fl
     """Return the result of a size from those of all ranks: seconds, peak, base and usable memory."""
     seconds, peaks, bases, usable = zip(*ranks, strict=True)
     fits = all(peak <= limit * USABLE_SHARE for peak, limit in zip(peaks, usable, strict=True))
-    speed = model_checks.samples_per_worker(config) * config.cluster.world_size / max(seconds)
+    speed = model_checks.samples_per_worker(config) * config.data_parallel / max(seconds)
     return TriedSize(size, FITS if fits else TOO_LARGE, speed, max(peaks), max(bases), min(usable))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,19 +175,22 @@ def write_config(folder: Path, kind: str) -> Path:
 def train_all(
     folder: Path, base: Sequence[str], models: Mapping[str, Mapping[str, Any]], cells: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Train each model on one worker and, in each cell, on two, from a process that imports the libraries once.
+    """Train each model on one worker and, in each cell, on two or its own number, with the same global batch.
 
-    A model has values of keys, which are set in the configuration that the overrides ``base`` and those of a cell give.
+    One process imports the libraries for all. A model has values of keys, which are set in the configuration that the
+    overrides ``base`` and those of a cell give.
     """
-    for cell, strategy, workers in [(SINGLE, ("strategy=single",), 1), *((c, s, 2) for c, s in cells.items())]:
-        split = f"cluster.workers_per_node={workers}", f"train.gradient_accumulation_steps={4 // workers}"
-        spec = make_spec(*base, *COMMON, TRUSTED, *strategy, *split)
+    single = ("strategy=single", "cluster.workers_per_node=1")
+    for cell, strategy in {SINGLE: single, **cells}.items():
+        spec = make_spec(*base, *COMMON, TRUSTED, "cluster.workers_per_node=2", *strategy)
+        spec.config.train.gradient_accumulation_steps = 4 // spec.config.data_parallel
         for name, values in models.items():
-            run = folder / f"{name}-{workers}" / cell
+            run = folder / f"{name}-{spec.world_size}" / cell
             run.mkdir(parents=True)
+            own = copy.deepcopy(spec)
             for key, value in values.items():
-                set_value(spec.config, key, value)
-            spec.write(run)
+                set_value(own.config, key, value)
+            own.write(run)
     done = start_module("tests.helpers.zoo_ranks", str(folder), timeout=2 * TIMEOUT_S, env=RANKS)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
@@ -195,11 +200,14 @@ SINGLE = "single"
 
 
 def outcomes(folder: Path, name: str) -> dict[str, float | str]:
-    """Return the largest difference of a loss from that of ``single``, or the error, by the cell of a model."""
+    """Return the largest difference from ``single``, or the error, by the cell of a model.
+
+    It is that of a loss, or of the logarithm of a gradient norm, which is its relative difference.
+    """
     expected = read_outcome(folder / f"{name}-1" / SINGLE)
     assert isinstance(expected, list), expected
     found: dict[str, float | str] = {}
-    for run in sorted((folder / f"{name}-2").iterdir()):
+    for run in sorted(folder.glob(f"{name}-[24]/*")):
         if run.is_dir():
             losses = read_outcome(run)
             pairs = zip(losses, expected, strict=True)
@@ -208,10 +216,11 @@ def outcomes(folder: Path, name: str) -> dict[str, float | str]:
 
 
 def read_outcome(run: Path) -> list[float] | str:
-    """Return the losses of the steps and of the evaluations of a run, or its error."""
+    """Return the losses of the steps and evaluations and the logarithms of the norms of a run, or its error."""
     error = run / "error.txt"
     if error.exists():
         return error.read_text()
     lines = read_lines(run / "metrics.jsonl")
     trained = [line[key] for key in ("loss", "router_loss") for line in lines if key in line]
+    trained += [math.log(line["grad_norm"]) for line in lines]  # so that differences are relative
     return [*trained, *RunRecord.read(run / RECORD).metrics.eval_losses]

@@ -137,7 +137,9 @@ def train_all(cells: list[Path], rank: int) -> None:
     for cell in cells:
         print(f"=== {cell.name}", flush=True)
         try:
-            record = train(RunSpec.read(cell), replace(context, run_dir=cell), Events(cell, enabled=rank == 0))
+            spec = RunSpec.read(cell)
+            own = replace(context, run_dir=cell, tensor=spec.config.parallel.tensor)
+            record = train(spec, own, Events(cell, enabled=rank == 0))
         except Exception as error:
             (cell / "error.txt").write_text(f"{type(error).__name__}: {error}")
             raise

@@ -19,7 +19,7 @@ from distexp.plan.trace.cuda_semantics import count_references_to_gradient
 from distexp.system.torch_internals.tensors import FakeMode, count_references, device_of_fake, is_fake_of
 
 GPU = torch.device("cpu", 1)
-READ_DEVICE = torch.ops.prim.device.default
+READ_DEVICE, WAIT = torch.ops.prim.device.default, torch.ops._c10d_functional.wait_tensor.default
 """The device of traced tensors that a run has on its GPU. Host tensors are on ``cpu``.
 
 Autograd and FSDP need a GPU for tensors on ``cuda``. For a CPU with another index they do not, yet torch distinguishes
@@ -90,6 +90,8 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.end_forward()
         if func is READ_DEVICE and is_fake_of(args[0], self._fake_mode):  # two thirds of all calls, mostly by autograd
             return device_of_fake(args[0], self._fake_mode)
+        if func is WAIT:  # Only without values its result is another tensor.
+            return args[0]
         if self.phase == "backward" and self._adds_in_place(func, args):
             return args[0]
         outputs = func(*args, **(kwargs or {}))
@@ -98,7 +100,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._register(tensor)
         self.work.add(self.phase, func, args, kwargs, outputs)
         self._use_buffers(func, args)
-        if func.namespace in ("fsdp", "c10d", "_c10d_functional"):
+        if func.namespace in ("fsdp", "c10d"):  # DTensors use another one, also for activations.
             self.assign("communication", tensors_in((args, kwargs, outputs)))
         return outputs
 

@@ -41,6 +41,7 @@ def traced_context(config: Config) -> Context:
         nodes=cluster.nodes,
         device=GPU,
         run_dir=Path(),
+        tensor=config.parallel.tensor,
     )
 
 

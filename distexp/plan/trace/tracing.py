@@ -9,13 +9,12 @@ import io
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, redirect_stdout
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import device_mesh
 
 from distexp.config import Config, ConfigError, custom_code
 from distexp.data.base import Batch, Samples
@@ -29,6 +28,7 @@ from distexp.plan.replay import PlanError, StepTrace
 from distexp.plan.trace import compiled, cuda_semantics, traced_run, zero12
 from distexp.plan.trace.recorder import GPU, StorageRecorder, tensors_in
 from distexp.strategies.base import load_strategy
+from distexp.strategies.parallel.tensor import shares_vocabulary
 from distexp.strategies.torch_model import TorchModel
 from distexp.strategies.zero.ds_initialization import parameter_sizes
 from distexp.system.torch_internals import collectives, tensors
@@ -118,6 +118,8 @@ def _record(config: Config, *, images_on_gpu: bool, on_gpu: bool) -> StepTrace:
         images = torch.empty(image_bytes, dtype=torch.uint8, device=GPU)
         recorder.assign("batch", [images])
         step = TracedStep(config, blueprint, context, recorder, on_gpu=on_gpu)
+        if vocabulary is not None and shares_vocabulary(blueprint.model):
+            vocabulary //= context.tensor
         steps = STEPS_BEFORE_DDP_REPEATS if step.is_ddp else STEPS_BEFORE
         for number in range(steps + 1):
             if number == steps:
@@ -145,6 +147,7 @@ def _replacements(
     if on_gpu:
         yield cuda_semantics.cuda_autocast()
     yield collectives.fsdp_device(GPU)
+    yield collectives.meshes_with_values()
     yield tensors.grouped_products_of_any_precision()
     if config.train.compiled != "none" or (on_gpu and config.model.attention == "flex"):
         yield compiled.traced_compilation(fake_mode, lambda: recorder)
@@ -231,19 +234,8 @@ def _set_up(config: Config, blueprint: Blueprint, context: Context, recorder: St
     if strategy.tracer is not None:
         traced: Traceable = custom_code.locate(strategy.tracer)(blueprint, config, context, recorder)
         return traced
-    with _mesh_outside_of_fake_mode(), traced_run.traced_ddp(recorder.assign):
+    with traced_run.traced_ddp(recorder.assign):
         model = strategy.setup(blueprint, config, context)
     if not isinstance(model, TorchModel):
         raise PlanError(f"strategy={config.strategy.name} cannot be traced")
     return model
-
-
-@contextmanager
-def _mesh_outside_of_fake_mode() -> Iterator[None]:
-    """Let ``init_device_mesh`` use real tensors during the block. It reads their values."""
-    original = device_mesh.init_device_mesh
-    device_mesh.init_device_mesh = tensors.without_fake_mode()(original)
-    try:
-        yield
-    finally:
-        device_mesh.init_device_mesh = original

@@ -1,15 +1,16 @@
 """Private APIs of DistributedDataParallel, FSDP and process groups."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed import distributed_c10d
 
-from distexp.system.torch_internals.tensors import explained, private_module, replaced
+from distexp.system.torch_internals.tensors import explained, private_module, replaced, without_fake_mode
 
 
 def ddp_communication_dtype(wrapped: Any) -> torch.dtype:
@@ -106,10 +107,41 @@ def unsharded_fsdp_parameters(model: torch.nn.Module) -> list[tuple[Any, Any]]:
         return [(getattr(member, "_unsharded_param", None), member.sharded_param) for member in members]
 
 
-def fsdp_device(device: torch.device) -> AbstractContextManager[None]:
-    """Let ``fully_shard`` use this device for meshes of CPUs, during the block."""
-    module = "torch.distributed.fsdp._fully_shard._fully_shard"
-    return replaced(module, "_get_device_from_mesh", lambda _: lambda mesh: device)
+REPLICATION = "torch.distributed._composable.replicate_with_fsdp"
+"""Module of torch with DDP on top of FSDP's units. DistributedDataParallel itself cannot keep DTensors."""
+
+
+@contextmanager
+def fsdp_device(device: torch.device) -> Iterator[None]:
+    """Let ``fully_shard`` and ``replicate`` use this device for meshes of CPUs, during the block."""
+    modules = ["torch.distributed.fsdp._fully_shard._fully_shard"]
+    if find_spec(REPLICATION) is not None:
+        modules.append(REPLICATION)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(replaced(module, "_get_device_from_mesh", lambda _: lambda mesh: device))
+        yield
+
+
+@contextmanager
+def meshes_with_values() -> Iterator[None]:
+    """Let the methods of device meshes use real tensors, also in a fake mode, during the block. They read values."""
+    mesh = torch.distributed.device_mesh.DeviceMesh
+    with explained(f"DeviceMesh.{', '.join(MESH_METHODS)}"):
+        originals = {name: mesh.__dict__[name] for name in MESH_METHODS}
+    for name, original in originals.items():
+        is_static = isinstance(original, staticmethod)
+        wrapped = without_fake_mode()(original.__func__ if is_static else original)
+        setattr(mesh, name, staticmethod(wrapped) if is_static else wrapped)
+    try:
+        with replaced("torch.distributed.device_mesh", "init_device_mesh", without_fake_mode()):
+            yield
+    finally:
+        for name, original in originals.items():
+            setattr(mesh, name, original)
+
+
+MESH_METHODS = ("__init__", "__getitem__", "_concatenate", "get_coordinate", "get_local_rank", "get_group")
 
 
 def set_default_timeout(timeout: timedelta) -> None:
