@@ -41,7 +41,7 @@ LOG = "workers.log"
 GRACE_S = 1.0
 MIN_WIDTH = 100  # columns of a table that is not in a terminal
 COLUMNS = {
-    "loss": "loss", "gradient": "grads", "norm": "norm", "weight": "weights", "state": "states", "ranks": "ranks",
+    "loss": "loss", "gradient": "grads", "norm": "norm", "update": "updates", "state": "states", "ranks": "ranks",
     "evaluation": "eval", "resume": "resume",
 }  # fmt: skip
 """Kinds of findings that the table shows, with their titles."""
@@ -246,10 +246,10 @@ def phase_table(result: dict[str, Any]) -> Table:
 def variant_table(results: Sequence[dict[str, Any]]) -> Table:
     """Return a line with the largest errors of each variant."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("variant", "phases", "loss", "gradients", "weights", "result"):
+    for title in ("variant", "phases", "loss", "gradients", "updates", "result"):
         table.add_column(title)
     for result in results:
-        cells = [error_text(worst_of_all(result, kind), kind) for kind in ("loss", "gradient", "weight")]
+        cells = [error_text(worst_of_all(result, kind), kind) for kind in ("loss", "gradient", "update")]
         table.add_row(result["label"], str(len(result["phases"])), *cells, result["status"])
     return table
 

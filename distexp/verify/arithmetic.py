@@ -1,7 +1,8 @@
 """Arithmetic of recorded tensors: distances, norms, an update of the optimizer, and fits."""
 
 from collections.abc import Mapping, Sequence
-from math import isnan, sqrt
+from itertools import pairwise
+from math import isnan
 from typing import Any
 
 import torch
@@ -35,11 +36,6 @@ def differs(value: Any, expected: Any) -> float:
         return float(value is not expected)
     left, right = ([each] if isinstance(each, float) else list(each) for each in (value, expected))
     return max((relative(a, b) if a != b else 0.0 for a, b in zip(left, right, strict=True)), default=0.0)
-
-
-def global_norm(tensors: Tensors) -> float:
-    """Return the 2-norm of all tensors together."""
-    return sqrt(sum(float(each.double().square().sum()) for each in tensors.values()))
 
 
 def by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -93,3 +89,56 @@ def scale_of(found: Tensor, right: Tensor) -> float:
     """Return the factor by which a tensor is a multiple of another one."""
     left, other = found.flatten().double(), right.flatten().double()
     return float(left @ other / (other @ other).clamp(min=1e-60))
+
+
+def explain_update(
+    wrong: Sequence[str],
+    *,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    expected: Tensors,
+    changes: Tensors,
+    groups: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return what a wrong update is made of: multiples of the right one, of the gradient and of the weight."""
+    change, right = flat(changes, wrong), flat(expected, wrong)
+    moved = largest(change) > 1e-3 * largest(right)
+    detail = {"skipped": not moved, "ratio": float(change @ right / (right @ right).clamp(min=1e-60))}
+    trained = [name for name in wrong if name in after["gradients"] and groups.get(name, {}).get("lr")]
+    if trained and "betas" not in groups[trained[0]] and not groups[trained[0]].get("momentum"):
+        rates = {name: groups[name]["lr"] for name in trained}
+        columns = [
+            torch.cat([-rates[name] * source[name].flatten().double() for name in trained])
+            for source in (after["gradients"], before["weights"])
+        ]
+        solution, residual = least_squares(columns, flat(changes, trained))
+        detail |= {"gradient_factor": solution[0], "weight_factor": solution[1], "residual": residual}
+    return detail | {"unchanged": [name for name in wrong if largest(changes[name]) == 0]}
+
+
+def explain_gradients(
+    names: Sequence[str], found: Tensors, right: Tensors, sums: Sequence[Tensors], earlier: Tensors | None
+) -> dict[str, Any]:
+    """Return what wrong gradients are made of: multiples of the right ones, or of those of each micro-batch.
+
+    ``sums`` has the right gradients after each micro-batch. ``earlier`` has the wrong ones of the step before.
+    """
+    every = [name for name in right if name in found]
+    names = [name for name in names if name in every]
+    detail: dict[str, Any] = {"parameters": len(right), "order": every}
+    if not names:
+        return detail
+    whole, wrong = flat(right, names), flat(found, names)
+    scale = float(wrong @ whole / (whole @ whole).clamp(min=1e-60))
+    detail |= {"scale": scale, "scale_residual": float((wrong - scale * whole).norm() / wrong.norm().clamp(min=1e-60))}
+    detail["scales"] = {name: scale_of(found[name], right[name]) for name in names[:50]}
+    detail["rounded"] = all(torch.equal(found[name], found[name].bfloat16().float()) for name in names)
+    if not sums:
+        return detail
+    parts = [flat(with_zeros(sums[0], found), names)]
+    complete = [with_zeros(each, found) for each in sums]
+    parts += [flat(after, names) - flat(before, names) for before, after in pairwise(complete)]
+    previous = [flat(with_zeros(earlier, found), names)] if earlier is not None else []
+    solution, residual = least_squares([*parts, *previous], wrong)
+    previous_part = solution[-1] if previous else 0.0
+    return detail | {"parts": solution[: len(parts)], "previous": previous_part, "residual": residual}

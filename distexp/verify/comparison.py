@@ -6,32 +6,27 @@ never count (FLOOR).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distexp.config import Config
-from distexp.runs.record import RunSpec
 from distexp.system.files import read_json
 from distexp.verify.arithmetic import (
     Tensors,
     by_parameter,
     differs,
     distance,
-    flat,
-    global_norm,
+    explain_gradients,
+    explain_update,
     largest,
-    least_squares,
     relative,
-    scale_of,
     updated,
-    with_zeros,
 )
 from distexp.verify.diagnosis import Finding
+from distexp.verify.phases import RunSettings
 
 TENSORS = "tensors.pt"
 
@@ -61,20 +56,21 @@ def rank_file(directory: Path, rank: int) -> Path:
 class Recording:
     """Everything that a run has recorded."""
 
-    config: Config
+    settings: RunSettings
     initial: dict[str, Any]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     exported: Tensors
+    arithmetic: str  # how torch computes, such as with TF32
     ranks: list[list[dict[str, Any]]]  # what each rank has seen in each step
 
     @classmethod
     def read(cls, directory: Path) -> "Recording":
         """Read a run directory. Raise OSError if the run has not ended."""
-        config = RunSpec.read(directory).config
-        first = range(0, config.cluster.world_size, config.parallel.tensor)  # of those with the same rows
+        settings, count = RunSettings.read(directory), len(list(directory.glob("seen*.json")))
+        first = range(0, count, settings.tensor)  # of those with the same rows
         ranks = [read_json(rank_file(directory, rank))["steps"] for rank in first]
-        return cls(config, ranks=ranks, **torch.load(directory / TENSORS, weights_only=True))
+        return cls(settings, ranks=ranks, **torch.load(directory / TENSORS, weights_only=True))
 
 
 @dataclass
@@ -89,7 +85,7 @@ class Comparison:
     worst: dict[str, tuple[float, float]] = field(default_factory=dict)  # error and bound, by kind; the largest ratio
 
     def __post_init__(self) -> None:
-        self.precision = self.variant.config.precision.name
+        self.precision = self.variant.settings.precision
         self.margin, self.floor = MARGIN[self.precision], FLOOR[self.precision]
 
     def compare(self) -> None:
@@ -120,28 +116,30 @@ class Comparison:
 
     def _compare_step(self, number: int) -> None:
         reference, noise, variant = (each.steps[number] for each in self._runs())
-        step, is_clipped = number + 1, self._records_clipped()
+        step = number + 1
         self._compare_ranks("step", step, variant)
         self._compare_values(
             "loss", step, reference["loss"], noise["loss"], variant["loss"], floor=LOSS_FLOOR[self.precision]
         )
-        if not is_clipped:
-            self._compare_gradients(number)
-        true_norm = global_norm(variant["gradients"])
-        if variant["gradients"] and not is_clipped:
-            bound = NORM_BOUND[self.precision]
-            errors = {f"rank {rank}": (relative(seen[number]["norm"], true_norm), bound) for rank, seen in self._seen()}
-            reported = [seen[number]["norm"] for _, seen in self._seen()]
-            self.add("norm", step, errors, reported=reported, true=true_norm)
+        self._compare_gradients(number)
+        # Clipped gradients do not have the norm that is reported.
+        norm = reference["norm"] if self.variant.settings.records_clipped else variant["true_norm"]
+        reported = [seen[number]["norm"] for seen in self.variant.ranks]
+        errors = {
+            f"rank {rank}": (relative(each, norm), NORM_BOUND[self.precision]) for rank, each in enumerate(reported)
+        }
+        if variant["gradients"]:
+            self.add("norm", step, errors, reported=reported, true=norm)
         self._compare_groups(number)
-        if variant["gradients"] and not is_clipped:
-            self._check_update(number, true_norm)
+        followed = self._check_update(number, norm)
         for key in reference["states"]:
             tensors = [each["states"].get(key, {}) for each in (reference, noise, variant)]
             self._compare_tensors("state", step, tensors, state=key)
+        # Equal initial weights, gradients and updates make equal weights. AdamW turns rounding errors of tiny gradients
+        # into updates of full size, so no bound between 0 and the whole update holds for the weights themselves.
+        weights = [_without(each["weights"], followed) for each in (reference, noise, variant)]
         before = self.reference.initial if number == 0 else self.reference.steps[number - 1]
-        changes = {name: each - before["weights"][name] for name, each in reference["weights"].items()}
-        weights = [each["weights"] for each in (reference, noise, variant)]
+        changes = {name: each - before["weights"][name] for name, each in weights[0].items()}
         self._compare_tensors("weight", step, weights, scales=changes)
 
     def _noise(self, number: int) -> float:
@@ -157,15 +155,6 @@ class Comparison:
         return max(
             (distance(noisy[name], each) / max(largest(each), least, 1e-30) for name, each in right.items()),
             default=0.0,
-        )
-
-    def _seen(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        return enumerate(self.variant.ranks)
-
-    def _records_clipped(self) -> bool:
-        """Return whether the gradients were clipped before they were recorded, as by the Trainer of transformers."""
-        return (
-            self.variant.config.engine.name == "hf_trainer" and self.variant.config.train.gradient_clipping is not None
         )
 
     def _compare_values(
@@ -201,11 +190,30 @@ class Comparison:
         self.add(kind, step, errors, **detail)
 
     def _compare_gradients(self, number: int) -> None:
-        reference, noise, variant = (each.steps[number]["gradients"] for each in self._runs())
-        before = len(self.findings)
-        self._compare_tensors("gradient", number + 1, [reference, noise, variant])
+        runs, before = self._runs(), len(self.findings)
+        gradients = [each.steps[number]["gradients"] for each in runs]
+        if self.variant.settings.records_clipped:
+            factors = [self._clip_factor(each.steps[number]["norm"]) for each in runs[:2]]
+            gradients[:2] = [
+                {name: each * factor for name, each in named.items()}
+                for named, factor in zip(gradients, factors, strict=False)
+            ]
+        self._compare_tensors("gradient", number + 1, gradients)
         for finding in self.findings[before:]:
-            finding.detail |= explain_gradients(self, number, finding.names)
+            earlier = self.variant.steps[number - 1]["gradients"] if number else None
+            batches = self.reference.ranks[0][number]["batches"]
+            finding.detail |= explain_gradients(
+                finding.names, gradients[2], gradients[0], self.reference.steps[number]["parts"], earlier
+            )
+            finding.detail |= {"targets": [each["targets"] for each in batches], "ranks": len(self.variant.ranks)}
+            limit, settings = self.variant.settings.clipping, self.variant.settings
+            if limit is not None and not settings.records_clipped:
+                found, right = (each.steps[number]["true_norm"] for each in (self.variant, self.reference))
+                finding.detail |= {"clipped": limit} if found <= 1.001 * limit < right else {}
+
+    def _clip_factor(self, norm: float) -> float:
+        limit = self.variant.settings.clipping
+        return min(1.0, limit / (norm + 1e-6)) if limit is not None else 1.0
 
     def _compare_ranks(self, when: str, step: int, snapshot: Mapping[str, Any]) -> None:
         for what, tensors in snapshot["differing"].items():
@@ -228,18 +236,23 @@ class Comparison:
             planned = [step["groups"][0].get("lr") for step in self.reference.steps] if key == "lr" else []
             self.add(key, number + 1, errors, expected=shown[0], value=shown[1], planned=planned)
 
-    def _check_update(self, number: int, norm: float) -> None:
-        """Compute the update again from the gradients, states and hyperparameters of the variant itself."""
+    def _check_update(self, number: int, norm: float) -> set[str]:
+        """Compute the update again from the gradients, states and hyperparameters of the variant itself.
+
+        Return the parameters of which this is possible. It is not if an optimizer shows no group for a parameter.
+        """
         variant = self.variant.steps[number]
         before = self.variant.initial if number == 0 else self.variant.steps[number - 1]
-        limit = self.variant.config.train.gradient_clipping
-        factor = min(1.0, limit / (norm + 1e-6)) if limit is not None else 1.0
+        if not variant["gradients"]:
+            return set()
+        limit = None if self.variant.settings.records_clipped else self.variant.settings.clipping
+        factor = 1.0 if limit is None else self._clip_factor(norm)
         groups, done = by_parameter(variant["groups"]), self.variant.initial["done"] + number
         errors, expected, changes = {}, {}, {}
         for name, old in before["weights"].items():
             gradient, group = variant["gradients"].get(name), groups.get(name)
             if group is None and gradient is not None:
-                continue  # An optimizer of another library has no such groups.
+                continue
             states = {key: each[name] for key, each in before["states"].items() if name in each}
             new = old if gradient is None else updated(old, gradient * factor, states, group or {}, done + 1)
             expected[name], changes[name] = new - old, variant["weights"][name] - old
@@ -254,6 +267,7 @@ class Comparison:
         )
         context = {"norm": norm, "limit": limit, "clip_factor": factor, "parameters": len(errors)}
         self.add("update", number + 1, errors, **context, **detail)
+        return set(errors)
 
     def _compare_evaluations(self) -> None:
         for position, expected in enumerate(self.reference.evaluations):
@@ -283,7 +297,7 @@ class Comparison:
         if len(found) != len(expected):
             detail = {"reason": "steps", "value": len(found), "expected": len(expected)}
             self.add("samples", len(found), {"samples": (1.0, 0.5)}, **detail)
-        per_epoch = len(expected) // max(1, self.reference.config.train.num_epochs)
+        per_epoch = len(expected) // max(1, self.reference.settings.epochs)
         for number, (rows, right) in enumerate(zip(found, expected, strict=False)):
             detail = explain_rows(rows, right, self.variant.ranks, number)
             if detail.get("reason") == "other" and number >= per_epoch and rows == found[number - per_epoch]:
@@ -313,64 +327,18 @@ def compare_resumed(phase: str, first: Recording, second: Recording) -> Comparis
     after, own = first.steps[-1], second.steps[-1]
     rates = [each["groups"][0].get("lr") if each["groups"] else None for each in (own, after)]
     found.add("resume", done + 1, {"lr": (differs(*rates), 1e-6)}, what="lr", value=rates[0], expected=rates[1])
-    for name, what in (("gradients", "gradients"), ("weights", "later")):
-        found._compare_tensors("resume", done + 1, [after[name], after[name], own[name]], what=what)
+    found._compare_tensors(
+        "resume", done + 1, [after["gradients"], after["gradients"], own["gradients"]], what="gradients"
+    )
+    found._check_update(len(second.steps) - 1, own["true_norm"])
+    for finding in found.findings:
+        if finding.kind == "update":
+            finding.kind, finding.detail["what"] = "resume", "later"
     return found
 
 
-def explain_update(
-    wrong: Sequence[str],
-    *,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    expected: Tensors,
-    changes: Tensors,
-    groups: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Return what a wrong update is made of: multiples of the right one, of the gradient and of the weight."""
-    change, right = flat(changes, wrong), flat(expected, wrong)
-    moved = largest(change) > 1e-3 * largest(right)
-    detail = {"skipped": not moved, "ratio": float(change @ right / (right @ right).clamp(min=1e-60))}
-    trained = [name for name in wrong if name in after["gradients"] and groups.get(name, {}).get("lr")]
-    if trained and "betas" not in groups[trained[0]] and not groups[trained[0]].get("momentum"):
-        rates = {name: groups[name]["lr"] for name in trained}
-        columns = [
-            torch.cat([-rates[name] * source[name].flatten().double() for name in trained])
-            for source in (after["gradients"], before["weights"])
-        ]
-        solution, residual = least_squares(columns, flat(changes, trained))
-        detail |= {"gradient_factor": solution[0], "weight_factor": solution[1], "residual": residual}
-    return detail | {"unchanged": [name for name in wrong if largest(changes[name]) == 0]}
-
-
-def explain_gradients(comparison: Comparison, number: int, names: Sequence[str]) -> dict[str, Any]:
-    """Return what wrong gradients are made of: multiples of the gradients of each micro-batch of the reference."""
-    reference, variant = comparison.reference.steps[number], comparison.variant.steps[number]
-    found, every = variant["gradients"], [name for name in reference["gradients"] if name in variant["gradients"]]
-    names = [name for name in names if name in every]
-    detail: dict[str, Any] = {"parameters": len(reference["gradients"]), "order": every}
-    limit = comparison.variant.config.train.gradient_clipping
-    if limit is not None and global_norm(found) <= 1.001 * limit < global_norm(reference["gradients"]):
-        detail["clipped"] = limit
-    if not names:
-        return detail
-    right, wrong = flat(reference["gradients"], names), flat(found, names)
-    scale = float(wrong @ right / (right @ right).clamp(min=1e-60))
-    detail |= {"scale": scale, "scale_residual": float((wrong - scale * right).norm() / wrong.norm().clamp(min=1e-60))}
-    detail["scales"] = {name: scale_of(found[name], reference["gradients"][name]) for name in names[:50]}
-    detail["rounded"] = all(torch.equal(found[name], found[name].bfloat16().float()) for name in names)
-    sums = reference["parts"]
-    if not sums:
-        return detail
-    parts = [flat(with_zeros(sums[0], found), names)]
-    complete = [with_zeros(each, found) for each in sums]
-    parts += [flat(after, names) - flat(before, names) for before, after in pairwise(complete)]
-    earlier = comparison.variant.steps[number - 1]["gradients"] if number else {}
-    previous = [flat(with_zeros(earlier, found), names)] if number else []
-    solution, residual = least_squares([*parts, *previous], wrong)
-    batches = comparison.reference.ranks[0][number]["batches"]
-    detail |= {"parts": solution[: len(parts)], "previous": solution[-1] if number else 0.0, "residual": residual}
-    return detail | {"targets": [batch["targets"] for batch in batches], "ranks": len(comparison.variant.ranks)}
+def _without(tensors: Tensors, names: set[str]) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 Rows = Counter[tuple[str, str]]

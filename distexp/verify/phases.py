@@ -7,7 +7,7 @@ reference with another order of summation; and the *variant*, the configuration 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,11 @@ class RunSettings:
     uneven: bool = False
     frozen: bool = False
     reverses: bool = False  # whether the samples of each micro-batch are in the reverse order
+    precision: str = "fp32"
+    tensor: int = 1  # ranks with the same samples, because of tensor parallelism
+    epochs: int = 1
+    clipping: float | None = None  # limit of the gradient norm
+    records_clipped: bool = False  # whether the gradients are recorded after they were clipped
 
     @classmethod
     def read(cls, directory: Path) -> RunSettings:
@@ -186,7 +191,7 @@ def _plan_phase(variant: PlannedVariant, phase: Phase, cell: Cell, make: MakeCel
         role: _write_run(one, replace(settings, role=role, reverses=role == "noise"), variant.directory)
         for role, one in made.items()
     }
-    resumed = _add_resumed(written["variant"], settings) if phase.resumes else None
+    resumed = _add_resumed(written["variant"]) if phase.resumes else None
     variant.phases.append(PlannedPhase(phase, resumed=resumed, **written))
 
 
@@ -239,6 +244,12 @@ def _batch(size: int, accumulation: int) -> list[str]:
 def _write_run(cell: Cell, settings: RunSettings, directory: Path) -> Path:
     """Write the directory of a run. Runs on one worker are shared by all variants with equal ones."""
     assert cell.config is not None
+    config, clipping = cell.config, cell.config.train.gradient_clipping
+    clips_early = config.engine.name == "hf_trainer" and clipping is not None  # before its callbacks are called
+    settings = replace(
+        settings, precision=config.precision.name, tensor=config.parallel.tensor, epochs=config.train.num_epochs, clipping=clipping,
+        records_clipped=clips_early,
+    )  # fmt: skip
     target = directory / settings.phase
     if settings.role != "variant":
         content = repr((run_id(cell.config), cell.config.train.micro_batch_size, sorted(asdict(settings).items())))
@@ -251,17 +262,14 @@ def _write_run(cell: Cell, settings: RunSettings, directory: Path) -> Path:
     return target
 
 
-def _add_resumed(directory: Path, settings: RunSettings) -> Path:
+def _add_resumed(directory: Path) -> Path:
     """Return the directory of the run that resumes: its configuration and its checkpoints are those of the first."""
     target = directory.with_name(f"{directory.name}-resumed")
     target.mkdir(exist_ok=True)
     RunSpec.read(directory).write(target)
-    write_json(target / SETTINGS, asdict(replace(settings, role="resumed")))
+    write_json(target / SETTINGS, asdict(replace(RunSettings.read(directory), role="resumed")))
     (target / CHECKPOINTS).symlink_to(directory / CHECKPOINTS)
     return target
-
-
-Advance = Callable[[str], None]
 
 
 def labels_of(cells: Sequence[Cell]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import hypot
 from typing import Any, cast
 
 import torch
@@ -27,8 +28,12 @@ from distexp.training.metrics_logger import Evaluation, MetricsLogger
 from distexp.verify.arithmetic import Tensors
 from distexp.verify.comparison import TENSORS, rank_file
 from distexp.verify.phases import RunSettings
+from distexp.worker.rank import describe_arithmetic
 
 HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "maximize", "amsgrad")
+SAMPLED = 2**18
+"""Most values of a tensor, about, that are recorded. Those of a larger one are spread evenly, to save memory."""
+
 MICRO_STEPS = 2  # first steps of which the reference keeps the gradient of each micro-batch
 
 
@@ -68,8 +73,8 @@ class TensorReader:
         named = {plain_name(name): copied(tensor) for name, tensor in found}
         return named | {name: copied(master) for name, master in self.masters.items()}
 
-    def gradients(self) -> Tensors:
-        """Return the gradients, before clipping. Parameters without one are left out."""
+    def gradients(self) -> tuple[Tensors, float]:
+        """Return the gradients and the 2-norm of all. Parameters without a gradient are left out."""
         if self.stage:
             from deepspeed.utils import safe_get_full_grad
 
@@ -78,7 +83,13 @@ class TensorReader:
             read = _gradient
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         pairs = ((name, read(self.masters.get(name, parameter))) for name, parameter in trained.items())
-        return {name: copied(self._full(gradient, name)) for name, gradient in pairs if gradient is not None}
+        found, norms = {}, [0.0]
+        for name, gradient in pairs:
+            if gradient is not None:
+                whole = self._full(gradient, name)
+                norms.append(float(torch.linalg.vector_norm(whole, dtype=torch.float64)))
+                found[name] = copied(whole)
+        return found, hypot(*norms)
 
     def states(self) -> dict[str, Tensors]:
         """Return the optimizer states of each parameter, by the name of the state."""
@@ -142,8 +153,11 @@ def plain_name(name: str) -> str:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy in fp32 on the CPU."""
-    return tensor.detach().to("cpu", torch.float32, copy=True)
+    """Return a copy in fp32 on the CPU: of all values, or of SAMPLED ones of a large tensor."""
+    tensor = tensor.detach()
+    if tensor.numel() > SAMPLED:
+        tensor = tensor.flatten()[:: tensor.numel() // SAMPLED | 1]  # an odd distance visits all columns
+    return tensor.to("cpu", torch.float32, copy=True)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -190,6 +204,7 @@ class Recorder(Watcher):
         self.seen: list[dict[str, Any]] = []  # what this rank has seen in each step
         self.evaluations: list[dict[str, Any]] = []
         self._gradients: Tensors = {}
+        self._true_norm = 0.0  # of all gradients, computed here
         self._parts: list[Tensors] = []  # gradients of each micro-batch, summed up to it
         self._buffers: Tensors = {}
         self._micro = 0  # micro-batches of this step so far
@@ -248,7 +263,7 @@ class Recorder(Watcher):
 
     def _end_micro(self) -> None:
         if self._micro and len(self.steps) < MICRO_STEPS:
-            self._parts.append(self.tensors.gradients())
+            self._parts.append(self.tensors.gradients()[0])
         buffers = dict(self.tensors.module.named_buffers())
         if (self._micro - 1) % self.settings.world_size and self._micro and self.settings.role == "reference":
             # Each rank has its own running statistics, and rank 0's are evaluated and saved.
@@ -261,7 +276,7 @@ class Recorder(Watcher):
         if self.is_reference:
             self._end_micro()
             self._micro = 0
-        self._gradients = self.tensors.gradients()
+        self._gradients, self._true_norm = self.tensors.gradients()
 
     def end_of_step(self, data: StepData, contribution: Tensor, norm: Tensor, planned_rate: float) -> None:
         """Record a step after its update."""
@@ -272,7 +287,8 @@ class Recorder(Watcher):
         dist.all_reduce(total)
         self.steps.append(
             snapshot
-            | {"gradients": self._gradients, "parts": self._parts, "loss": float(total[0]), "norm": float(norm)}
+            | {"gradients": self._gradients, "true_norm": self._true_norm, "parts": self._parts}
+            | {"loss": float(total[0]), "norm": float(norm)}
             | {"groups": self._groups(), "planned_rate": planned_rate, "targets": int(data.normalizer)}
         )
         self._gradients, self._parts = {}, []
@@ -309,6 +325,7 @@ class Recorder(Watcher):
         directory, rank = self.context.run_dir, self.context.rank
         if rank == 0:
             content = {"initial": self.initial, "steps": self.steps, "exported": exported}
+            content["arithmetic"] = describe_arithmetic(on_gpu=self.context.device.type == "cuda")
             torch.save(content | {"evaluations": self.evaluations}, directory / TENSORS)
         write_json(rank_file(directory, rank), {"steps": self.seen})
 

@@ -47,7 +47,7 @@ from distexp.verify.phases import RunSettings
 from distexp.verify.recording import Recorder, RecordingLogger
 from distexp.worker.__main__ import redirect_output, without_tracebacks
 from distexp.worker.preload import preload
-from distexp.worker.rank import describe_arithmetic, silence_libraries
+from distexp.worker.rank import silence_libraries
 
 JOB, ERROR, RESULT, LOG = "job.json", "error.json", PROOF, "rank{rank}.log"
 POLL_S = 0.02
@@ -154,6 +154,7 @@ def run_rank(runs: Sequence[str], rank: int, parent: int) -> None:
         silence_libraries()
         first = RunSpec.read(current)
         torch.set_num_threads(first.config.cluster.cpus_per_worker or 1)
+        torch.backends.cudnn.allow_tf32 = False  # Its rounding depends on the kernel, so on the batch size.
         context = join(first, current, overhead_mib=load_strategy(first.config).total_overhead_mib(first.config))
         gc.freeze()
         for run in runs:
@@ -300,10 +301,9 @@ def compare_variant(variant: dict[str, Any], phases: Sequence[dict[str, Any]]) -
     reasons = [f"phase {phase['phase']}: {phase['error']}" for phase in failed]
     if not phases:
         reasons += [f"phase {name}: {error}" for name, error in variant["skipped"].items()]
-    arithmetic = describe_arithmetic(on_gpu=torch.cuda.is_available())
     return {
         **variant["header"],
-        "arithmetic": arithmetic,
+        "arithmetic": phases[0].get("arithmetic") if phases else None,
         "status": status,
         "cause": cause,
         "reasons": reasons,
@@ -333,16 +333,21 @@ def compare_phase(phase: dict[str, Any]) -> dict[str, Any]:
         again = compare_resumed(phase["name"], runs["variant"], runs["resumed"])
         findings += again.findings
         worst |= again.worst
-    settings = RunSettings.read(directories["variant"])
-    cause = None
+    cause, settings = None, runs["variant"].settings
+    arithmetic = [runs[role].arithmetic for role in ("reference", "variant")]
     if findings:
-        found = diagnose(findings, settings.world_size, settings.accumulation, compared.precision)
+        found = diagnose(findings, settings.world_size, settings.accumulation, settings.precision)
         first = first_finding(findings)
         place = {"phase": phase["name"], "adds": phase["adds"], "step": first.step, "kind": first.kind}
+        if len(set(arithmetic)) > 1:
+            found = replace(
+                found, sentence=f"{found.sentence}; single computes with {', and it with '.join(arithmetic)}"
+            )
         cause = asdict(found) | place | {"name": first.worst, "error": first.error, "bound": first.bound}
     return entry | {
         "status": DIFFERENT if findings else EQUAL,
         "steps": len(runs["reference"].steps),
+        "arithmetic": arithmetic[1],
         "cause": cause,
         "worst": {kind: {"error": error, "bound": bound} for kind, (error, bound) in worst.items()},
         "findings": [describe_finding(finding) for finding in findings[:MAX_FINDINGS]],

@@ -37,7 +37,7 @@ def test_the_same_training_is_equal(results: list[dict[str, Any]]) -> None:
     assert (found["label"], found["status"]) == ("ddp", "equal")
     assert [phase["phase"] for phase in found["phases"]] == ["sgd", "uneven", "accumulation", "training"]
     for phase in found["phases"]:
-        assert {"samples", "initial", "loss", "gradient", "norm", "lr", "update", "weight"} <= phase["worst"].keys()
+        assert {"samples", "initial", "loss", "gradient", "norm", "lr", "update"} <= phase["worst"].keys()
         assert phase["worst"]["gradient"]["error"] < 1e-5
     assert "evaluation" in found["phases"][1]["worst"]
 
